@@ -5,7 +5,8 @@ start a step, a group's leader appends the group's region to the queues of all m
 the node. Every engine runs its queue strictly in order. So all engines run the steps that they share in the same order, and
 overlapping groups cannot wait for each other.
 
-Readers need no lock. The kernel frees it when its holder dies, and entries that a dead leader has posted only in part are not seen.
+Readers need no lock. The kernel frees the lock when its holder dies, and entries that a dead leader has posted only in part are not
+seen.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _QUEUE_BYTES = _pages(8 * (_RING + QUEUE_ENTRIES))
 
 
 def first_region(num_engines: int) -> int:
-    """Returns the first offset at which a region may begin. Each region begins at a multiple of PAGE_BYTES."""
+    """Returns the first offset (bytes) at which a region may begin, behind the queues of num_engines engines. Each region begins at
+    a multiple of PAGE_BYTES."""
     return PAGE_BYTES + num_engines * _QUEUE_BYTES
 
 
@@ -58,7 +60,8 @@ def make_exchange(num_engines: int) -> int:
 
 
 class RegionArray(NamedTuple):
-    """One array in a region. code: its item type, as a code of the struct module, which numpy understands as well."""
+    """The place of one array in a region. begin: its first byte in the region. code: its item type, as a code of the struct module,
+    which numpy understands as well."""
 
     begin: int
     code: str
@@ -92,8 +95,8 @@ TABLE_COLUMNS = {
 
 
 class GroupForm(NamedTuple):
-    """Facts about a split model that the engines of its group need besides its LoadModel. num_kv_groups, handed_bytes: as in
-    RegionSizes."""
+    """What the engines of a group need to know about its split model besides the LoadModel. division: how the model is divided
+    among the devices. num_kv_groups, handed_bytes: as in RegionSizes."""
 
     division: Division
     num_kv_groups: int = 1
@@ -103,8 +106,8 @@ class GroupForm(NamedTuple):
 class RegionSizes(NamedTuple):
     """The numbers that determine the size of a group's region. num_ranks: number of devices. max_sequences, max_model_len: the
     model's, as in LoadModel. block_tokens: as in Configure. num_kv_groups: number of KV groups of the model (loader/kv_layout.py).
-    num_stages: number of stages into which its layers are divided. handed_bytes: bytes of the states that a step passes from stage
-    to stage (loader/work_space.py)."""
+    num_stages: number of stages into which the model's layers are divided. handed_bytes: bytes of the states that a step passes
+    from stage to stage (loader/work_space.py)."""
 
     num_ranks: int
     max_sequences: int
@@ -116,7 +119,7 @@ class RegionSizes(NamedTuple):
 
 
 def region_layout(sizes: RegionSizes) -> tuple[dict[str, RegionArray], int]:
-    """Returns the arrays of a region by name, and the region's bytes."""
+    """Returns the places of a region's arrays by name, and the size of the whole region in bytes, a multiple of PAGE_BYTES."""
     rows, blocks, num_stages = sizes.max_sequences, -(-sizes.max_model_len // sizes.block_tokens), sizes.num_stages
     stage_size = sizes.num_ranks // num_stages
     arrays: list[tuple[str, str, tuple[int, ...]]] = [
@@ -148,7 +151,8 @@ def region_bytes(sizes: RegionSizes) -> int:
 
 
 class Membership(NamedTuple):
-    """One engine's access to the exchange memory: its number among the engines of the node, and the eventfd that wakes it."""
+    """One engine's access to the exchange memory. number: the engine's number among the engines of the node. doorbell: the eventfd
+    that wakes it."""
 
     exchange: Exchange
     number: int
@@ -156,12 +160,14 @@ class Membership(NamedTuple):
 
 
 class ExchangeFull(Exception):
-    """Raised if an engine has not taken the last QUEUE_ENTRIES entries of its queue. Nothing was posted."""
+    """Raised by Exchange.post if a member's queue is full, because its engine has not taken the last QUEUE_ENTRIES entries. Nothing
+    was posted to any queue."""
 
 
 class Exchange:
     """One process's view of the exchange memory. fd: the memfd, which the caller goes on owning. doorbells: for each engine the
-    eventfd that wakes it; () for a process that posts nothing. Raises ValueError if fd is not an exchange memory.
+    eventfd that wakes it; () for a process that posts nothing. Raises ValueError if fd is not an exchange memory. Methods name an
+    engine by its number, and a region by its offset in bytes.
 
     Any thread may call any method, but only one thread of the whole node, in the queue's own engine, takes entries from a queue."""
 
@@ -188,7 +194,8 @@ class Exchange:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the lock of the node. It is freed if this process dies."""
+        """Returns a context manager that holds the node's lock, which excludes all other threads and processes. The kernel frees
+        the lock if this process dies."""
         with self._in_process:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
             try:
@@ -197,9 +204,9 @@ class Exchange:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
 
     def post(self, members: Sequence[int], region: int) -> bool:
-        """Appends a region to the queues of all members and rings the doorbells of all but members[0], which is the caller.
-        Whatever this thread wrote before is visible to an engine that takes the entry. Returns False, and posts nothing, if the
-        group is broken. Raises ExchangeFull."""
+        """Appends a region to the queues of the group's members (numbers of engines) and rings the doorbells of all but members[0],
+        which is the caller. Whatever this thread wrote before is visible to an engine that takes the entry. Returns False, and
+        posts nothing, if the group is broken. Raises ExchangeFull if a queue is full."""
         words = self._words
         with self.locked():
             if self.is_broken(region):
@@ -237,7 +244,8 @@ class Exchange:
         return None
 
     def has_entries(self, number: int) -> bool:
-        """Returns whether `take` may find an entry."""
+        """Returns whether an engine's queue has entries. `take` may still find none, if all of them are of groups that the engine
+        has left."""
         queue = self._queue(number)
         return self._words[queue + _TAKEN] < self._words[queue]
 
@@ -252,28 +260,29 @@ class Exchange:
                     words[self._entry(number, at)] = NOTHING
 
     def reset(self, number: int) -> None:
-        """Removes all entries of an engine's queue. A new engine calls it before its first message."""
+        """Removes all entries of an engine's queue. A new engine calls it before its first message, because entries may be its
+        predecessor's."""
         words, queue = self._words, self._queue(number)
         with self.locked():
             words[queue + _TAKEN] = words[queue]
 
     def ring(self, number: int) -> None:
-        """Wakes an engine that sleeps."""
+        """Wakes an engine, if it sleeps, by its doorbell."""
         with contextlib.suppress(BlockingIOError):  # it has been rung already
             os.eventfd_write(self._doorbells[number], 1)
 
     def break_group(self, region: int) -> None:
-        """Marks a group as broken, because it has lost a device or a member leaves. Members that wait in one of its steps stop
-        waiting. Only `clear` undoes it."""
+        """Marks the group of a region as broken, because it has lost a device or a member leaves. Members that wait in one of its
+        steps stop waiting. Only `clear` undoes it."""
         os.pwrite(self.fd, _word.pack(1), region)
 
     def is_broken(self, region: int) -> bool:
         return any(os.pread(self.fd, _word.size, region))
 
     def clear(self, region: int, num_bytes: int) -> None:
-        """Gives a region's memory back to the system; it reads as zeros afterwards. The daemon calls it before it gives the region
-        to a group, because it also extends the exchange memory to the region's end, and when all members have left. Raises
-        ValueError if the range is not a region."""
+        """Gives a region's memory back to the system, so that it reads as zeros afterwards; extends the exchange memory to the
+        region's end if it is shorter. The daemon calls it before it gives the region to a group, and when all members have left.
+        Raises ValueError if no region can begin at this offset or have this size."""
         if region < first_region(self.num_engines) or region % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
             raise ValueError(f"region {region} of {num_bytes} bytes is none of the exchange memory's")
         if os.fstat(self.fd).st_size < region + num_bytes:
@@ -282,7 +291,8 @@ class Exchange:
             pages.madvise(mmap.MADV_REMOVE)
 
     def _queue(self, number: int) -> int:
-        """Returns the index of the first word of an engine's queue."""
+        """Returns the index, in 8-byte words of the exchange memory, of the first word of an engine's queue. Raises ValueError for
+        an unknown engine."""
         if not 0 <= number < self.num_engines:
             raise ValueError(f"engine {number} is not among the exchange memory's {self.num_engines}")
         return (PAGE_BYTES + number * _QUEUE_BYTES) // 8

@@ -38,7 +38,8 @@ TELL_LIMIT_S = 1.0  # limit for handing a fault message to the daemon
 
 
 def preload(runner: str, cache_dir: str) -> None:
-    """Imports the modules that an engine of a cpu device needs. runner, cache_dir: as in Configure."""
+    """Imports the modules that engines of cpu devices need, so that processes forked afterwards need not import them. runner,
+    cache_dir: as in Configure."""
     if runner != "torch":
         importlib.import_module("engine.null.runner")
         return
@@ -52,8 +53,8 @@ def preload(runner: str, cache_dir: str) -> None:
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
-    """Opens the configured device. torch is imported only for runners that compute. handover: None if the device's memory ends
-    with this process."""
+    """Opens the device that configure.device names. Imports torch. handover: the way in which the device's memory passes to the
+    next engine; None: the memory ends with this process. Raises the device's errors, such as MemoryError."""
     prepare_process()
     if configure.device.startswith("cuda"):
         from engine.cuda import backend as cuda
@@ -72,7 +73,9 @@ def make_engine(
     handover: Handover | None,
     membership: Membership | None = None,
 ) -> Engine:
-    """Makes the engine with its runner. Raises ValueError for an unknown runner, and the errors of open_device."""
+    """Makes the engine with the runner that configure.runner names. tier: None if there is no host tier. handover: as in
+    open_device. membership: None if no memory is shared with other engines. Raises ValueError for an unknown runner, and the errors
+    of open_device."""
     exchange = None if membership is None else membership.exchange
     if configure.runner == "null":
         from engine.null.runner import NullRunner
@@ -136,9 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fault(channel: Channel, kind: str, error: Exception) -> int:
-    """Reports a fault to the daemon and the log, and returns the exit code. A device's error is raised by any call after the one
-    that caused it, and where memory has run out any call may fail, so their tracebacks would say nothing and are left out of the
-    log."""
+    """Reports a fault to the daemon and the log, and returns the process's exit code. kind: EngineFault.kind. The traceback is
+    logged only if it can tell something: a device's error is raised by any call after the one that caused it, and where memory has
+    run out any call may fail."""
     line = str(error).partition("\n")[0]
     is_known = isinstance(error, MemoryError) or "can't allocate memory" in line  # the latter is torch's RuntimeError
     if isinstance(error, ModuleNotFoundError):
@@ -154,8 +157,8 @@ def _fault(channel: Channel, kind: str, error: Exception) -> int:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Runs `main` and ends the process at once, without clean-up: loader threads may be in the middle of a read, and there is
-    nothing to tidy up."""
+    """Runs `main` and ends the process with its exit code at once, without clean-up: loader threads may be in the middle of a read,
+    and there is nothing to tidy up."""
     try:
         code = main(arguments)
     except Exception:

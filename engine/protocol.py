@@ -29,7 +29,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """How the tokens of one request are sampled. Stop strings stay in the daemon, which sees text; the engine matches stop ids."""
+    """The settings by which one request's tokens are sampled and its output ends. Stop strings stay in the daemon, which sees text;
+    the engine matches stop ids."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -53,7 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 
     @property
     def is_limited(self) -> bool:
-        """Whether the request rules out certain tokens or sequences of them (engine/grammar/token_limits.py)."""
+        """Whether the request rules out certain tokens (allowed_token_ids) or sequences of tokens (bad_words); see
+        engine/grammar/token_limits.py."""
         return bool(self.allowed_token_ids or self.bad_words)
 
 
@@ -61,8 +63,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 
 
 class Configure(Message, frozen=True):
-    """The first message to an engine, answered by EngineReady. num_chunks covers the device's whole budget; the leases leave memory
-    for the weights and for the work space (work_space_bytes: the largest of the models known now)."""
+    """The first message to an engine, answered by EngineReady: the device and the settings that hold for all models. num_chunks
+    covers the device's whole budget. work_space_bytes is the largest work space of the models known now; the KV leases sent later
+    leave room for it and for the weights."""
 
     device: str  # its name, such as cpu:0
     num_chunks: int
@@ -88,8 +91,8 @@ MTP, EAGLE3 = "mtp", "eagle3"
 
 class Group(msgspec.Struct, frozen=True, array_like=True):
     """One device's share of a model that is split over several devices. rank: this device's rank among them; rank 0 decides what
-    each step computes. members: the engines' numbers in the exchange memory, by rank. region_offset, region_bytes: the group's own
-    part of that memory, until all its members have answered EvictModel. expert_parts, num_stages: as in
+    each step computes. members: the engines' numbers in the exchange memory, by rank. region_offset, region_bytes: the part of the
+    exchange memory that belongs to the group until all its members have answered EvictModel. expert_parts, num_stages: as in
     loader.model_shape.Division. handed_bytes: as in engine.exchange.RegionSizes."""
 
     rank: int
@@ -132,7 +135,7 @@ class LoadModel(Message, frozen=True):
 
     @property
     def predicts(self) -> bool:
-        """Whether a predictor of further tokens is loaded with the model."""
+        """Whether a predictor of further tokens (the checkpoint's own, or an EAGLE-3 head) is loaded with the model."""
         return self.speculator in (MTP, EAGLE3)
 
     @property
@@ -158,7 +161,8 @@ class SetLease(Message, frozen=True):
 
 
 class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter's files. fingerprint: as loader.catalog.Checkpoint has it."""
+    """Where a LoRA adapter is read from. path: the folder of its files. fingerprint: tells whether the files have changed, as in
+    loader.catalog.Checkpoint."""
 
     name: str
     path: str
@@ -166,7 +170,8 @@ class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(Message, frozen=True):
-    """A request, new or submitted again, for example after its engine died: `output` is what the client has already received."""
+    """Hands the engine a request to compute. It may be new or submitted again, for example after its engine died; `output` is what
+    the client has already received."""
 
     request_id: int
     model: str
@@ -191,8 +196,9 @@ class Abort(Message, frozen=True):
 
 
 class BringAdapter(Message, frozen=True):
-    """Asks for an adapter in the device's memory before a request names it. Answered by AdapterLoaded if it was loaded. Nothing
-    happens if the model is not loaded, or if the adapter cannot be read or finds no room; requests for it are then told why."""
+    """Asks the engine to load an adapter into the device's memory before a request names it. Answered by AdapterLoaded if it was
+    loaded. Nothing happens if the model is not loaded, or if the adapter cannot be read or finds no room; a request that names it
+    later is told why."""
 
     model: str
     adapter: AdapterSource
@@ -206,7 +212,8 @@ class RetireAdapter(Message, frozen=True):
 
 
 class Probe(Message, frozen=True):
-    """Makes the device compute a token that is known beforehand, between two steps; answered by `Probed`."""
+    """Tests whether the device still computes: makes it compute, between two steps, a token that is known beforehand. Answered by
+    the `Probed` of the same number."""
 
     number: int
 
@@ -227,14 +234,15 @@ class EngineReady(Message, frozen=True):
 
 class EngineFault(Message, frozen=True):
     """The last message of an engine that ends itself; its requests are submitted to the next engine. kind: no_memory if the device
-    has less memory than Configure asks for, else fault."""
+    has less memory than Configure asks for, else fault. error: one line for the log."""
 
     kind: str
     error: str  # one line
 
 
 class LoadProgress(Message, frozen=True):
-    """Progress of a load, in bytes. bytes_total 0: the load waits for kernels, and this time does not count."""
+    """Progress of a load, in bytes. bytes_total 0: the load is waiting for kernels, and its deadline is counted anew from this
+    message."""
 
     placement_id: int
     bytes_done: int
@@ -242,8 +250,9 @@ class LoadProgress(Message, frozen=True):
 
 
 class LoadStreams(Message, frozen=True):
-    """Sent during a load: requests may be submitted and are computed layer by layer as the weights arrive. No request gets a token
-    before LoadDone; LoadFailed and Evicted drop the requests. Saved KV has been restored before this message."""
+    """Sent during a load: from now on requests for the model may be submitted, and are computed layer by layer as the weights
+    arrive. No request gets a token before LoadDone; LoadFailed and Evicted drop the requests. Saved KV has been restored before
+    this message."""
 
     placement_id: int
     model: str
@@ -266,8 +275,8 @@ class LoadDone(Message, frozen=True):
 
 
 class KernelsTold(Message, frozen=True):
-    """Progress of compiling kernels (once per machine), sent every second. Until then models are served without them, more slowly,
-    unless loads_wait."""
+    """Progress of compiling kernels (once per machine), sent every second. Until compilation has ended, models are served without
+    these kernels, more slowly; if loads_wait, the load that needs them waits instead."""
 
     kind: str  # what is being compiled, such as "bfloat16"; empty: compilation has ended
     num_done: int
@@ -343,8 +352,8 @@ class TokensOut(Message, frozen=True):
 
 
 class EmbeddingsOut(Message, frozen=True):
-    """The vectors or scores of one step: the answers that end Submits of task "embed" or "score". seconds: device time of `steps`
-    steps; a decoder's earlier steps computed pieces of these or other texts."""
+    """The vectors or scores of one step: the answers that end Submits of task "embed" or "score". seconds: device time of the last
+    `steps` steps, which is more than one step if a decoder computed long texts in pieces."""
 
     model: str
     step_id: int
@@ -378,8 +387,8 @@ class AdapterLoaded(Message, frozen=True):
 
 
 class RequestFailed(Message, frozen=True):
-    """The end of a request that fails. code: nan_logits, no_work_space, too_long, unknown_model, unsupported_grammar,
-    no_token_left, adapter_unusable, adapter_unavailable, no_adapter_room or internal."""
+    """Says that a request has failed and ended. code: nan_logits, no_work_space, too_long, unknown_model, unsupported_grammar,
+    no_token_left, adapter_unusable, adapter_unavailable, no_adapter_room or internal. error: the reason as text."""
 
     request_id: int
     code: str
@@ -387,13 +396,15 @@ class RequestFailed(Message, frozen=True):
 
 
 class Probed(Message, frozen=True):
-    """The answer to the `Probe` of the same number: the device has computed its token. A wrong token is a fault."""
+    """The answer to the `Probe` of the same number: the device has computed the right token. A wrong token ends the engine with
+    EngineFault."""
 
     number: int
 
 
 class Stats(Message, frozen=True):
-    """The engine's state, sent on change, at most 4 times a second. `models`: name -> [kv_bytes, active, queued, cached_bytes]."""
+    """The engine's state, sent when it changes, at most 4 times a second. kv_chunks_used: chunks that hold KV or adapters. models:
+    name -> [kv_bytes, active, queued, cached_bytes]. steps, preemptions: counted since the engine's start."""
 
     kv_chunks_used: int
     models: dict[str, list[int]]
@@ -429,13 +440,14 @@ _length = struct.Struct("<I")
 
 
 def encode(message: Message) -> bytes:
-    """Returns one frame, length prefix included."""
+    """Returns a message as one frame: the length of its body as 4 bytes, then the body."""
     body = _encoder.encode(message)
     return _length.pack(len(body)) + body
 
 
 def encode_held(weights: list[WeightsHeld]) -> bytes:
-    """Returns the note that is passed on with the descriptors of an engine's memory (engine/memory/handles.py)."""
+    """Returns the weights as bytes: the note that the daemon passes to the next engine together with the descriptors of the memory
+    that holds them (engine/memory/handles.py)."""
     return _encoder.encode(weights)
 
 
@@ -445,7 +457,9 @@ def decode_held(note: bytes) -> list[WeightsHeld]:
 
 
 class FrameReader:
-    """Cuts a byte stream back into messages; the stream may be passed to `feed` in parts of any size."""
+    """Cuts a byte stream back into messages. kinds: the type, or union of types, of the messages. `feed` takes the next bytes of
+    the stream, in parts of any size, and returns the messages that they complete. It raises msgspec.DecodeError for a body that is
+    not such a message."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds)
@@ -474,8 +488,9 @@ _count = struct.Struct("<I")
 
 
 def write_journal(journal: Any, request_ids: Any) -> None:
-    """Writes the step in flight to shared memory (a memfd the daemon made), without a system call. `request_ids`: int64 array, cut
-    at 4096; empty if nothing is left to run. The count is written last, so a reader never sees a half-written list."""
+    """Writes the requests of the steps in flight to the step journal, shared memory in a memfd that the daemon made, without a
+    system call. request_ids: int64 array, cut at 4096; empty if nothing is left to run. The count is written last, so a reader
+    never sees a half-written list."""
     _count.pack_into(journal, 0, 0)
     num = min(len(request_ids), 4096)
     if num:
@@ -484,6 +499,7 @@ def write_journal(journal: Any, request_ids: Any) -> None:
 
 
 def read_journal(journal: Any) -> tuple[int, ...]:
-    """Returns the requests of the writer's last step; () if nothing was left to run when it died."""
+    """Returns the ids of the requests that the journal's writer wrote last, those of its steps in flight; () if nothing was left to
+    run when it died."""
     (num,) = _count.unpack_from(journal, 0)
     return struct.unpack_from(f"<{num}q", journal, 4)

@@ -11,14 +11,16 @@ from loader.adapters.layout import AdapterLayout
 
 @dataclass(slots=True, frozen=True)
 class ReadAdapter:
-    """An adapter in host memory. data [layout.num_bytes] uint8: its matrices in the model's dtype, as they lie on the device."""
+    """A LoRA adapter that has been read into host memory. layout: which matrices it has, and their places in data. data
+    [layout.num_bytes] uint8: the matrices in the model's dtype, byte for byte as they are to lie on the device."""
 
     layout: AdapterLayout
     data: Any
 
 
 class AdapterMemory(Protocol):
-    """A model's tables of the adapters in device memory, indexed by the adapters' numbers (scheduler/batch/adapters.py)."""
+    """The tables in which the steps of one model look up where its LoRA adapters lie in device memory. They are indexed by the
+    adapters' numbers, which scheduler/batch/adapters.py assigns."""
 
     def prepare(self) -> None:
         """Compiles the kernels without which steps with adapters cannot run. Called in a thread, before each `read`; it may take a
@@ -26,15 +28,16 @@ class AdapterMemory(Protocol):
         ...
 
     def read(self, source: AdapterSource) -> ReadAdapter:
-        """Reads an adapter's files. Called in a thread, while steps run. Raises CheckpointError, which names the file and the
-        tensor or key, and CheckpointChanged."""
+        """Reads an adapter's files into host memory. Called in a thread, while steps run. Raises CheckpointError, which names the
+        file and the tensor or key, and CheckpointChanged if the files are no longer those of source.fingerprint."""
         ...
 
     def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
-        """Registers an adapter whose matrices lie in the arena from first_byte on. Called while no step is under way. After the
-        first adapter the model's steps are recorded, or captured, again, and from then on compute adapters, too."""
+        """Enters an adapter into the tables. number: its index in them. first_byte, layout: its matrices lie in the arena from this
+        byte on, as the layout says. Called while no step is under way. With the first adapter the model begins to compute adapters:
+        its steps are recorded, or captured, again."""
         ...
 
     def clear(self, number: int) -> None:
-        """Removes an adapter that no row uses any more."""
+        """Removes the adapter with this number, which no running sequence uses any more, from the tables."""
         ...

@@ -23,14 +23,14 @@ if TYPE_CHECKING:  # engines of null models do not need torch
 
 
 class Backend(Protocol):
-    """One device: its memory, and the models on it."""
+    """One device, as the code that loads models sees it: its memory, its kernels, and how models are made on it."""
 
     @property
     def memory(self) -> ChunkMemory: ...
 
     @property
     def compute_threads(self) -> int:
-        """How many threads of the host compute the steps of a large model; 1 if the device computes them itself."""
+        """How many threads of the host compute the steps of a large model; 1 if the device, and not the host, computes steps."""
         ...
 
     @property
@@ -44,17 +44,18 @@ class Backend(Protocol):
         ...
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
-        """Finds the kernels and begins to compile those that are missing. Called once, in a background thread; no method below is
-        called before it has returned. tell: called from any thread with news about kernels."""
+        """Makes the backend ready for loads: imports its kernels, and may begin to compile those that are missing. Called once, in
+        a background thread; no method below is called before it has returned. tell: called from any thread with news about
+        kernels."""
         ...
 
     def need_kernels(
         self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat
     ) -> Callable[[Callable[[], None]], None] | None:
-        """Asks for the kernels of a model, without waiting. Returns None on a device that serves the model without them, otherwise
-        a function that compiles them. That function is called in any thread with a callable `waiting`, which it calls every second;
-        an error that `waiting` raises ends the compilation and is passed on. `model` and `split_model` are called only after it has
-        returned."""
+        """Asks for the kernels of a model, without waiting for them. Returns None on a device that can serve the model while they
+        are being compiled. Otherwise returns a function that compiles the kernels and returns when they are ready; it must have
+        returned before `model` or `split_model` is called. It may be called in any thread, with a function `waiting` as its
+        argument, which it calls every second; an error that `waiting` raises ends the compilation and is passed on."""
         ...
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
@@ -62,24 +63,27 @@ class Backend(Protocol):
         ...
 
     def early_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> StreamedModel | None:
-        """Returns the model before its weights have arrived, so that its first step can run while they arrive. Returns None if the
-        device or the model cannot do that; `model` is called later then."""
+        """Returns the model before its weights have arrived in `weights`, so that its first step can run while they arrive. Returns
+        None if the device or the model cannot do that; `model` is then called after the weights have arrived."""
         ...
 
     def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> HostedModel | HostedEncoder:
-        """Returns the model once its weights have arrived."""
+        """Returns the model that computes with `weights`, all of which have arrived. spec, shape: its settings and its
+        architecture's sizes."""
         ...
 
     def sink(self, weights: WeightRange) -> WeightSink:
-        """Returns the sink that stores a model's weights in its mapped range."""
+        """Returns the sink through which a load writes a model's weights to their address range, to which memory is mapped
+        already."""
         ...
 
     def decoder(self) -> Decoder:
-        """Returns the decoder of packed weights on the host."""
+        """Returns the decoder that unpacks packed weight files on the host."""
         ...
 
     def measured_decoder(self) -> Decoder:
-        """Returns a decoder for measurements: it decodes a frame in the same place as loads do, on the host or on the device."""
+        """Returns a decoder with which a load measures how fast packed weights can be decoded. It decodes where loads to this
+        device do: on the host, or on the device."""
         ...
 
 
@@ -90,15 +94,16 @@ class SplitsModels(Protocol):
     def split_model(
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> SplitModel:
-        """Returns one share of a model once its weights have arrived. kv_memory: uint8, the memory of the share's KV blocks, from
-        block 0 on. region: the memory that the engines of all shares have in common."""
+        """Returns this device's share of a model, all weights of which have arrived in `weights`. kv_memory: uint8, the memory of
+        the share's KV blocks, from block 0 on. region: the memory that the engines of all shares have in common."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class OpenDevice:
-    """A device that an engine has opened. configure: the engine's settings, with the number of chunks that the device really has.
-    left: the weights that an earlier engine left in the device's memory; None: the memory ends with this process."""
+    """A device that an engine has opened. backend: makes models on it. configure: the engine's settings, with the number of chunks
+    that the device really has. left: the weights that an earlier engine left in the device's memory, [] for none; None: the memory
+    ends with this process."""
 
     backend: Backend
     configure: Configure

@@ -1,4 +1,4 @@
-"""Defines one rank's share of a model that is split over several devices. A runner makes it."""
+"""Defines the share of a split model that one engine of a group holds. A Runner's load makes it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from scheduler.batch.plan import BatchPlan, SequenceTable
 
 
 class GroupShare:
-    """A HostedModel of which other engines hold the other shares. region: the memory that all of them have in common. unmap_kv:
-    unmaps the chunks of this share's KV."""
+    """One engine's share of a model that is split over several devices. It can be used like a HostedModel; other engines hold the
+    other shares. hosted: this share. region: the exchange memory that the engines of all shares have in common. unmap_kv: called by
+    `release`; unmaps the chunks of this share's KV."""
 
     embeds = False
     adapter_memory: AdapterMemory | None = None
@@ -33,8 +34,8 @@ class GroupShare:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages into which the model's layers are divided. As many steps, of different sequences, are under way at a
-        time."""
+        """Number of stages into which the model's layers are divided; 1: they are not divided. As many steps, of different
+        sequences, may be under way at a time."""
         return self.region.num_stages
 
     @property
@@ -50,11 +51,13 @@ class GroupShare:
         return self.hosted.vocab_size
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs the leader's part of a step that was posted. Raises GroupBroken."""
+        """Runs the leader's part of a step that it has posted to the group, and returns the result of the step. masks: as in
+        HostedModel.execute. Raises GroupBroken if the group has lost a device."""
         return self.hosted.execute(plan, table, masks)
 
     def follow(self, plan: BatchPlan) -> None:
-        """Runs this rank's part of a step. Raises GroupBroken."""
+        """Runs the part of a step of an engine that is not the leader. plan: the leader's, as read from the region. Raises
+        GroupBroken if the group has lost a device."""
         self.hosted.follow(plan, self.region.table)
 
     @property
@@ -66,7 +69,7 @@ class GroupShare:
             self.hosted.capture_next()
 
     def release(self) -> None:
-        """Leaves the group, which breaks it, and unmaps weights and KV."""
+        """Leaves the group, which breaks it for all members, and unmaps this share's weights and KV."""
         self.region.leave()
         self.hosted.release()
         self._unmap_kv()

@@ -1,4 +1,5 @@
-"""Defines the interface between a model's life in an engine and the code that loads it."""
+"""Defines the interface between the code that keeps track of a model in an engine, from load to eviction, and the code that loads
+it."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True, frozen=True)
 class KernelNews:
-    """News about the compilation of kernels. told: the message for the daemon. apply: a function to call between two steps, which
-    makes new kernels used, so the costs of steps change; None: there is nothing to call."""
+    """News about the compilation of kernels. told: the message for the daemon. apply: a function that the engine calls between two
+    steps, because it changes which kernels steps call, and thereby how long they take; None: nothing changes."""
 
     told: KernelsTold
     apply: Callable[[], None] | None = None
@@ -23,8 +24,9 @@ class KernelNews:
 
 @dataclass(slots=True)
 class LoadTask:
-    """One load. spec: what to load. chunks: the device's chunks for the weights. progress(bytes_done, bytes_total): called with the
-    values of LoadProgress. The fields from bytes_read to weights_checksum are results, set by the runner; protocol.LoadDone
+    """One load: what it is given, and its results. spec: the model. chunks: the device's chunks for the weights.
+    progress(bytes_done, bytes_total): called with the values of LoadProgress. cancelled(): asked again and again; True makes the
+    load raise LoadCancelled. The fields from bytes_read to weights_checksum are results, set by the runner; protocol.LoadDone
     explains the fields it shares."""
 
     spec: LoadModel
@@ -53,18 +55,19 @@ class Runner(Protocol):
 
     @property
     def compute_threads(self) -> int:
-        """Threads of the host that compute the steps of a large model; 1 unless the host computes them."""
+        """How many threads of the host compute the steps of a large model; 1 if the device, and not the host, computes steps."""
         ...
 
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
-        """Loads one model, in a loader thread while other models step; the result is a GroupShare if spec.group is given. Raises
-        loader.errors.CheckpointError (permanent; names the file and tensor), MemoryError or LoadCancelled; the chunks are then
-        unused again."""
+        """Loads one model. Called in a loader thread, while other models run steps. The result is a GroupShare if task.spec.group
+        is given. Raises loader.errors.CheckpointError (permanent; names the file and tensor), MemoryError or LoadCancelled; after
+        an error the load uses the task's chunks no longer."""
         ...
 
     def probe(self, number: int) -> None:
-        """Makes the device compute a token that follows from `number`, after everything that already runs on it, and waits for it.
-        Raises the device's errors, and RuntimeError if the token is wrong."""
+        """Tests whether the device still computes: makes it compute a token that depends only on `number`, after everything that
+        already runs on it, waits, and compares the token with the right one. Raises the device's errors, and RuntimeError if the
+        token is wrong."""
         ...
 
 
@@ -78,4 +81,4 @@ class CompilesKernels(Protocol):
 
 
 class LoadCancelled(Exception):
-    """Raised by a load that the engine cancelled while it ran."""
+    """Raised by Runner.load when the engine has cancelled the load (LoadTask.cancelled)."""

@@ -1,8 +1,8 @@
 """Defines the interface between a model that is split over several devices and the code that joins its parts.
 
 This is tensor parallelism as in Megatron-LM (https://arxiv.org/abs/1909.08053). Each rank, one device of the group, holds a share
-of the attention heads, of each MLP's inner dimensions and of the head's rows. Two sums over the ranks in each layer join the
-shares.
+of the attention heads, of each MLP's inner dimensions and of the output head's rows (the vocabulary). Two sums over the ranks in
+each layer join the shares.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ if TYPE_CHECKING:  # engines of null models do not need torch
 
 
 class GroupBroken(Exception):
-    """Raised by a step whose group has lost one of its devices. Its results are worthless; other models of the engine go on."""
+    """Raised by a step whose group has lost one of its devices. The step's results are worthless; the engine's other models go
+    on."""
 
 
 class Ranks(Protocol):
-    """One rank's view of its group. All ranks call `sum` and `gather` in the same order, with tensors of the same widths.
+    """One rank's connection to the other ranks of its group. All ranks call `sum` and `gather` in the same order, with tensors of
+    the same widths.
 
-    The tensors' numbers of rows may differ between ranks, because a recorded step is padded differently. The rows that are
-    exchanged are those that `count` was last told, which must be the same on every rank."""
+    The tensors' numbers of rows may differ between ranks, because each rank pads its recorded steps in its own way. Only the first
+    rows are exchanged, as many as `count` was last told; these numbers must be the same on every rank."""
 
     @property
     def rank(self) -> int: ...
@@ -30,8 +32,8 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def count(self, num_tokens: int, num_rows: int) -> None:
-        """Sets how many rows, from the first on, are exchanged from now on: num_tokens rows of tensors that are summed, num_rows of
-        tensors that are gathered. The others are padding. This applies to recorded programs, too."""
+        """Sets how many rows, from the first on, are exchanged from now on: num_tokens rows of tensors that `sum` gets, num_rows of
+        tensors that `gather` gets. The rows after these are padding. This applies to recorded programs, too."""
         ...
 
     def sum(self, x: Tensor) -> None:
@@ -40,12 +42,13 @@ class Ranks(Protocol):
         ...
 
     def share_first(self, x: Tensor) -> None:
-        """Replaces x [T, W] by rank 0's x; padding becomes undefined. The same computation may differ in the last bits between
-        ranks with different kernels, but where its result decides something, all ranks must decide alike."""
+        """Replaces x [T, W] by rank 0's x; padding becomes undefined. It is for results by which all ranks must decide alike, such
+        as the scores of experts: ranks with different kernels may compute them with different last bits."""
         ...
 
     def gather(self, part: Tensor) -> Tensor:
-        """Returns the ranks' parts [N, W] side by side, as [N, size * W]. Padding is not initialised."""
+        """Returns the parts [N, W] of all ranks side by side, in the order of the ranks, as [N, size * W]. Padding is not
+        initialised."""
         ...
 
     def check(self) -> None:

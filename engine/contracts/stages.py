@@ -13,25 +13,27 @@ if TYPE_CHECKING:  # engines of null models do not need torch
 
 
 class Stages(Protocol):
-    """One device's view of the stages of its group. In every step each stage but the first calls `receive` before its first layer,
-    and each but the last calls `send` after its last layer, with tensors of the same width and dtype."""
+    """One device's connection to the previous and the next stage of its pipeline. In every step each stage but the first calls
+    `receive` before its first layer, and each but the last calls `send` after its last layer, with tensors of the same width and
+    dtype."""
 
     @property
     def waited_s(self) -> float:
-        """The seconds that `receive` has waited so far."""
+        """The seconds that all calls of `receive` so far have waited."""
         ...
 
     def count(self, num_tokens: int) -> None:
-        """Sets how many rows, from the first on, are passed on from now on. The others are padding. This applies to recorded
-        programs, too."""
+        """Sets how many rows, from the first on, `receive` and `send` pass on from now on. The rows after these are padding. This
+        applies to recorded programs, too."""
         ...
 
     def receive(self, num_tokens: int, with_update: bool) -> tuple[Tensor, Tensor | None]:
-        """Waits for the previous stage, and returns the residual and the update, each [num_tokens, W], that it sends. Padding is
-        not initialised. with_update: whether it sends an update. Raises GroupBroken, also when it is called by a recorded
-        program."""
+        """Waits until the previous stage has sent its states. Returns the residual and the update, each [num_tokens, W] for a model
+        of width W; padding is not initialised. with_update: whether the stage sends an update; if not, None is returned for it.
+        Raises GroupBroken if the group has lost a device, also when it is called by a recorded program."""
         ...
 
     def send(self, residual: Tensor, update: Tensor | None) -> None:
-        """Passes the residual and the update, each [T, W], on to the next stage, without waiting."""
+        """Passes the residual and the update, each [T, W], on to the next stage, without waiting until that has read them. update:
+        None if there is none."""
         ...

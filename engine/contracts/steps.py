@@ -18,9 +18,9 @@ from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, Seq
 
 @dataclass(slots=True, frozen=True)
 class Proposed:
-    """The tokens that a model's predictor drafted after a step, for Q sequences. slots, counts [Q]: the sequences' slots, and how
-    many tokens were asked for. tokens [Q, K]: the drafted tokens, the first counts[q] of each row. seen_s: device seconds that the
-    predictor took to see the step. drafting_s: device seconds that it took to draft."""
+    """The tokens that a model's predictor drafted after a step, for Q sequences. slots [Q]: the sequences' slots. counts [Q]: how
+    many tokens were asked for. tokens [Q, K]: the drafted tokens, of which the first counts[q] of row q count. seen_s: device
+    seconds in which the predictor read the step's tokens and states. drafting_s: device seconds in which it drafted."""
 
     slots: IntArray
     counts: IntArray
@@ -31,8 +31,9 @@ class Proposed:
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of one step. ids[k] is the token of the plan's k-th sampling row, in plan order; bad[k] marks a row whose logits
-    or vector were not finite. Both stay unchanged until the model's next step. seconds: device time."""
+    """The result of one step. ids [N]: the token of each of the plan's N sampling rows, in plan order. bad [N]: whether the row's
+    logits or vector were not finite, so that its result is worthless. Both arrays stay unchanged until the model's next step.
+    seconds: device time."""
 
     ids: IntArray
     bad: BoolArray
@@ -44,11 +45,12 @@ class StepResult:
 
 
 class NoWorkSpace(Exception):
-    """Raised when the device lacks the memory to compute a step. No token was sampled, and everything else goes on."""
+    """Raised when the device lacks the memory to compute a step. No token was sampled; only the requests of this step fail."""
 
 
 class HostedModel(Protocol):
-    """A model in device memory, made by a Runner's load."""
+    """A model that generates tokens, or computes embeddings by a decoder, with its weights in device memory. Made by a Runner's
+    load."""
 
     @property
     def name(self) -> str: ...
@@ -71,7 +73,8 @@ class HostedModel(Protocol):
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Runs one step: writes the KV of the new tokens into the arena's blocks and samples; rows in `masks` sample only what
-        their mask allows. Any exception ends the process, because only a new process has a device in a known state."""
+        their mask allows. Raises NoWorkSpace, and GroupBroken if the model is split. Any other exception ends the process, because
+        only a new process has a device in a known state."""
         ...
 
     def release(self) -> None:
@@ -81,15 +84,17 @@ class HostedModel(Protocol):
 
 class SplitModel(HostedModel, Protocol):
     """A HostedModel that is one rank's share of a model. Each rank runs every step, with the KV of its own heads: rank 0 by
-    `execute`, which returns the result, the others by `follow`. Both wait for the other ranks, and raise GroupBroken."""
+    `execute`, which returns the result, the others by `follow`. Both wait for the other ranks, and raise GroupBroken if the group
+    has lost a device."""
 
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Runs this rank's part of a step, up to the step's last exchange between ranks; afterwards `table` may change."""
+        """Runs this rank's part of a step. `table` is the leader's; it is read no later than in the step's last exchange between
+        ranks, after which the leader may change it."""
         ...
 
 
 class Launched(Protocol):
-    """A step that has been launched and may still be running."""
+    """A step that was started (LaunchesAhead.launch) and may still be running on the device."""
 
     def wait(self) -> StepResult:
         """Waits for the step and returns its result. Raises as HostedModel.execute does."""
@@ -111,7 +116,7 @@ class CapturesSteps(Protocol):
         ...
 
     def capture_next(self) -> None:
-        """Captures one of these sizes. Called only while no step is under way."""
+        """Captures a step of one of the sizes that num_uncaptured counts. Called only while no step is under way."""
         ...
 
 
@@ -120,8 +125,9 @@ class LaunchesAhead(CapturesSteps, Protocol):
     """A HostedModel whose next step can be started before the tokens of its last step are known."""
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts one step. If a row begins with a token that table.num_tokens does not count yet, it is the token that the last
-        launched step of its slot samples; rows in `masks` have no such tokens. Raises NoWorkSpace."""
+        """Starts one step and returns while it may still be running. If a row begins with a token that table.num_tokens does not
+        count yet, the row reads the token that the slot's last launched step samples, on the device; rows in `masks` have no such
+        tokens. Raises NoWorkSpace."""
         ...
 
 
@@ -129,8 +135,9 @@ class StreamedModel(HostedModel, Protocol):
     """A HostedModel whose first step can begin before its weights have arrived."""
 
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
-        """Runs a step as `execute` does, each layer once the gate opens for it, at most max_tokens tokens at a time. The result's
-        seconds do not include the waits. Raises WeightsWithdrawn; the KV written so far is then worthless."""
+        """Runs a step as `execute` does, without masks; each layer is computed once the gate opens for it, with at most max_tokens
+        tokens at a time. The result's seconds do not include the waits. Raises WeightsWithdrawn if the load fails, is cancelled or
+        starts over; the KV written so far is then worthless."""
         ...
 
 
@@ -149,9 +156,9 @@ class HostedEncoder(Protocol):
     def task(self) -> str: ...
 
     def embed(self, texts: Sequence[IntArray], second_at: Sequence[int]) -> tuple[FloatArray, float]:
-        """Returns the vectors of R texts, float32 [R, hidden], each of norm 1, or the scores of R pairs, float32 [R, 1]; and the
-        device seconds. texts: token ids of each text or pair. second_at: where in each pair the second text begins, as in
-        Submit."""
+        """Returns the results of R texts and the device seconds they took. The results are vectors, float32 [R, hidden], each of
+        norm 1, or for task SCORE the scores of R pairs, float32 [R, 1]. texts: token ids of each text or pair. second_at: for each
+        pair, the index of the first token of the second text's segment, as in Submit."""
         ...
 
     def release(self) -> None: ...

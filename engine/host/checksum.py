@@ -25,7 +25,8 @@ def _kernels() -> tuple[Callable[[Any, Any, Any], None], Callable[[Any, Any], No
 
 
 def of(source: Any) -> int:
-    """Returns what loader.checksum.of returns, but at memory's speed where Numba is installed; releases the GIL."""
+    """Returns the checksum of `source`, a uint8 array, as loader.checksum.of defines it, but computed at memory's speed where Numba
+    is installed. Releases the GIL."""
     kernels = _kernels()
     if kernels is None or source.ctypes.data % 8:
         return loader_checksum.of(source)
@@ -51,8 +52,9 @@ def copy(target: Any, source: Any) -> int:
 
 
 def copy_each(targets: Sequence[int], sources: Sequence[int], num_bytes: Sequence[int]) -> list[int] | None:
-    """Copies several pieces, given by their addresses, in one call and returns their checksums. Returns None, with nothing copied,
-    if an address or length is not a multiple of 8 bytes or there is no compiled kernel."""
+    """Copies several pieces of memory in one call and returns their checksums, in order. targets, sources: the pieces' addresses.
+    num_bytes: their lengths. Returns None, with nothing copied, if an address or length is not a multiple of 8 bytes or there is no
+    compiled kernel."""
     kernels = _kernels()
     pieces = np.array([targets, sources, num_bytes], np.int64)
     if kernels is None or (pieces % 8).any():
@@ -63,6 +65,7 @@ def copy_each(targets: Sequence[int], sources: Sequence[int], num_bytes: Sequenc
 
 
 def _copy_and_sum(target: Any, source: Any, sums: Any) -> None:
-    """The kernel's reference implementation, on numpy alone."""
+    """Copies `source` to `target` and adds its two sums to `sums`, as copy_kernels.copy_and_sum does. source, target: uint8 arrays
+    of a whole number of 8-byte words. This reference implementation needs numpy alone."""
     np.copyto(target, source)
     add_words(source, sums)

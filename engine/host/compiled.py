@@ -38,7 +38,8 @@ def keep_in(cache_dir: str) -> None:
 
 
 def keep_in_folder(folder: str) -> None:
-    """Has Numba keep compiled kernels in exactly this folder, which another process found with keep_in and `folder`."""
+    """Makes Numba keep compiled kernels in exactly this folder. It is for processes that compile for another process, which has
+    found the folder with keep_in and `folder`."""
     import numba
 
     _compile_for_this_processor()
@@ -54,8 +55,8 @@ def folder() -> str:
 
 
 def _compile_for_this_processor() -> None:
-    """Keeps Numba from using processor features that were turned off. Kernels for other features are separate files of the same
-    cache."""
+    """Keeps Numba from using processor features that HEARTHD_CPU_FEATURES removes. Kernels compiled for other features are separate
+    files of the same cache folder."""
     import llvmlite.binding
     import numba
 
@@ -72,8 +73,8 @@ def use_threading_layer() -> None:
 
 
 def threading_layer() -> str:
-    """Returns Numba's threading layer: OpenMP where the system has libgomp, because it shares the machine best with torch's own
-    threads. Elsewhere Numba's work queue."""
+    """Returns the name of Numba's threading layer to be used: "omp" (OpenMP) where the system has libgomp, because it shares the
+    machine best with torch's own threads; elsewhere "workqueue", Numba's own."""
     try:
         importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
@@ -83,8 +84,8 @@ def threading_layer() -> str:
 
 @functools.cache
 def writable(folder: str, room_bytes: int = 0) -> str:
-    """Returns the folder, which is created if it is missing. If files cannot be written there, or not room_bytes bytes, it logs a
-    warning and returns a temporary folder."""
+    """Returns a folder in which files can be written: the given one, which is created if it is missing, if it has room for
+    room_bytes bytes; otherwise a temporary folder that is deleted when this process ends, after a warning in the log."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -100,7 +101,7 @@ def writable(folder: str, room_bytes: int = 0) -> str:
 
 @functools.cache
 def _forgive_failed_saves() -> None:
-    """Turns an error of saving a compiled kernel into a warning.
+    """Changes Numba so that an error in saving a compiled kernel is only logged as a warning.
 
     Otherwise Numba raises the disk's error out of the kernel's first call or its module's import, although the kernel is already
     usable."""
@@ -121,8 +122,8 @@ _found: dict[tuple[Any, ...], Any] = {}  # (kernel, `_kind` of each argument) ->
 
 
 def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Returns Numba's compilation of the kernel for arguments of these types, or None if there is none. For a kernel with several
-    forms it is the form that the kernel's `due` picks."""
+    """Returns the machine code that Numba has compiled of the kernel for arguments of these types (a CompileResult), or None if
+    there is none. If the kernel has several forms, its method `due` picks the form for these arguments."""
     due = getattr(kernel, "due", None)
     form = kernel if due is None else due(args)
     overloads = getattr(form, "overloads", None)
@@ -149,7 +150,8 @@ def _kind(arg: Any) -> Any:
 
 def direct(kernel: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
     """Returns the function that a call of the kernel with these arguments ends up in: machine code, entered without Numba's check
-    of the argument types (about 1 us). If the kernel is not compiled for them, returns the kernel itself, or its form."""
+    of the argument types (about 1 us). If the kernel is not compiled for them, returns the kernel itself, or the form of it that
+    its method `due` picks."""
     found = compilation(kernel, args)
     if found is not None:
         entry: Callable[..., Any] = found.entry_point

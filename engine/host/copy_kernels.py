@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def _store_past_cache(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Does array[index] = value with a non-temporal store."""
+    """Does array[index] = value with a store that bypasses the caches (non-temporal). array: uint64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -30,7 +30,8 @@ def _store_past_cache(typing_context: Any, array: Any, index: Any, value: Any) -
 
 @njit(void(uint64[::1], uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
 def copy_and_sum(target: Any, source: Any, sums: Any) -> None:
-    """Copies source to target, both [N]. Adds the sum of the words to sums[0] and the sum of index * word to sums[1]."""
+    """Copies the words of source to target, both [N] uint64. Adds the sum of the words to sums[0] and the sum of index * word to
+    sums[1], modulo 2**64."""
     plain, weighted = np.uint64(0), np.uint64(0)
     for index in range(source.shape[0]):
         word = source[index]
@@ -53,8 +54,8 @@ def _words_at(typing_context: Any, address: Any) -> Any:
 
 @njit(void(int64[::1], int64[::1], int64[::1], uint64[:, ::1]), error_model="numpy", cache=True, nogil=True)
 def copy_and_sum_each(targets: Any, sources: Any, num_words: Any, sums: Any) -> None:
-    """Calls copy_and_sum for each of P pieces. targets, sources [P]: addresses of the pieces. num_words [P]: their sizes. sums [P,
-    2]: the sums of each."""
+    """Calls copy_and_sum for each of P pieces. targets, sources [P]: addresses of the pieces. num_words [P]: their sizes in 8-byte
+    words. sums [P, 2]: each piece's sums, to which is added."""
     for piece in range(targets.shape[0]):
         extent = (num_words[piece],)
         copy_and_sum(carray(_words_at(targets[piece]), extent), carray(_words_at(sources[piece]), extent), sums[piece])
@@ -62,7 +63,8 @@ def copy_and_sum_each(targets: Any, sources: Any, num_words: Any, sums: Any) -> 
 
 @njit(void(uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
 def sum_up(source: Any, sums: Any) -> None:
-    """Adds the sum of source's words to sums[0] and the sum of index * word to sums[1], as copy_and_sum does."""
+    """Adds the sum of source's words [N] to sums[0] and the sum of index * word to sums[1], both modulo 2**64, as copy_and_sum
+    does."""
     plain, weighted = np.uint64(0), np.uint64(0)
     for index in range(source.shape[0]):
         word = source[index]

@@ -1,4 +1,4 @@
-"""Ends this process if its daemon is gone and the engine has not ended by itself.
+"""Ends an engine process that hangs after its daemon is gone.
 
 An engine may hang: a thread that fails to begin for lack of memory keeps the thread that starts it waiting for ever
 (threading.Thread.start), and a driver's call may not return. While the daemon lives, it ends an engine that gives no sign of life;
@@ -17,7 +17,8 @@ EXIT_ORPHAN = 71
 
 
 def end_with(socket_fd: int) -> None:
-    """Starts a thread that ends the process some seconds after the other end of a socket is closed. The socket stays open here."""
+    """Starts a thread that ends this process, with exit code EXIT_ORPHAN, NOTICED_WITHIN_S seconds after the other end of a socket
+    was closed. The thread does not close the socket."""
     Thread(target=_watch, args=(socket_fd,), name="orphan").start()
 
 

@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 
 
 class OwnCore:
-    """The core on which an engine with one compute thread runs its steps of pipelines. Between these steps the engine may run
-    anywhere, and so may threads that it starts there."""
+    """Gives an engine with one compute thread a core of its own for its steps of pipelines. Between these steps the engine may run
+    anywhere, and so may threads that it starts then."""
 
     def __init__(self, number: int, num_engines: int) -> None:
         """number: the engine's number among the num_engines of the node. With fewer cores than engines no engine has a core of its
@@ -28,7 +28,9 @@ class OwnCore:
         self._core: int | None = cores[number] if num_engines <= len(cores) else None
 
     def run(self, step: Callable[[], Result]) -> Result:
-        """Runs a step on the core."""
+        """Calls `step` with the calling thread bound to the engine's core, and returns its result. Afterwards the thread may run
+        where it could before. Without a core of its own, or if the thread cannot be bound (logged once), the step runs on any
+        core."""
         if self._core is None:
             return step()
         free_to = os.sched_getaffinity(0)

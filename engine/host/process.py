@@ -18,13 +18,13 @@ _PR_SET_NAME = 15  # linux/prctl.h
 
 
 def prepare_process() -> None:
-    """Sets the environment of the libraries that compute: which processor features they may use (engine/host/processor.py), and how
-    the OpenMP runtime behaves, whose threads torch's products and Numba's kernels share. The libraries read these settings
-    when they are loaded.
+    """Sets the environment variables of the libraries that compute: which processor features they may use
+    (engine/host/processor.py), and how the OpenMP runtime behaves, whose threads torch's products and Numba's kernels share. Must
+    be called before the libraries are loaded, because they read the variables then.
 
     A waiting thread spins long enough to meet the next product of the same step, then sleeps. Measured with 2 threads on 2 cores:
-    without spinning, steps of 8 to 32 rows take 15 % longer; spinning ten times as long costs a third more CPU at 32 rows;
-    without a limit, small products take 5 to 20 times as long while other processes run.
+    without spinning, steps of 8 to 32 rows take 15 % longer; spinning ten times as long costs a third more CPU at 32 rows; without
+    a limit, small products take 5 to 20 times as long while other processes run.
 
     While libgomp's teams together have more threads than there are cores, it lets threads spin less, even if most of them sleep,
     like those of a first step that waits for weights: not at all under the passive policy, 1,000 times under the active one, which

@@ -76,8 +76,8 @@ class Tier:
 
 @dataclass(slots=True, frozen=True)
 class Processor:
-    """The features of a processor. features: the features in use. taken_away: features that it has, too, but that
-    HEARTHD_CPU_FEATURES removes."""
+    """The features of a processor, by the names in KNOWN. features: those that may be used. taken_away: those that the processor
+    has but HEARTHD_CPU_FEATURES removes."""
 
     features: frozenset[str]
     taken_away: frozenset[str] = frozenset()
@@ -92,7 +92,8 @@ class Processor:
         return next(tier for feature, tier in _TIERS if feature in self.features or not feature)
 
     def describe(self) -> str:
-        """Returns one line for the log and `hearth doctor`."""
+        """Returns one line for the log and `hearth doctor`: the processor's tier, the features that were removed, and what the tier
+        means for speed."""
         without = f" (without {', '.join(sorted(self.taken_away))}, by {VARIABLE})" if self.taken_away else ""
         return f"{self.tier.name}{without}: {self.tier.meaning}"
 
@@ -143,7 +144,7 @@ def processor_of(found: frozenset[str], environment: Mapping[str, str]) -> Proce
 
 @functools.cache
 def host_features() -> frozenset[str]:
-    """Returns the features of this host's processor that Linux reports."""
+    """Returns the features that this host's processor has according to Linux, whatever HEARTHD_CPU_FEATURES removes."""
     flags: list[str] = []
     capabilities = (0, 0)
     if platform.machine() == "aarch64":
@@ -183,9 +184,8 @@ _LIBRARY_LEVELS = (
 
 
 def library_environment(processor: Processor, machine: str) -> dict[str, str]:
-    """Returns the environment variables that keep torch, oneDNN and MKL from using features that HEARTHD_CPU_FEATURES has
-    removed. They must be set before the libraries are loaded. Returns {} if no feature is removed. machine:
-    platform.machine()."""
+    """Returns the environment variables, by name, that keep torch, oneDNN and MKL from using features that HEARTHD_CPU_FEATURES has
+    removed; {} if none is removed. They must be set before the libraries are loaded. machine: as platform.machine() returns it."""
     if not processor.taken_away:
         return {}
     if machine == "aarch64":
@@ -225,8 +225,9 @@ _LLVM_PROCESSORS = (
 
 
 def llvm_target(processor: Processor, host: Mapping[str, bool]) -> tuple[str, str] | None:
-    """Returns the name and the feature list of the processor that LLVM must compile for, or None for the host's own. host: the
-    host's features by LLVM's names, and whether it has them."""
+    """Returns the processor that LLVM must compile for, as LLVM's name of it and a list of features like "+avx2,-avx512f"; None if
+    no feature was removed, so that LLVM may compile for the host's own. host: by LLVM's name of each feature, whether the host has
+    it."""
     if not processor.taken_away:
         return None
     prefixes = tuple(prefix for feature in processor.taken_away for prefix in _LLVM_NAMES[feature])

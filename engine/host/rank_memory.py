@@ -12,15 +12,16 @@ BUFFER_BYTES = 256 << 10  # 64 tokens of a model of width 2,048 in bfloat16; lar
 
 
 def rank_memory_bytes(size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """Returns the bytes of memory that `size` ranks need. Raises ValueError unless a buffer is a whole number of lines."""
+    """Returns the bytes of the memory through which `size` ranks exchange their shares. buffer_bytes: size of each of a rank's two
+    buffers. Raises ValueError unless it is a multiple of LINE_BYTES."""
     if buffer_bytes <= 0 or buffer_bytes % LINE_BYTES:
         raise ValueError(f"buffer_bytes {buffer_bytes} is not a multiple of {LINE_BYTES}")
     return size * (LINE_BYTES + 2 * buffer_bytes)
 
 
 def buffer_bytes_of(num_bytes: int, size: int) -> int:
-    """Returns the bytes of each buffer in memory of num_bytes bytes for `size` ranks. Raises ValueError if no buffer size gives
-    that number."""
+    """Returns the size of each buffer in exchange memory of num_bytes bytes for `size` ranks; the inverse of rank_memory_bytes.
+    Raises ValueError if no buffer size gives that number of bytes."""
     buffer_bytes = (num_bytes // size - LINE_BYTES) // 2
     if rank_memory_bytes(size, buffer_bytes) != num_bytes:
         raise ValueError(f"{num_bytes} bytes are not the memory of {size} ranks with buffers of one size")

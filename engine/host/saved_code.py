@@ -17,9 +17,10 @@ TESTED = ("0.68.",)
 
 
 def make_only_what_is_saved(modules: Iterable[ModuleType]) -> None:
-    """Changes Numba for the rest of this process: functions compiled from now on must not be called. modules: the modules that
-    define the kernels, which are functions that Numba caches, and their helpers. Leaves Numba as it is if this was not tested with
-    its version, because the replaced functions are not part of its public interface."""
+    """Changes Numba, for the rest of this process, so that it generates only the code that it saves: functions compiled from now on
+    must not be called. modules: the modules that define the kernels, which are functions that Numba caches, and their helpers.
+    Leaves Numba as it is if this was not tested with its version, because the replaced functions are not part of its public
+    interface."""
     import numba
 
     gc.freeze()

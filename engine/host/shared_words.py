@@ -1,4 +1,5 @@
-"""Handles words in memory that processes share: sleeps until a word changes (futex(2)), and orders the accesses around it."""
+"""Functions on words in memory that several processes share: they put a thread to sleep until a word changes (futex(2)), wake
+sleeping threads, and order a thread's accesses to the memory."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Words = npt.NDArray[np.int64]
 
 
 class Fence:
-    """A memory fence for one thread, on every kind of processor."""
+    """A memory fence for the accesses of one thread, which works on every kind of processor."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,12 +33,13 @@ class Fence:
 
 
 def wake_all(words: Words, index: int) -> None:
-    """Wakes all threads that sleep on a word."""
+    """Wakes all threads, of any process, that sleep on the word words[index] (sleep_while)."""
     _syscall()(FUTEX, _address(words, index), FUTEX_WAKE, EVERYBODY, None, None, 0)
 
 
 def sleep_while(words: Words, index: int, value: int, most_s: float) -> None:
-    """Sleeps while the lower half of a word equals that of `value`, until it is woken, for at most most_s seconds."""
+    """Sleeps until another thread wakes those that sleep on the word words[index] (wake_all), for at most most_s seconds. Returns
+    at once if the lower 32 bits of the word differ from those of `value`. May also return early."""
     seen, most = ctypes.c_uint32(value & 0xFFFFFFFF), _Time(int(most_s), int(most_s % 1 * 1e9))
     _syscall()(FUTEX, _address(words, index), FUTEX_WAIT, seen, ctypes.byref(most), None, 0)
 

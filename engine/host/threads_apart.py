@@ -34,8 +34,8 @@ _PROCESSOR = 36  # field number in a task's stat, counted after the task's name
 
 
 class ThreadsApart:
-    """Keeps num_threads compute threads on cores of their own: the calling thread, always the same one, and those that compute with
-    it. With one thread there is nothing to do."""
+    """Keeps the num_threads compute threads of an engine on cores of their own while steps run: the thread that calls `run`, always
+    the same one, and those that compute with it. With one thread it does nothing."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_others = num_threads - 1
@@ -81,7 +81,8 @@ class ThreadsApart:
         return self._num_others + 1 == len(self._free_to.get(threading.get_native_id()) or os.sched_getaffinity(0))
 
     def _choose(self) -> None:
-        """Chooses a core for each compute thread and binds them."""
+        """Chooses a core for each compute thread and binds the threads to them. If a thread has ended, nothing is bound, and the
+        compute threads must be found again."""
         me = threading.get_native_id()
         try:
             self._seen = _threads()
@@ -105,7 +106,8 @@ class ThreadsApart:
             self._num_others = 0
 
     def _free_caller(self) -> None:
-        """Lets the calling thread run anywhere again, and the threads that it started in the step, which inherited its core."""
+        """Lets the calling thread run again wherever it could before it was bound, and so the threads that it started in the step,
+        which inherited its core."""
         me = threading.get_native_id()
         its_core, free_to = {self._cores[me]}, self._free_to[me]
         before, self._seen = self._seen, _threads()
@@ -136,8 +138,9 @@ class ThreadsApart:
 
 
 def own_cores(ran_on: Mapping[int, int], allowed: set[int]) -> dict[int, int]:
-    """Returns a core for each thread: the one it ran on last, unless an earlier thread has that core; then a free one. ran_on:
-    thread -> core it ran on last, in order. Returns nothing if there are fewer allowed cores than threads."""
+    """Returns a core for each thread, no core twice: the one it ran on last, unless that is not allowed or an earlier thread has
+    it; then a free one. ran_on: thread -> core it ran on last; the order decides which thread is earlier. Returns {} if there are
+    fewer allowed cores than threads."""
     if len(allowed) < len(ran_on):
         return {}
     found: dict[int, int] = {}

@@ -72,8 +72,9 @@ def _lowest_bit(typing_context: Any, word: Any) -> Any:
 
 @njit(inline="always")
 def _put_escapes(escaped: int, escapes: Any, taken: int, out: Any, at: int) -> int:
-    """Fills in the exponents of the values from index `at` on whose bit in `escaped` is set. Returns how many escapes are used by
-    then, or -1 if there are not enough."""
+    """Fills in the exponents of values whose code is an escape. escaped: 64 bits, of which bit i is set if value at + i is such a
+    value. escapes: all exponents of the frame. taken: how many of them are used already. Returns how many are used by then, or -1
+    if there are not enough."""
     while escaped != 0:
         if taken >= escapes.shape[0]:
             return -1
@@ -87,7 +88,9 @@ def _put_escapes(escaped: int, escapes: Any, taken: int, out: Any, at: int) -> i
     int64(uint8[::1], uint64[:, ::1], uint32[::1], uint8[::1], uint8[::1], uint16[::1]), error_model="numpy", cache=True, nogil=True
 )
 def _decode(body: Any, words: Any, offsets: Any, escapes: Any, table: Any, out: Any) -> int:
-    """Decodes body [64 W], words [3, W], offsets [G], escapes [E] and table [7] into out [N].
+    """Decodes the parts of a frame into out [N], the bits of bfloat16 values. body [64 W]: sign and mantissa of each value. words
+    [3, W]: the bits of the exponents' codes, in three planes. offsets [G]: number of escapes before each group. escapes [E]:
+    exponents of the escaped values. table [7]: the exponents of codes 0 to 6.
 
     Returns the number of escapes in the codes, or -1 if it is more than E or disagrees with the offsets."""
     taken = 0
@@ -114,7 +117,7 @@ def _decode(body: Any, words: Any, offsets: Any, escapes: Any, table: Any, out: 
 
 @njit(void(uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
 def _sum(words: Any, sums: Any) -> None:
-    """Adds the sum of the words to sums[0] and the sum of index * word to sums[1]."""
+    """Adds the sum of the words to sums[0] and the sum of index * word to sums[1], both modulo 2**64."""
     plain, weighted = np.uint64(0), np.uint64(0)
     for index in range(words.shape[0]):
         plain += words[index]
@@ -124,8 +127,8 @@ def _sum(words: Any, sums: Any) -> None:
 
 
 def decode(data: Any, out: Any) -> None:
-    """Decodes one frame of packed weights, data (uint8), into out (uint16 [N]), as codec.decode does. Raises FrameError for a bad
-    frame."""
+    """Decodes one frame of packed weights, data (uint8), into out (uint16 [N], bits of bfloat16), as codec.decode does. Raises
+    FrameError for a bad frame."""
     if data.ctypes.data % 8:
         codec.decode(data, out)
         return

@@ -9,7 +9,8 @@ from loader.unpack import Decoder
 
 
 def weight_decoder(cache_dir: str) -> Decoder:
-    """Returns Numba's decoder, compiled once per machine, if Numba is installed; else numpy's."""
+    """Returns the decoder of packed weights: Numba's, compiled once per machine and kept below cache_dir ("": the user's cache), if
+    Numba is installed; else numpy's."""
     if importlib.util.find_spec("numba") is None:
         return Decoder()
     compiled.keep_in(cache_dir)

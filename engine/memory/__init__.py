@@ -1,1 +1,2 @@
-"""Memory of one device: the KV arena and the weight ranges, counted in chunks (docs/design/memory.md)."""
+"""The memory of one device, counted in chunks: the arena that holds KV, the ranges that hold weights, and copies to and from the
+host (docs/design/memory.md)."""

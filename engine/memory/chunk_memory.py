@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # engines of null models do not need torch
 
 
 class DeviceCopy(Protocol):
-    """A copy under way between the host and a device. Until `wait` has returned or raised, its source must not change and its
-    target must not be read."""
+    """A copy between the host and a device that is under way. Until `wait` has returned or raised, the memory it reads must not
+    change and the memory it writes must not be read."""
 
     def done(self) -> bool:
         """Returns whether `wait` would return, or raise, at once."""
@@ -31,7 +31,8 @@ class DeviceCopy(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class EndedCopy:
-    """A DeviceCopy that had already ended when it was returned, or that was not needed."""
+    """A DeviceCopy whose copying had already ended when it was returned, or was not needed. checksum: the checksum of the copied
+    bytes."""
 
     checksum: int
 
@@ -47,37 +48,42 @@ Piece = tuple[int, Any]
 
 
 class DeviceCopies(Protocol):
-    """Copies of several pieces under way. The rules of DeviceCopy hold for each of them."""
+    """Copies of several pieces that were started together. Until `wait` has returned or raised, the rules of DeviceCopy hold for
+    each piece."""
 
     def done(self) -> bool: ...
 
     def wait(self) -> list[int]:
-        """Waits for all copies and returns their checksums, in order. Raises RuntimeError if the device failed."""
+        """Waits for all copies and returns the checksums of the copied bytes, one for each piece, in order. Raises RuntimeError if
+        the device failed."""
         ...
 
 
 @runtime_checkable
 class CopiesSeveral(Protocol):
-    """A ChunkMemory that can copy several pieces in one call, because the calling thread does its copies."""
+    """A ChunkMemory that can copy several pieces in one call, during which the calling thread does the copying."""
 
     def copy_several(self, pieces: Sequence[Piece], out: bool) -> list[int]:
-        """Copies each piece as copy_in does, or as copy_out does if `out`, and returns their checksums. Releases the GIL once for
-        all of them."""
+        """Copies each piece, an address on the device and an array of the host: from the host to the device, or from the device to
+        the host if `out`. Returns the pieces' checksums, in order. Releases the GIL once for all of them."""
         ...
 
 
 @runtime_checkable
 class StartsSeveral(Protocol):
-    """A ChunkMemory whose copies are done by the device, for which several pieces in one call cost little more than one."""
+    """A ChunkMemory whose device copies by itself, so that starting several pieces in one call costs little more than starting
+    one."""
 
     def start_several(self, pieces: Sequence[Piece], out: bool) -> DeviceCopies:
-        """Starts copying each piece as copy_in does, or as copy_out does if `out`. If it raises, no copy is under way."""
+        """Starts copying each piece, an address on the device and an array of the host: from the host to the device, or from the
+        device to the host if `out`. If it raises, no copy is under way."""
         ...
 
 
 class ChunkMemory(Protocol):
     """All physical memory that holds a device's weights and KV: num_chunks chunks of chunk_bytes each, allocated once. Every chunk
-    has a fixed place in the arena, one address range, and may also be mapped in one reservation. Addresses are the device's.
+    has a fixed place in the arena, one address range, and may also be mapped at one place in a reserved range. Addresses are the
+    device's.
 
     CpuMemory and CudaMemory are the two implementations. Every method may be called from any thread. Only the owner of chunks (see
     scheduler/batch/chunk_pool.py) may pass them to a method."""
@@ -97,17 +103,18 @@ class ChunkMemory(Protocol):
         ...
 
     def map(self, address: int, chunks: Sequence[int]) -> None:
-        """Maps the chunks one after the other, from `address` on, inside a reservation. Raises MemoryError."""
+        """Maps the chunks one after the other, from `address` on, which lies in a range that `reserve` returned. Raises
+        MemoryError."""
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Unmaps the chunks in part of a reservation, which itself stays. No step may be using them. They may be mapped elsewhere
-        as soon as this returns; a device may still show them at the old address for some milliseconds, but no longer than until
-        that address is mapped again. Raises RuntimeError if the device failed."""
+        """Unmaps the chunks in num_bytes bytes of a reserved range, which itself stays reserved. No step may be using them. They
+        may be mapped elsewhere as soon as this returns; a device may still show them at the old address for some milliseconds, but
+        no longer than until that address is mapped again. Raises RuntimeError if the device failed."""
         ...
 
     def release(self, address: int, num_bytes: int) -> None:
-        """Gives up a reservation in which nothing is mapped."""
+        """Gives up a range that `reserve` returned and in which nothing is mapped. num_bytes: its size, as reserved."""
         ...
 
     def tensor(self, address: int, num_bytes: int) -> Tensor:
@@ -116,48 +123,53 @@ class ChunkMemory(Protocol):
         ...
 
     def copy_in(self, address: int, source: Any) -> DeviceCopy:
-        """Starts copying host memory (uint8 array) to the device. address: aligned to 8 bytes."""
+        """Starts copying host memory (`source`, a uint8 array) to the device's memory at `address`, which must be a multiple of 8.
+        Returns the copy, for which the caller waits."""
         ...
 
     def copy_out(self, address: int, target: Any) -> DeviceCopy:
-        """Starts copying the device's memory, as the steps launched so far leave it, to host memory (uint8 array)."""
+        """Starts copying the device's memory at `address`, as the steps launched so far leave it, to host memory (`target`, a uint8
+        array that determines the size). Returns the copy, for which the caller waits."""
         ...
 
     def write(self, address: int, source: Any) -> None:
-        """Starts a copy as copy_in does, but without a checksum. The copy has ended once a fence taken afterwards is passed."""
+        """Starts copying `source` (uint8 array) to the device's memory at `address`, without a checksum. The copy has ended once a
+        fence taken afterwards is passed."""
         ...
 
     def copying(self) -> AbstractContextManager[object]:
-        """Returns a context. What the calling thread launches on the device inside it runs after every earlier `write`, and fences
-        wait for it as for a `write`."""
+        """Returns a context manager for a thread that launches work on the device, such as decoding weights. What it launches in
+        the context runs after every earlier `write`, and fences wait for it as for a `write`."""
         ...
 
     def fence(self) -> Fence | None:
-        """Returns a fence after every `write` so far; None if they have all ended."""
+        """Returns a fence that is passed when every `write` so far has ended; None if they have all ended."""
         ...
 
     def prepare(self, chunk: int) -> int:
-        """Makes the system provide a free chunk's memory, in huge pages where possible. Returns how many bytes of the chunk are in
-        huge pages now."""
+        """Makes the system provide a chunk's physical memory, in huge pages where possible; the chunk's content stays. Returns how
+        many bytes of the chunk are in huge pages now."""
         ...
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """Gives the memory of free chunks back to the system. Does nothing for a device whose memory is not the system's."""
+        """Gives the memory of num_chunks free chunks, from first_chunk on, back to the system; their content is lost. Does nothing
+        for a device whose memory is not the system's."""
         ...
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
-        """Copies piece sources[i] of the arena to piece targets[i]; no piece is in both. Piece p is [p * piece_bytes, (p + 1) *
-        piece_bytes)."""
+        """Copies piece sources[i] of the arena to piece targets[i], for all i. Piece p is [p * piece_bytes, (p + 1) * piece_bytes).
+        No piece may be in both arrays."""
         ...
 
     def checksum(self, address: int, num_bytes: int) -> int:
-        """Returns the checksum (host/checksum.py) of the device's memory as the steps launched so far leave it. address: aligned to
-        8 bytes."""
+        """Returns the checksum (host/checksum.py) of num_bytes bytes of the device's memory, as the steps launched so far leave
+        them. address: a multiple of 8."""
         ...
 
     def export(self) -> list[int]:
-        """Returns file descriptors of all chunks, in order, which the caller closes (memory/handles.py). A memory made of these
-        descriptors has the same chunks with their content, in this process or another, even after this process has died."""
+        """Returns file descriptors that together stand for all chunks; the caller closes them (memory/handles.py). A ChunkMemory
+        made of these descriptors has the same chunks with their content, in this process or another, even after this process has
+        died."""
         ...
 
     def close(self) -> None:

@@ -21,12 +21,12 @@ from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, Sequ
 
 
 class GroupRegion:
-    """One member's view of a region. Raises ValueError if the region is too small for `sizes`.
+    """One member's view of a group's region of the exchange memory. Raises ValueError if the region is too small for `sizes`.
 
-    broken [1] int64: not 0 once the group is broken. rank: the member's rank. stage_rank, stage_size: its number among the members
-    of its stage, and their number. ranks uint8: the memory through which the members of its stage exchange their parts
-    (engine/host/rank_memory.py). link: its connection to the other stages; None: there is one stage. table: the model's sequences,
-    without `params`, which only the leader has."""
+    broken [1] int64: not 0 once the group is broken. rank: the member's rank. stage_rank: the member's number among the members of
+    its pipeline stage. stage_size: how many members its stage has. ranks uint8: the memory through which the members of its stage
+    exchange their parts (engine/host/rank_memory.py). link: its connection to the other stages; None: there is one stage. table:
+    the model's sequences, without `params`, which only the leader has."""
 
     def __init__(self, exchange: Exchange, group: Group, sizes: RegionSizes) -> None:
         parts, num_bytes = region_layout(sizes)
@@ -59,8 +59,8 @@ class GroupRegion:
         self.table = SequenceTable(tokens=arrays["tokens"], **columns)
 
     def empty_table(self) -> SequenceTable:
-        """Writes an empty table, as make_sequence_table makes one, and returns it. Only the leader calls it, before the first
-        step."""
+        """Empties the region's sequence table, as make_sequence_table would make it, and returns it. Only the leader calls it,
+        before the first step."""
         one_block = make_sequence_table(len(self.table.request_id), 1, 1, len(self.table.block_tables))
         for column in fields(SequenceTable):
             value = getattr(one_block, column.name)
@@ -73,12 +73,13 @@ class GroupRegion:
         return bool(self.broken[0])
 
     def leave(self) -> None:
-        """Ends this process's part in the group, which breaks it. Nobody posts to it any more."""
+        """Ends this member's part in the group, which breaks the group. No steps are posted to it any more."""
         self._exchange.leave(self._members[self.rank], self.offset)
 
     def post(self, plan: BatchPlan) -> bool:
-        """Posts the leader's next step to all members, which run it after all steps posted before. Returns False if the group is
-        broken. Raises ValueError for a plan with too many rows, or with drafts of a predictor, which followers cannot run."""
+        """Posts the next step of the group, which all members run after all steps posted before. Only the leader calls it. Returns
+        False if the group is broken. Raises ValueError for a plan with too many rows, or with drafts of a predictor, which
+        followers cannot run, and ExchangeFull if a member is too far behind."""
         num, most, at = len(plan.slots), self._slots.shape[1], self._num_plans % self.num_stages
         if num > most or plan.to_propose is not None:
             raise ValueError(f"model {plan.model}: a step of {num} rows, to be told to a group with room for {most}")
@@ -94,7 +95,8 @@ class GroupRegion:
         return self._exchange.post(self._members, self.offset)
 
     def read_plan(self, model: str) -> BatchPlan:
-        """Returns a copy of the next plan of the leader that this member has not read."""
+        """Returns a copy of the plan of the next step that the leader has posted and this member has not read. model: the name that
+        the plan gets."""
         at = self._num_plans % self.num_stages
         self._num_plans += 1
         step_id, num, all_decode, drafted = self._plans[at, :4].tolist()
@@ -104,7 +106,8 @@ class GroupRegion:
 
 
 def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int, num_kv_groups: int = 1) -> GroupRegion:
-    """Returns the region of the group that a load is for. Raises ValueError if there is none, or if it is too small for the
+    """Opens the region of the group for which a model is being loaded. block_tokens: as in Configure. num_kv_groups: number of the
+    model's KV groups. Raises ValueError if the load is for no group, if exchange is None, or if the region is too small for the
     model."""
     if exchange is None or spec.group is None:
         raise ValueError(f"model {spec.model}: parallel: this engine shares no memory with others")

@@ -25,7 +25,8 @@ _header = struct.Struct("<IIQI")  # descriptors, chunks, bytes of a chunk, bytes
 
 
 class Received(NamedTuple):
-    """The result of `receive`. The receiver must close the descriptors (handles)."""
+    """What `receive` got from another process. handles: the descriptors of the memory, which the receiver must close. num_chunks,
+    chunk_bytes: the memory's shape. note: bytes that describe its content."""
 
     handles: list[int]
     num_chunks: int
@@ -43,15 +44,16 @@ def allow_many_files(num_files: int = 0) -> None:
 
 
 def send(sock: socket.socket, handles: Sequence[int], num_chunks: int, chunk_bytes: int, note: bytes = b"") -> None:
-    """Sends the descriptors, the shape of their memory and a note. The descriptors stay open here, too. sock: a blocking stream
-    socket. Raises OSError."""
+    """Sends descriptors, the shape of the memory that they stand for, and a note on its content. The descriptors stay open in this
+    process. sock: a blocking stream socket. Raises OSError."""
     sock.sendall(_header.pack(len(handles), num_chunks, chunk_bytes, len(note)) + note)
     for first in range(0, len(handles), MAX_FDS):
         socket.send_fds(sock, [b"h"], list(handles[first : first + MAX_FDS]))
 
 
 def receive(sock: socket.socket) -> Received:
-    """Returns what another process sent. Raises OSError if not all of it arrives; no descriptor is left open then."""
+    """Waits for what another process passes to `send`, and returns it. Raises OSError if not all of it arrives; no descriptor is
+    left open then."""
     count, num_chunks, chunk_bytes, note_bytes = _header.unpack(_exactly(sock, _header.size))
     note = _exactly(sock, note_bytes)
     handles: list[int] = []

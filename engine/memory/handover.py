@@ -1,5 +1,5 @@
-"""Hands device memory over between engines: takes over the memory that an earlier engine left, and gives this engine's own to the
-daemon."""
+"""Hands device memory over from engine to engine, by way of the daemon: takes over the memory that an earlier engine left, and
+gives descriptors of this engine's own memory to the daemon."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Handover:
         self._sock = sock
 
     def ask(self, num_chunks: int, chunk_bytes: int) -> tuple[list[int], list[WeightsHeld]]:
-        """Asks for memory of this shape that an earlier engine left. Returns its descriptors, which the caller closes with
-        `handles.close`, and the weights in it; both are empty if nothing was left."""
+        """Asks the daemon for memory of this shape that an earlier engine left. Returns the memory's descriptors, which the caller
+        closes with `handles.close`, and the weights in the memory. Both are empty if nothing was left, or if it could not be
+        received, which is logged."""
         handles.allow_many_files()
         try:
             handles.send(self._sock, [], num_chunks, chunk_bytes)
@@ -34,7 +35,8 @@ class Handover:
         return given.handles, decode_held(given.note)
 
     def give(self, memory: ChunkMemory) -> None:
-        """Sends the descriptors of this engine's memory to the daemon, in a background thread because there may be thousands."""
+        """Sends the descriptors of this engine's memory to the daemon, in a background thread because there may be thousands. An
+        error is only logged; the memory then ends with this process."""
 
         def work() -> None:
             exported: list[int] = []

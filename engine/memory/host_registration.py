@@ -29,15 +29,17 @@ class RegistersHost(Protocol):
     """A ChunkMemory whose device copies faster to and from registered host memory."""
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Registers a range for the life of the process. Raises MemoryError or RuntimeError."""
+        """Registers the host memory from `address` on with the device's driver, for the life of the process. Raises MemoryError or
+        RuntimeError."""
         ...
 
 
 def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes: int, share: float = 1.0) -> int:
-    """Registers the spans range by range, logs how long it took, and returns how many bytes are registered. Contents stay. Memory
-    that cannot be registered can still be used, but copies of it are slower; the log says so. what: the memory's name in the log.
-    unit_bytes: no copy crosses a multiple of it, counted from a span's beginning (the driver refuses a copy that crosses the border
-    of a range). share: at most this share of the time is spent in the driver."""
+    """Registers host memory with the device's driver, range by range; logs how long it took, and returns how many bytes are
+    registered. The memory's content stays. Memory that cannot be registered can still be used, but copies of it are slower; the log
+    says so. what: the memory's name in the log. spans: (address, bytes) of each part. unit_bytes: no copy crosses a multiple of it,
+    counted from a span's beginning (the driver refuses a copy that crosses the border of a range). share: at most this share of the
+    time is spent in the driver."""
     range_bytes = max(1, RANGE_BYTES // unit_bytes) * unit_bytes
     ranges = [
         (address + at, min(range_bytes, num_bytes - at)) for address, num_bytes in spans for at in range(0, num_bytes, range_bytes)
@@ -75,7 +77,7 @@ def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes
 
 
 def _populate(address: int, num_bytes: int) -> bool:
-    """Gives memory to every page of a range, a piece at a time; their content stays. Returns False if the system can't, so that the
-    driver has to do it."""
+    """Makes the system provide memory for every page of a range, in several calls; the pages' content stays. Returns False if the
+    system refuses, so that the driver has to do it."""
     pieces = range(address, address + num_bytes, POPULATED_BYTES)
     return all(mappings.populate(at, min(POPULATED_BYTES, address + num_bytes - at)) for at in pieces)

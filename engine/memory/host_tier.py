@@ -12,8 +12,8 @@ from engine.memory import mappings
 
 
 class HostTier:
-    """Maps num_slots slots of slot_bytes each from `fd`, and closes it. The daemon decides which slot holds what. Raises ValueError
-    if the file is too small, MemoryError if it can't be mapped."""
+    """The host tier as an engine sees it: num_slots slots of slot_bytes each, mapped from the memfd `fd`, which is closed. The
+    daemon decides which slot holds what. Raises ValueError if the file is too small, MemoryError if it can't be mapped."""
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
@@ -37,15 +37,17 @@ class HostTier:
         return np.frombuffer(mappings.bytes_at(self._address + index * self.slot_bytes, self.slot_bytes), np.uint8)
 
     def pieces(self, slots: Sequence[int], num_bytes: int) -> list[Any]:
-        """Returns the first num_bytes of these slots' memory, taken end to end, as one array per slot. Raises ValueError if the
-        slots are smaller together, IndexError if one does not exist."""
+        """Returns the memory of num_bytes bytes that lie in these slots one after the other, as one uint8 array per slot; only the
+        last may be shorter than a slot. Raises ValueError if the slots together have fewer bytes, IndexError if one does not
+        exist."""
         if len(slots) * self.slot_bytes < num_bytes:
             raise ValueError(f"{len(slots)} slots of {self.slot_bytes} bytes are too few for {num_bytes} bytes")
         size = self.slot_bytes
         return [self.slot(slot)[: num_bytes - at] for at, slot in zip(range(0, num_bytes, size), slots, strict=False)]
 
     def prepare(self, index: int) -> int:
-        """Prepares a slot as ChunkMemory.prepare does a chunk, and returns the same; what the slot holds stays."""
+        """Makes the system provide a slot's memory, in huge pages where possible; the slot's content stays. Returns how many bytes
+        of the slot are in huge pages now."""
         address = self._address + index * self.slot_bytes
         huge = mappings.HUGE_PAGE_BYTES
         if self.slot_bytes % huge:

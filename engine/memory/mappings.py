@@ -43,8 +43,8 @@ def _map(address: int | None, num_bytes: int, protection: int, flags: int, fd: i
 
 
 def reserve(num_bytes: int) -> int:
-    """Reserves address space without memory, aligned to a huge page, and returns its address. Touching it is a segmentation
-    fault."""
+    """Reserves num_bytes bytes of address space without memory, aligned to a huge page, and returns the address. Touching the space
+    before something is mapped there is a segmentation fault."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     begin = _map(None, num_bytes + HUGE_PAGE_BYTES, _PROT_NONE, flags, -1, 0, "reserve")
     address = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -55,31 +55,32 @@ def reserve(num_bytes: int) -> int:
 
 
 def map_file(address: int, num_bytes: int, fd: int, offset_bytes: int) -> None:
-    """Maps part of a file, shared, to an address inside a reservation."""
+    """Maps num_bytes bytes of a file, from offset_bytes on, to an address inside a reserved range, for reading and writing. Changes
+    go to the file and are seen by all who map it."""
     _map(address, num_bytes, _PROT_READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, offset_bytes, "map")
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """Takes the memory out of a mapping; the addresses stay reserved."""
+    """Unmaps whatever is mapped in num_bytes bytes from `address` on; the addresses stay reserved."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
     _map(address, num_bytes, _PROT_NONE, flags, -1, 0, "unmap")
 
 
 def release(address: int, num_bytes: int) -> None:
-    """Ends a reservation and whatever is mapped there."""
+    """Gives up a reserved address range, and unmaps whatever is mapped there."""
     if num_bytes and _libc().munmap(address, num_bytes):
         raise MemoryError(f"can't release {num_bytes} bytes: {os.strerror(ctypes.get_errno())}")
 
 
 def populate(address: int, num_bytes: int) -> bool:
-    """Gives memory to every page of a mapping; its content stays. Returns False if the system can't."""
+    """Makes the system provide memory for every page of a mapped range; content stays. Returns False if the system refuses."""
     return not _libc().madvise(address, num_bytes, _MADV_POPULATE_WRITE)
 
 
 def collapse(address: int, num_bytes: int) -> int:
-    """Moves mapped memory into huge pages, content included, and returns how many bytes are in them now. At least one page in every
-    2 MiB must have been touched. Needs no setting of the system, but several milliseconds per huge page. num_bytes: whole huge
-    pages."""
+    """Moves mapped memory into huge pages, content included, and returns how many bytes are in huge pages now. At least one page in
+    every 2 MiB must have been touched. It needs no setting of the system, but several milliseconds per huge page. address,
+    num_bytes: whole huge pages."""
     madvise = _libc().madvise
     places = range(address, address + num_bytes, HUGE_PAGE_BYTES)
     return sum(HUGE_PAGE_BYTES for place in places if not madvise(place, HUGE_PAGE_BYTES, _MADV_COLLAPSE))
@@ -92,6 +93,6 @@ def punch_hole(fd: int, offset_bytes: int, num_bytes: int) -> None:
 
 
 def bytes_at(address: int, num_bytes: int) -> Any:
-    """Returns the memory at an address as an object with a buffer. It keeps nothing alive, and must not be touched once the memory
-    is unmapped."""
+    """Returns the memory at an address as an object that supports the buffer protocol. It keeps nothing mapped, and must not be
+    touched once the memory is unmapped."""
     return (ctypes.c_uint8 * num_bytes).from_address(address)

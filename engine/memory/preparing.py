@@ -27,7 +27,8 @@ _LOOK_EVERY_BYTES = 256 << 20
 
 
 class Preparer:
-    """Prepares one device's free chunks, no more than its pool may have in physical memory, and the host tier's slots. Not
+    """Prepares one device's free chunks, and then the host tier's slots, so that they have memory in huge pages before they are
+    used. It gives memory to no more chunks than the pool allows (resident_limit). tier: None if there is no host tier. Not
     thread-safe."""
 
     def __init__(self, memory: ChunkMemory, chunks: ChunkPool, tier: HostTier | None) -> None:
@@ -42,15 +43,16 @@ class Preparer:
         self.huge_bytes = 0
 
     def wait_s(self) -> float | None:
-        """Returns how many seconds to stay idle before the next `step`; None if there is nothing to do."""
+        """Returns how many seconds the engine must have been idle before the next `step`; None if there is nothing left to
+        prepare."""
         return None if self._stopped or (self._next() is None and self._slots_done) else self._wait_s
 
     def disturbed(self) -> None:
-        """Restarts the idle time, because the engine had something to do."""
+        """Makes the next `step` wait for the full idle time again. Called when the engine had something to do."""
         self._wait_s = AFTER_IDLE_S
 
     def step(self) -> None:
-        """Prepares one chunk or slot."""
+        """Prepares the next free chunk, or the next slot of the host tier if no chunk is left."""
         started_s = time.monotonic()
         chunk = self._next()
         if chunk is not None:

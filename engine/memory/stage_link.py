@@ -28,8 +28,9 @@ class StageLink:
     """One device's connection to the stages before and after its own. Only one thread may use it at a time."""
 
     def __init__(self, memory: Bytes, stage: int, num_stages: int, handed: int, broken: LongArray) -> None:
-        """memory: the part of the stage memory for the devices with this device's number in their stages. handed: bytes of the
-        states of one step. broken [1]: not 0 once the group has lost a device."""
+        """memory: the part of the stage memory that belongs to this device and those with the same number in the other stages.
+        stage: number of this device's stage. handed: bytes of the states of one step. broken [1]: not 0 once the group has lost a
+        device."""
         pieces = memory.reshape(num_stages - 1, piece_bytes(num_stages, handed))
         self._stage, self._num_stages, self._broken = stage, num_stages, broken
         lines, self._places = pieces[:, :LINE_BYTES], pieces[:, LINE_BYTES:].reshape(num_stages - 1, num_stages, handed)
@@ -39,8 +40,8 @@ class StageLink:
         self._fence = Fence()
 
     def take(self) -> Bytes | None:
-        """Waits until the previous stage has sent the states of the next step, and returns them; None if the group is broken before
-        that."""
+        """Waits until the previous stage has sent the states of the next step, and returns the memory that holds them, uint8
+        [handed]. Returns None if the group is broken before that."""
         line, begin_s = self._lines[self._stage - 1], time.perf_counter()
         while line[_SENT] <= self._num_taken:
             if self._broken[0]:
@@ -65,11 +66,11 @@ class StageLink:
 
     @property
     def place(self) -> Bytes:
-        """The memory to which this stage writes the states that it sends next."""
+        """The memory, uint8 [handed], to which this stage must write the states that it sends next."""
         return self._places[self._stage, self._num_sent % self._num_stages]
 
     def send(self) -> None:
-        """Tells the next stage that `place` has been filled."""
+        """Tells the next stage that `place` has been filled, and wakes it if it sleeps."""
         line = self._lines[self._stage]
         self._num_sent += 1
         self._fence.order()
@@ -79,7 +80,8 @@ class StageLink:
             wake_all(line, _SENT)
 
     def _sleep(self, line: LongArray) -> None:
-        """Sleeps until the previous stage sends something, for _SLEEP_S at most."""
+        """Sleeps until the previous stage sends something, for _SLEEP_S at most. line: the counters of the memory through which
+        that stage sends."""
         line[_SLEEPERS] = 1  # only this device waits for these states
         self._fence.order()
         if line[_SENT] <= self._num_taken:

@@ -34,13 +34,13 @@ BATCHES_UNDER_WAY = 3  # calls under way of the only thread: two keep the device
 
 
 class TransferCancelled(Exception):
-    """Raised when `cancelled()` became true during a transfer."""
+    """Raised by `transfer` when its argument `cancelled` returned True."""
 
 
 @dataclass(slots=True, frozen=True)
 class Several:
-    """A way to copy several pieces with one call of `start`. A call gets pieces until they have at least most_bytes bytes or are
-    most_pieces. Each of num_threads threads has the copies of up to most_under_way calls under way."""
+    """A way in which `transfer` copies several pieces with one call of `start`. A call is given pieces until their number reaches
+    most_pieces or their size most_bytes. Each of num_threads threads has at most most_under_way calls under way."""
 
     start: Callable[[Sequence[Piece]], DeviceCopies]
     most_bytes: int
@@ -51,7 +51,7 @@ class Several:
 
 @dataclass(slots=True, frozen=True)
 class _Ended:
-    """DeviceCopies that had ended when they were returned."""
+    """The DeviceCopies of pieces whose copying had ended before it was made. checksums: those of the pieces."""
 
     checksums: list[int]
 
@@ -64,7 +64,7 @@ class _Ended:
 
 @dataclass(slots=True, frozen=True)
 class _Only:
-    """DeviceCopies of one piece."""
+    """The DeviceCopies that consist of a single copy."""
 
     copy: DeviceCopy
 
@@ -76,7 +76,8 @@ class _Only:
 
 
 def copies_several(memory: ChunkMemory, out: bool) -> Several | None:
-    """Returns the argument `several` of `transfer`; None if the memory has no way to copy several pieces in one call."""
+    """Returns the way in which `transfer` can copy several pieces of this memory in one call (its argument `several`); None if the
+    memory has no such way. out: whether the pieces are copied from the device to the host."""
     if isinstance(memory, CopiesSeveral):
         copy = partial(memory.copy_several, out=out)
         return Several(lambda pieces: _Ended(copy(pieces)), AT_ONCE_BYTES, sys.maxsize, 1, NUM_THREADS)
@@ -84,7 +85,8 @@ def copies_several(memory: ChunkMemory, out: bool) -> Several | None:
 
 
 def starts_several(memory: ChunkMemory, out: bool) -> Several | None:
-    """Returns the argument `several` of `transfer`; None unless the device does the copying, several pieces in one call."""
+    """Returns the way in which `transfer` can have the device copy several pieces in one call (its argument `several`); None if the
+    device does not copy by itself. out: whether the pieces are copied from the device to the host."""
     if not isinstance(memory, StartsSeveral):
         return None
     return Several(partial(memory.start_several, out=out), BATCH_BYTES, BATCH_PIECES, BATCHES_UNDER_WAY, 1)
@@ -99,10 +101,11 @@ def transfer(
     next_piece: Callable[[bool], int | None] | None = None,
     several: Several | None = None,
 ) -> list[int]:
-    """Copies every piece by `copy` (ChunkMemory.copy_in or copy_out) and returns their checksums. progress: called with the bytes
-    done so far. landed: called with each piece that was copied, in any thread. next_piece(wait): returns the index of a piece to
-    copy, or, at the end, None once for each of NUM_THREADS threads; if no piece is ready yet, it waits if `wait` is True, else
-    raises queue.Empty; default: all pieces in order. several: copies several pieces at a time, in place of `copy` (copies_several).
+    """Copies every piece by `copy` (ChunkMemory.copy_in or copy_out) and returns their checksums, in order. cancelled: asked before
+    each copy is started. progress: called with the bytes copied so far. landed: called with each piece that was copied, in any
+    thread. next_piece(wait): returns the index of a piece to copy, or, at the end, None once for each of NUM_THREADS threads; if no
+    piece is ready yet, it waits if `wait` is True, else raises queue.Empty; default: all pieces in order. several: copies several
+    pieces at a time, in place of `copy` (copies_several).
 
     Raises the first error of a copy, or TransferCancelled, after all copies under way have ended."""
     checksums = [0] * len(pieces)
@@ -114,8 +117,8 @@ def transfer(
     num_bytes = 0
 
     def few(wait: bool) -> tuple[list[int], bool]:
-        """Returns the indices of pieces to copy in one call, and whether more may come. If `wait`, it waits for the first piece,
-        but not for others."""
+        """Returns the indices of pieces to copy in one call, and whether there may be further pieces. wait: whether to wait until
+        one piece is ready; more are taken only if they are ready."""
         places: list[int] = []
         few_bytes = 0
         with suppress(Empty):

@@ -1,5 +1,5 @@
-"""Counts how many bytes of a model's weights have yet to arrive, by group: the stages of a forward pass, or the slots of a copy in
-the host tier."""
+"""Counts how many bytes of a model's weights have yet to arrive. They are counted in groups: the stages of a forward pass, or the
+slots of a copy in the host tier."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]
 
 
 class WeightArrivals:
-    """Counts the bytes of each group that have yet to arrive (left_bytes). places: (begin, end, group) in bytes of the weight
-    range, which do not overlap; groups are numbered from 0. Bytes between places belong to no group. Not thread-safe."""
+    """Counts, for each group of bytes of a weight range, how many have yet to arrive: left_bytes[group]. places: (begin, end,
+    group) in bytes of the weight range, which do not overlap; groups are numbered from 0. Bytes between places belong to no group.
+    Not thread-safe."""
 
     def __init__(self, places: Iterable[tuple[int, int, int]], num_groups: int) -> None:
         self._places = sorted(place for place in places if place[1] > place[0])
@@ -38,7 +39,8 @@ class WeightArrivals:
             self.left_bytes[group] += end - begin
 
     def landed(self, begin_bytes: int, end_bytes: int) -> list[int]:
-        """Notes that these bytes have arrived; each byte may be reported once. Returns the groups that are complete with them."""
+        """Notes that the bytes from begin_bytes to before end_bytes have arrived; each byte may be reported once. Returns the
+        numbers of the groups that are complete with them."""
         whole = []
         for begin, end, group in self._places[bisect_right(self._ends, begin_bytes) :]:
             if begin >= end_bytes:

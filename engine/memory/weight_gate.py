@@ -15,12 +15,13 @@ Layer = TypeVar("Layer")
 
 
 class WeightsWithdrawn(Exception):
-    """Raised in a step whose results are void, because the load has failed, was cancelled, or starts over from another source."""
+    """Raised in a step that ran while its model's weights arrived, and whose results are void because the load has failed, was
+    cancelled, or starts over from another source."""
 
 
 class WeightGate:
-    """The gate between one load and the steps that run during it. layout: as loader.layout.weight_layout returns it; its slots name
-    the stages of a forward pass.
+    """The gate between the load of a model's weights and the steps that run during it. layout: as loader.layout.weight_layout
+    returns it; each of its slots names the stage of the forward pass that needs it.
 
     The readers report bytes that have `landed`. A stage is open when all bytes of its parameters have landed. `begun`, if set, is
     called once, by any thread, when the first stage opens. Checks that need all weights (checksums, whether a file has changed)
@@ -41,8 +42,8 @@ class WeightGate:
     # ---- the load
 
     def landed(self, begin_bytes: int, end_bytes: int) -> None:
-        """Notes that these bytes of the weight range have arrived. Called from any thread, once for each byte. Bytes between
-        parameters are ignored."""
+        """Notes that the bytes from begin_bytes to before end_bytes of the weight range have arrived, and opens the stages that are
+        complete with them. Called from any thread, once for each byte. Bytes between parameters are ignored."""
         with self._changed:
             self._arrivals.landed(begin_bytes, end_bytes)
             self._changed.notify_all()
@@ -53,21 +54,22 @@ class WeightGate:
             begun()
 
     def open(self) -> None:
-        """Declares that everything has arrived and is good."""
+        """Declares that all weights have arrived and passed their checks, so that steps may end."""
         with self._changed:
             self._all = True
             self._changed.notify_all()
 
     def withdraw(self, why: str) -> None:
-        """Lets no further step begin, and returns when no step reads the weights any more. why: the text of the WeightsWithdrawn
-        that steps get."""
+        """Makes running and later steps raise WeightsWithdrawn with the text `why`. Returns when no step reads the weights any
+        more."""
         with self._changed:
             self._withdrawn = why
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._num_inside)
 
     def begin_anew(self) -> None:
-        """Withdraws the weights and starts over, because they will arrive again from another source."""
+        """Withdraws the weights from running steps and closes all stages, because the weights will arrive again from another
+        source. Later steps may begin."""
         self.withdraw("they are read again")
         with self._changed:
             self._withdrawn = ""
@@ -77,7 +79,8 @@ class WeightGate:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Returns a context for the part of a step that reads the weights. Raises WeightsWithdrawn."""
+        """Returns a context manager for the part of a step that reads the weights; `withdraw` waits until it is left. Raises
+        WeightsWithdrawn if the weights were withdrawn."""
         with self._changed:
             self._raise_withdrawn()
             self._num_inside += 1
@@ -89,14 +92,16 @@ class WeightGate:
                 self._changed.notify_all()
 
     def behind(self, layers: Iterable[Layer]) -> Iterator[Layer]:
-        """Yields each layer once its weights have arrived, and ends once `open` was called. Raises WeightsWithdrawn."""
+        """Yields each of a model's layers, given in order, once the layer's weights have arrived. After the last one, waits until
+        `open` is called. Raises WeightsWithdrawn."""
         for stage, layer in enumerate(layers, 1):
             self.wait(stage)
             yield layer
         self._wait(lambda: self._all)
 
     def wait(self, stage: int) -> None:
-        """Waits until all weights of this stage have arrived. Raises WeightsWithdrawn."""
+        """Waits until all weights of this stage have arrived. stage: 0 before the layers, n + 1 for layer n. Raises
+        WeightsWithdrawn."""
         self._wait(lambda: self._is_there(stage))
 
     def _is_there(self, stage: int) -> bool:

@@ -18,8 +18,8 @@ PREPARING_LOCKS = 8  # most chunks prepared at a time; adjacent chunks have diff
 
 
 class WeightRange:
-    """The address range of one model's weights, or of a split model's KV: num_bytes, rounded up to whole chunks. Raises MemoryError
-    if there is no address space."""
+    """The address range of one model's weights, or of a split model's KV: num_bytes, rounded up to whole chunks of `memory`. Raises
+    MemoryError if there is no address space."""
 
     def __init__(self, memory: ChunkMemory, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -39,7 +39,7 @@ class WeightRange:
 
     @property
     def buffer(self) -> Any:
-        """The range as a buffer to read files into, on a device whose memory the host can write."""
+        """The range's memory as a buffer into which files can be read, on a device whose memory the host can write."""
         return self._all.numpy().data
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -49,8 +49,8 @@ class WeightRange:
         return self._all[offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
 
     def map(self, chunks: Sequence[int]) -> None:
-        """Maps the chunks into the range; their content is undefined. Raises ValueError unless there are num_chunks chunks and none
-        is mapped yet. Raises MemoryError, and maps none, if the device refuses."""
+        """Maps the chunks into the range, in order; their content is undefined. Raises ValueError unless there are num_chunks
+        chunks and none is mapped yet. Raises MemoryError, and maps none, if the device refuses."""
         if len(chunks) != self.num_chunks or self._mapped:
             raise ValueError(f"{len(chunks)} chunks for a range of {self.num_chunks}{', mapped already' if self._mapped else ''}")
         self._mapped, self._chunks = True, chunks
@@ -61,8 +61,8 @@ class WeightRange:
             raise
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
-        """Prepares the chunks of this part of a mapped range, as ChunkMemory.prepare does. Several threads may call it at once:
-        each call returns when its own part is ready."""
+        """Makes the system provide the memory of the chunks that hold bytes begin_bytes to end_bytes of a mapped range, as
+        ChunkMemory.prepare does. Several threads may call it at once: each call returns when its own part is ready."""
         size = self._memory.chunk_bytes
         for place in range(begin_bytes // size, -(-end_bytes // size)):
             with self._preparing[place % PREPARING_LOCKS]:
@@ -81,15 +81,16 @@ class WeightRange:
 
 
 class WeightRanges:
-    """The weight ranges of all models, for the life of the process."""
+    """The weight ranges of all models of one device, kept by the models' names for the life of the process."""
 
     def __init__(self, memory: ChunkMemory) -> None:
         self._memory = memory
         self._ranges: dict[str, tuple[object, WeightRange]] = {}
 
     def of(self, model: str, identity: object, num_bytes: int) -> WeightRange:
-        """Returns the unmapped range of a model that is not loaded: the range of its last load if `identity` (of the weights) and
-        size are the same, else a new one."""
+        """Returns the unmapped range of a model that is not loaded. It is the range of the model's last load if `identity` (which
+        tells weights apart) and num_bytes are the same; else the old range is given up and a new one is made. Raises
+        MemoryError."""
         known = self._ranges.get(model)
         if known is not None:
             if known[0] == identity and known[1].num_bytes == num_bytes:

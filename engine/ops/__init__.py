@@ -1,1 +1,1 @@
-"""The operations that models are made of: their interface, and the reference implementation on torch."""
+"""The operations that models are made of: their interface (ops.py), and the reference implementation in torch and numpy."""

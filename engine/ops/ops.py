@@ -18,7 +18,8 @@ from loader.model_shape import TemperatureShape
 
 @dataclass(slots=True, frozen=True)
 class Int8Matrix:
-    """A matrix of int8 weights: values [N, K] int8 times scales [N] float32, one for each output."""
+    """A matrix of N outputs and K inputs in int8: weights are values [N, K] int8 times scales [N] float32, one scale for each
+    output."""
 
     values: Tensor
     scales: Tensor
@@ -26,8 +27,8 @@ class Int8Matrix:
 
 @dataclass(slots=True, frozen=True)
 class Fp8Matrix:
-    """A matrix of FP8 weights: values [N, K] uint8, codes of float8_e4m3fn, times scales [N, G] float32, one for each group_inputs
-    inputs of an output. The last group may be shorter. No code is NaN."""
+    """A matrix of N outputs and K inputs in FP8: weights are values [N, K] uint8, codes of float8_e4m3fn, times scales [N, G]
+    float32; a scale is for group_inputs adjacent inputs of one output. The last group may be shorter. No code is NaN."""
 
     values: Tensor
     scales: Tensor
@@ -41,17 +42,18 @@ class Fp8Matrix:
         return len(self.values)
 
     def __getitem__(self, number: int | slice) -> Fp8Matrix:
-        """Returns the matrix of one expert, or some outputs of a single matrix."""
+        """Returns the matrix of expert `number` (of a matrix with an axis of experts), or a slice of the outputs of a single
+        matrix."""
         return Fp8Matrix(self.values[number], self.scales[number], self.group_inputs)
 
 
 @dataclass(slots=True, frozen=True)
 class Int4Matrix:
-    """A matrix of INT4 weights, or several: packed [..., N, K / 2] uint8, two weights a byte with the first in the low four bits,
-    each plus its zero point; times scales [..., N, G] bfloat16 or float16, one for each group_inputs inputs of an output.
-    group_inputs is a power of two from 32 on, or all of an output's inputs. zeros: zero points [..., N, G] uint8 from 0 to 16;
-    None: all are 8. order: the input index [K] int32 of each column of a single matrix; None: columns are in the order of the
-    inputs (loader/formats/int4_layout.py)."""
+    """A matrix of N outputs and K inputs in INT4, or several: weights are numbers minus their zero points, times scales. packed
+    [..., N, K / 2] uint8: the numbers, 0 to 15, two a byte with the first in the low four bits. scales [..., N, G] bfloat16 or
+    float16: each for group_inputs adjacent inputs of one output. group_inputs is a power of two from 32 on, or all of an output's
+    inputs. zeros: zero points [..., N, G] uint8 from 0 to 16; None: all are 8. order: the input index [K] int32 of each column of a
+    single matrix; None: columns are in the order of the inputs (loader/formats/int4_layout.py)."""
 
     packed: Tensor
     scales: Tensor
@@ -68,16 +70,18 @@ class Int4Matrix:
         return len(self.packed)
 
     def __getitem__(self, number: int | slice) -> Int4Matrix:
-        """Returns the matrix of one expert, or some outputs of a single matrix without `order`."""
+        """Returns the matrix of expert `number` (of several matrices), or a slice of the outputs of a single matrix without
+        `order`."""
         zeros = None if self.zeros is None else self.zeros[number]
         return Int4Matrix(self.packed[number], self.scales[number], self.group_inputs, zeros)
 
 
 @dataclass(slots=True, frozen=True)
 class Nvfp4Matrix:
-    """A matrix in NVFP4, or several: packed [..., N, K / 2] uint8, two numbers (e2m1) a byte with the first in the low four bits;
-    times scales [..., N, K / 16] uint8, codes of float8_e4m3fn, of which none is NaN; times factors [..., N] float32, one for each
-    output (loader/formats/stored_nvfp4.py)."""
+    """A matrix of N outputs and K inputs in NVFP4, or several: weights are numbers times scales times factors. packed
+    [..., N, K / 2] uint8: the numbers (e2m1), two a byte with the first in the low four bits. scales [..., N, K / 16] uint8: codes
+    of float8_e4m3fn, of which none is NaN, each for 16 adjacent inputs. factors [..., N] float32: one for each output
+    (loader/formats/stored_nvfp4.py)."""
 
     packed: Tensor
     scales: Tensor
@@ -85,7 +89,7 @@ class Nvfp4Matrix:
 
     @property
     def group_inputs(self) -> int:
-        """The inputs that share a scale."""
+        """The number of adjacent inputs that share a scale."""
         return 2 * self.packed.shape[-1] // self.scales.shape[-1]
 
     @property
@@ -97,14 +101,15 @@ class Nvfp4Matrix:
         return len(self.packed)
 
     def __getitem__(self, number: int | slice) -> Nvfp4Matrix:
-        """Returns the matrix of one expert, or some outputs of a single matrix."""
+        """Returns the matrix of expert `number` (of several matrices), or a slice of the outputs of a single matrix."""
         return Nvfp4Matrix(self.packed[number], self.scales[number], self.factors[number])
 
 
 @dataclass(slots=True, frozen=True)
 class AdaptedProduct:
-    """A matrix product that LoRA adapters may change. number: its index in loader.adapters.matrices.adapted_matrices. parts: the
-    number of outputs of each matrix that the product reads together."""
+    """A matrix product of a layer that LoRA adapters may change. number: its index in loader.adapters.matrices.adapted_matrices.
+    parts: the product may compute several of the checkpoint's matrices at once, such as those of queries, keys and values; the
+    number of outputs of each."""
 
     number: int
     parts: tuple[int, ...]
@@ -115,8 +120,8 @@ Matrix = Tensor | Int8Matrix | Fp8Matrix | Int4Matrix | Nvfp4Matrix  # the weigh
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Mxfp4Matrix:
-    """Matrices [E, N, K] in MXFP4: blocks [E, N, K / 32, 16] uint8, two numbers a byte, and scales [E, N, K / 32] uint8
-    (loader/formats/mxfp4.py)."""
+    """E matrices, one for each expert, of N outputs and K inputs in MXFP4. blocks [E, N, K / 32, 16] uint8: numbers (e2m1), two a
+    byte. scales [E, N, K / 32] uint8: each for 32 adjacent inputs, as an exponent of two plus 127 (loader/formats/mxfp4.py)."""
 
     blocks: Tensor
     scales: Tensor
@@ -132,8 +137,8 @@ ExpertMatrix = Tensor | Fp8Matrix | Int4Matrix | Mxfp4Matrix | Nvfp4Matrix  # [E
 
 @dataclass(slots=True, frozen=True)
 class ClampedSwiglu:
-    """The activation of gpt-oss (reference.clamped_swiglu), for matrices in which rows of gate and up alternate. limit: bound that
-    both are clamped to. alpha: factor of the gate within its sigmoid."""
+    """The settings of gpt-oss's activation (reference.clamped_swiglu), for matrices in which rows of gate and up alternate. limit:
+    bound that both are clamped to. alpha: factor of the gate within its sigmoid."""
 
     limit: float
     alpha: float
@@ -141,10 +146,10 @@ class ClampedSwiglu:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class SigmoidRouting:
-    """A rule by which experts are chosen (reference.route_by_sigmoid). correction [E] float32: added to the scores when experts are
-    chosen, but not in their weights. num_groups: number of groups of experts; a token's experts are from num_chosen_groups of them.
-    factor: factor of the weights. by_softmax: scores are a softmax instead of sigmoids, and a group's score is that of its best
-    expert."""
+    """The settings of DeepSeek's rule by which experts are chosen (reference.route_by_sigmoid). correction [E] float32: added to
+    the scores when experts are chosen, but not in their weights. num_groups: number of groups of experts; a token's experts are
+    from num_chosen_groups of them. factor: factor of the weights. by_softmax: scores are a softmax instead of sigmoids, and a
+    group's score is that of its best expert."""
 
     correction: Tensor
     num_groups: int
@@ -183,7 +188,7 @@ class ExpertMatrices:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts that tokens are routed to."""
+        """The number of experts that tokens are routed to, over all ranks."""
         return self.num_routed or self.num_own
 
     @property
@@ -193,9 +198,9 @@ class ExpertMatrices:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class LatentHeads:
-    """The heads of one layer's latent attention (loader.model_shape.LatentShape). up [H (K + V), L]: for each head, the matrix that
-    maps a latent [L] to the part of its key that is not rotated [K], followed by the matrix for its value [V]. rope_dim: R, the
-    rotated dimensions of queries and keys."""
+    """The heads of one layer's latent attention (loader.model_shape.LatentShape). plain_dim: K, the dimensions of a head's queries
+    and keys that are not rotated. rope_dim: R, those that are rotated. value_dim: V. up [H (K + V), L]: for each head, the matrix
+    that maps a latent [L] to the part of its key that is not rotated [K], followed by the matrix for its value [V]."""
 
     up: Matrix
     num_heads: int
@@ -211,10 +216,11 @@ class LatentHeads:
 
 @dataclass(slots=True, frozen=True)
 class DeltaColumns:
-    """Where the heads of a gated delta rule are among the columns of its projections' outputs. The queries of key head h begin at
-    query + h key_stride, its keys at key + h key_stride. The j-th of the V / K value heads that belong to key head h has its
-    values, of D dimensions, at value + h value_stride + j D, and the gates of its output at gate + h value_stride + j D. In the
-    output of the gates' projection its update is at update + h head_stride + j, and its step at step + h head_stride + j."""
+    """Where the heads of a gated delta rule have their columns in the outputs of the layer's two projections, for K key heads and V
+    value heads. In the output of the first, the queries of key head h begin at column query + h key_stride, and its keys at key + h
+    key_stride. The j-th of the V / K value heads that belong to key head h has its values, of D dimensions, at value + h
+    value_stride + j D, and the gates of its output at gate + h value_stride + j D. In the output of the second, the projection of
+    the gates, its update is at update + h head_stride + j, and its step at step + h head_stride + j."""
 
     query: int
     key: int
@@ -256,13 +262,15 @@ class DeltaRule:
 
     @property
     def matrix_values(self) -> int:
-        """How many numbers of a state are matrices; the numbers of the convolution follow."""
+        """How many numbers of a sequence's state belong to its matrices; they come first, and the numbers of the convolution
+        follow."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(slots=True, frozen=True)
 class HeadNorms:
-    """The RMS norms of each head's queries, keys and perhaps values: weights [D]. around_one: the factors are 1 + weight."""
+    """The RMS norms of each head's queries, keys and perhaps values. query, key, value [D]: their weights; value None: values are
+    not normalised. around_one: the factors of queries and keys are 1 + weight instead of weight."""
 
     query: Tensor
     key: Tensor
@@ -274,8 +282,8 @@ class HeadNorms:
 @dataclass(slots=True, frozen=True, eq=False)
 class Rotary:
     """The rotary embedding of 2 P dimensions of each head. inv_freq [P] float32: angle per position. scale: factor of cosines and
-    sines. temperature: one more factor, which depends on the position; for layers that rotate only queries, by an angle of 0, that
-    is, only scale them."""
+    sines. temperature: how a further factor depends on the position; None: there is none. Layers with it rotate only queries, by an
+    angle of 0 (inv_freq is 0), so that the rotation does nothing but scale them."""
 
     inv_freq: Tensor
     scale: float = 1.0
@@ -284,8 +292,8 @@ class Rotary:
 
 @dataclass(slots=True)
 class BatchAdapters:
-    """The LoRA adapters of one step's tokens, for S resident adapters and M products that adapters may change. The arrays are numpy
-    arrays if the host computes, else tensors in device memory.
+    """The LoRA adapters of one step's T tokens, for tables of S adapter numbers and M products that adapters may change. The arrays
+    are numpy arrays if the host computes, else tensors in device memory.
 
     numbers [T] int32: each token's adapter, -1 for none and for padding. places [M, S] int64: where an adapter's matrices for a
     product begin in `memory`, in elements (loader.adapters.layout), -1: the adapter does not change this product. ranks [M, S]
@@ -298,14 +306,15 @@ class BatchAdapters:
 
 
 class StepBatch(Protocol):
-    """The inputs of one step. Models read the tokens, and pass the batch on to the operations of the same device."""
+    """The inputs of one step. Models read input_ids, and pass the batch on to the operations, which know more of it."""
 
     layer_inputs: Tensor | None  # [T L, W]: the inputs of L layers that have inputs of their own, set by the model
     kept: list[Tensor] | None  # [T, W] each: filled with the states that the model's predictor reads; None: none are kept
 
     @property
     def adapters(self) -> BatchAdapters | None:
-        """The adapters of the step's tokens; None: the model's steps compute no adapters."""
+        """The LoRA adapters of the step's tokens; None if the model has had no adapters yet, so that its steps need not compute
+        any."""
         ...
 
     @property
@@ -322,34 +331,40 @@ class LogprobOps(Protocol):
     """Log-probabilities of logits. Arguments and results other than the logits are numpy arrays."""
 
     def top_logprobs(self, logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
-        """Returns log-softmax values of rows [M] (int32) of logits [N, V]: at chosen [M] int32 -> [M] float32; then ids and values
-        [M, num_top] of the most likely tokens. The rows must be finite."""
+        """Returns log-softmax values of M rows of logits [N, V]: [M] float32, at the token ids chosen [M] int32; then the ids and
+        values [M, num_top] of the most likely tokens, the most likely first. rows [M] int32: indices of the rows, which must be
+        finite."""
         ...
 
 
 class SamplingOps(LogprobOps, Protocol):
-    """The operations on logits of a device for which the host samples (engine/sampling); a GPU samples by itself."""
+    """The operations on logits of a device for which the host samples (engine/sampling); a GPU samples by itself. Arguments and
+    results other than logits are numpy arrays."""
 
     def greedy(self, logits: Tensor) -> tuple[Any, Any]:
-        """Returns the most likely ids [N] int32 of logits [N, V], and bad [N] bool, rows that hold NaN or an infinity."""
+        """Returns the most likely token ids [N] int32 of logits [N, V], and bad [N] bool: whether the row holds NaN or an
+        infinity."""
         ...
 
     def sample(self, logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
-        """Samples one token for each row of logits [N, V]; the other arguments are [N] (keys uint32). Rows of temperature 0 get
-        their most likely token. Returns ids and bad rows as `greedy` does."""
+        """Samples one token for each row of logits [N, V], as reference.sample does. temperature, top_p, top_k, min_p [N]: settings
+        of the rows; rows of temperature 0 get their most likely token. key0, key1 [N] uint32: keys of the rows' noise. Returns ids
+        [N] and bad rows [N] as `greedy` does."""
         ...
 
     def penalise(self, row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
-        """Applies penalties to one row's logits [V] float32, in place. tokens: int32, the num_prompt prompt tokens, then the
-        output."""
+        """Applies penalties to one row's logits [V] float32, in place, as reference.penalise does. tokens: int32, the num_prompt
+        tokens of the prompt, then those of the output. presence, frequency: subtracted for output tokens; repetition: factor for
+        all tokens; 0, 0 and 1 have no effect."""
         ...
 
 
 class Ops(LogprobOps, Protocol[BatchT_contra]):
-    """The operations of one kind of device. BatchT: the type of its steps' inputs."""
+    """The operations of one kind of device, of which models are made. BatchT_contra: the type of the inputs of a step on the
+    device."""
 
     def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
-        """Returns the rows [T, W] of weight [V, W] that ids [T] name, times scale."""
+        """Returns rows [T, W] of the table weight [V, W], those with indices ids [T], times scale."""
         ...
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -358,10 +373,10 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def add_adapters(self, x: Tensor, out: Tensor, product: AdaptedProduct, batch: BatchT_contra) -> None:
-        """Adds the contribution of the tokens' adapters to this product of x [T, K] to out [T, N], in place. For each part of the
-        product, with n outputs, it is x @ down [r, K] transposed @ up [r, n], computed in float32 and rounded once with the sum.
-        Rows of tokens without an adapter, or whose adapter does not change the product, stay as they are. batch.adapters must not
-        be None. In memory all parts' `down` lie one after the other, followed by their `up`."""
+        """Adds what the tokens' LoRA adapters contribute to a product of x [T, K] to the product's result out [T, N], in place. For
+        each part of the product, with n outputs, this is x @ down [r, K] transposed @ up [r, n], computed in float32 and rounded
+        once with the sum. Rows of tokens without an adapter, or whose adapter does not change the product, stay as they are.
+        batch.adapters must not be None. In memory all parts' `down` lie one after the other, followed by their `up`."""
         ...
 
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -385,41 +400,44 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def columns_twice(self, x: Tensor, first: int) -> Tensor:
-        """Returns x [T, N] followed by a second copy of its columns from `first` on, as [T, 2 N - first]."""
+        """Returns x [T, N] with its columns from `first` on repeated at the end, as [T, 2 N - first]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-        """Returns x [T, W], each row normalised, times weight [W] (around_one: times 1 + weight)."""
+        """Returns the RMS norm of x [T, W]: each row divided by the root of its mean square plus eps, times weight [W] (around_one:
+        times 1 + weight)."""
         ...
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False, scale: float = 1.0
     ) -> Tensor:
-        """Adds x times scale to residual in place; returns the norm of the sum, as rms_norm does."""
+        """Adds x [T, W] times scale to residual [T, W] in place; returns the RMS norm of the sum, as rms_norm does."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Returns the LayerNorm of x [T, W]: each row minus its mean, divided by its standard deviation, times weight [W], plus
-        bias [W]."""
+        bias [W] (None: no bias). eps is added to the variance."""
         ...
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: float = 1.0
     ) -> Tensor:
-        """Adds x times scale to residual in place; returns the norm of the sum, as layer_norm does."""
+        """Adds x [T, W] times scale to residual [T, W] in place; returns the LayerNorm of the sum, as layer_norm does."""
         ...
 
     def norm_columns(self, x: Tensor, first: int, weight: Tensor, eps: float, around_one: bool) -> None:
-        """Normalises columns first to first + W of x [T, N] in place, as rms_norm does with weight [W]."""
+        """Normalises columns first to first + W of x [T, N] in place, as rms_norm does with weight [W]; the other columns stay."""
         ...
 
     def column_squares(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """Returns the sums of squares [T, C], in float32, of C adjacent ranges of x's columns. widths: the ranges' widths."""
+        """Returns the sums of squares [T, C], in float32, of each row of x over C adjacent ranges of columns. widths: numbers of
+        columns of the ranges, of which the first begins at column 0."""
         ...
 
     def norm_columns_by(self, x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
-        """Normalises C adjacent ranges of x's columns in place, as rms_norm does, with a weight [W] for each range. The columns are
-        one of `parts` equal parts of wider rows, whose sums of squares are squares [T, C]."""
+        """Normalises C adjacent ranges of x's columns in place, as rms_norm does, with a weight [W] for each range, by sums of
+        squares that are given. In a split model x holds only one of `parts` equal parts of each range; squares [T, C] are the sums
+        of squares over all parts (column_squares)."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -437,12 +455,12 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: BatchT_contra) -> Tensor:
         """Returns the output [T, W] of a layer's experts for x [T, W]: the sum of each token's chosen experts' outputs
-        (down(activation(gate, up))), weighted with the softmax of its scores, or as experts.sigmoid says. It is 0 for padding,
-        which passes through no expert.
+        (down(activation(gate, up))), weighted with the softmax of its scores, or as experts.sigmoid says. The output is 0 for
+        padding, which passes through no expert.
 
         scores [T, E]: the router's scores; float32 if experts.sigmoid is given. Of equal scores the expert with the lower number is
-        chosen. shared [T, W]: the output of the shared expert, which is added. If scores has a further column, [T, E + 1], its
-        sigmoid is a factor of shared."""
+        chosen. shared [T, W]: the output of the shared expert, which is added; None: there is none. If scores has a further column,
+        [T, E + 1], its sigmoid is a factor of shared."""
         ...
 
     def rope_and_store(
@@ -457,14 +475,16 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
     ) -> None:
         """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, does the same to the keys,
         normalises the values if they have a norm, and stores keys and values in the KV blocks. The keys and values in qkv are
-        undefined afterwards. interleaved: pairs are neighbouring dimensions, else dimension i and dimension P + i. num_turned: how
-        many heads are rotated, counted from the first query head on; None: all queries and keys."""
+        undefined afterwards. layer: number of the layer. heads: H. interleaved: the two dimensions of a rotated pair are
+        neighbours, else dimensions i and P + i. num_turned: how many heads are rotated, counted from the first query head on; None:
+        all queries and keys."""
         ...
 
     def rope(
         self, queries: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: BatchT_contra, interleaved: bool = False
     ) -> None:
-        """Normalises and rotates queries [T, H D] in place as rope_and_store does, and stores nothing."""
+        """Normalises (if norms are given) and rotates queries [T, H D] in place as rope_and_store does, and stores nothing. heads:
+        H."""
         ...
 
     def attention(
@@ -478,8 +498,9 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns causal attention [T, H D] of every token over its row's KV blocks in the layer's window. Runs after
-        rope_and_store. Of qkv only the first H D columns are read. softcap: scores become softcap * tanh(score / softcap); 0: they
-        are unchanged. sinks: [H] float32, one more score for each head, which takes weight and gives no value."""
+        rope_and_store. Of qkv only the first H D columns, the queries, are read. heads: H. scale: factor of the scores. softcap:
+        scores become softcap * tanh(score / softcap); 0: they are unchanged. sinks: [H] float32, one more score for each head,
+        which takes weight and gives no value; None: there are none."""
         ...
 
     def normed_columns(self, x: Tensor, first: int, weight: Tensor, eps: float) -> Tensor:
@@ -497,33 +518,36 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         batch: BatchT_contra,
         interleaved: bool,
     ) -> None:
-        """Rotates the last R dimensions of each head of queries [T, H (K + R)] in place. Stores in the KV blocks of each token the
-        last L + R columns of down [T, N]: the latent, normalised as rms_norm does with norm [L], and the keys' rotated part.
-        interleaved: as in rope_and_store."""
+        """Rotates the last R dimensions of each head of queries [T, H (K + R)] in place. Stores in the KV blocks, for each token,
+        the last L + R columns of down [T, N]: the latent, normalised as rms_norm does with norm [L] and eps, and the keys' rotated
+        part. interleaved: as in rope_and_store. Letters: as in LatentHeads."""
         ...
 
     def latent_attention(self, queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: BatchT_contra) -> Tensor:
-        """Returns causal attention [T, H V] of every token over its row's KV blocks. Runs after rope_and_store_latents."""
+        """Returns causal latent attention [T, H V] of every token over its row's KV blocks. Runs after rope_and_store_latents.
+        scale: factor of the scores. Letters: as in LatentHeads."""
         ...
 
     def without_gates(self, x: Tensor, heads: int, head_dim: int) -> Tensor:
-        """Returns x [T, (2 H + 2 G) D] without the gates, which follow each head's queries, as [T, (H + 2 G) D]."""
+        """Returns x [T, (2 H + 2 G) D] without the gates, as [T, (H + 2 G) D]. In x each query head's D columns are followed by D
+        columns of gates. heads: H. head_dim: D."""
         ...
 
     def gate_heads(self, attended: Tensor, x: Tensor, head_dim: int) -> None:
-        """Multiplies attended [T, H D] in place by the sigmoids of the gates in x (see without_gates)."""
+        """Multiplies the outputs of attention, attended [T, H D], in place by the sigmoids of the gates in x (see without_gates).
+        head_dim: D."""
         ...
 
     def gated_delta(self, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: BatchT_contra) -> Tensor:
-        """Returns the normalised and gated outputs [T, V D] of the heads of a gated delta rule, for D = value_dim; 0 for padding. x
-        [T, C + V D], gates [T, 2 V]: outputs of the layer's projections. Reads each row's state before the step, and writes the
-        states within the step for which the row has a block (scheduler/batch/group_cache.py)."""
+        """Returns the normalised and gated outputs [T, V D] of the V value heads of a gated delta rule, for D = value_dim; 0 for
+        padding. x [T, C + V D], gates [T, 2 V]: outputs of the layer's projections (DeltaColumns). Reads each row's state before
+        the step, and writes those states within the step for which the row has a block (scheduler/batch/group_cache.py)."""
         ...
 
     def scaled(self, x: Tensor, scale: float) -> Tensor:
-        """Returns x times scale, computed in place."""
+        """Multiplies x by scale in place, and returns x."""
         ...
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """Returns cap * tanh(x / cap), computed in place; with cap 0, x unchanged."""
+        """Replaces x by cap * tanh(x / cap) in place, and returns x. With cap 0, x stays unchanged."""
         ...

@@ -37,7 +37,8 @@ _DELTA_TOKENS = 64  # tokens that the delta rule computes at a time
 
 
 def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
-    """Multiplies x [T, K] with the transposed weight matrix (values [N, K] int8 * scales [N] float32) and adds bias [N], if given.
+    """Returns x [T, K] times the transpose of the weight matrix (values [N, K] int8 * scales [N] float32), plus bias [N] (None: no
+    bias).
 
     The values are converted to x's dtype, which is exact, in parts of at most held_bytes bytes (but at least one row)."""
     out = x.new_empty(len(x), len(values))
@@ -65,8 +66,8 @@ def fp8_rows(values: Tensor, scales: Tensor, group_inputs: int, out: Tensor) -> 
 
 
 def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, group_inputs: int, bias: Tensor | None, held_bytes: int) -> Tensor:
-    """Multiplies x [T, K] with the transposed matrix that fp8_rows writes, and adds bias [N], if given. The weights are written in
-    x's dtype in parts of at most held_bytes bytes (but at least one row)."""
+    """Returns x [T, K] times the transpose of the matrix that fp8_rows writes, plus bias [N] (None: no bias). The weights are
+    written in x's dtype in parts of at most held_bytes bytes (but at least one row)."""
 
     def write(some: slice, part: Tensor) -> None:
         fp8_rows(values[some], scales[some], group_inputs, part)
@@ -77,7 +78,8 @@ def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, group_inputs: int, bia
 def _written_linear(
     x: Tensor, shape: torch.Size, write: Callable[[slice, Tensor], None], bias: Tensor | None, held_bytes: int
 ) -> Tensor:
-    """Multiplies x with the transpose of a matrix of this shape. write(some, part): writes the matrix's rows `some` to `part`."""
+    """Returns x [T, K] times the transpose of a matrix of this shape [N, K], plus bias [N]. write(some, part): writes the matrix's
+    rows `some` to `part`. held_bytes: at most so many bytes of the matrix, but at least one row, are in memory at a time."""
     out = x.new_empty(len(x), shape[0])
     for some, part in _parts(x, shape, held_bytes):
         write(some, part)
@@ -86,8 +88,9 @@ def _written_linear(
 
 
 def int4_rows(packed: Tensor, scales: Tensor, zeros: Tensor | None, group_inputs: int, out: Tensor) -> None:
-    """Writes the weights that packed [N, K / 2] uint8, two a byte and each plus its zero point, scales [N, G] and zeros [N, G]
-    (None: all are 8) stand for to out [N, K]. They are exact in float32, and rounded once if out's dtype is shorter."""
+    """Writes the weights of an INT4 matrix to out [N, K]. packed [N, K / 2] uint8: numbers, two a byte, each of which has its zero
+    point added. scales [N, G], zeros [N, G]: for each group_inputs inputs of an output; zeros None: all are 8. The weights are
+    exact in float32, and rounded once if out's dtype is shorter."""
     numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).float()
 
     def of_inputs(groups: Tensor) -> Tensor:
@@ -106,7 +109,8 @@ def int4_linear(
     bias: Tensor | None,
     held_bytes: int,
 ) -> Tensor:
-    """Multiplies x [T, K] with the transposed matrix that int4_rows writes, as fp8_linear does."""
+    """Returns x [T, K] times the transpose of the matrix that int4_rows writes, plus bias [N] (None: no bias). held_bytes: as in
+    fp8_linear."""
 
     def write(some: slice, part: Tensor) -> None:
         int4_rows(packed[some], scales[some], None if zeros is None else zeros[some], group_inputs, part)
@@ -117,11 +121,11 @@ def int4_linear(
 def add_adapters(
     x: Tensor, out: Tensor, parts: Sequence[int], numbers: Tensor, places: Tensor, ranks: Tensor, memory: Tensor
 ) -> None:
-    """Adds the contribution of LoRA adapters to one product of x [T, K] to out [T, N], as Ops.add_adapters does. parts: the number
-    of outputs of each of the product's P parts.
+    """Adds what LoRA adapters contribute to one product of x [T, K] to the product's result out [T, N], in place, as
+    Ops.add_adapters does. parts: the number of outputs of each of the product's P parts.
 
-    numbers [T]: each token's adapter, -1: none. places, ranks [S]: each adapter's place in memory and rank, for this product.
-    memory: flat. At an adapter's place lie down [P, rank, K], and then for each part up [rank, parts[p]]."""
+    numbers [T]: each token's adapter, -1: none. places, ranks [S]: each adapter's place in memory (below 0: it does not change the
+    product) and rank. memory: flat. At an adapter's place lie down [P, rank, K], and then for each part up [rank, parts[p]]."""
     for number in numbers.unique().tolist():
         if number < 0 or (at := int(places[number])) < 0:
             continue
@@ -137,9 +141,9 @@ def add_adapters(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-    """Returns x [T, W] divided by the root of its rows' mean squares, times weight [W]. The division is in float32 and is rounded
-    to x's dtype before the weight is applied. around_one (Gemma): the factor is 1 + weight instead, and only the product is
-    rounded."""
+    """Returns the RMS norm of x [T, W]: each row divided by the root of its mean square plus eps, times weight [W]. The division is
+    in float32 and is rounded to x's dtype before the weight is applied. around_one (Gemma): the factor is 1 + weight instead, and
+    only the product is rounded."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if around_one:
@@ -148,7 +152,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) ->
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False, scale: float = 1.0) -> Tensor:
-    """Adds x times scale to residual in place and returns the norm of the sum."""
+    """Adds x [T, W] times scale to residual [T, W] in place and returns the RMS norm of the sum, as rms_norm does."""
     residual.add_(x, alpha=scale)
     return rms_norm(residual, weight, eps, around_one)
 
@@ -161,7 +165,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: float = 1.0) -> Tensor:
-    """Adds x times scale to residual in place and returns the norm of the sum."""
+    """Adds x [T, W] times scale to residual [T, W] in place and returns the LayerNorm of the sum, as layer_norm does."""
     residual.add_(x, alpha=scale)
     return layer_norm(residual, weight, bias, eps)
 
@@ -180,7 +184,8 @@ def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def temperature_of(positions: Tensor, temperature: TemperatureShape) -> Tensor:
-    """Returns the factors [T] float32 of queries at these positions [T]."""
+    """Returns the factors [T] float32 by which queries at these positions [T] are scaled: 1 + scale * ln(1 + floor((position + 1) /
+    tokens)), with scale and tokens of `temperature`."""
     return torch.log1p(torch.floor((positions.float() + 1.0) / temperature.tokens)) * temperature.scale + 1.0
 
 
@@ -201,10 +206,12 @@ def rope_and_store(
     value_norm: Tensor | None = None,
 ) -> None:
     """Normalises (if norms are given) and rotates the queries and keys of qkv [T, (H + 2 G) D] in place, normalises the values if
-    they have a norm, and stores keys and values. num_turned: how many heads are rotated, counted from the first query head on;
-    None: all queries and keys.
+    they have a norm, and stores keys and values in the KV cache. query_norm, key_norm, value_norm [D], around_one, eps: as in
+    rms_norm. cos_sin, interleaved: as in rotate. heads: H. num_turned: how many heads are rotated, counted from the first query
+    head on; None: all queries and keys.
 
-    slots: [T], each token's place in the KV cache, block * block_tokens + place in the block; below 0: the token is not stored."""
+    kv [num_blocks, layers, 2, G, block_tokens, D]: the cache, of which index `layer` is written; scales: those of an fp8 cache.
+    slots [T]: each token's place in the cache, block * block_tokens + place in the block; below 0: the token is not stored."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     heads_of = qkv.view(qkv.shape[0], heads + 2 * kv_heads, head_dim)
     query, key = heads_of[:, :heads], heads_of[:, heads : heads + kv_heads]
@@ -228,7 +235,8 @@ def rope_and_store(
 def rope(
     queries: Tensor, cos_sin: Tensor, norm: Tensor | None, around_one: bool, eps: float, heads: int, interleaved: bool = False
 ) -> None:
-    """Normalises (if a norm is given) and rotates queries [T, H D] in place."""
+    """Normalises (if norm [D] is given) and rotates queries [T, H D] in place. around_one, eps: as in rms_norm. heads: H. cos_sin,
+    interleaved: as in rotate."""
     by_head = queries.view(len(queries), heads, -1)
     if norm is not None:
         by_head.copy_(rms_norm(by_head, norm, eps, around_one))
@@ -241,15 +249,17 @@ def add_and_scale(update: Tensor, residual: Tensor, factor: Tensor) -> None:
 
 
 def column_squares(x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
-    """Writes the sums of squares of C adjacent ranges of x's columns, which have these widths, to out [T, C] float32."""
+    """Writes the sums of squares of each row of x, over C adjacent ranges of columns of these widths from column 0 on, to out
+    [T, C] float32."""
     for place, columns in enumerate(x.split([*widths, x.shape[1] - sum(widths)], 1)[:-1]):
         torch.linalg.vector_norm(columns, dim=1, dtype=torch.float32, out=out[:, place])
     out.square_()
 
 
 def norm_columns_by(x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
-    """Divides C adjacent ranges of x's columns by the root of their mean squares and multiplies them by a weight [W] for each
-    range, in place, rounded as rms_norm does. squares [T, C]: sums of squares over `parts` times as many columns as x has."""
+    """Normalises C adjacent ranges of x's columns in place: divides them by the root of their mean squares plus eps, and multiplies
+    them by a weight [W] for each range, rounded as rms_norm does. squares [T, C]: sums of squares over `parts` times as many
+    columns as x has in the range."""
     first = 0
     for weight, sums in zip(weights, squares.unbind(1), strict=True):
         columns = x[:, first : first + len(weight)]
@@ -259,12 +269,13 @@ def norm_columns_by(x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, par
 
 
 def columns_twice(x: Tensor, first: int, out: Tensor) -> None:
-    """Writes x [T, N], followed by a second copy of its columns from `first` on, to out [T, 2 N - first]."""
+    """Writes x [T, N], with its columns from `first` on repeated at the end, to out [T, 2 N - first]."""
     torch.cat((x, x[:, first:]), 1, out=out)
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantizes x [..., D] to float8_e4m3fn codes [..., D] with scales [...], both uint8. x is about 2 ** (scale - 127) * value.
+    """Quantizes x [..., D] to float8_e4m3fn codes [..., D] with scales [...], both uint8. x is about 2 ** (scale - 127) times the
+    code's value.
 
     A scale is the power of two (E8M0 of the OCP's microscaling formats) that brings the largest of the D numbers to between 224 and
     448, the largest number of e4m3. So nothing is clamped, and rounding is the only error. NaN and infinities become NaN."""
@@ -283,8 +294,9 @@ def widen_fp8(codes: Tensor, scales: Tensor) -> Tensor:
 def gather_context(
     kv: Tensor, layer: int, blocks: Tensor, first: int, context: int, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the keys and the values [G, context - first, D] of one row's positions from `first` to below `context`. fp8 ones are
-    returned as float32. blocks: [B], the row's block table, of which only the entries of these positions are read."""
+    """Returns the keys and the values [G, context - first, D] of one row's positions from `first` to below `context`, from the KV
+    cache kv [num_blocks, layers, 2, G, block_tokens, D]. scales: those of an fp8 cache, whose numbers are returned as float32;
+    None: the cache is not fp8. blocks: [B], the row's block table, of which only the entries of these positions are read."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     first_block, end_block = first // block_tokens, -(-context // block_tokens)
     pages = kv[blocks[first_block:end_block], layer]
@@ -326,9 +338,11 @@ def paged_attention(
     scales: Tensor | None = None,
 ) -> None:
     """Computes attention token by token: query token tokens[n] of qkv [T, (H + 2 G) D] attends to the first contexts[n] positions
-    of row rows[n], from the position on that first_seen returns. Writes out [T, H D].
+    of row rows[n], from the position on that first_seen returns. Writes to out [T, H D].
 
-    The softmax is computed in float32. sinks: [H], one more score for each head, whose value is 0."""
+    kv, scales: as in gather_context. heads: H. block_table [R, B]. reach: as in first_seen. scale: factor of the scores. softcap:
+    as in capped. The softmax is computed in float32. sinks: [H], one more score for each head, whose value is 0; None: there are
+    none."""
     kv_heads, _, head_dim = kv.shape[3:]
     for token, row, context in zip(tokens.tolist(), rows.tolist(), contexts.tolist(), strict=True):
         first = first_seen(context, reach)
@@ -354,8 +368,9 @@ def rope_and_store_latents(
     scales: Tensor | None = None,
     interleaved: bool = False,
 ) -> None:
-    """Rotates queries [T, H (K + R)] in place and stores latents, as Ops.rope_and_store_latents does. kv: [num_blocks, layers, 1,
-    1, block_tokens, L + R], with scales as at the top of this file. slots [T]: as in rope_and_store. 2 P is R."""
+    """Rotates queries [T, H (K + R)] in place and stores latents, as Ops.rope_and_store_latents does. cos_sin: as in rotate, for 2
+    P = R. kv [num_blocks, layers, 1, 1, block_tokens, L + R]: the KV cache, of which index `layer` is written; scales: those of an
+    fp8 cache, of kv's shape without the last axis. heads: H. slots [T]: as in rope_and_store."""
     block_tokens, token_values = kv.shape[4:]
     turning, rank = cos_sin.shape[1], len(norm)
     turned = queries.view(len(queries), heads, -1)[..., -turning:]
@@ -372,7 +387,8 @@ def rope_and_store_latents(
 
 
 def gather_latents(kv: Tensor, layer: int, blocks: Tensor, context: int, scales: Tensor | None = None) -> Tensor:
-    """Returns the first `context` latents of a row [context, L + R], fp8 ones as float32. blocks: as in gather_context."""
+    """Returns the latents of a row's first `context` positions, [context, L + R], from the KV cache kv [num_blocks, layers, 1, 1,
+    block_tokens, L + R]. blocks, scales: as in gather_context."""
     used = blocks[: -(-context // kv.shape[4])]
     pages = kv[used, layer, 0, 0]
     if scales is not None:
@@ -421,9 +437,9 @@ def prepare_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (input_ids, positions, kv_slots), each [T], of the tokens of a step.
 
-    token_rows: [T], the row of each token. firsts, starts: [R], the position and the index in T of each row's first token. A host
-    id below 0 stands for last_ids [S + 1] of the row's slot. block_table: [S + 1, B]. Slot S is padding: its tokens are at position
-    0, and get kv_slot -1 (stored nowhere)."""
+    token_rows [T]: the row of each token. host_ids [T]: the token ids that the host knows; one below 0 stands for last_ids [S + 1]
+    of the row's slot. slots [R]: the row's slot. firsts, starts [R]: the position and the index in T of each row's first token.
+    block_table: [S + 1, B]. Slot S is padding: its tokens are at position 0, and get kv_slot -1 (stored nowhere)."""
     rows = token_rows.long()
     slot = slots[rows].long()
     positions = torch.where(slot < len(last_ids) - 1, firsts[rows] + torch.arange(len(rows)) - starts[rows], 0)
@@ -435,8 +451,9 @@ def prepare_inputs(
 def split_contexts(
     contexts: Tensor, reach: int, target: int, split_tokens: int, num_items: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cuts the positions that the last position of each row's context attends to (first_seen) into pieces, about `target` in all.
-    They have the same size, a multiple of split_tokens, except that a row's last piece may be shorter. contexts: [R].
+    """Divides the work of attention: cuts the positions that the last position of each row's context attends to (first_seen) into
+    pieces, about `target` in all. The pieces have the same size, a multiple of split_tokens, except that a row's last piece may be
+    shorter. contexts: [R]. reach: as in first_seen.
 
     Returns rows, begins and ends [num_items] of the pieces (0 where unused), and the index of each row's first piece [R + 1]."""
     begin = torch.tensor([first_seen(context, reach) for context in contexts.tolist()], dtype=contexts.dtype)
@@ -456,8 +473,8 @@ def causal_attention(
 ) -> Tensor:
     """Returns the attention [H, N, D] of query [H, N, D] to key and value [G, C, D].
 
-    mask: [N, C] bool, or None for causal attention of as many queries as keys (only without softcap and sinks). sinks: see
-    paged_attention."""
+    mask: [N, C] bool, True where a query attends; None for causal attention of as many queries as keys (only without softcap and
+    sinks). scale, softcap, sinks: see paged_attention."""
     if softcap > 0 or sinks is not None:
         assert mask is not None
         return _attention_by_head(query, key, value, scale, softcap, mask, sinks)
@@ -486,10 +503,10 @@ def long_row_attention(
     scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Computes attention for the queries [H, N, D] of the last N of one row's `context` positions. Writes out [N, H, D].
+    """Computes attention for the queries [H, N, D] of the last N of one row's `context` positions. Writes to out [N, H, D].
 
-    block_table: the row's own. The keys and values that the queries see are gathered once. tile_tokens: number of queries computed
-    at a time where a mask is needed. sinks: see paged_attention."""
+    block_table [B]: the row's own. kv, layer, reach, scale, softcap, scales, sinks: see paged_attention. The keys and values that
+    the queries see are gathered once. tile_tokens: number of queries computed at a time where a mask is needed."""
     num_new = query.shape[1]
     before = context - num_new
     first = first_seen(before + 1, reach)  # the first position that the first query attends to
@@ -514,7 +531,8 @@ def long_row_attention(
 def _attention_by_head(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Computes causal_attention with a softcap or sinks, one KV head at a time, because all scores of a head are held in memory."""
+    """Computes causal_attention with a mask, and a softcap or sinks, one KV head at a time, because all scores of a head are held
+    in memory."""
     group = query.shape[0] // key.shape[0]
     out = torch.empty_like(query)
     hidden = ~mask
@@ -528,7 +546,8 @@ def _attention_by_head(
 
 
 def without_gates(x: Tensor, heads: int, head_dim: int, out: Tensor) -> None:
-    """Writes the columns of x [T, (2 H + 2 G) D] that are not gates to out [T, (H + 2 G) D]."""
+    """Writes the columns of x [T, (2 H + 2 G) D] that are not gates to out [T, (H + 2 G) D]. In x each query head's D columns are
+    followed by D columns of gates. heads: H. head_dim: D."""
     width = heads * head_dim
     by_head = x[:, : 2 * width].unflatten(1, (heads, 2, head_dim))
     out[:, :width].unflatten(1, (heads, head_dim)).copy_(by_head[:, :, 0])
@@ -536,7 +555,8 @@ def without_gates(x: Tensor, heads: int, head_dim: int, out: Tensor) -> None:
 
 
 def gate_heads(attended: Tensor, x: Tensor, head_dim: int) -> None:
-    """Multiplies attended [T, H D] in place by the sigmoids of the gates of x [T, (2 H + 2 G) D]."""
+    """Multiplies attended [T, H D] in place by the sigmoids of the gates of x [T, (2 H + 2 G) D], which follow each query head's D
+    columns."""
     gates = x[:, : 2 * attended.shape[1]].unflatten(1, (-1, 2, head_dim))[:, :, 1]
     attended.unflatten(1, (-1, head_dim)).mul_(torch.sigmoid(gates))
 
@@ -588,8 +608,9 @@ def gated_delta(
 
 
 def _delta_end(blocks: list[int], block_tokens: int, first: int, at: int, num: int) -> int:
-    """Returns the end of the part of a row's tokens that begins with token `at`: after _DELTA_TOKENS tokens, or earlier where a
-    state is written or the row ends."""
+    """Returns the index after the last token of the part of a row's new tokens that begins with token `at` of `num`: at most
+    _DELTA_TOKENS tokens, fewer where a state must be written or the row ends. blocks: the row's blocks, -1 where no state is
+    written. first: position of the row's first new token."""
     end = min(num, at + _DELTA_TOKENS)
     for block in range((first + at) // block_tokens, (first + end - 1) // block_tokens):
         if blocks[block] >= 0:
@@ -598,8 +619,8 @@ def _delta_end(blocks: list[int], block_tokens: int, first: int, at: int, num: i
 
 
 def _delta_chunk(query: Tensor, key: Tensor, value: Tensor, update: Tensor, decay: Tensor, matrix: Tensor) -> Tensor:
-    """Returns the output [n, V, D] of n tokens, and advances matrix [V, K, D] in place to the state after them. query, key [n, V,
-    K]; value [n, V, D]; update [n, V]: how much of its value a token writes; decay [n, V]: logarithms of the decay.
+    """Returns the output [n, V, D] of n tokens, and advances the state matrix [V, K, D] in place to the state after them. query,
+    key [n, V, K]; value [n, V, D]; update [n, V]: how much of its value a token writes; decay [n, V]: logarithms of the decay.
 
     A token writes update * (value - the value that its key reads from the state), which depends on what earlier tokens write: a
     triangular system of equations."""
@@ -617,14 +638,16 @@ def _delta_chunk(query: Tensor, key: Tensor, value: Tensor, update: Tensor, deca
 
 
 def _delta_columns(x: Tensor, rule: DeltaRule) -> Tensor:
-    """Returns the columns [T, C] of queries, keys and values, head by head."""
+    """Returns the queries, keys and values in the projection's output x, as [T, C]: all queries first, then keys, then values, each
+    head by head."""
     at = rule.columns
     keys = (_by_key_head(x, first, rule).flatten(1) for first in (at.query, at.key))
     return torch.cat((*keys, _by_value_head(x, at.value, at.value_stride, rule).flatten(1)), dim=1)
 
 
 def _delta_heads(columns: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns queries and keys [T, V, K] of each value head, of length 1 (queries: key_dim ** -0.5), and values [T, V, D]."""
+    """Divides convolved columns [T, C] by heads. Returns queries and keys [T, V, K], repeated for each value head and scaled to
+    length 1 (queries: to length key_dim ** -0.5), and values [T, V, D]."""
     widths = (rule.num_key_heads * rule.key_dim,) * 2 + (rule.num_value_heads * rule.value_dim,)
     query, key, value = columns.split(widths, dim=1)
     served = rule.num_value_heads // rule.num_key_heads
@@ -635,7 +658,7 @@ def _delta_heads(columns: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor, Tens
 
 
 def _delta_gates(gates: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor]:
-    """Returns each value head's update and step [T, V]."""
+    """Returns each value head's update [T, V] and step [T, V] from the output [T, 2 V] of the projection of the gates."""
     served = rule.num_value_heads // rule.num_key_heads
     strides = (gates.stride(0), rule.columns.head_stride, 1)
     sizes = (len(gates), rule.num_key_heads, served)
@@ -645,13 +668,15 @@ def _delta_gates(gates: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor]:
 
 
 def _by_key_head(x: Tensor, first: int, rule: DeltaRule) -> Tensor:
-    """Returns columns [T, K, key_dim] of x."""
+    """Returns a view [T, K, key_dim] of x: for each of K key heads key_dim columns, those of the first head from column `first`
+    on."""
     sizes = (len(x), rule.num_key_heads, rule.key_dim)
     return x.as_strided(sizes, (x.stride(0), rule.columns.key_stride, 1), x.storage_offset() + first)
 
 
 def _by_value_head(x: Tensor, first: int, stride: int, rule: DeltaRule) -> Tensor:
-    """Returns columns [T, V, D] of x."""
+    """Returns columns [T, V, D] of x: for each of V value heads D columns, those of the first head from column `first` on. stride:
+    columns between the first value heads of two key heads."""
     served = rule.num_value_heads // rule.num_key_heads
     sizes, strides = (len(x), rule.num_key_heads, served, rule.value_dim), (x.stride(0), stride, rule.value_dim, 1)
     return x.as_strided(sizes, strides, x.storage_offset() + first).flatten(1, 2)
@@ -664,7 +689,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Returns the tanh approximation of gelu(x)."""
+    """Returns the tanh approximation of gelu(x), of x's shape."""
     return functional.gelu(x, approximate="tanh")
 
 
@@ -682,15 +707,15 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the numbers [..., K] of MXFP4 blocks [..., K / 32, 16] and scales [..., K / 32], which are exact in float32 and
-    bfloat16."""
+    """Returns the numbers [..., K] in dtype that MXFP4 blocks [..., K / 32, 16] and scales [..., K / 32] stand for. They are exact
+    in float32 and bfloat16."""
     wide = torch.ldexp(e2m1_numbers(blocks), scales.int().unsqueeze(-1) - 127)
     return wide.flatten(-2).to(dtype)
 
 
 def e2m1_numbers(packed: Tensor) -> Tensor:
-    """Returns the numbers [..., K] float32 that bytes [..., K / 2] stand for, two each, the first in the low four bits: a sign bit,
-    two exponent bits and a mantissa bit."""
+    """Returns the numbers [..., K] float32 that the bytes packed [..., K / 2] stand for, two each, the first in the low four bits:
+    a sign bit, two exponent bits and a mantissa bit."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     return torch.cat((magnitudes, -magnitudes))[torch.stack((packed & 15, packed >> 4), dim=-1).long()].flatten(-2)
 
@@ -705,7 +730,8 @@ def nvfp4_rows(packed: Tensor, scales: Tensor, factors: Tensor, out: Tensor) -> 
 
 
 def nvfp4_linear(x: Tensor, packed: Tensor, scales: Tensor, factors: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
-    """Multiplies x [T, K] with the transposed matrix that nvfp4_rows writes, as fp8_linear does."""
+    """Returns x [T, K] times the transpose of the matrix that nvfp4_rows writes, plus bias [N] (None: no bias). held_bytes: as in
+    fp8_linear."""
 
     def write(some: slice, part: Tensor) -> None:
         nvfp4_rows(packed[some], scales[some], factors[some], part)
@@ -714,8 +740,9 @@ def nvfp4_linear(x: Tensor, packed: Tensor, scales: Tensor, factors: Tensor, bia
 
 
 def mxfp4_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
-    """Returns x [T, K] times the transposed matrix of blocks [N, K / 32, 16] and scales [N, K / 32], plus bias [N]. Parts of the
-    matrix, of at least one row, are widened one at a time; with all intermediate values a part takes at most held_bytes bytes."""
+    """Returns x [T, K] times the transposed matrix of MXFP4 blocks [N, K / 32, 16] and scales [N, K / 32], plus bias [N] (None: no
+    bias). Parts of the matrix, of at least one row, are widened one at a time; with all intermediate values a part takes at most
+    held_bytes bytes."""
     num_outputs, out = len(blocks), x.new_empty(len(x), len(blocks))
     at_once = max(1, held_bytes // (x.shape[1] * _WIDENING_BYTES))
     for first in range(0, num_outputs, at_once):
@@ -726,7 +753,8 @@ def mxfp4_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None,
 
 
 def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, number: int) -> Tensor:
-    """Returns x [T, K] times the transposed matrix of expert `number`, plus its bias."""
+    """Returns x [T, K] times the transposed matrix of expert `number`, plus its bias (None: no bias). matrices [E, N, K] and bias
+    [E, N]: those of all experts."""
     own_bias = None if bias is None else bias[number]
     if isinstance(matrices, Mxfp4Matrix):
         return mxfp4_linear(x, matrices.blocks[number], matrices.scales[number], own_bias, WIDENED_BYTES)
@@ -743,7 +771,8 @@ def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, numbe
 
 
 def gated(gate_up: Tensor, clamped: ClampedSwiglu | None, gelu: bool = False) -> Tensor:
-    """Returns the activation [T, I] of a layer's experts for gate_up [T, 2 I]."""
+    """Returns the activation [T, I] of a layer's experts for gate_up [T, 2 I]: clamped_swiglu if `clamped` is given, gelu(gate) *
+    up if `gelu`, else silu(gate) * up."""
     if gelu:
         return gelu_and_mul(gate_up)
     return silu_and_mul(gate_up) if clamped is None else clamped_swiglu(gate_up, clamped.limit, clamped.alpha)
@@ -795,8 +824,8 @@ def route_by_sigmoid(logits: Tensor, num_chosen: int, normalised: bool, rule: Si
 
 
 def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Tensor, shared: Tensor | None) -> Tensor:
-    """Returns the output of a layer's experts for x [T, W] (Ops.experts), summed over the experts whose matrices are given.
-    is_padding [T] bool. Each expert's output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
+    """Returns the output [T, W] of a layer's experts for x [T, W], as Ops.experts does, summed over the experts whose matrices are
+    given. is_padding [T] bool. Each expert's output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
     num_experts = matrices.num_experts
     how = (scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
     if matrices.sigmoid is None:
@@ -827,12 +856,14 @@ def gather_rows(table: Tensor, ids: Tensor, scale: float) -> Tensor:
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the first index of the largest logit, and whether the row holds NaN or an infinity, for each row of logits [N, V]."""
+    """Returns, for each row of logits [N, V], the first index of the largest logit, and whether the row holds NaN or an
+    infinity."""
     return logits.argmax(-1), ~torch.isfinite(logits).all(-1)
 
 
 def hash32(index: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
-    """Returns 32 well mixed bits of (index, key0, key1) as int64: the counter-based noise of `sample`."""
+    """Returns 32 well mixed bits of (index, key0, key1) as int64, elementwise: the noise of `sample`, which needs no generator with
+    a state."""
     low = 0xFFFFFFFF
     h = ((index * 0x9E3779B1) & low) ^ key0
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & low

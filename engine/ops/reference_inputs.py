@@ -1,5 +1,5 @@
-"""Computes the inputs of a recorded step in numpy: the reference implementations of inputs.py, which also run where Numba is
-missing.
+"""Computes the inputs of a recorded step in numpy: the reference implementations of engine/cpu/kernels/inputs.py, which also run
+where Numba is missing.
 
 The arrays of R rows and of T tokens are as long as the largest step needs. counts[ROWS] and counts[TOKENS] are this step's rows and
 tokens; the entries after these are padding. A step's tokens lie end to end, row after row.
@@ -36,7 +36,9 @@ def step_tokens(
     paged_rows: Any,  # [T] int32: the token's row, 0 for padding
     paged_contexts: Any,  # [T] int32: positions the token attends to by itself; -1 in a long row, 0 for padding
 ) -> None:
-    """Fills in the step's tokens (the arrays from input_ids on) and counts[ATTENDED]."""
+    """Computes what a step needs to know of its tokens, from its rows and the sequences' tokens [S, L]. Fills in the arrays from
+    input_ids on (ids, positions, and what each token attends to) and counts[ATTENDED], the number of positions that all tokens
+    together attend to."""
     num_rows, num_tokens = counts[ROWS], counts[TOKENS]
     first, new, own = computed[:num_rows], num_new[:num_rows], slots[:num_rows]
     starts[:num_rows] = np.cumsum(new) - new
@@ -61,11 +63,11 @@ def step_blocks(
     block_table: Any,
     places: Any,
 ) -> None:
-    """Fills in where one KV group's tokens are stored.
+    """Computes in which blocks one KV group's tokens are stored.
 
-    block_tables: [S, B] int32, given. block_table: [R, B], filled for each row up to its last token's block. places: [T] int64,
-    filled with block * block_tokens + place in the block of each token, -1 for padding. The other arrays are as step_tokens leaves
-    them."""
+    block_tables: [S, B] int32, the sequences' block tables, given. block_table: [R, B], filled for each row up to its last token's
+    block. places: [T] int64, filled with block * block_tokens + place in the block of each token, -1 for padding. The arrays before
+    block_tables are as step_tokens leaves them."""
     num_rows, num_tokens = counts[ROWS], counts[TOKENS]
     most = -(-int(contexts[:num_rows].max()) // block_tokens)
     block_table[:num_rows, :most] = block_tables[slots[:num_rows], :most]
@@ -98,8 +100,9 @@ def sampling_settings(
     key1: Any,
     last_tokens: Any,  # int64: index of the row's last token in the step; 0 for padding
 ) -> None:
-    """Fills in the settings of the rows that sample, the keys of their noise, and counts[SAMPLING], counts[GREEDY] and
-    counts[APART]."""
+    """Gathers the sampling settings of the rows that sample from columns of the sequence table. Fills in the arrays from
+    row_temperature on, which have an entry for each such row: its settings, the keys of its noise, and its last token's index in
+    the step. Also sets counts[SAMPLING], counts[GREEDY] and counts[APART]."""
     num_rows = counts[ROWS]
     own = np.flatnonzero(samples[:num_rows])
     num, rows = len(own), slots[own]
@@ -115,7 +118,8 @@ def sampling_settings(
 
 
 def noise_keys(seed: npt.NDArray[np.uint64], position: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Returns two 32-bit keys for each (seed, position): splitmix64 of the seed, then splitmix64 of that xor the position."""
+    """Returns two 32-bit keys for each (seed, position), the keys of the noise by which the token there is sampled: splitmix64 of
+    the seed, then splitmix64 of that xor the position."""
     mixed = _splitmix64(_splitmix64(seed.astype(np.uint64)) ^ position.astype(np.uint64))
     return (mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32), (mixed >> np.uint64(32)).astype(np.uint32)
 
