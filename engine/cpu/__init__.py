@@ -1,1 +1,1 @@
-"""The `cpu` device: memory, operations, models and recorded steps."""
+"""The `cpu` device: its memory, its operations, and how models run on it, also by recorded steps."""

@@ -1,4 +1,4 @@
-"""A model's LoRA adapters in the memory of the `cpu` device."""
+"""Keeps the tables of a model's LoRA adapters on the `cpu` device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from loader.model_shape import ModelShape
 
 
 class HostAdapterMemory(AdapterTables):
-    """An engine.contracts.adapters.AdapterMemory. Its tables never move, because recorded steps read them. added: a method of the
-    model, called after an adapter was set."""
+    """The engine.contracts.adapters.AdapterMemory of a model on the `cpu` device. Its tables never move, because recorded steps
+    read them. dtype: the model's. added: a method of the model, called after each `set`."""
 
     def __init__(self, shape: ModelShape, dtype: str, added: Callable[[], None]) -> None:
         super().__init__(shape, dtype)
@@ -30,5 +30,5 @@ class HostAdapterMemory(AdapterTables):
         self.empty(number)
 
     def clear_all(self) -> None:
-        """Removes every adapter."""
+        """Removes all adapters from the tables."""
         self.places[:], self.ranks[:] = -1, 0

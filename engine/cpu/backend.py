@@ -46,7 +46,9 @@ SINGLE_THREAD_WEIGHTS_BYTES = 32 << 20
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
-    """Opens the device. handover: None if its memory ends with this process. Raises MemoryError, ValueError."""
+    """Opens the `cpu` device: takes over the memory that an earlier engine left, or makes new memory, of the size in `configure`.
+    handover: passes the memory on between engines; None: it ends with this process. Raises MemoryError, and ValueError for sizes
+    that no memory can have."""
     given, left = handover.ask(configure.num_chunks, configure.chunk_bytes) if handover is not None else ([], None)
     memory = CpuMemory(configure.num_chunks, configure.chunk_bytes, given)
     handles.close(given)
@@ -56,7 +58,7 @@ def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
 
 
 class CpuBackend:
-    """An engine.contracts.backend.Backend."""
+    """The engine.contracts.backend.Backend of the `cpu` device. options: the engine's settings."""
 
     reads_in_place = True
 
@@ -85,13 +87,14 @@ class CpuBackend:
         self._need(needed_kernels(shape, spec.dtype, weight_format))
 
     def _need(self, sets: Sequence[KernelSet]) -> None:
-        """Has sets of kernels compiled, unless they are compiled already."""
+        """Has sets of kernels compiled by other processes, unless they are compiled already. Does not wait. Does nothing without
+        Numba."""
         if self._builds is not None:
             self._builds.need(sets)
 
     def _compile_late(self, kernel_set: KernelSet) -> None:
-        """Has a set of kernels compiled that a step needs although loader/kernel_needs.py does not list it for the model. The step
-        goes on without it."""
+        """Has a set of kernels compiled that a step has needed although loader/kernel_needs.py does not list it for the model. The
+        step goes on with the reference implementation."""
         if self._builds is not None and not self._builds.knows(kernel_set):
             log.warning("kernels for %s were not compiled ahead: no model was known to call them", kernel_set)
             Thread(target=self._builds.need, args=([kernel_set],), name="kernels").start()
@@ -111,8 +114,8 @@ class CpuBackend:
         return self._decoder_model(spec, shape, weights)
 
     def _decoder_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CpuModel:
-        """Returns the model; if it was loaded before with the same settings, the earlier object with its recorded steps. Recorded
-        steps take host memory, so only MAX_KEPT_MODELS models are kept."""
+        """Returns a model that is not an encoder. If it was loaded before with the same settings, this is the earlier object with
+        its recorded steps. They take host memory, so only the MAX_KEPT_MODELS models loaded last are kept."""
         identity = (weights, spec.kv_dtype, spec.max_model_len, spec.max_sequences)
         known = self._models.pop(spec.model, None)
         if known is not None and known[0] == identity:
@@ -130,8 +133,8 @@ class CpuBackend:
     def split_model(
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> CpuModel:
-        """Returns one share of a split model. It is a new object at each load, because recorded steps hold addresses of the
-        region."""
+        """Implements SplitsModels.split_model. The result is a new object at each load, because recorded steps hold addresses of
+        the region."""
         self._models.pop(spec.model, None)
         threads = threads_for(weights.num_bytes, self.compute_threads)
         ranks = stages = None
@@ -153,5 +156,6 @@ class CpuBackend:
 
 
 def threads_for(weights_bytes: int, num_threads: int) -> int:
-    """Returns how many of num_threads threads compute a model of this size."""
+    """Returns how many of num_threads threads compute a model with weights_bytes bytes of weights: one for a small model, else
+    all."""
     return 1 if weights_bytes < SINGLE_THREAD_WEIGHTS_BYTES else num_threads

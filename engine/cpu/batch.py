@@ -1,5 +1,5 @@
-"""The inputs of one forward pass, as arrays. They are built once a step and passed on to the layers. Nothing about a step is
-global, because several models live in one process.
+"""The inputs of one forward pass on the `cpu` device, as arrays. They are built once a step and passed on to the layers. Nothing
+about a step is global, because several models live in one process.
 
 Shapes: R rows, T tokens of all rows one after the other, N tokens that paged attention computes, B blocks of the longest row, D
 head size, P pairs of a head's dimensions that are rotated.
@@ -25,10 +25,10 @@ LONG_ROW_TOKENS = 16
 
 @dataclass(slots=True, frozen=True)
 class GroupMemory:
-    """One KV group's memory. kv [num_blocks, layers of the group, 2, G, block_tokens, D]: the arena as this group sees it, for G KV
-    heads; in a group of states, float32 [num_blocks, layers, numbers of a state]. kv_flat: the same memory for kernels. rotary: the
-    rotary embedding of the group's layers. reach: how far back a query attends (KVGroupSpec.reach). scales: the scales of fp8 KV
-    (engine/memory/arena.py)."""
+    """The memory of one KV group, with what its layers have in common. kv [num_blocks, layers of the group, 2, G, block_tokens, D]:
+    the arena as this group sees it, for G KV heads; in a group of states, float32 [num_blocks, layers, numbers of a state].
+    kv_flat: the same memory as a flat array for kernels. rotary: the rotary embedding of the group's layers. reach: how far back a
+    query attends (KVGroupSpec.reach). scales: the scales of fp8 KV (engine/memory/arena.py); None: the KV is not fp8."""
 
     kv: Tensor
     kv_flat: Any
@@ -39,9 +39,10 @@ class GroupMemory:
 
 @dataclass(slots=True)
 class GroupBatch:
-    """One KV group's part of a step's inputs. slots [T]: block * block_tokens + place in the block of each token, -1 for padding.
-    cos_sin [T, 2 P] float32. Entries of block_table for blocks that have left the window of every query are -1 and must not be
-    read."""
+    """The inputs of a step for the layers of one KV group. kv, kv_flat, reach, scales: as in GroupMemory. block_table [R, B]: each
+    row's blocks; entries for blocks that have left the window of every query are -1 and must not be read. slots [T]: block *
+    block_tokens + place in the block of each token, -1 for padding. cos_sin [T, 2 P] float32: cosines, then sines, by which each
+    token's pairs are rotated."""
 
     kv: Tensor
     kv_flat: Any
@@ -81,7 +82,8 @@ class HostBatch:
 
     @property
     def block_tokens(self) -> int:
-        """The number of tokens of a block, the same in every group. (The first group never has states.)"""
+        """The number of tokens of a block, the same in every KV group. (It is read from the first group, which never has
+        states.)"""
         return int(self.groups[0].kv.shape[4])
 
     def group_of(self, layer: int) -> tuple[GroupBatch, int]:
@@ -91,8 +93,8 @@ class HostBatch:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Returns the row count that num_rows is padded to. Few counts are used, because oneDNN prepares a matrix product again (0.3 to
-    2 ms) for every count that it has not seen."""
+    """Returns the number of rows, num_rows or slightly more, to which a matrix of num_rows rows is padded. Few numbers are used,
+    because oneDNN prepares a matrix product again (0.3 to 2 ms) for every number of rows that it has not seen."""
     if num_rows <= 8:
         return num_rows
     step = 8 if num_rows <= 128 else 16 if num_rows <= 256 else 32
@@ -100,7 +102,8 @@ def padded_rows(num_rows: int) -> int:
 
 
 def adapter_numbers(plan: BatchPlan, table: SequenceTable, num_tokens: int) -> IntArray:
-    """Returns the adapter number of each of a step's tokens, and -1 for padding up to num_tokens."""
+    """Returns the adapter number of each token of a step, int32 [num_tokens]: -1 for tokens without an adapter, and for padding
+    after the step's own tokens."""
     numbers = np.full(num_tokens, -1, np.int32)
     of_rows = table.adapter[plan.slots]
     of_tokens = of_rows if plan.all_decode else np.repeat(of_rows, plan.num_new)
@@ -117,9 +120,10 @@ def build_batch(
     padded: bool = False,
     adapters: BatchAdapters | None = None,
 ) -> HostBatch:
-    """Builds the inputs of a step from the sequence table. cos_sin: CpuOps.cos_sin. padded: T is padded to one of few counts;
-    padding tokens are not stored and attend to nothing. adapters: the model's adapters; their `numbers` are replaced by those of
-    the step. Everything is computed on whole arrays, never row by row."""
+    """Builds the inputs of a step from its plan and the sequence table. memory: of each KV group. layer_places: as in HostBatch.
+    cos_sin: CpuOps.cos_sin. padded: T is padded to one of few counts (padded_rows); padding tokens are not stored and attend to
+    nothing. adapters: the model's adapters, whose `numbers` are replaced by those of the step; None: steps compute no adapters.
+    Everything is computed on whole arrays, never row by row."""
     block_tokens = memory[0].kv.shape[4]
     num_new, first = plan.num_new, plan.num_computed
     num_rows = len(num_new)

@@ -23,8 +23,8 @@ IS_TRUSTED = platform.machine() != "aarch64"
 
 
 def gated_delta(kernels: Any, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: HostBatch) -> Tensor:
-    """Implements Ops.gated_delta. kernels: the module engine.cpu.kernels.entry; None: the reference implementation is used, as it
-    is on processors where the kernels are not trusted."""
+    """Implements Ops.gated_delta. kernels: the module engine.cpu.kernels.entry; None: the reference implementation computes the
+    result, as it always does on processors where the kernels are not trusted (IS_TRUSTED)."""
     group, place = batch.group_of(layer)
     out = empty(x, len(x), rule.num_value_heads * rule.value_dim)
     rows = (batch.block_tokens, group.block_table, batch.starts, batch.num_new, batch.contexts)

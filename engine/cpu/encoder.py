@@ -1,5 +1,5 @@
-"""An encoder in device memory: turns each text into one pooled and normalised vector, or each pair of texts into a score. It has no
-KV and samples nothing.
+"""An encoder on the `cpu` device: a model that turns each text into one pooled and normalised vector, or each pair of texts into a
+score. It has no KV and samples nothing.
 
 Shapes: R texts or pairs, T tokens of all of them.
 """
@@ -35,7 +35,7 @@ class CpuEncoder:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[IntArray], second_at: Sequence[int]) -> tuple[FloatArray, float]:
-        """Implements HostedEncoder.embed. None of the texts is empty."""
+        """Implements HostedEncoder.embed. None of the texts may be empty. Raises RuntimeError after `release`."""
         begin = time.perf_counter()
         if self._model is None:
             raise RuntimeError(f"model {self.name} was released")

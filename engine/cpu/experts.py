@@ -26,7 +26,9 @@ _FEW_TOKENS = 16
 
 @dataclass(slots=True, frozen=True)
 class _Routing:
-    """The routing of a step's tokens, as kernels.route writes it. memory: the memory of which the arrays are views."""
+    """The routing of T tokens to C experts each, as kernels.route writes it, for pairs of a token and one of its experts, sorted by
+    expert. weights [T, C]: the experts' weights. places [T, C]: the row of each pair. firsts [E + 1]: the first row of each expert,
+    and the end. tokens [P]: the token of each row. memory: the memory of which these arrays are views."""
 
     memory: Tensor
     weights: Any  # [T, C] float32
@@ -36,7 +38,7 @@ class _Routing:
 
     @classmethod
     def empty(cls, like: Tensor, num_chosen: int, num_experts: int) -> _Routing:
-        """Returns uninitialised arrays for the rows of `like` [T, W]."""
+        """Returns a routing with uninitialised arrays, for the tokens of `like` [T, W]."""
         num_pairs = len(like) * num_chosen
         num_words = 4 * num_pairs + num_experts + 1
         memory = empty(like, 1, num_words * 4 // like.element_size())
@@ -47,7 +49,8 @@ class _Routing:
 
 
 def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, shared: Tensor | None, slots: Any) -> Tensor:
-    """Returns what Ops.experts does. slots [T] int64: below 0 for padding."""
+    """Computes Ops.experts with kernels of the module `kernels`. matrices: the layer's experts. shared: as in Ops.experts. slots
+    [T] int64: each token's place in the KV cache; below 0 for padding."""
     num_experts, num_chosen = matrices.num_experts, matrices.num_chosen
     routing = _Routing.empty(x, num_chosen, num_experts)
     where = (routing.weights, routing.places)
@@ -92,15 +95,16 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
 
 
 def _activate_own(kernel: Any, firsts: Any, gate_up: Any, *numbers_and_out: Any) -> None:
-    """Computes the activation only for the rows of a rank's own experts. firsts [E + 1]: the first row of each of these experts,
-    and the end."""
+    """Calls an activation's kernel for the rows of a rank's own experts only. firsts [E + 1]: the first row of each of these
+    experts, and the end. numbers_and_out: the kernel's arguments after gate_up, the output last."""
     *numbers, out = numbers_and_out
     if num_rows := int(firsts[-1]):
         kernel(gate_up[:num_rows], *numbers, out[:num_rows])
 
 
 def _weigh_rows(rows: Tensor, weights: Any, places: Any, slots: Any) -> None:
-    """Multiplies the row of each pair by the pair's weight, and sets the weight to 1. Arguments: see the kernel `route`."""
+    """Multiplies the row of each pair of a token and an expert by the pair's weight, and sets all weights to 1. rows [P, W].
+    weights, places: as in _Routing. slots [T]: below 0 for padding."""
     there = slots >= 0
     own = torch.from_numpy(places[there].ravel()).long()
     rows[own] = (rows[own].float() * torch.from_numpy(weights[there].reshape(-1, 1))).to(rows.dtype)
@@ -108,7 +112,8 @@ def _weigh_rows(rows: Tensor, weights: Any, places: Any, slots: Any) -> None:
 
 
 def _weigh_by_expert(weights: Any, places: Any, firsts: Any, slots: Any, factors: Tensor) -> None:
-    """Multiplies the weight of each pair by its expert's factor. Arguments: see the kernel `route`."""
+    """Multiplies the weight of each pair of a token and an expert by the expert's factor. weights, places, firsts: as in _Routing.
+    slots [T]: below 0 for padding. factors [E]."""
     there, of_rows = slots >= 0, np.repeat(factors.float().numpy(), np.diff(firsts))
     weights[there] *= of_rows[places[there]]
 
@@ -116,8 +121,9 @@ def _weigh_by_expert(weights: Any, places: Any, firsts: Any, slots: Any, factors
 def _grouped_product(
     kernels: Any, x: Tensor, weight: ExpertMatrix, bias: Tensor | None, routing: _Routing, num_tokens: int
 ) -> Tensor:
-    """Returns each row of x [P, K] times its expert's matrix of weight [E, N, K], plus its bias [E, N]. num_tokens: the most rows
-    that an expert may have."""
+    """Returns each row of x [P, K] times the transposed matrix of the row's expert in weight [E, N, K], plus the expert's bias in
+    bias [E, N] (None: no bias). routing.firsts tells which rows are an expert's. num_tokens: the most rows that an expert may
+    have."""
     out = empty(x, len(x), weight.shape[1])
     if isinstance(weight, Mxfp4Matrix | Int4Matrix | Nvfp4Matrix):
         _grouped_four_bits_linear(kernels, x, weight, bias, routing, num_tokens, out)
@@ -167,7 +173,7 @@ def _grouped_four_bits_linear(
 
 
 def _biases(x: Tensor, bias: Tensor | None, num_experts: int) -> Any:
-    """Returns the experts' biases [E, N], or [E, 0] for none, as an array of x's elements."""
+    """Returns the experts' biases [E, N] as an array of the kernels' element type for x; [E, 0] if bias is None."""
     return np.empty((num_experts, 0), array(x).dtype) if bias is None else array(bias)
 
 
@@ -186,20 +192,23 @@ def _grouped_fp8_linear(
 def _many_fp8_rows(
     kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, firsts: Any, most_rows: int, out: Tensor
 ) -> None:
-    """Multiplies as _many_rows does, with FP8 weights, which are widened a part of an expert at a time."""
+    """Multiplies the rows of each expert that has more than most_rows rows, as _many_rows does, with FP8 weights, which are widened
+    a part of an expert at a time."""
     for expert, own in _many(firsts, most_rows):
         fp8_in_parts(kernels, x[own], values[expert], scales[expert], group_inputs, None, out[own])
 
 
 def _many_rows(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, firsts: Any, most_rows: int, out: Tensor) -> None:
-    """Multiplies the rows of each expert that has more than most_rows rows, with the kernel for plain matrices and many rows, or
-    with torch."""
+    """Multiplies the rows x [P, K] of each expert that has more than most_rows rows with the expert's matrix, and writes them to
+    out [P, N]; other rows stay. Uses the kernel for plain matrices and many rows, or torch. firsts [E + 1]: the first row of each
+    expert, and the end."""
     for expert, own in _many(firsts, most_rows):
         write_product(kernels, x[own], weight[expert], None if bias is None else bias[expert], out[own])
 
 
 def _many(firsts: Any, most_rows: int) -> Iterator[tuple[int, slice]]:
-    """Yields each expert that has more than most_rows rows, with the slice of its rows."""
+    """Yields the number of each expert that has more than most_rows rows, with the slice of its rows. firsts [E + 1]: the first row
+    of each expert, and the end."""
     for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
         if end - first > most_rows:
             yield expert, slice(first, end)
@@ -218,7 +227,8 @@ def _many_four_bits_rows(
     most_rows: int,
     out: Tensor,
 ) -> None:
-    """Multiplies as _many_rows does, with four-bit weights, which are widened a part of an expert at a time."""
+    """Multiplies the rows of each expert that has more than most_rows rows, as _many_rows does, with four-bit weights, which are
+    widened a part of an expert at a time. scales to halves: as products.four_bits returns them."""
     parts = [of_experts.reshape(len(firsts) - 1, -1) for of_experts in (scales, blocks, zeros)]
     for expert, own in _many(firsts, most_rows):
         own_bias = None if bias is None else bias[expert]

@@ -1,9 +1,10 @@
 """Compiles CPU kernels in separate processes, whose memory is freed when they end, while torch's operations serve the models.
 
-An engine asks for the sets of kernels that models need (`need`). Those in the cache folder are used at once. The others are
-compiled, unit by unit, by processes that end when all are compiled: python -P -m engine.warm --unit-by-unit. Each set comes into
-use when its last unit is compiled. A crash of a compiler does not end the engine: its unit is not tried again, and operations that
-would call the unit's sets go on with torch. The same happens if the cache folder did not keep a compiled kernel.
+An engine asks for the sets of kernels that models need (`need`). Sets in the cache folder are used at once. The others are
+compiled, unit by unit (a unit is a kernel in all its forms), by processes that end when all are compiled: python -P -m engine.warm
+--unit-by-unit. Each set comes into use when its last unit is compiled. A crash of a compiler does not end the engine: its unit is
+not tried again, and operations that would call the unit's sets go on with torch. The same happens if the cache folder did not keep
+a compiled kernel.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ KEPT_BYTES = COMPILER_BYTES * 3 // 4  # a process with more memory than this com
 
 
 class _Build:
-    """The compilation of some sets of kernels: its progress, and an estimate of how long it will still take. missing: set -> its
-    units that were not in the cache folder."""
+    """One run of compiler processes for some sets of kernels: what is still to be compiled, and an estimate of how long it will
+    take. missing: set -> its units that were not in the cache folder."""
 
     def __init__(self, missing: dict[KernelSet, list[Unit]]) -> None:
         self.missing = missing
@@ -70,7 +71,8 @@ class _Build:
         self.since_s = time.monotonic()
 
     def done(self, unit: Unit, problem: str) -> list[KernelSet]:
-        """Counts a unit whose compilation has ended. Returns the sets of which it was the last unit."""
+        """Notes that the compilation of a unit has ended. problem: why it failed; "": it succeeded. Returns the sets all units of
+        which have ended now."""
         self.num_done += 1
         self._done_s += unit.seconds
         of_unit = [kernel_set for kernel_set, left in self.left.items() if unit in left]
@@ -82,7 +84,7 @@ class _Build:
 
     @property
     def title(self) -> str:
-        """The name of what is still being compiled, for messages."""
+        """The names of the sets that are still being compiled, for messages."""
         return " and ".join(dict.fromkeys(kernel_set.title for kernel_set in self.left))
 
     @property
@@ -95,9 +97,10 @@ class _Build:
 
 
 class CpuKernelBuilds:
-    """Compiles the kernels that one process needs. num_threads: threads that run the models' kernels. num_processes: how many
-    compilers may run at a time, MOST_COMPILERS at most. use, give_up: called with a set of kernels once it is compiled, or cannot
-    be (CpuOps). tell: called from other threads with news of the compilation."""
+    """Has the kernels compiled that this process needs. num_threads: threads that run the models' kernels; if more than one,
+    kernels are also compiled in their forms for several threads. num_processes: how many compilers may run at a time,
+    MOST_COMPILERS at most. use: called with each set of kernels that has been compiled. give_up: called with each set that cannot
+    be. tell: called from other threads with news of the compilation."""
 
     def __init__(
         self,
@@ -117,13 +120,13 @@ class CpuKernelBuilds:
         self.problems: dict[str, str] = {}  # set of kernels -> why it is not in use
 
     def knows(self, kernel_set: KernelSet) -> bool:
-        """Returns whether the kernels were asked for before."""
+        """Returns whether this set of kernels has been asked for (`need`)."""
         return kernel_set in self._known
 
     def need(self, sets: Iterable[KernelSet]) -> None:
-        """Asks for sets of kernels. Returns once they are in use or are being compiled. Sets that steps call are compiled before
-        sets that only sampling calls; among these the dtype that comes first in `sets` is first, and within it the set that takes
-        longest."""
+        """Asks for sets of kernels. Those in the cache folder are in use when this returns; the others are being compiled by then.
+        Sets that steps call are compiled before sets that only sampling calls; among these the dtype that comes first in `sets` is
+        first, and within it the unit that takes longest."""
         with self._lock:
             new = [kernel_set for kernel_set in dict.fromkeys(sets) if kernel_set not in self._known]
             self._known.update(new)
@@ -192,7 +195,8 @@ class CpuKernelBuilds:
                     self._end_set(build, kernel_set)
 
     def _end_set(self, build: _Build, kernel_set: KernelSet) -> None:
-        """Brings a set into use between two steps, if it was compiled, and tells that it is no longer being compiled."""
+        """Ends the compilation of one set: tells the daemon, and has the set brought into use between two steps, or given up if it
+        was not compiled."""
         del build.left[kernel_set]
         problem = build.problems.get(kernel_set, "")
         try:  # a lost kernel is not compiled here: that would take the models' memory, and a compiler's crash would end them
@@ -223,8 +227,9 @@ class CpuKernelBuilds:
             ended.put(None)
 
     def _run_process(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
-        """Has a process compile the units that are left, one by one; starts a new process whenever one has crashed. A process that
-        is alive at the end is kept for the next build, because starting one takes two seconds, unless it has grown large."""
+        """Has a compiler process compile the units in build.queue, one by one, and puts each unit with its problem ("": none) into
+        `ended`; starts a new process whenever one has crashed. A process that is alive at the end is kept for the next build,
+        because starting one takes two seconds, unless it has grown large."""
         while build.queue:
             try:
                 process = self._kept() or _start(self._parallel)
@@ -245,7 +250,7 @@ class CpuKernelBuilds:
                     _end(process)
 
     def _kept(self) -> subprocess.Popen[str] | None:
-        """Returns a process that was kept and is alive, or None."""
+        """Returns a compiler process that was kept from an earlier build and is alive, or None if there is none."""
         while (process := _next(self._idle)) is not None:
             if process.poll() is None:
                 return process
@@ -264,7 +269,8 @@ def _start(parallel: bool) -> subprocess.Popen[str]:
 
 
 def _compile_in(process: subprocess.Popen[str], asked: list[str]) -> bool:
-    """Has the process compile one unit. Returns whether it did; if not, the process has ended."""
+    """Has the compiler process compile one unit. asked: dtype and name of the set, and the unit's name. Returns whether the unit
+    was compiled; if not, the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -283,7 +289,7 @@ def _next(left: deque[_T]) -> _T | None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Closes the process's standard input, which makes it end, and waits for its end."""
+    """Ends a compiler process by closing its standard input, and waits for its end."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):
@@ -305,8 +311,8 @@ def _exit_of(process: subprocess.Popen[str]) -> str:
 
 
 def compile_units(parallel: bool) -> None:
-    """Runs in a compiler process: compiles the units named on standard input, answers each with a line, and exits when the input
-    ends."""
+    """The main loop of a compiler process: compiles each unit named in a line of standard input, answers with the line "done", and
+    exits when the input ends. parallel: whether to compile the forms for several threads, too."""
     make_only_what_is_saved(module for name, module in list(sys.modules.items()) if name.startswith("engine.cpu.kernels."))
     asked: SimpleQueue[list[str]] = SimpleQueue()
 

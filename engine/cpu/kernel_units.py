@@ -1,6 +1,6 @@
 """Lists the kernels of each set (loader/kernel_sets.py), and loads each from the cache folder or compiles it.
 
-Kernels are handled in units: a kernel for one thread together with its form for all threads, so that their common parts are
+Kernels are handled in units: a kernel for one thread together with its form for several threads, so that their common parts are
 compiled only once.
 """
 
@@ -81,8 +81,8 @@ _preparing = threading.Lock()  # loads of two models may ask at the same time
 
 @dataclass(slots=True, frozen=True)
 class Unit:
-    """Kernels that are loaded or compiled together. kernels: (kernel, signature) pairs. seconds: about how long they take to
-    compile."""
+    """Kernels that are loaded or compiled together. name: names the unit in messages and the lock file. kernels: pairs of a kernel
+    and the signature to compile it for. seconds: about how long they take to compile."""
 
     name: str
     kernels: tuple[tuple[Any, Any], ...]
@@ -94,7 +94,7 @@ class Unit:
             return all(_load(kernel, signature) for kernel, signature in self.kernels)
 
     def compile(self) -> None:
-        """Compiles the kernels that are missing and saves them for `load` in other processes."""
+        """Compiles those of the kernels that are not in the cache folder and saves them there, for `load` in other processes."""
         with _preparing, _alone(self.name):  # if several processes start at once, one compiles and the others read its files
             for kernel, signature in self.kernels:
                 kernel.disable_compile(False)
@@ -132,12 +132,13 @@ def _alone(name: str) -> AbstractContextManager[Any]:
 
 
 def prepare_calls(units: Sequence[Unit]) -> None:
-    """Compiles the code that calls kernels one after the other without Python. It takes 60 ms for all of them and is not saved."""
+    """Compiles the small functions by which recorded steps call the kernels of these units without Python (recording/native.py). It
+    takes 60 ms for all kernels, and the result is not saved."""
     native.prepare([signature.args for unit in units for _, signature in unit.kernels])
 
 
 def compile_all(sets: Sequence[KernelSet], parallel: bool) -> None:
-    """Compiles all units of these sets in this process."""
+    """Compiles all units of these sets in this process. parallel: also the forms for several threads."""
     wanted = [unit for one in sets for unit in units(one, parallel)]
     for unit in wanted:
         unit.compile()
@@ -145,8 +146,8 @@ def compile_all(sets: Sequence[KernelSet], parallel: bool) -> None:
 
 
 def units(kernel_set: KernelSet, parallel: bool) -> list[Unit]:
-    """Returns the units of a set. parallel: also the forms for several threads. A unit that belongs to two sets is the same in
-    both."""
+    """Returns the units of a set of kernels. parallel: whether they include the forms for several threads. A unit that belongs to
+    two sets is the same in both."""
     found = []
     for serial, shared, signature in _wanted(*kernel_set):
         kernels = ((serial, signature), (shared, signature)) if parallel and shared is not None else ((serial, signature),)
@@ -164,7 +165,8 @@ def _both(forms: entry.Forms, signature: Any) -> tuple[Any, Any, Any]:
 
 
 def _wanted(dtype: str, name: str) -> list[tuple[Any, Any, Any]]:
-    """Returns (kernel for one thread, the same for all threads or None if there is none, signature) of each kernel of a set."""
+    """Returns, for each kernel of the set with this dtype and name: the kernel for one thread, its form for several threads (None:
+    there is none), and the signature to compile them for. Raises ValueError for an unknown name."""
     element = numba.float32 if dtype == "float32" else numba.uint16
     gate = rows.gate_signature(element)
     if (of_groups := _OF_FOUR_BITS.get(name)) is not None:
@@ -231,7 +233,7 @@ def _wanted(dtype: str, name: str) -> list[tuple[Any, Any, Any]]:
 
 
 def _products(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
-    """Returns the kernels that multiply with plain matrices."""
+    """Returns the kernels that multiply with plain matrices, as _wanted does. element: Numba's type of the dtype's elements."""
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
         return [_both(entry.widened_linear, widened_linear.widened_linear_signature(element, element))]
     wanted = [_both(entry.few_rows_linear, linear.few_rows_linear_signature(element, element))]
@@ -241,7 +243,8 @@ def _products(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def _grouped_products(dtype: str, element: Any) -> tuple[Any, Any, Any]:
-    """Returns the kernel that multiplies with plain matrices of experts."""
+    """Returns the kernel that multiplies with plain matrices of experts, as one entry of what _wanted returns. element: Numba's
+    type of the dtype's elements."""
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
         return _both(entry.grouped_widened_linear, grouped_linear.grouped_widened_linear_signature(element))
     return _both(entry.grouped_few_rows_linear, grouped_linear.grouped_linear_signature(element))

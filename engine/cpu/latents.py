@@ -36,8 +36,9 @@ def attend_short(
     out: Tensor,
     scales: Tensor | None,
 ) -> None:
-    """Computes attention of queries tokens[n] of `queries` [T, H (K + R)] to the first contexts[n] positions of row rows[n], in the
-    absorbed form. Writes out [T, H V]; queries without a context are left out. The index arrays are numpy's, int32."""
+    """Computes latent attention in the absorbed form, token by token: query tokens[n] of queries [T, H (K + R)] attends to the
+    first contexts[n] positions of row rows[n]. Writes to out [T, H V]; nothing for queries whose context is not above 0. kv, layer,
+    block_table, scales: as in reference.latent_attention. The index arrays are numpy's, int32."""
     some = np.flatnonzero(contexts > 0)
     to = out.view(len(out), heads.num_heads, -1)
     for first in range(0, len(some), ABSORBED_TOKENS):
@@ -70,8 +71,9 @@ def attend_long(
     out: Tensor,
     scales: Tensor | None,
 ) -> None:
-    """Computes attention of the new tokens of each row with more than longer_than new tokens, in the form that takes fewer
-    operations. Writes out [T, H V]. starts, num_new, contexts: as in HostBatch."""
+    """Computes latent attention of the new tokens of each row with more than longer_than new tokens, in the form that takes fewer
+    operations. Writes to out [T, H V]. queries, kv, layer, block_table, scales: as in attend_short. starts, num_new, contexts: as
+    in HostBatch."""
     for row in np.flatnonzero(num_new > longer_than):
         first, num = int(starts[row]), int(num_new[row])
         own, blocks = slice(first, first + num), torch.from_numpy(block_table[row])
@@ -80,8 +82,9 @@ def attend_long(
 
 
 def attend_row(queries: Tensor, heads: LatentHeads, held: Tensor, scale: float, out: Tensor, absorbed: bool) -> None:
-    """Computes causal attention of the last n positions of a row, whose queries are queries [n, H (K + R)], to its latents held [C,
-    L + R] float32, one head at a time. Writes out [n, H V]."""
+    """Computes causal latent attention of the last n positions of a row, with queries [n, H (K + R)], to the row's latents held
+    [C, L + R] float32, one head at a time. Writes to out [n, H V]. absorbed: whether to compute in the absorbed form, else in the
+    expanded one."""
     query, to = queries.view(len(queries), heads.num_heads, -1), out.view(len(out), heads.num_heads, -1)
     rank, plain_dim = heads.rank, heads.plain_dim
     for part, up in _parts(heads):
@@ -100,8 +103,9 @@ def attend_row(queries: Tensor, heads: LatentHeads, held: Tensor, scale: float, 
 
 
 def absorbs(heads: LatentHeads, num_queries: int) -> bool:
-    """Returns whether num_queries queries of a row take fewer operations in the absorbed form. In that form each query reads L + R
-    and L numbers of a position instead of K + R and V, but keys and values need not be computed from the latents first."""
+    """Returns whether the attention of num_queries queries of a row takes fewer operations in the absorbed form. In that form each
+    query reads L + R and L numbers of a position instead of K + R and V, but keys and values need not be computed from the latents
+    first."""
     made = heads.plain_dim + heads.value_dim
     return num_queries * (2 * heads.rank - made) < heads.rank * made
 
@@ -135,7 +139,7 @@ def _parts(heads: LatentHeads) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _widened(matrix: Matrix, some: slice) -> Tensor:
-    """Returns some rows of a matrix as float32."""
+    """Returns the rows `some` of a matrix [N, K] in any format as float32."""
     if isinstance(matrix, Fp8Matrix | Int4Matrix | Nvfp4Matrix):
         wide = torch.empty(some.stop - some.start, matrix.shape[1])
         own = matrix[some]

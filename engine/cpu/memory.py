@@ -24,9 +24,10 @@ from scheduler.batch.plan import IntArray
 
 
 class CpuMemory:
-    """The engine.memory.chunk_memory.ChunkMemory of the `cpu` device, on Linux. Pages exist once they are touched. handles:
-    descriptors that `export` of another memory returned, to use its chunks; the caller still closes them. Raises MemoryError,
-    ValueError."""
+    """The engine.memory.chunk_memory.ChunkMemory of the `cpu` device, on Linux. Physical memory is used only for pages that were
+    touched. handles: descriptors that `export` of another memory returned, to use its chunks, and which the caller still closes;
+    (): new memory is made. Raises MemoryError, and ValueError if chunk_bytes is no multiple of the page size or the handles are of
+    memory of another size."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, handles: Sequence[int] = ()) -> None:
         if chunk_bytes % mmap.PAGESIZE:
@@ -98,8 +99,7 @@ class CpuMemory:
         return np.frombuffer(mappings.bytes_at(address, num_bytes), np.uint8)
 
     def prepare(self, chunk: int) -> int:
-        """Gives a chunk physical memory, in huge pages where possible, and returns how many of its bytes are in huge pages. A chunk
-        keeps its pages until it is discarded, so only those it lacks are added."""
+        """Implements ChunkMemory.prepare. A chunk keeps its pages until it is discarded, so only missing pages are added."""
         if self._is_huge[chunk]:
             return self.chunk_bytes
         address, huge_bytes = self._arena_address + chunk * self.chunk_bytes, 0
@@ -113,7 +113,7 @@ class CpuMemory:
         return huge_bytes
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """Gives the chunks' memory back to the system; they read as zeros afterwards."""
+        """Implements ChunkMemory.discard; the chunks read as zeros afterwards. Raises IndexError for chunks that do not exist."""
         if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
             raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
         mappings.punch_hole(self._fd, first_chunk * self.chunk_bytes, num_chunks * self.chunk_bytes)

@@ -49,7 +49,8 @@ from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 
 class CpuModel:
-    """An engine.contracts.steps.HostedModel on the `cpu` device. Not safe for two threads at a time."""
+    """The engine.contracts.steps.HostedModel of the `cpu` device, for decoders; also a SplitModel and a StreamedModel. Not safe for
+    two threads at a time."""
 
     def __init__(
         self,
@@ -66,9 +67,10 @@ class CpuModel:
         kv_memory: Tensor | None = None,
         stages: Stages | None = None,
     ) -> None:
-        """need_kernels: has sets of kernels compiled, unless they are compiled already. ranks, stages: for a share of a split model
-        (shape.split), the connections to the other shares of its layers, and to the stages with other layers. kv_memory: uint8, the
-        model's own KV memory, in which block numbers count from 0; None: the arena."""
+        """memory: the device's chunks, whose arena holds the KV. scratch: memory for the results within recorded steps.
+        need_kernels: has sets of kernels compiled, unless they are compiled already. ranks, stages: for a share of a split model
+        (shape.split), the connections to the other shares of its layers, and to the stages with other layers; None: there are none.
+        kv_memory: uint8, the model's own KV memory, in which block numbers count from 0; None: the arena."""
         self._ops = ops
         self.name = spec.model
         self.vocab_size, self.embeds = shape.vocab_size, bool(shape.pooling)
@@ -111,7 +113,8 @@ class CpuModel:
         self._steps = self._recorded_steps()
 
     def _needed_kernels(self) -> list[KernelSet]:
-        """Has the kernels compiled that the model's steps call, unless they are, and returns the sets that are not in use yet."""
+        """Asks for the kernels that the model's steps call to be compiled, without waiting, and returns the sets of them that are
+        not in use yet."""
         further = (self._ranks is not None, self._adapters is not None)
         needed = needed_kernels(self.shape, self._dtype, FORMATS[self._quantize], *further)
         self._need_kernels(needed)
@@ -128,8 +131,8 @@ class CpuModel:
         return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, *sizes, title)
 
     def _use_adapters(self) -> None:
-        """Makes steps compute adapters from now on, because the first one has arrived. Drops recorded steps, which do not compute
-        adapters."""
+        """Makes steps compute LoRA adapters from now on, because the model's first adapter has been set. Drops the recorded steps,
+        which do not compute adapters."""
         if self._adapters is not None:
             return
         tables, dtype = self.adapter_memory, getattr(torch, self._dtype)
@@ -150,8 +153,7 @@ class CpuModel:
 
     @torch.inference_mode()
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
-        """Runs a step as `execute` does, without masks, while the weights are still arriving. A plan of more than max_tokens tokens
-        is computed in slices. Raises WeightsWithdrawn."""
+        """Implements StreamedModel.execute_behind. A plan of more than max_tokens tokens is computed in slices, layer by layer."""
         with gate.step():  # entered before the model is used: a failed load withdraws the gate before it releases the model
             model = self._loaded()
             layers = model.layers
@@ -175,9 +177,9 @@ class CpuModel:
         return self._dtype
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step: stores the new tokens' KV, and samples one id, or computes one vector, for each sampling row. In a split
-        model all ranks run the step, the others by `follow`; the result's seconds do not include waits for other stages. Raises
-        GroupBroken."""
+        """Implements HostedModel.execute: stores the new tokens' KV, and samples one id, or computes one vector, for each sampling
+        row. In a split model all ranks run the step, the others by `follow`; the result's seconds do not include waits for other
+        stages. Raises GroupBroken if the group has lost a device."""
         stages = self._stages
         waited_s = 0.0 if stages is None else stages.waited_s
         result = self._run(plan, table, masks)
@@ -202,7 +204,7 @@ class CpuModel:
     @torch.inference_mode()
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
         """Runs a rank's share of a step that rank 0 executes, up to the logits. `table` is read at the beginning. Raises
-        GroupBroken."""
+        GroupBroken if the group has lost a device."""
         if not self._loaded().makes_logits:
             if self._decode(plan, table) is None:
                 self._forward(plan, table, every_token=True)
@@ -219,8 +221,8 @@ class CpuModel:
     def _with_proposals(
         self, result: StepResult, plan: BatchPlan, table: SequenceTable, max_tokens: int | None = None
     ) -> StepResult:
-        """Returns a step's result with the predictor's drafts, if the predictor is to see the step. max_tokens: the most tokens of
-        a slice, if the step is computed in slices."""
+        """Returns a step's result after the model's predictor, if it has one and the plan asks it to draft, has read the step and
+        its drafts were added. max_tokens: the most tokens of a slice; None: the step is not computed in slices."""
         if self._predicting is not None and self._sees(plan):
             assert self._kept is not None
             with torch.inference_mode():
@@ -251,8 +253,9 @@ class CpuModel:
         return sampled_outputs(self._ops, hidden, num_sampling, rows, owed, plan, table, logits, self._logits_rows, begin)
 
     def _logits_in_parts(self, plan: BatchPlan, num_sampling: int, owed: OwedPrompts | None) -> Callable[[Tensor], Tensor]:
-        """Returns a function that computes logits, to be called for each part of the step's rows in order: first the sampling rows,
-        then the owed prompt tokens, _logits_rows at a time. All ranks exchange the rows of a part that are not padding."""
+        """Returns a function that computes logits from hidden states. It must be called for each part of the step's rows in order:
+        first the sampling rows, then the prompt tokens whose log-probabilities are owed, _logits_rows at a time. In a split model
+        all ranks exchange those rows of a part that are not padding."""
         model, ranks = self._loaded(), self._ranks
         if ranks is None:
             return model.logits
@@ -268,13 +271,15 @@ class CpuModel:
         return logits
 
     def _parts(self, num_sampling: int, owed: OwedPrompts | None) -> list[tuple[int, int]]:
-        """Returns the parts in which the logits of a step's rows are computed: the first row of each, and how many rows it has."""
+        """Returns the parts in which the logits of a step's rows are computed, in order: the first row and the number of rows of
+        each. num_sampling: number of sampling rows. owed: prompt tokens whose log-probabilities are owed, the rows after these;
+        None: there are none."""
         kinds = ((0, num_sampling), (num_sampling, 0 if owed is None else len(owed.tokens)))
         step = self._logits_rows
         return [(begin + first, min(step, num - first)) for begin, num in kinds for first in range(0, num, step)]
 
     def _count(self, plan: BatchPlan, num_rows: int) -> None:
-        """Sets for `ranks` and `stages` how many of a step's rows are not padding. num_rows: number of rows of logits that are
+        """Tells `ranks` and `stages` how many of a step's rows are not padding. num_rows: number of rows of logits that are
         computed next."""
         if not self._is_share:
             return
@@ -304,8 +309,8 @@ class CpuModel:
         return self._model
 
     def _decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
-        """Runs the plan as a recorded decode step. Returns None if it is not a step that can be recorded; `_forward` must compute
-        it then."""
+        """Runs the plan as a recorded decode step and returns the program with its results. Returns None, with nothing run, if it
+        is not a decode step that can be recorded; `_forward` must then compute it."""
         self._prepare()
         self._count(plan, len(plan.slots))
         return self._steps.decode(plan, table)
@@ -323,8 +328,9 @@ class CpuModel:
     def _forward(
         self, plan: BatchPlan, table: SequenceTable, every_token: bool, also: LongArray | None = None, recorded: bool = True
     ) -> tuple[Tensor, int]:
-        """Returns the hidden states of the sampling rows' last tokens, or of all tokens, and their number. After them come the
-        hidden states of `also` (indices into T) and padding. recorded: whether recorded steps may be run."""
+        """Runs a step up to its hidden states. Returns those of the sampling rows' last tokens, or of all tokens if every_token,
+        and their number; after them in the tensor come the hidden states of the tokens `also` (indices into T) and padding.
+        recorded: whether recorded steps may be run."""
         model, num_tokens = self._prepare(), int(plan.num_new.sum())
         self._count(plan, 0)  # no logits are computed here
         wanted: Tensor | None = None
@@ -347,7 +353,8 @@ class CpuModel:
         return model.forward(batch, wanted), num_wanted
 
     def _sees(self, plan: BatchPlan) -> bool:
-        """Returns whether the predictor is to see the step."""
+        """Returns whether the model has a predictor that must read the states of the plan's step, because the plan asks for
+        drafts."""
         return self._predicting is not None and plan.to_propose is not None
 
     def _batch(self, plan: BatchPlan, table: SequenceTable) -> HostBatch:
@@ -360,19 +367,20 @@ class CpuModel:
 
     @torch.inference_mode()
     def capture_next(self) -> None:
-        """Records a step of one of these sizes. It takes the interpreter some 10 ms and computes nothing."""
+        """Records a step of one of the sizes that num_uncaptured counts. It takes the interpreter some 10 ms and computes
+        nothing."""
         self._prepare()
         self._steps.record_next()
 
     def release(self) -> None:
-        """Unmaps the weights, and removes all adapters. Idempotent; until `restore` any step raises RuntimeError."""
+        """Unmaps the weights, and removes all adapters. Idempotent. Until `restore` is called, any step raises RuntimeError."""
         self._released = True
         self.adapter_memory.clear_all()
         self._steps.forget_table()
         self._weights.unmap()
 
     def restore(self, spec: LoadModel) -> None:
-        """Makes the model usable again when its weights are, or are being, loaded to the same address range; recorded steps stay
-        valid."""
+        """Makes a released model usable again, when its weights have been, or are being, loaded to the same address range; recorded
+        steps stay valid."""
         self._eos_token_ids = spec.eos_token_ids
         self._released = False

@@ -60,7 +60,8 @@ BLOCK_TOKENS_STEP = 4  # paged_attention needs blocks of a multiple of this many
 
 
 class _ThreadCount(threading.local):
-    """The number of threads that the calling thread has set in torch and the kernels, and for which operations."""
+    """What the calling thread has last passed to CpuOps.set_num_threads. of: the CpuOps; None: it was not called yet. num_threads:
+    number of threads that share an operation."""
 
     of: CpuOps | None = None
     num_threads = 0
@@ -70,12 +71,13 @@ _thread_count = _ThreadCount()
 
 
 def _heat(positions: Any, temperature: TemperatureShape, turns: Tensor) -> None:
-    """Multiplies turns [T, 2 P] by the queries' factors (temperature) at positions [T]."""
+    """Multiplies turns [T, 2 P], cosines and sines, by the factors that scale queries at positions [T]
+    (reference.temperature_of)."""
     turns.mul_(reference.temperature_of(torch.from_numpy(positions), temperature).unsqueeze(1))
 
 
 class CpuOps:
-    """An engine.ops.ops.Ops for engine.cpu.batch.HostBatch.
+    """The engine.ops.ops.Ops of the `cpu` device, for steps whose inputs are an engine.cpu.batch.HostBatch.
 
     cache_dir: where compiled kernels are kept. use_kernels: whether kernels may be used; False: the reference implementation
     computes everything. deferred: no kernel is called before `use` allows it. asks: called with a set of kernels when a step needs
@@ -103,26 +105,26 @@ class CpuOps:
             self.kernels = entry
 
     def use(self, kernel_set: KernelSet) -> None:
-        """Allows calls of these kernels from now on. They must be compiled (engine/cpu/kernel_units.py)."""
+        """Lets operations call the kernels of a set from now on. They must be compiled (engine/cpu/kernel_units.py)."""
         with self._changing:  # both loads and the engine's loop bring kernels into use
             if self._in_use is not None:
                 self._in_use |= {kernel_set}
                 self.num_late += kernel_set in self.asked
 
     def give_up(self, kernel_set: KernelSet) -> None:
-        """Records that these kernels cannot be compiled, so that models do not wait for them."""
+        """Notes that the kernels of a set cannot be compiled, so that models do not wait for them (`awaited`)."""
         self._given_up |= {kernel_set}
 
     def awaited(self, sets: Iterable[KernelSet]) -> list[KernelSet]:
-        """Returns those of the sets that are still to come into use."""
+        """Returns those of the sets that are not in use yet but will be: they were not given up. [] without Numba."""
         if self.kernels is None or self._in_use is None:
             return []
         return [one for one in sets if one not in self._in_use and one not in self._given_up]
 
     def prepare(self, dtype: str, num_threads: int, *further: str) -> None:
-        """Compiles the kernels of decoders in float32 or bfloat16, and further sets, in this process and brings them into use, so
-        that no step compiles; it takes half a minute, once per machine. Engines have other processes do it
-        (engine/cpu/kernel_builds.py)."""
+        """Compiles kernels in this process and brings them into use, so that no step compiles: those of decoders, and the further
+        sets named, for dtype (float32 or bfloat16). It takes half a minute, once per machine. Engines have other processes do it
+        (engine/cpu/kernel_builds.py). num_threads: if more than 1, the forms for several threads are compiled, too."""
         if self.kernels is not None:
             from engine.cpu import kernel_units
 
@@ -133,7 +135,8 @@ class CpuOps:
                 self.use(one)
 
     def threads_may_share(self) -> bool:
-        """Returns whether two threads may run operations at a time. Numba's own work queue serves only one."""
+        """Returns whether two threads may run operations at the same time. They may not if Numba runs kernels by its own work
+        queue, which serves one thread at a time."""
         return self.kernels is None or compiled.threading_layer() == "omp"
 
     def set_num_threads(self, num_threads: int) -> None:
@@ -145,41 +148,43 @@ class CpuOps:
                 self.kernels.set_num_threads(num_threads)
 
     def input_kernels(self) -> Any:
-        """Returns the module that computes a recorded step's inputs from the sequence table; it has the functions of
-        reference_inputs.py."""
+        """Returns the module with the functions that compute a recorded step's inputs from the sequence table: the compiled kernels
+        if they are in use, else engine/ops/reference_inputs.py."""
         return self.kernels if self._is_in_use(PLAIN) else reference_inputs
 
     def gather_kernels(self, x: Tensor) -> Any:
-        """Returns the module that joins the ranks' parts of a tensor like x (gather_ranks); None if it may not be called, or not
-        yet."""
+        """Returns the module whose gather_ranks joins the ranks' parts of a tensor of x's dtype; None if its kernels are not in
+        use, or there are none for this dtype."""
         return self.kernels if self._served(x, RANKS) else None
 
     def sum_kernels(self, x: Tensor) -> Any:
-        """Returns the module that adds up the ranks' parts of a tensor like x (sum_ranks); None as for gather_kernels. The kernels
-        for any dtype also add up float32."""
+        """Returns the module whose sum_ranks adds up the ranks' parts of a tensor of x's dtype; None if its kernels are not in use,
+        or there are none for this dtype. The set of kernels for either dtype can also add up float32."""
         is_served = self._is_in_use(RANKS) if x.dtype is torch.float32 else self._served(x, RANKS)
         return self.kernels if is_served else None
 
     def rotary_turns(self, rotary: Rotary, positions: Any, turns: Tensor) -> None:
-        """Writes turns [T, 2 P] float32 for positions [T] (int32 array): cosines, then sines, of the dimensions that rotate."""
+        """Writes the cosines, then the sines, by which a rotary embedding turns each pair of dimensions at positions [T] (int32
+        array), times its scale and temperature, to turns [T, 2 P] float32."""
         call(self.input_kernels().rotary_turns, positions, rotary.inv_freq.numpy(), rotary.scale, turns.numpy())
         if rotary.temperature is not None:
             call(_heat, positions, rotary.temperature, turns.view(turns.shape))
 
     def cos_sin(self, rotary: Rotary, positions: Any) -> Tensor:
-        """Returns what rotary_turns writes, as a new tensor."""
+        """Returns a new tensor [T, 2 P] float32 with the cosines and sines that rotary_turns writes for positions [T]."""
         turns = torch.empty(len(positions), 2 * len(rotary.inv_freq))
         self.rotary_turns(rotary, positions, turns)
         return turns
 
     def _is_in_use(self, name: str) -> bool:
-        """Returns whether the set of kernels of this name may be called for any dtype."""
+        """Returns whether the set of kernels of this name may be called for at least one dtype."""
         if self.kernels is None or self._in_use is None:
             return self.kernels is not None
         return any(one.name == name for one in self._in_use)
 
     def _served(self, x: Tensor, *names: str) -> bool:
-        """Returns whether kernels of these sets may be called for elements like x's. Asks for those that are missing."""
+        """Returns whether the kernels of all these sets may be called for tensors of x's dtype. Asks for the sets that are not in
+        use, once each."""
         if self.kernels is None or x.dtype not in (torch.float32, torch.bfloat16):
             return False
         if self._in_use is None:
@@ -257,8 +262,8 @@ class CpuOps:
         return out
 
     def _int8_linear(self, x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
-        """Multiplies with an Int8Matrix. Without a kernel, the weights of a few outputs at a time are converted to x's dtype, never
-        all."""
+        """Returns x times the transposed int8 matrix, plus bias. Without a kernel, the weights of a few outputs at a time are
+        converted to x's dtype, never all."""
         if (
             self._served(x, "int8")
             and (product := products.int8_linear(self.kernels, x, weight.values, weight.scales, bias)) is not None
@@ -280,9 +285,10 @@ class CpuOps:
         matrix: tuple[Any, ...],
         bias: Tensor | None,
     ) -> Tensor:
-        """Multiplies with a quantised matrix. For many rows, and without kernels, the weights of a few outputs at a time are
-        converted to x's dtype, never all. quantize: the set of kernels that `product` calls. twin: the reference implementation,
-        which is called with `matrix`."""
+        """Returns x times the transposed quantised matrix, plus bias. For many rows, and without kernels, the weights of a few
+        outputs at a time are converted to x's dtype, never all. quantize: the set of kernels that `product` calls. product:
+        computes the result with kernels; it returns None if it cannot. twin: the reference implementation, called with `matrix`,
+        the parts of `weight`."""
         if self._served(x, PLAIN, quantize) and (made := product(self.kernels, x, weight, bias)) is not None:
             return made
         if not is_recording():
@@ -292,7 +298,7 @@ class CpuOps:
         return out
 
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
-        """Returns columns [T, K] of x in this order."""
+        """Returns the columns of x [T, K] in this order: column k of the result is column order[k] of x."""
         out = empty(x, *x.shape)
         call(partial(torch.index_select, out=out.view(out.shape)), x.view(x.shape), 1, order)
         return out
@@ -361,7 +367,8 @@ class CpuOps:
         return self._layer_norm(x, array(residual), weight, bias, eps, scale)
 
     def _layer_norm(self, x: Tensor, residual: Any, weight: Tensor, bias: Tensor | None, eps: float, scale: float) -> Tensor:
-        """Calls the kernel of LayerNorm. residual: an array; it has no rows if nothing is added."""
+        """Calls the kernel of LayerNorm, and returns the norm of x [T, W], or of residual plus scale * x, which replaces residual.
+        residual: an array [T, W]; without rows if nothing is added."""
         out, factors = empty(x, *x.shape), array(weight)
         added = factors[:0] if bias is None else array(bias)
         call(self.kernels.layer_norm, array(x), residual, scale, factors, added, eps, array(out))
@@ -608,7 +615,7 @@ class CpuOps:
 
 
 def _sets_of_experts(experts: ExpertMatrices) -> Iterator[str]:
-    """Yields the sets of kernels that a layer's experts call."""
+    """Yields the names of the sets of kernels that a layer's experts need; a name may come twice."""
     yield PLAIN
     yield EXPERTS
     if experts.gelu:

@@ -23,7 +23,7 @@ from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 
 class CpuPredicting:
-    """Shows the steps of one model to its predictor, and lets it draft tokens. batch: builds the inputs of a plan. logits_rows:
+    """Lets a model's predictor read the model's steps and draft tokens after them. batch: builds the inputs of a plan. logits_rows:
     number of rows whose logits are computed at a time."""
 
     def __init__(
@@ -38,10 +38,10 @@ class CpuPredicting:
     def after(
         self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: IntArray, max_tokens: int | None = None
     ) -> Proposed:
-        """Shows a step to the predictor, and drafts as many tokens for each sequence that sampled as the plan says. kept [>= T, W]
-        each: the states that the step kept for the predictor. ids [N]: the tokens that the step sampled. Stores the predictor's
-        keys and values of all tokens of the step, and of all drafted tokens but the last. max_tokens: the most tokens of a slice,
-        if the step is computed in slices.
+        """Lets the predictor read a step, and drafts as many tokens for each sequence that sampled as plan.to_propose says. kept
+        [>= T, W] each: the states that the step kept for the predictor. ids [N]: the tokens that the step sampled. Stores the
+        predictor's keys and values of all tokens of the step, and of all drafted tokens but the last. max_tokens: the most tokens
+        of a slice; None: the step is not computed in slices.
 
         Drafts are sampled like the model's own tokens, with the noise of their positions, so that the model will pick the same
         tokens wherever the predictor's distribution is close to its own."""
@@ -79,7 +79,8 @@ class CpuPredicting:
         return Proposed(slots, counts, tokens, seen_s - began_s, time.perf_counter() - seen_s)
 
     def _sampled(self, states: Tensor, going: LongArray, rows: SamplingRows) -> IntArray:
-        """Returns the tokens that are sampled by these settings from the predictor's hidden states with indices `going`."""
+        """Returns the tokens [n] sampled from the predictor's hidden states [Q, W] with the n indices `going`. rows: the settings
+        by which each of the n is sampled."""
         ids = np.empty(len(going), np.int32)
         for first in range(0, len(going), self._logits_rows):
             part = going[first : first + self._logits_rows]
@@ -89,7 +90,8 @@ class CpuPredicting:
 
 
 def _one_token(plan: BatchPlan, slots: IntArray, computed: IntArray) -> BatchPlan:
-    """Returns a plan in which each slot computes the token at position computed[i] and samples the next."""
+    """Returns a plan with a row for each of these slots, in which slot i computes the token at position computed[i] and samples the
+    next one. plan: gives the model and the step's id."""
     ones = np.ones(len(slots), np.int32)
     return BatchPlan(plan.step_id, plan.model, slots, computed.astype(np.int32), ones, ones.astype(np.bool_), True)
 

@@ -27,8 +27,8 @@ def array(x: Tensor) -> Any:
 
 
 def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Returns x [R, K] @ weight [N, K] transposed, plus bias [N]; None if torch's linear is to be used, because it is faster or
-    because x or the weight is not contiguous."""
+    """Returns x [R, K] @ weight [N, K] transposed, plus bias [N] (None: no bias). Returns None if torch's linear is to be used,
+    because it is faster or because x or the weight is not contiguous."""
     is_served = x.is_contiguous() and weight.is_contiguous()
     kernel = kernels.linear_kernel(*x.shape, len(weight), _element(x)) if is_served else None
     if kernel is None:
@@ -44,8 +44,8 @@ def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Returns x [R, K] @ (values [N, K] int8 * scales [N] float32) transposed, plus bias [N]; None if no kernel takes this shape
-    or x is not contiguous."""
+    """Returns x [R, K] @ (values [N, K] int8 * scales [N] float32) transposed, plus bias [N] (None: no bias). Returns None if no
+    kernel takes this shape or x is not contiguous."""
     kernel = kernels.int8_linear_kernel(*x.shape, len(values), _element(x)) if x.is_contiguous() else None
     if kernel is None:
         return None
@@ -67,8 +67,8 @@ def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: T
 
 
 def fp8_linear(kernels: Any, x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor | None:
-    """Returns x [R, K] @ the transposed matrix, plus bias [N]; None if x is not contiguous. Many rows are multiplied with weights
-    that are widened a part at a time."""
+    """Returns x [R, K] @ the transpose of an FP8 matrix [N, K], plus bias [N] (None: no bias). Returns None if x is not contiguous.
+    Many rows are multiplied with weights that are widened a part at a time."""
     if not x.is_contiguous():
         return None
     kernel = kernels.fp8_linear_kernel(len(x), len(weight.values), _element(x))
@@ -82,15 +82,16 @@ def fp8_linear(kernels: Any, x: Tensor, weight: Fp8Matrix, bias: Tensor | None) 
 
 
 def fp8_in_parts(kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, bias: Tensor | None, out: Tensor) -> None:
-    """Widens the weights of a few outputs at a time, and multiplies with them as with plain weights."""
+    """Writes x [R, K] @ the transpose of an FP8 matrix, plus bias [N], to out [R, N]. The weights of a few outputs at a time are
+    widened to x's dtype, and multiplied as plain weights are. values [N, K], scales, group_inputs: as in Fp8Matrix."""
     for some, part in widened_parts(x, *values.shape):
         kernels.fp8_rows(values[some], scales[some], group_inputs, array(part))
         write_product(kernels, x, part, None if bias is None else bias[some], out[:, some])
 
 
 def four_bits_linear(kernels: Any, x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None) -> Tensor | None:
-    """Returns x [R, K] @ the transposed matrix, plus bias [N]; None if x is not contiguous. Many rows are multiplied with weights
-    that are widened a part at a time."""
+    """Returns x [R, K] @ the transpose of a four-bit matrix [N, K], plus bias [N] (None: no bias). Returns None if x is not
+    contiguous. Many rows are multiplied with weights that are widened a part at a time."""
     if not x.is_contiguous():
         return None
     out = empty(x, len(x), len(weight))
@@ -104,8 +105,9 @@ def four_bits_linear(kernels: Any, x: Tensor, weight: Int4Matrix | Nvfp4Matrix, 
 
 
 def four_bits(weight: Mxfp4Matrix | Int4Matrix | Nvfp4Matrix) -> tuple[Any, Any, Any, int, bool]:
-    """Returns the kernels' arguments for four-bit weights: all scales, all bytes, all zero points (or NVFP4's factors of outputs),
-    how many inputs share a scale, and whether scales of 16 bits are float16. Their types tell the format (four_bits_tiles.py)."""
+    """Returns a four-bit matrix as the kernels take it: all scales, all bytes, and all zero points (or NVFP4's factors of outputs)
+    as flat arrays; then how many inputs share a scale, and whether scales of 16 bits are float16. The arrays' types tell the
+    kernels the format (four_bits_tiles.py)."""
     if isinstance(weight, Mxfp4Matrix):
         return weight.scales.view(-1).numpy(), weight.blocks.view(-1).numpy(), _NO_ZEROS, GROUP, False
     if isinstance(weight, Nvfp4Matrix):
@@ -119,7 +121,8 @@ def four_bits(weight: Mxfp4Matrix | Int4Matrix | Nvfp4Matrix) -> tuple[Any, Any,
 def four_bits_in_parts(
     kernels: Any, x: Tensor, scales: Any, blocks: Any, zeros: Any, group_inputs: int, halves: bool, bias: Tensor | None, out: Tensor
 ) -> None:
-    """Widens the weights of a few outputs of a four-bit matrix at a time, and multiplies with them as with plain weights."""
+    """Writes x [R, K] @ the transpose of a four-bit matrix, plus bias [N], to out [R, N]. The weights of a few outputs at a time
+    are widened to x's dtype, and multiplied as plain weights are. scales to halves: as `four_bits` returns them."""
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     parts = [of_outputs.reshape(num_outputs, -1) for of_outputs in (scales, blocks, zeros)]
     for some, part in widened_parts(x, num_outputs, num_inputs):
@@ -128,8 +131,9 @@ def four_bits_in_parts(
 
 
 def widened_parts(like: Tensor, num_outputs: int, num_inputs: int) -> list[tuple[slice, Tensor]]:
-    """Returns slices of the outputs, each with memory of like's dtype for its widened weights [outputs of the slice, num_inputs].
-    All slices use the same memory."""
+    """Divides the outputs of a matrix into slices, in order. Returns each slice, with memory of like's dtype for its widened
+    weights [outputs of the slice, num_inputs]. All slices use the same memory, of at most WIDENED_BYTES unless one output needs
+    more."""
     at_once = max(1, WIDENED_BYTES // (num_inputs * like.element_size()))
     at_once = at_once // _PART_OUTPUTS * _PART_OUTPUTS or at_once
     held = like.new_empty(min(at_once, num_outputs), num_inputs)
@@ -138,7 +142,7 @@ def widened_parts(like: Tensor, num_outputs: int, num_inputs: int) -> list[tuple
 
 
 def write_product(kernels: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, to: Tensor) -> None:
-    """Writes the product of rows and the transposed weight, plus bias, to `to`."""
+    """Writes rows [R, K] @ weight [N, K] transposed, plus bias [N] (None: no bias), to `to` [R, N], by a kernel or by torch."""
     product = linear(kernels, rows, weight, bias)
     if product is not None:
         to.copy_(product)
@@ -149,7 +153,9 @@ def write_product(kernels: Any, rows: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def _widened_linear(kernels: Any, x: Tensor, weight: Any, scales: Any, bias: Tensor | None, out: Tensor) -> None:
-    """Computes the product for MOST_ROWS rows at a time, so that data derived from these rows stays in the caches."""
+    """Writes x [R, K] @ weight [N, K] transposed, plus bias, to out [R, N] by the kernel that widens weights. It is called for
+    MOST_ROWS rows at a time, so that data derived from these rows stays in the caches. scales [N]: factors of outputs of int8
+    weights; empty for plain weights."""
     num_shares = kernels.num_shares()
     for first in range(0, len(x), kernels.MOST_ROWS):
         rows, to = x[first : first + kernels.MOST_ROWS], out[first : first + kernels.MOST_ROWS]
@@ -167,13 +173,13 @@ def _bias(x: Tensor, bias: Tensor | None) -> Any:
 
 
 def _columns(kernels: Any, x: Tensor, of_int8: bool) -> tuple[Any, int]:
-    """Returns scratch memory, in int32 words, for x in tiles of 16 rows and for packed weights; and the number of shares the
-    outputs are cut into."""
+    """Returns scratch memory for a product of the matrix unit, in int32 words: for x in tiles of 16 rows and for packed weights.
+    Also returns the number of shares that the outputs are cut into. of_int8: whether the weights are int8."""
     num_shares = kernels.num_shares()
     num_words = kernels.amx_scratch_words(*x.shape, of_int8, num_shares)
     return empty(x, 1, 2 * num_words).view(torch.int32).view(-1).numpy(), num_shares
 
 
 def _digits(x: Tensor) -> Any:
-    """Returns scratch memory for two int8 digits of every element: [2 R, K]."""
+    """Returns scratch memory [2 R, K] int8 in which the int8 kernel puts two digits of every element of x [R, K]."""
     return empty(x, len(x), x.shape[1]).view(torch.int8).view(2 * len(x), -1).numpy()

@@ -29,11 +29,13 @@ _NUMPY_OF = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.ui
 
 
 class SharedRanks:
-    """An engine.contracts.ranks.Ranks over memory that several processes map. Only one thread may use it at a time."""
+    """The engine.contracts.ranks.Ranks of the `cpu` device, over memory that the engines of all ranks map. Only one thread may use
+    it at a time."""
 
     def __init__(self, ops: CpuOps, rank: int, size: int, broken: LongArray, memory: Any) -> None:
-        """broken [1]: not 0 once the group has lost a device; others write it. memory: uint8 array, aligned to 8 bytes, of
-        rank_memory_bytes bytes, which were all 0 before the first rank used them. Raises ValueError."""
+        """rank: this rank. size: number of ranks. broken [1]: not 0 once the group has lost a device; other code writes it. memory:
+        uint8 array, aligned to 8 bytes, of rank_memory_bytes bytes, which were all 0 before the first rank used them. Raises
+        ValueError for a rank or memory that does not fit `size`."""
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size}")
         self.rank, self.size = rank, size
@@ -76,7 +78,7 @@ class SharedRanks:
             raise GroupBroken(f"rank {self.rank} of {self.size}: the group has lost a device")
 
     def _sum(self, x: Tensor) -> None:
-        """Sums the ranks' x in Python, as the kernel sum_ranks does."""
+        """Replaces the rows of x that are not padding by the sum of all ranks' x, in Python, as the kernel sum_ranks does."""
         values = x[: self._own[SUM_ROWS]].view(-1)
         for piece in values.split(self._buffer_bytes // x.element_size()):
             parts = self._exchange(piece)
@@ -88,7 +90,8 @@ class SharedRanks:
             piece.copy_(total)
 
     def _gather(self, part: Tensor, out: Tensor) -> None:
-        """Gathers the ranks' parts in Python, as the kernel gather_ranks does."""
+        """Writes the ranks' parts side by side to out, as the kernel gather_ranks does, but in Python. Rows of padding are not
+        written."""
         num_rows = min(int(self._own[GATHER_ROWS]), len(part))
         room, at = self._buffer_bytes // part.element_size(), 0
         gathered = part.new_empty(self.size, num_rows * part.shape[1])
@@ -102,8 +105,8 @@ class SharedRanks:
         out[:num_rows].view(num_rows, self.size, -1).copy_(gathered.view(self.size, num_rows, -1).transpose(0, 1))
 
     def _exchange(self, piece: Tensor) -> list[Tensor] | None:
-        """Publishes a piece [n] and returns all ranks' pieces, as views that are valid until the next exchange; None if the group
-        is broken."""
+        """Publishes this rank's piece [n], and waits for the pieces of all ranks, which it returns in the order of the ranks, as
+        views that are valid until the next exchange. Returns None if the group is broken."""
         turn = int(self._own[PIECES]) + 1
         self._own[PIECES] = turn
         buffers = torch.from_numpy(self._memory).view(piece.dtype).view(2 * self.size, -1)

@@ -19,8 +19,9 @@ Layer = Callable[[Tensor | None, Tensor, HostBatch], Tensor | None]
 
 
 def slices(plan: BatchPlan, max_tokens: int) -> list[BatchPlan]:
-    """Returns the plan cut into slices of at most max_tokens tokens, in order; they sample nothing. All but the last have the same
-    number of tokens, a multiple of 32 (of 8 if max_tokens is below 32), so no padding is needed between them."""
+    """Cuts a plan into slices of at most max_tokens tokens, and returns them as plans, in order; these sample nothing. All but the
+    last have the same number of tokens, a multiple of 32 (of 8 if max_tokens is below 32, of 1 below 8), so no padding is needed
+    between them."""
     step = next((step for step in (32, 8) if max_tokens >= step), 1)
     size = max_tokens // step * step
     ends = np.cumsum(plan.num_new)
@@ -35,21 +36,22 @@ def slices(plan: BatchPlan, max_tokens: int) -> list[BatchPlan]:
 
 
 def in_slices(layers: Iterable[Layer], parts: Sequence[HostBatch]) -> Iterator[Layer]:
-    """Yields each layer as one that computes the whole step slice by slice. The step's tokens are those of `parts`, one after the
-    other."""
+    """Yields, for each layer, a layer that computes a whole step slice by slice. parts: the inputs of the slices, whose tokens one
+    after the other are the step's."""
     for layer in layers:
         yield _Sliced(layer, parts)
 
 
 class _Sliced:
-    """A layer that computes its tokens slice by slice."""
+    """A layer that computes a step slice by slice. layer: computes one slice. parts: the inputs of the slices."""
 
     def __init__(self, layer: Layer, parts: Sequence[HostBatch]) -> None:
         self._layer, self._parts = layer, parts
 
     def __call__(self, update: Tensor | None, residual: Tensor, batch: HostBatch) -> Tensor | None:
-        """Computes the layer. update, residual and the returned update: [T, W]. The new update overwrites the old one, since each
-        slice is read before it is written."""
+        """Computes the layer for all T tokens of a step, and returns the new update [T, W]. update [T, W]: what the previous layer
+        adds to the residual; the new one overwrites it, since each slice is read before it is written. residual [T, W]. None for an
+        update: there is none."""
         out: Tensor | None = None
         begin = 0
         for part in self._parts:

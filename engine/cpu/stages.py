@@ -14,8 +14,8 @@ from engine.memory.stage_link import Bytes, StageLink
 
 
 class SharedStages:
-    """An engine.contracts.stages.Stages over a StageLink. width, dtype: width and dtype of the states. Its calls may be
-    recorded."""
+    """The engine.contracts.stages.Stages of the `cpu` device. link: the memory shared with the previous and the next stage. width,
+    dtype: width and dtype of the states. Calls of its methods may be recorded."""
 
     def __init__(self, link: StageLink, width: int, dtype: torch.dtype) -> None:
         self._link, self._num_tokens, self._like = link, 0, torch.empty(0, width, dtype=dtype)
@@ -47,7 +47,8 @@ class SharedStages:
         self._link.send()
 
     def _rows(self, place: Bytes, states: tuple[Tensor, ...]) -> list[Tensor]:
-        """Returns, for each of the states, the part of `place` that holds its rows without padding."""
+        """Returns, for each of the states, the part of the memory `place` that holds its rows without padding, one state after the
+        other."""
         rows, begin = [], 0
         for state in states:
             end = begin + self._num_tokens * state.shape[1] * state.element_size()

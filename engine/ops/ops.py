@@ -313,8 +313,8 @@ class StepBatch(Protocol):
 
     @property
     def adapters(self) -> BatchAdapters | None:
-        """The LoRA adapters of the step's tokens; None if the model has had no adapters yet, so that its steps need not compute
-        any."""
+        """The LoRA adapters of the step's tokens; None if the model's steps compute no adapters, as before the model's first
+        one."""
         ...
 
     @property

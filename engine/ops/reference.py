@@ -676,7 +676,7 @@ def _by_key_head(x: Tensor, first: int, rule: DeltaRule) -> Tensor:
 
 def _by_value_head(x: Tensor, first: int, stride: int, rule: DeltaRule) -> Tensor:
     """Returns columns [T, V, D] of x: for each of V value heads D columns, those of the first head from column `first` on. stride:
-    columns between the first value heads of two key heads."""
+    columns between the first value heads of neighbouring key heads."""
     served = rule.num_value_heads // rule.num_key_heads
     sizes, strides = (len(x), rule.num_key_heads, served, rule.value_dim), (x.stride(0), stride, rule.value_dim, 1)
     return x.as_strided(sizes, strides, x.storage_offset() + first).flatten(1, 2)

@@ -1,1 +1,2 @@
-"""Steps that are recorded when they first run, and repeated without Python: what CUDA graphs are on a GPU."""
+"""Steps whose kernel calls are recorded when they first run, and repeated without Python from then on: what CUDA graphs are on a
+GPU."""

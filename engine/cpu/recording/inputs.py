@@ -1,5 +1,5 @@
-"""The input arrays of recorded steps. Their addresses never change, because programs contain them. Kernels fill them from the
-sequence table; the calls of these kernels are laid out once for each table.
+"""The input arrays of recorded steps. Their addresses never change, because programs contain these. Kernels fill the arrays from
+the sequence table; the calls of these kernels are laid out once for each table.
 
 Shapes: R rows, T tokens (R for decode steps, plus padding), B blocks of the longest context a model may have.
 """
@@ -25,7 +25,7 @@ from scheduler.batch.plan import BatchPlan, FloatArray, IntArray, SequenceTable
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """Sampling settings of each row, [max_rows] each, as Ops.sample takes them."""
+    """The sampling settings of up to max_rows rows, arrays [max_rows] that Ops.sample takes."""
 
     temperature: FloatArray
     top_p: FloatArray
@@ -35,7 +35,7 @@ class Settings:
     key1: npt.NDArray[np.uint32]
 
     def of(self, num_rows: int) -> tuple[npt.NDArray[Any], ...]:
-        """Returns the settings of the first num_rows rows, one array each."""
+        """Returns the settings of the first num_rows rows as arrays [num_rows], in the order in which Ops.sample takes them."""
         every = (self.temperature, self.top_p, self.top_k, self.min_p, self.key0, self.key1)
         return tuple(column[:num_rows] for column in every)
 
@@ -91,17 +91,20 @@ class StepInputs:
         self._decoding: IntArray | None = None  # slots of the latest step if it only decoded; often the next step has the same
 
     def recorded_rows(self, num_rows: int) -> int:
-        """Returns the number of rows of the program that computes a decode step of num_rows rows. Rows added as padding store
-        nothing and attend to nothing. oneDNN is faster with few different row counts anyway."""
+        """Returns the number of rows of the program that computes a decode step of num_rows rows: num_rows, or somewhat more if
+        steps are padded. Rows added as padding store nothing and attend to nothing. With few different numbers of rows there are
+        fewer programs, and oneDNN is faster."""
         return padded_rows(num_rows) if self._padded else num_rows
 
     def use_adapters(self, adapters: BatchAdapters) -> None:
-        """Makes programs that are recorded from now on compute the model's adapters. adapters: their `numbers` are replaced."""
+        """Makes programs that are recorded from now on compute the model's LoRA adapters. adapters: the model's tables; its
+        `numbers` are replaced by an array that `fill` writes."""
         self._adapters = replace(adapters, numbers=np.full(len(self._tokens), -1, np.int32))
 
     def batch(self, num_tokens: int, with_long_rows: bool) -> HostBatch:
         """Returns the inputs of a program of num_tokens tokens, padding included, as views of the arrays. Calls the kernel that
-        computes rotary cosines and sines from positions, so while a program is recorded that call is its first."""
+        computes rotary cosines and sines from positions, so while a program is recorded that call is its first. with_long_rows:
+        whether the program must be able to compute rows with more than LONG_ROW_TOKENS tokens."""
         for rotary, turns in self._turns.items():
             self._ops.rotary_turns(rotary, self._positions[:num_tokens], turns[:num_tokens])
         groups = [
@@ -136,7 +139,7 @@ class StepInputs:
         )
 
     def fill(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Fills the arrays for a step. All rows and tokens after the step's own become padding."""
+        """Fills the arrays with the inputs of a step. All rows and tokens after the step's own become padding."""
         num_rows = len(plan.slots)
         self._computed[:num_rows] = plan.num_computed
         if not plan.all_decode or plan.slots is not self._decoding:
@@ -163,7 +166,7 @@ class StepInputs:
             group.slots[:] = -1
 
     def forget(self) -> None:
-        """Drops the calls for the current sequence table, which is no longer used."""
+        """Drops the kernel calls that read the current sequence table, because the table is not used any more."""
         self._filling = None
 
     @property
@@ -182,7 +185,7 @@ class StepInputs:
         return self._told[APART] == 0
 
     def _fill_from(self, table: SequenceTable) -> Replay:
-        """Returns the kernel calls that fill the arrays from this table."""
+        """Returns the kernel calls that fill the arrays from this sequence table, whenever they are run."""
         kernels, own = self._ops.input_kernels(), self.settings
         counts, slots, computed, contexts = self._counts, self._slots, self._computed, self._contexts
         rows, tokens = (counts, slots, computed), (self._positions, self._paged_rows)

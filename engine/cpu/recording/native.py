@@ -53,7 +53,8 @@ class NativeCalls:
         self._table_at = self._table.ctypes.data
 
     def followed_by(self, other: NativeCalls) -> NativeCalls:
-        """Returns NativeCalls that make the calls of both in one run. The arguments are shared, not laid out again."""
+        """Returns NativeCalls that make this object's calls and then the calls of `other` in one run. The arguments are shared, not
+        laid out again."""
         joined = object.__new__(NativeCalls)
         joined._calls = [*self._calls, *other._calls]
         joined._arguments = (self._arguments, other._arguments)
@@ -65,7 +66,7 @@ class NativeCalls:
         """Makes all calls. If one fails, it is repeated from Python, which raises its exception (RuntimeError if it does not fail
         again).
 
-        ticks: [calls + 1], filled with the processor's clock before the first call and after each."""
+        ticks: [calls + 1], filled with the processor's clock before the first call and after each; None: calls are not timed."""
         num_calls = len(self._calls)
         made = self._runner(self._table_at, num_calls, 0 if ticks is None else ticks.ctypes.data)
         if made < num_calls:
@@ -80,7 +81,8 @@ def _code(overload: Any) -> int:
 
 
 def _forms(overload: Any) -> list[str]:
-    """Returns how each argument is passed: "array", "float" or "whole" (a whole number). Raises TypeError for other types."""
+    """Returns, for each argument of a compiled kernel, how it is passed as words: "array", "float" or "whole" (a whole number).
+    Raises TypeError for arguments of other types."""
     forms = []
     for kind in overload.signature.args:
         if isinstance(kind, numba.types.Array):
@@ -95,7 +97,8 @@ def _forms(overload: Any) -> list[str]:
 
 
 def _words(forms: Sequence[str], args: Sequence[Any]) -> list[int]:
-    """Returns the arguments as 64-bit words, one for each value that Numba passes. An array takes several."""
+    """Returns a call's arguments as 64-bit words, one for each value that Numba passes; an array takes several. forms: as _forms
+    returns them."""
     words: list[int] = []
     for arg, form in zip(args, forms, strict=True):
         if form == "array":
@@ -109,7 +112,8 @@ def _words(forms: Sequence[str], args: Sequence[Any]) -> list[int]:
 
 
 def prepare(signatures: Sequence[tuple[Any, ...]]) -> None:
-    """Compiles the code that calls kernels with these argument types, unless it exists: 60 ms for all kernels of entry.py."""
+    """Compiles the code that calls kernels with these argument types, unless it exists. It takes 60 ms for all kernels of entry.py.
+    signatures: for each kernel, Numba's types of its arguments."""
     with _preparing:
         _runner()
         missing = [kinds for kinds in dict.fromkeys(signatures) if kinds not in _unpackers]
@@ -121,8 +125,8 @@ def prepare(signatures: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _write_unpacker(function: ir.Function, kinds: tuple[Any, ...]) -> None:
-    """Generates a function that takes a kernel's address and its arguments as words, calls the kernel and returns its status.
-    kinds: the types of the arguments."""
+    """Generates the body of `function`, which takes a kernel's address and its arguments as words, calls the kernel and returns its
+    status (0: it succeeded). kinds: Numba's types of the arguments."""
     kernel_type = cpu_target.target_context.call_conv.get_function_type(numba.types.none, kinds)
     builder = ir.IRBuilder(function.append_basic_block())
     kernel = builder.inttoptr(function.args[0], kernel_type.as_pointer())
@@ -142,7 +146,7 @@ def _write_unpacker(function: ir.Function, kinds: tuple[Any, ...]) -> None:
 
 @cache
 def _runner() -> Any:
-    """Compiles the function that makes the calls of a table.
+    """Compiles and returns the function that makes all calls of a table.
 
     It takes (table, number of calls, ticks or 0) and returns how many calls were made: all, or those before the one that failed."""
     function = ir.Function(ir.Module(), ir.FunctionType(_I64, [_I64.as_pointer(), _I64, _I64.as_pointer()]), "run")
@@ -188,7 +192,8 @@ def _runner() -> Any:
 
 
 def _addresses(module: ir.Module) -> list[int]:
-    """Compiles the module and returns the addresses of its functions' machine code, in order."""
+    """Compiles an LLVM module and returns the addresses of its functions' machine code, in order. The code stays until the process
+    ends."""
     module.triple = llvmlite.binding.get_process_triple()
     machine = llvmlite.binding.Target.from_default_triple().create_target_machine(opt=1)
     engine = llvmlite.binding.create_mcjit_compiler(llvmlite.binding.parse_assembly(str(module)), machine)

@@ -25,7 +25,8 @@ _REGION_BYTES = 256 << 20  # bytes of address space; pages that no step touches 
 
 @dataclass(slots=True, frozen=True)
 class _Piece:
-    """A range of the scratch region, from byte `begin` to `end`."""
+    """A part of the scratch region that is in use, from byte `begin` to before `end`. lent: returns the tensor that uses it, or
+    None once that tensor is destroyed."""
 
     begin: int
     end: int
@@ -33,11 +34,11 @@ class _Piece:
 
 
 class Scratch:
-    """Memory for intermediate results, shared by all programs of a process, because one step runs at a time.
+    """Memory for the results of calls within steps, shared by all programs of a process, because one step runs at a time.
 
     A result is placed in the first gap between the results in use, so programs of all sizes and models use the same pages, as many
-    as the largest needs (work_space.recorded_bytes at most, and 0.5 MB a thread where weights are packed). Its memory is free again
-    once its tensor is destroyed, so recorded calls must hold other views of it."""
+    as the largest needs (work_space.recorded_bytes at most, and 0.5 MB a thread where weights are packed). The memory of a result
+    is free again once its tensor is destroyed; so recorded calls, which are kept, must hold other views of it."""
 
     def __init__(self, num_bytes: int = _REGION_BYTES) -> None:
         self._num_bytes = num_bytes
@@ -46,7 +47,8 @@ class Scratch:
         self.most_bytes = 0  # the highest end of a piece so far
 
     def take(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Returns uninitialised memory [num_rows, width]. Once the region is full it is allocated outside of it."""
+        """Returns uninitialised memory [num_rows, width] of this dtype, in a free part of the scratch region; outside of the region
+        if no part is large enough."""
         if self._region is None:
             self._region = torch.empty(self._num_bytes, dtype=torch.uint8)
         num_bytes = num_rows * width * dtype.itemsize
@@ -74,9 +76,9 @@ class Call:
 
 
 class Recorder:
-    """Makes the calls of a step and keeps them. missed: name of the first torch function that was called outside of them, which
-    means that the recorded calls are not the whole step; "": there was none. watches: whether to look for such functions, which
-    makes recording a third slower. dry: calls are recorded but not made."""
+    """Makes the kernel calls of a step and keeps them in `calls`. missed: name of the first torch function that was called outside
+    of these calls, which means that they are not the whole step; "": there was none. scratch: where results are placed. watches:
+    whether to look for such functions, which makes recording a third slower. dry: calls are recorded but not made."""
 
     def __init__(self, scratch: Scratch, watches: bool = True, dry: bool = False) -> None:
         self.calls: list[Call] = []
@@ -104,12 +106,13 @@ class Recorder:
         self.calls.append(Call(kernel, args))
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Returns a context in which torch functions called outside of kernel calls are noticed."""
+        """Returns a context manager in which torch functions called outside of kernel calls are noticed (`missed`), if the recorder
+        watches."""
         return _Watch(self) if self._watches else nullcontext()
 
     def notice(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Handles a torch function that was called: unless it belongs to a kernel call or computes nothing, it is kept in
-        `missed`."""
+        """Called with each torch function that Python calls and its arguments. Keeps the function's name in `missed` if it is the
+        first that neither belongs to a kernel call nor computes nothing."""
         if not self._calling and not _computes_nothing(function.__name__, args):
             self.missed = self.missed or function.__name__
 
@@ -119,7 +122,8 @@ _recorder: Recorder | None = None  # of the step that is being recorded, if any
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """While entered, the calls that this thread makes through `call` are recorded by the recorder."""
+    """Returns a context manager in which the recorder records the kernel calls that this thread makes through the function
+    `call`."""
     global _recorder
     _recorder = recorder
     try:
@@ -136,8 +140,9 @@ def is_recording() -> bool:
 
 
 def call(kernel: Callable[..., Any], *args: Any) -> None:
-    """Makes a kernel call, and records it if this thread is recording. args must not contain a tensor that the model holds: it
-    would seem to be in use for as long as the program is kept."""
+    """Calls a kernel with these arguments, and records the call if this thread is recording. args must not contain a tensor that
+    the model holds, only other views of its memory: a recorded call keeps its arguments, so the tensor's memory would seem to be in
+    use for as long as the program is kept."""
     recorder = _recorder
     if recorder is None or not recorder.is_open:
         kernel(*args)
@@ -146,7 +151,8 @@ def call(kernel: Callable[..., Any], *args: Any) -> None:
 
 
 def empty(like: Tensor, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns uninitialised memory [num_rows, width] for the result of a call. dtype: by default the dtype of `like`."""
+    """Returns uninitialised memory [num_rows, width] for the result of a call; while a step is being recorded, it is scratch
+    memory. dtype: None for the dtype of `like`."""
     recorder = _recorder
     if recorder is None or not recorder.is_open:
         return like.new_empty(num_rows, width, dtype=dtype)
@@ -154,7 +160,7 @@ def empty(like: Tensor, num_rows: int, width: int, dtype: torch.dtype | None = N
 
 
 def into(out: Tensor, function: Callable[..., Tensor], *args: Any) -> None:
-    """Calls a function that returns its result and copies the result to `out`."""
+    """Calls `function` with args, and copies the tensor that it returns to `out`."""
     out.copy_(function(*args))
 
 
@@ -166,7 +172,8 @@ _HARMLESS = _VIEWS | _MEMORY | _FACTS
 
 
 def _computes_nothing(name: str, args: tuple[Any, ...]) -> bool:
-    """Returns whether the torch function only makes a view, reserves memory or reports a tensor's properties."""
+    """Returns whether a call of the torch function with this name only makes a view, reserves memory or reports a tensor's
+    properties."""
     if name != "__getitem__":
         return name in _HARMLESS
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -174,8 +181,8 @@ def _computes_nothing(name: str, args: tuple[Any, ...]) -> bool:
 
 
 class _Watch(TorchFunctionMode):
-    """Notices torch functions when Python calls them. It is not a TorchDispatchMode, whose first use imports torch._dynamo, which
-    takes 0.9 s in the middle of a step."""
+    """A mode of torch in which torch functions that Python calls are reported to a recorder. It is not a TorchDispatchMode, whose
+    first use imports torch._dynamo, which takes 0.9 s in the middle of a step."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -31,10 +31,11 @@ _CHUNK_SIZES = sorted({recorded_tokens(num_tokens) for num_tokens in range(1, MA
 
 
 class RecordedSteps:
-    """The recorded programs of one model. A step's results stay valid until the next step of any model.
+    """The recorded programs of one model; records steps and runs them again. A step's results stay valid until the next step of any
+    model.
 
-    decodes: number of rows -> decode step. chunks: number of tokens -> step with chunks. heads: number of sampling rows ->
-    computation of the logits of steps with chunks. These numbers include padding."""
+    decodes: number of rows -> decode step. chunks: number of tokens -> step with chunks of prompts. heads: number of sampling rows
+    -> computation of the logits of steps with chunks. These numbers include padding."""
 
     def __init__(
         self,
@@ -61,8 +62,9 @@ class RecordedSteps:
         self.heads: dict[int, LogitsProgram] = {}
 
     def decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
-        """Runs a decode step and returns the program that holds its hidden states and logits. None: nothing has run, because it is
-        not a decode step, or has more rows than are recorded."""
+        """Runs a decode step, and records it if it is the first of its number of rows. Returns the program, which holds the step's
+        hidden states and logits. Returns None, with nothing run, if the plan is not a decode step or has more rows than are
+        recorded."""
         if not self._decodes(plan):
             return None
         self._inputs.fill(plan, table)
@@ -74,8 +76,8 @@ class RecordedSteps:
         return program
 
     def hidden(self, plan: BatchPlan, table: SequenceTable) -> Tensor | None:
-        """Runs a step of any kind and returns its normed hidden states [T with padding, W]. None: nothing has run, because steps of
-        this kind are not recorded."""
+        """Runs a step of any kind up to its normed hidden states, [T with padding, W], which it returns; records it if it is the
+        first of its number of tokens. Returns None, with nothing run, if the plan has more rows or tokens than are recorded."""
         if not self._chunks(plan):
             return None
         self._inputs.fill(plan, table)
@@ -87,9 +89,10 @@ class RecordedSteps:
         return program.hidden
 
     def draw(self, plan: BatchPlan, table: SequenceTable) -> tuple[IntArray, BoolArray] | None:
-        """Runs a step with its sampling and returns ids [N] and bad rows [N]. Between the kernels torch is only called where a
-        program needs it. None: nothing has run, because steps of this kind are not recorded, or because a row needs more than its
-        sampling settings (edited logits, log-probabilities)."""
+        """Runs a step that was recorded before, with its sampling, and returns ids [N] and bad rows [N] as Ops.sample does. The
+        sampling is recorded when it first occurs. Between the kernels torch is only called where a program needs it. Returns None,
+        with nothing run, if the step is not recorded, or if a row needs more than its sampling settings (edited logits,
+        log-probabilities)."""
         if not self._draws:
             return None
         program: DecodeProgram | ChunkProgram | None = None
@@ -121,14 +124,15 @@ class RecordedSteps:
 
     @property
     def missing(self) -> list[int]:
-        """Sizes of steps with chunks that are not recorded yet. Empty until some step was recorded, which shows that the model's
-        steps can be."""
+        """The numbers of tokens for which no step with chunks is recorded yet. Empty until some step was recorded, which shows that
+        the model's steps can be."""
         if not (self.decodes or self.chunks) or not self._max_rows:
             return []
         return [size for size in _CHUNK_SIZES if size <= self._max_tokens and size not in self.chunks]
 
     def record_next(self) -> None:
-        """Records the smallest missing size without running it, so that its first step costs no more than later ones."""
+        """Records a step of the smallest of the sizes `missing` without computing it, so that the first step of this size costs no
+        more than later ones."""
         self._inputs.clear()
         size = self.missing[0]
         self._record_chunk(size, dry=True)
@@ -139,13 +143,13 @@ class RecordedSteps:
         self._inputs.forget()
 
     def _decodes(self, plan: BatchPlan) -> bool:
-        """Returns whether the plan is a decode step that may be recorded."""
+        """Returns whether the plan is a decode step with few enough rows to be recorded."""
         if len(plan.slots) > self._max_decodes:
             return False
         return plan.all_decode or bool(int(plan.num_new.max()) == 1 and plan.samples.all())
 
     def _chunks(self, plan: BatchPlan) -> bool:
-        """Returns whether the plan is small enough for the recorded steps with chunks."""
+        """Returns whether the plan has few enough rows and tokens to be recorded as a step with chunks."""
         return len(plan.slots) <= self._max_rows and int(plan.num_new.sum()) <= self._max_tokens
 
     def _record_decode(self, num_rows: int) -> DecodeProgram:
@@ -173,8 +177,8 @@ class RecordedSteps:
         return program
 
     def _keeping(self, batch: HostBatch) -> HostBatch:
-        """Makes a step keep the states that the model's predictor reads, in memory that nothing overwrites before the model's next
-        step."""
+        """Returns the batch, made to keep the states that the model's predictor reads, if it has one, in memory that nothing
+        overwrites before the model's next step."""
         if not (num := self._model.num_kept):
             return batch
         if self.kept is None:
@@ -193,7 +197,8 @@ class RecordedSteps:
         return head
 
     def _may_repeat(self, recorder: Recorder) -> bool:
-        """Returns whether the recorded calls are the whole step. If not, no further steps are recorded."""
+        """Returns whether the recorder has the whole step, so that its calls may be run again. If not, logs why, and no further
+        steps are recorded."""
         if recorder.missed:
             why = "the cpu device has no kernels for some of their operations"
             log.info("%s: steps take longer, because %s (the first is torch's %s)", self._title, why, recorder.missed)
@@ -204,8 +209,8 @@ class RecordedSteps:
     def _draw_first(
         self, program: DecodeProgram | ChunkProgram, head: LogitsProgram | None, num_rows: int, greedy: bool
     ) -> Drawing:
-        """Runs a step and records the sampling of num_rows rows from its logits. head: None if the computation of logits is not
-        recorded either."""
+        """Runs a step, then samples num_rows rows from its logits and records the sampling, which it returns. head: the program
+        that computes the logits; None: it is not recorded yet either. greedy: whether all rows take their most likely token."""
         program.run()
         if head is None:
             head = self._record_head(self._inputs.recorded_rows(num_rows))

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 class _Part(Protocol):
-    """Consecutive calls of a program, from number `first` to before `end`."""
+    """Consecutive calls of a program, which run together: those from number `first` to before number `end`."""
 
     first: int
     end: int
 
     def run(self, shared: bool, seconds: npt.NDArray[np.float64] | None) -> None:
-        """Makes the calls. shared: whether kernels that have a form for one thread and one for all threads use the latter. seconds:
-        an array to which each call's time is added; None: calls are not timed."""
+        """Makes the calls. shared: whether kernels with two forms run in the form for all threads, else in the form for one thread.
+        seconds: an array to which each call's time is added; None: calls are not timed."""
         ...
 
 
 class _PythonCall:
-    """One call that is made by Python."""
+    """A part of a program that is a single call, made by Python. at: the call's number in the program."""
 
     def __init__(self, call: Call, at: int) -> None:
         self.first, self.end = at, at + 1
@@ -55,7 +55,8 @@ _Forms = tuple[tuple[Any, Sequence[Any]], tuple[Any, Sequence[Any]]]  # (kernel,
 
 
 class _NativePart:
-    """Consecutive calls of compiled kernels, made without Python between them."""
+    """A part of a program that consists of calls of compiled kernels, made without Python between them. serial, shared: the calls
+    in the kernels' forms for one thread, and for all threads."""
 
     def __init__(self, serial: NativeCalls, shared: NativeCalls, first: int, end: int) -> None:
         self.first, self.end = first, end
@@ -63,7 +64,8 @@ class _NativePart:
 
     @classmethod
     def of(cls, forms: Sequence[_Forms], first: int) -> _NativePart:
-        """Lays out calls. forms: both forms of each call. first: number of the first call in the program."""
+        """Lays out consecutive calls in memory and returns them as a part. forms: both forms of each call. first: number of the
+        first call in the program."""
         from engine.cpu.recording.native import NativeCalls
 
         varies = any(one is not other for one, other in forms)
@@ -72,7 +74,7 @@ class _NativePart:
         return cls(serial, shared, first, first + len(forms))
 
     def followed_by(self, other: _NativePart) -> _NativePart:
-        """Returns both parts as one, without Python between them."""
+        """Returns a part that makes this part's calls and then those of `other`, without Python between them."""
         serial, shared = self._serial.followed_by(other._serial), self._shared.followed_by(other._shared)
         return _NativePart(serial, shared, self.first, self.end + other.end - other.first)
 
@@ -94,7 +96,8 @@ class Replay:
     """A sequence of recorded calls, which `run` repeats in order."""
 
     def __init__(self, calls: Sequence[Call], after: Replay | None = None) -> None:
-        """Takes the calls to make. after: a Replay whose calls are made before them; None: there is none."""
+        """calls: the calls to make, in order. after: a Replay whose calls are made before these in each run; None: there is
+        none."""
         self._own, self._after = calls, after
         self.calls: Sequence[Call] = calls if after is None else (*after.calls, *calls)
         self.seconds: npt.NDArray[np.float64] | None = None  # [calls], None until `watch`
@@ -105,7 +108,7 @@ class Replay:
 
     @property
     def is_native(self) -> bool:
-        """Whether all calls are made without Python."""
+        """Whether all calls are of compiled kernels and made without Python between them."""
         if not self._parts:
             self.lay_out()
         return self._is_native
@@ -120,7 +123,8 @@ class Replay:
             part.run(shared, None if seconds is None else seconds[part.first : part.end])
 
     def lay_out(self) -> None:
-        """Prepares the calls. The first run does this if it has not been done before."""
+        """Prepares the calls so that `run` can make them: lays out those of compiled kernels in memory. `run` does this by itself
+        if it was not done before."""
         if self._parts:
             return
         before: list[_Part] = []
@@ -132,11 +136,11 @@ class Replay:
         self._is_native = all(isinstance(part, _NativePart) for part in self._parts)
 
     def watch(self) -> None:
-        """Starts adding up the seconds of each call in `seconds`."""
+        """Makes each later `run` add the seconds of each call to the array `seconds` [calls], which begins with zeros."""
         self.seconds = np.zeros(len(self.calls))
 
     def _lay_out(self, first: int) -> list[_Part]:
-        """Returns the parts of the sequence's own calls, of which the first has the number `first`."""
+        """Returns this object's own calls (not those of `after`) as parts. first: the number of the first of these calls."""
         parts: list[_Part] = []
         run: list[_Forms] = []
         for at, call in enumerate(self._own, first):
@@ -153,7 +157,8 @@ class Replay:
         return parts
 
     def _forms(self, call: Call) -> _Forms | None:
-        """Returns a call's compiled forms, for one thread and for all threads; None if Python must make the call."""
+        """Returns a call's compiled kernel with its arguments, in the forms for one thread and for all threads (the same twice if
+        there is one form); None if Python must make the call."""
         kernel: Any = call.kernel
         vary = getattr(kernel, "forms", None)
         if vary is None:
@@ -172,15 +177,15 @@ class Replay:
 
 
 def _joined(before: list[_Part], behind: list[_Part]) -> list[_Part]:
-    """Returns both lists of parts as one; neighbouring native parts become one part."""
+    """Returns both lists of parts as one list. If `before` ends and `behind` begins with a native part, these become one part."""
     if before and behind and isinstance(before[-1], _NativePart) and isinstance(behind[0], _NativePart):
         return [*before[:-1], before[-1].followed_by(behind[0]), *behind[1:]]
     return before + behind
 
 
 class Drawing(Replay):
-    """The recorded sampling of tokens. Its calls write ids [N] and bad [N], as Ops.sample returns them. step: the decode step that
-    computes the logits and is run first; None: that step is run separately."""
+    """The recorded sampling of N tokens from logits. Its calls write ids [N] and bad [N], as Ops.sample returns them. step: the
+    decode step that computes the logits, whose calls are run first; None: the logits must be computed before `run`."""
 
     def __init__(self, calls: Sequence[Call], ids: IntArray, bad: BoolArray, step: DecodeProgram | None = None) -> None:
         super().__init__(calls, step)
@@ -188,8 +193,8 @@ class Drawing(Replay):
 
 
 class ChunkProgram(Replay):
-    """A recorded step with chunks of prompts. Its calls write the normed hidden states [T, width], and copy those of the tokens to
-    sample from to one place that all chunk programs share."""
+    """A recorded step with chunks of prompts. Its calls write the normed hidden states `hidden` [T, width], and copy those of the
+    tokens to sample from to memory that all chunk programs of the model share."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor) -> None:
         super().__init__(calls)
@@ -198,7 +203,7 @@ class ChunkProgram(Replay):
 
 class LogitsProgram(Replay):
     """The recorded computation of logits [N, V]. drawings: the sampling recorded for these logits, by (number of rows, whether all
-    are greedy). Those of a decode step include the step itself."""
+    rows are greedy). If the program is a decode step, its drawings run the step, too."""
 
     def __init__(self, calls: Sequence[Call], logits: Tensor) -> None:
         super().__init__(calls)
@@ -207,8 +212,8 @@ class LogitsProgram(Replay):
 
 
 class DecodeProgram(LogitsProgram):
-    """A recorded decode step. Its calls write the normed hidden states [N, width] and the logits [N, V]. Those of a stage that
-    makes no logits pass its states on; `logits` and `hidden` then mean nothing."""
+    """A recorded decode step of N rows. Its calls write the normed hidden states `hidden` [N, width] and the logits [N, V]. In a
+    pipeline stage that makes no logits the calls pass the states on; `logits` and `hidden` then mean nothing."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:
         super().__init__(calls, logits)
