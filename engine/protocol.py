@@ -330,8 +330,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokensOut(Message, frozen=True):
-    """The tokens of one step of one model. `counts` is empty if every request got exactly one token, `finish` if none ended. `ids`
-    includes the end id that stopped a sequence."""
+    """The tokens of one step of one model. ids: the tokens of each of request_ids in turn, counts[i] for request i; `counts` is
+    empty if every request got exactly one. `ids` includes the end id that stopped a sequence. finish: FINISH_... of each request;
+    empty if none ended."""
 
     model: str
     step_id: int
@@ -378,7 +379,8 @@ class PromptLogprobs(Message, frozen=True):
 
 
 class AdapterLoaded(Message, frozen=True):
-    """A LoRA adapter is in the device's memory, and the requests that waited for it run. seconds: time to read and copy it."""
+    """Says that a LoRA adapter is in the device's memory now, and that the requests that waited for it run. seconds: time to read
+    and copy the adapter. num_bytes: its size on the device."""
 
     model: str
     adapter: str

@@ -76,7 +76,8 @@ class CompilesKernels(Protocol):
     """A Runner whose kernels may still be compiling when it serves its first models."""
 
     def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
-        """Registers `tell`, which is called from other threads with all news about the kernels from now on."""
+        """Registers `tell`, which gets all news about the kernels: it is called with earlier news at once, and with later news from
+        other threads."""
         ...
 
 

@@ -205,7 +205,7 @@ class CpuOps:
         return out
 
     def pick(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
-        """Copies rows [N] int64 of x [T, W] to out [N, W]."""
+        """Copies the rows of x [T, W] with the indices rows [N] int64 to out [N, W]."""
         if not self._served(x, PLAIN):
             torch.index_select(x, 0, rows, out=out)
         else:

@@ -97,7 +97,7 @@ def _one_token(plan: BatchPlan, slots: IntArray, computed: IntArray) -> BatchPla
 
 
 def _padded(states: Tensor, going: LongArray, num_rows: int) -> Tensor:
-    """Returns the rows `going` of states [Q, W], and zeros up to num_rows."""
+    """Returns [num_rows, W]: the rows of states [Q, W] with the indices `going`, then rows of zeros."""
     out = states.new_zeros(num_rows, states.shape[1])
     out[: len(going)] = states[torch.from_numpy(going)]
     return out

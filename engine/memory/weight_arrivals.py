@@ -33,7 +33,7 @@ class WeightArrivals:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Resets the counts, because all bytes will arrive again."""
+        """Sets left_bytes to the full size of each group again, because all bytes will arrive again."""
         self.left_bytes = [0] * len(self.left_bytes)
         for begin, end, group in self._places:
             self.left_bytes[group] += end - begin

@@ -410,7 +410,8 @@ def latent_attention(
     scales: Tensor | None = None,
 ) -> None:
     """Computes latent attention token by token in the expanded form: query tokens[n] of queries [T, H (K + R)] attends to the first
-    contexts[n] positions of row rows[n]. Writes out [T, H V]. up [H, K + V, L]: LatentHeads.up of each head.
+    contexts[n] positions of row rows[n]. Writes to out [T, H V]. up [H, K + V, L]: LatentHeads.up of each head. kv, layer, scales:
+    as in gather_latents. block_table [R, B]. scale: factor of the scores.
 
     Keys and values are made of the latents, and the softmax is computed, in float32."""
     heads, _, rank = up.shape
@@ -850,7 +851,7 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Ten
 
 
 def gather_rows(table: Tensor, ids: Tensor, scale: float) -> Tensor:
-    """Returns the rows `ids` [T] of table [V, W] as [T, W], multiplied with scale in float32."""
+    """Returns the rows of table [V, W] with the indices ids [T], as [T, W], multiplied with scale in float32."""
     rows = functional.embedding(ids, table)
     return rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
 
