@@ -42,8 +42,9 @@ _BOUNDS = {
 
 
 def prepared(text: str) -> str:
-    """Returns the schema that llguidance is to follow in place of this one. Raises ValueError, with the place and the keyword, if
-    the schema cannot be narrowed. Text that is not a JSON object is returned as it is, for llguidance to refuse."""
+    """Returns the client's JSON schema, narrowed where llguidance would accept what the schema forbids, else unchanged. Raises
+    ValueError, with the place and the keyword, if it cannot be narrowed. Text that is not a JSON object is returned as it is, for
+    llguidance to refuse."""
     changed, schema, end = _decoded(text, 0)
     if schema is None or text[end:].strip(" \t\r\n"):
         return text
@@ -112,7 +113,8 @@ def _escaped(key: str) -> str:
 
 
 def _narrow(schema: Schema) -> bool:
-    """Narrows the schema in place and returns whether anything was changed. Raises ValueError if that is not possible."""
+    """Changes the schema and its subschemas in place so that llguidance accepts nothing that they forbid. Returns whether anything
+    was changed. Raises ValueError if that is not possible."""
     changed = False
     nodes = []
     for place, node in subschemas(schema):
@@ -131,8 +133,9 @@ def _narrow(schema: Schema) -> bool:
 
 
 def _hold_bounds(place: str, node: Schema) -> bool:
-    """Moves inward the bounds that llguidance does not hold exactly, and returns whether any was moved. Raises ValueError for
-    bounds that are not numbers or are too large."""
+    """Replaces the numeric bounds of one schema that llguidance does not hold exactly by the next number inside them that it does.
+    Returns whether any was replaced. place: JSON pointer to the schema, for errors. Raises ValueError for bounds that are not
+    numbers or are too large."""
     changed = False
     for key, (is_lower, is_exclusive) in _BOUNDS.items():
         if key not in node:
@@ -153,8 +156,8 @@ def _hold_bounds(place: str, node: Schema) -> bool:
 
 
 def _has_neighbours(nodes: list[Schema]) -> bool:
-    """Returns whether some schema has an exclusive whole bound and some schema an opposite bound less than 1 beyond it. They need
-    not be in the same schema, because allOf and references may combine them."""
+    """Returns whether some schema has an exclusive bound that is a whole number, and some schema an opposite bound less than 1
+    beyond that number. The two need not be in the same schema, because allOf and references may combine schemas."""
     numbers = {key: [node[key] for node in nodes if key in node] for key in _BOUNDS}
     whole_lower = {value for value in numbers["exclusiveMinimum"] if float(value).is_integer()}
     whole_upper = {value for value in numbers["exclusiveMaximum"] if float(value).is_integer()}
@@ -165,7 +168,8 @@ def _has_neighbours(nodes: list[Schema]) -> bool:
 
 
 def _close(node: Schema, key: str, bound: Decimal, is_lower: bool) -> None:
-    """Replaces the bound at `key` by the inclusive bound `bound`."""
+    """Replaces the bound at `key` by the inclusive bound `bound`. If the schema has an inclusive bound on that side already, the
+    tighter of the two stays."""
     value = int(bound) if bound == bound.to_integral_value() else float(bound)
     del node[key]
     inclusive = "minimum" if is_lower else "maximum"
@@ -173,7 +177,8 @@ def _close(node: Schema, key: str, bound: Decimal, is_lower: bool) -> None:
 
 
 def _beside(node: Schema, key: str, is_lower: bool) -> Decimal:
-    """Returns the inclusive bound that replaces the exclusive one at `key`: the next number inside it."""
+    """Returns the inclusive bound that replaces the exclusive one at `key`: the next number inside it that llguidance holds
+    exactly, or the next whole number if the schema is of type integer."""
     given, context = Decimal(repr(node[key])), _UP if is_lower else _DOWN
     if node.get("type") == "integer":
         bound = given.to_integral_value(ROUND_FLOOR) + 1 if is_lower else given.to_integral_value(ROUND_CEILING) - 1
@@ -185,8 +190,8 @@ def _beside(node: Schema, key: str, is_lower: bool) -> Decimal:
 
 
 def _inward(bound: Decimal, is_lower: bool) -> Decimal:
-    """Returns the next number that llguidance holds exactly: not below a lower bound, not above an upper one. Bounds that have no
-    such number were refused by _hold_bounds."""
+    """Returns the bound itself if llguidance holds it exactly, else the next number inside it that llguidance holds: above a lower
+    bound, below an upper one. Bounds without such a number were refused by _hold_bounds."""
     if _is_exact(bound):
         return bound
     if bound == bound.to_integral_value():
@@ -200,7 +205,7 @@ def _inward(bound: Decimal, is_lower: bool) -> Decimal:
 
 
 def _is_exact(value: Decimal) -> bool:
-    """Returns whether llguidance holds the number exactly."""
+    """Returns whether llguidance, which reads and writes numbers as 64-bit floats, holds this number exactly."""
     if value == value.to_integral_value():
         return abs(value) <= _WHOLE_LIMIT and int(float(value)) == int(value) == Decimal(repr(float(value)))
     _, digits, exponent = value.normalize(Context(prec=400)).as_tuple()
@@ -229,8 +234,8 @@ def _check_values(place: str, node: Schema) -> None:
 
 
 def _check_count(place: str, node: Schema) -> None:
-    """Raises ValueError for a minProperties above 1 unless as many properties are required: llguidance may write a property that
-    is not listed twice, and two of the same name count once."""
+    """Raises ValueError for a minProperties above 1, unless `required` lists at least as many properties. llguidance may write the
+    same property twice if the schema does not name it, and validators count two of the same name as one."""
     least = node.get("minProperties")
     if not isinstance(least, int) or least < 2 or ("type" in node and "object" not in str(node["type"])):
         return
@@ -241,8 +246,8 @@ def _check_count(place: str, node: Schema) -> None:
 
 
 def _without_leap_seconds(node: Schema) -> bool:
-    """Forbids second 60 in times, and returns whether the schema was changed. llguidance allows it at any time of day, RFC 3339 and
-    validators only where a day ends."""
+    """Forbids second 60 in times of one schema, and returns whether the schema was changed. llguidance allows second 60 at any time
+    of day; RFC 3339 and validators allow it only in the last minute of a day."""
     if node.get("format") not in ("time", "date-time") or not isinstance(node.get("allOf", []), list):
         return False
     node["allOf"] = [*node.get("allOf", []), {"pattern": WHOLE_MINUTE}]

@@ -25,13 +25,14 @@ GUESSING_S = 0.001  # time after which no more guesses are added to a draft, bec
 
 
 class GrammarError(Exception):
-    """Raised when a grammar cannot be followed, or not any further. The message says why, in words for the author of the
-    grammar."""
+    """Raised when a grammar cannot be followed, or cannot be followed any further. The message gives the reason in words for the
+    author of the grammar."""
 
 
 @dataclass(slots=True)
 class Matcher:
-    """The state of one request in its grammar. row: index, among num_rows, of the memory that its masks are written to."""
+    """One request's position in its grammar. row: index of the request's masks in the shared memory, below num_rows of Open. state:
+    llguidance's matcher, after the request's tokens so far. grammar: as in SamplingParams.grammar."""
 
     row: int
     state: LLMatcher
@@ -39,8 +40,8 @@ class Matcher:
 
 
 class Matchers:
-    """The matchers of one model's requests, by key. masks: the memory, at `address`, of masks of `row_bytes(vocab_size)` bytes,
-    rows_each for a request. Bit i of a mask says that token i is allowed next.
+    """The matchers of one model's requests, by key. masks: shared memory, which begins at `address`; each request's row of it has
+    rows_each masks of `row_bytes(vocab_size)` bytes. Bit i of a mask says that token i is allowed next.
 
     `start` may run in a thread while other methods are called."""
 
@@ -64,8 +65,9 @@ class Matchers:
         self._matchers: dict[int, Matcher] = {}
 
     def start(self, row: int, grammar: str, output: list[int]) -> tuple[Matcher, bool]:
-        """Returns (the matcher after `output`, whether its text is complete). The mask is written unless the text is complete.
-        Raises GrammarError."""
+        """Returns (a matcher of this grammar after the tokens in `output`, whether its text is complete). Unless the text is
+        complete, the mask of the tokens allowed next is written to row `row`. Raises GrammarError. `add` makes the matcher
+        known."""
         try:
             compiled = compile_grammar(grammar)
         except ValueError as error:
@@ -80,8 +82,8 @@ class Matchers:
         self._matchers[key] = matcher
 
     def advance(self, key: int, tokens: list[int]) -> bool | None:
-        """Takes a request's next tokens and returns whether its text is complete, or None for an unknown key. The mask is written
-        unless the text is complete. Raises GrammarError."""
+        """Advances a request's matcher by these tokens. Returns whether the text is complete, or None for an unknown key. Unless
+        the text is complete, the mask of the tokens allowed next is written. Raises GrammarError."""
         matcher = self._matchers.get(key)
         if matcher is None:
             return None
@@ -89,8 +91,9 @@ class Matchers:
         return self._ended(matcher.state, matcher)
 
     def draft(self, key: int, guesses: list[int]) -> Draft | None:
-        """Returns tokens that may follow a request's tokens, after `advance` has written its mask: tokens that the grammar forces,
-        and guesses as far as the grammar allows them. The mask after each of them is written. Returns None if there are none."""
+        """Returns a draft of tokens that may follow a request's tokens, or None if there are none: tokens that the grammar forces,
+        and `guesses` as far as the grammar allows them. Writes the mask after each drafted token. Called after `advance`, which has
+        written the mask before the draft."""
         matcher = self._matchers[key]
         if self._rows_each == 1 or not (guesses or matcher.state.compute_ff_tokens()):
             return None
@@ -111,9 +114,9 @@ class Matchers:
         return Draft(tokens, sure) if tokens else None
 
     def _goes_on(self, state: LLMatcher, matcher: Matcher, token: int, at: int) -> bool:
-        """Advances `state`, a copy of a matcher's state, by a token, and writes the mask after it to mask `at` of the request.
-        Returns False if the token is not allowed, or if it completes the text: it need not be drafted then, because nothing
-        follows."""
+        """Advances `state`, a copy of a matcher's state, by a token, and writes the mask after it to the request's mask number
+        `at`. Returns False if the token is not allowed, or if it completes the text: then there is no use in drafting it, because
+        nothing follows."""
         if token in self._end_ids or state.validate_tokens([token]) != 1:
             return False
         state.consume_token(token)

@@ -11,9 +11,9 @@ from engine.protocol import Message
 
 
 class Open(Message, frozen=True):
-    """The first message; answered by Opened. The masks are rows of ceil(vocab_size / 32) words in shared memory, one bit for each
-    token. A request has rows_each masks, one after the other: the tokens that may follow its tokens, then those that may follow
-    each token of its draft."""
+    """The first message: has the grammar process load a model's tokenizer. Answered by Opened. The masks are in shared memory, each
+    of ceil(vocab_size / 32) words with one bit for each token. A request has rows_each masks, one after the other: the tokens that
+    may follow its tokens, then those that may follow each token of its draft."""
 
     folder: str  # folder of the checkpoint, whose tokenizer.json is read
     vocab_size: int
@@ -42,7 +42,7 @@ class Advance(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
-    """Drops requests; their rows may be given to others afterwards."""
+    """Drops the state of these requests. Their rows of the shared memory may be given to other requests afterwards."""
 
     keys: list[int]
 
@@ -62,8 +62,8 @@ class Draft(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(Message, frozen=True):
-    """Says that the masks of these requests are written: the tokens allowed next, and those allowed after each token of a request's
-    draft. drafts: key -> draft, for requests that have one."""
+    """Says that the masks of these requests are written: the mask of the tokens allowed next, and one after each token of the
+    request's draft. drafts: key -> draft, for requests that have one."""
 
     keys: list[int]
     drafts: dict[int, Draft]
@@ -76,7 +76,7 @@ class Ended(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """Says why a request's grammar cannot be followed, or not any further."""
+    """Says that a request's grammar cannot be followed, or cannot be followed any further, and why."""
 
     key: int
     error: str

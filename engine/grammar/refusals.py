@@ -26,8 +26,9 @@ Words = str | Callable[[re.Match[str]], str]
 
 
 def plain(reason: str, grammar: str) -> str:
-    """Returns llguidance's reason in plain words. grammar: the client's, as in `SamplingParams.grammar`. UNKNOWN is returned
-    instead of words that contain llguidance's internal terms, unless the client's grammar contains these terms itself."""
+    """Returns llguidance's reason for refusing a grammar in plain words. grammar: the client's text, as in
+    `SamplingParams.grammar`. UNKNOWN is returned instead of words that contain llguidance's internal terms, unless the client's
+    grammar contains these terms itself."""
     placed = re.match(r"(?:at )?([0-9]+)\(([0-9]+)\): (.*)", reason, re.DOTALL)
     place = ""
     if placed:
@@ -57,7 +58,8 @@ def _is_plain(text: str, grammar: str) -> bool:
 
 
 def _regular_expression(found: re.Match[str]) -> str:
-    """Rewrites the regex crate's report, which consists of the expression, a line that marks the place, and the error."""
+    """Returns the error of a regular expression in one line: the expression, the character where it occurs, and the error. found:
+    group 1 is the regex crate's report of the expression and a line that marks the place, group 2 the error."""
     lines, error = found[1].split("\n"), found[2].replace("<=", "at most")
     if len(lines) != 2 or "^" not in lines[1]:
         return f"{_REGEX}: {error}"
@@ -97,7 +99,8 @@ def _not_json(found: re.Match[str]) -> str:
 
 
 def _expected(found: re.Match[str]) -> str:
-    """Says what Lark's parser expected and what it found."""
+    """Returns what Lark's parser expected, in plain words, and the text near which it expected it. found: groups 1 and 2 of the
+    parser's message are these two."""
     wanted, text = found[1], found[2]
     for name, words in _TOKENS.items():
         wanted = wanted.replace(name, words)

@@ -16,27 +16,28 @@ from scheduler.batch.plan import BatchPlan, SequenceTable
 
 @dataclass(slots=True)
 class RowMasks:
-    """rows [K]: indices of the constrained rows among the plan's sampling rows, ascending. bits [K, W]: if bit i of a row is set,
-    token i is allowed."""
+    """The masks of a step's constrained rows. request_ids: the requests of these K rows. rows [K]: the rows' indices among the
+    plan's sampling rows, ascending. bits [K, W]: bit i of a mask says that token i is allowed."""
 
     request_ids: list[int]
     rows: npt.NDArray[np.intp]
     bits: npt.NDArray[np.uint32]
 
     def allowed(self, at: slice, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """Returns the masks of index range `at` as booleans [len(at), V]."""
+        """Returns the masks of the constrained rows in slice `at` as booleans [rows, V]; True: the token is allowed."""
         return np.unpackbits(self.bits[at].view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def constrained_rows(plan: BatchPlan, table: SequenceTable) -> npt.NDArray[np.intp]:
-    """Returns the indices, among the plan's sampling rows, of the rows that may not sample every token."""
+    """Returns the indices, among the plan's sampling rows, of the rows that may not sample every token, because of a grammar or of
+    limits by token id."""
     slots = plan.slots[plan.samples]
     return np.flatnonzero(table.constrained[slots] | table.limited[slots])
 
 
 def hold_ends_back(bits: npt.NDArray[np.uint32], ids: list[int]) -> None:
-    """Clears the bits of `ids` in one mask [W], in place, unless no other bit is set: then the grammar is at its end, or the
-    request allows no other token."""
+    """Clears the bits of the end ids `ids` in one mask [W], in place, so that the text does not end yet. Leaves the mask alone if
+    no other bit is set: then the grammar is at its end, or the request allows no other token."""
     without = bits.copy()
     clear(without, ids)
     if without.any():
@@ -44,12 +45,12 @@ def hold_ends_back(bits: npt.NDArray[np.uint32], ids: list[int]) -> None:
 
 
 def holds_any(bits: npt.NDArray[np.uint32], ids: Iterable[int]) -> bool:
-    """Returns whether one mask [W] has the bit of any of `ids` set."""
+    """Returns whether the bit of any of the token ids `ids` is set in one mask [W]."""
     return any(bits[each >> 5] & np.uint32(1 << (each & 31)) for each in ids if 0 <= each < 32 * len(bits))
 
 
 def clear(bits: npt.NDArray[np.uint32], ids: Iterable[int]) -> None:
-    """Clears the bits of `ids` in one mask [W], in place."""
+    """Clears the bits of the token ids `ids` in one mask [W], in place. Ids outside the vocabulary are ignored."""
     for each in ids:
         if 0 <= each < 32 * len(bits):
             bits[each >> 5] &= np.uint32(0xFFFFFFFF ^ (1 << (each & 31)))

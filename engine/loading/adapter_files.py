@@ -18,8 +18,9 @@ from loader.safetensors import TensorRef
 
 
 def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAdapter:
-    """Reads an adapter of a model of this shape, which computes in dtype. Raises CheckpointError, which names the file and the
-    tensor or key, and CheckpointChanged."""
+    """Reads a LoRA adapter's files for a base model of this shape whose steps compute in `dtype`, the dtype of the result. Raises
+    CheckpointError, which names the file and the tensor or key, and CheckpointChanged if the files are not those of
+    source.fingerprint."""
     with open_adapter(source.path, source.fingerprint) as opened:
         layout = adapter_layout(opened.adapter, shape, ITEM_BYTES[dtype])
         data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
@@ -39,7 +40,8 @@ def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAd
 
 
 def _held(opened: OpenAdapter, tensor: TensorRef) -> Tensor:
-    """Returns a tensor as it is stored in the files. Raises CheckpointError if values, or their sum, are not finite."""
+    """Reads a tensor of an adapter, in the dtype and shape that its file gives it. Raises CheckpointError if values, or their sum,
+    are not finite."""
     values = torch.from_numpy(opened.read(tensor)).view(getattr(torch, DTYPE_OF[tensor.dtype])).view(tensor.shape)
     if not math.isfinite(values.sum(dtype=torch.float32).item()):
         raise CheckpointError(tensor.file, tensor.name, "holds values that are not finite")

@@ -16,9 +16,9 @@ KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
 
 
 def wait_for_kernels(prepared: Future[None], task: LoadTask) -> None:
-    """Waits until the device's kernels have been set up. Meanwhile it reports that the load has not begun, so that the wait does
-    not count as the load's time. prepared: is done when they are. Raises RuntimeError if that fails or takes longer than
-    KERNELS_LIMIT_S, and LoadCancelled."""
+    """Waits until `prepared` is done, that is, until the device's kernels have been set up. Meanwhile it reports a total of 0 bytes
+    to task.progress, so that the wait does not count as the load's time. Raises RuntimeError if setting up fails or takes longer
+    than KERNELS_LIMIT_S, and LoadCancelled."""
     until_s = time.monotonic() + KERNELS_LIMIT_S
     while not wait([prepared], TELL_EVERY_S).done:
         _still_waiting(task)
@@ -29,8 +29,9 @@ def wait_for_kernels(prepared: Future[None], task: LoadTask) -> None:
 
 
 class Compilation:
-    """A context in which a thread compiles a model's kernels while its weights are read. On leaving the context the thread ends,
-    and stops a compilation that nobody waits for any more. compiled: as Backend.need_kernels returns it."""
+    """A context in which a thread compiles a model's kernels while its weights are read. On leaving the context the compilation is
+    stopped if it still runs, and the thread has ended. compiled: the function that compiles them, as Backend.need_kernels returns
+    it (it is given a callable that raises to stop it); None: no kernels are needed."""
 
     def __init__(self, compiled: Callable[[Callable[[], None]], None] | None, task: LoadTask) -> None:
         self._compiled, self._task = compiled, task
@@ -52,8 +53,8 @@ class Compilation:
             self._thread.join()
 
     def wait(self) -> None:
-        """Waits until the kernels are compiled, reports that the load waits for them, and counts the time as spent on kernels.
-        Raises LoadCancelled, and the compilation's error."""
+        """Waits until the kernels are compiled. Meanwhile it reports that the load waits for them; the time is added to
+        task.kernels_seconds. Raises LoadCancelled, or the error that ended the compilation."""
         began_s = time.perf_counter()
         try:
             while not wait([self._ended], TELL_EVERY_S).done:
@@ -76,7 +77,8 @@ class Compilation:
 
 
 def _still_waiting(task: LoadTask) -> None:
-    """Reports that a load waits for kernels, so its time does not run. Raises LoadCancelled."""
+    """Reports a total of 0 bytes to task.progress, which means that the load waits for kernels and its time does not count. Raises
+    LoadCancelled if the load was cancelled."""
     task.progress(0, 0)
     if task.cancelled():
         raise LoadCancelled(f"{task.spec.model}: cancelled while it waited for kernels")
@@ -84,8 +86,9 @@ def _still_waiting(task: LoadTask) -> None:
 
 @contextmanager
 def time_of_kernels(task: LoadTask) -> Iterator[None]:
-    """Returns a context whose time counts as spent on kernels: a first load launches each kernel, which may compile it, and this
-    time says nothing about the drive's speed. The wait is reported meanwhile, for KERNELS_LIMIT_S at most."""
+    """Returns a context whose time is added to task.kernels_seconds. It is for a model's first launch of each kernel, which may
+    compile it: that time says nothing about the drive's speed. For KERNELS_LIMIT_S at most, the context reports that the load waits
+    for kernels."""
     began_s, over = time.perf_counter(), threading.Event()
 
     def tell() -> None:

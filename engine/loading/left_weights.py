@@ -21,8 +21,9 @@ log = logging.getLogger("engine")
 
 
 def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
-    """Checks whether the mapped range holds the weights that task.left describes, and returns the answer. gate: notified of the
-    bytes that have been checked. Raises LoadCancelled."""
+    """Returns whether the mapped range already holds the weights of task.left, which an earlier engine left there: their sizes and
+    checksums must agree. If so, the task's results say that they were adopted. gate: notified of the bytes whose checksum has been
+    computed; None: no step waits for them. Raises LoadCancelled."""
     left = task.left
     if left is None or left.num_bytes != weights.num_bytes:
         return False
@@ -56,8 +57,8 @@ def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: Weigh
 
 
 def checksum_of(memory: ChunkMemory, chunks: IntArray, num_bytes: int) -> int:
-    """Returns the checksum of weights that fill these chunks in that order. Reads the weights through the arena, so the model may
-    be evicted meanwhile."""
+    """Returns the checksum of num_bytes of weights that fill these chunks in their order. Reads the chunks through the device's
+    arena, so the model's own mapping may be removed meanwhile."""
     size, arena = memory.chunk_bytes, memory.arena.data_ptr()
     places = zip(chunks.tolist(), range(0, num_bytes, size), strict=False)
     return checksum.combined([memory.checksum(arena + chunk * size, min(size, num_bytes - at)) for chunk, at in places])

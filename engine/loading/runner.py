@@ -48,12 +48,14 @@ log = logging.getLogger("engine")
 
 
 class TorchRunner:
-    """The engine.contracts.loads.Runner for models that compute. backend: the device."""
+    """The Runner (engine.contracts.loads) for models that compute: it loads checkpoints onto one device and makes models of them.
+    backend: the device."""
 
     def __init__(
         self, backend: Backend, options: Configure, tier: HostTier | None = None, exchange: Exchange | None = None
     ) -> None:
-        """exchange: what this engine shares with others; None: it takes no share of a model that is split."""
+        """tier: the host tier; None: the daemon has none. exchange: the memory that this engine shares with engines of other
+        devices; None: it takes no share of a model that is split."""
         self.backend, self.compute_threads, self._options = backend, backend.compute_threads, options
         self.memory = memory = backend.memory
         self._ranges, self._kv_ranges, self._exchange = WeightRanges(memory), WeightRanges(memory), exchange
@@ -95,7 +97,8 @@ class TorchRunner:
 
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
         """Loads one model, or one share of a model that is split, while other models step. Raises CheckpointError (permanent),
-        CheckpointChanged, MemoryError, LoadCancelled, and ValueError for a share where the engine can have none."""
+        CheckpointChanged, MemoryError, LoadCancelled, and ValueError if the model is split and this engine shares no memory with
+        others."""
         spec, asked_s, backend, group = task.spec, time.perf_counter(), self.backend, task.spec.group
         share: DeviceShare | None = None
         if group is not None:
@@ -157,8 +160,8 @@ class TorchRunner:
         compilation: Compilation,
         files: FileCalls,
     ) -> GroupShare:
-        """Loads this device's share of a split model into the mapped range. Nothing of it outlives this engine, or is kept in the
-        host tier, and its KV is in a range of its own."""
+        """Loads this device's share of a split model into the mapped range `weights`. The share's KV gets an address range of its
+        own. None of its weights are kept in the host tier or left for a later engine."""
         spec, backend = task.spec, self.backend
         kv_chunks = [] if task.kv_chunks is None else task.kv_chunks.tolist()
         kv: WeightRange | None = None
@@ -183,8 +186,8 @@ class TorchRunner:
             raise
 
     def _in_memory(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None) -> bool:
-        """Fills the range without reading files, from weights left on the device or from a copy in the host tier. Returns whether
-        it holds the weights now."""
+        """Fills the range `weights` without reading files: with weights that an earlier engine left on the device, or else with a
+        copy in the host tier. Returns False if there is neither, or if neither proves good; the files must then be read."""
         for way, given in ((partial(adopt, self.memory), task.left), (self._copies.take, task.spec.source_slots)):
             if given:
                 if way(task, weights, gate):
@@ -202,8 +205,8 @@ class TorchRunner:
         gate: WeightGate | None,
         files: FileCalls,
     ) -> None:
-        """Reads the weights from files into the range, and copies them to the host tier if they are to be kept. Reads the plain
-        files if packed ones are damaged. files: opens and closes them."""
+        """Reads the weights from files into the range, and copies them to the host tier if the daemon asked for that. If packed
+        files are damaged and there are plain ones, it starts again with those. files: the thread that opens and closes files."""
         spec = task.spec
         layout = weight_layout(source.shape, spec.dtype, FORMATS[spec.quantize])
         places = [(begin, end) for begin, end, _ in parameter_places(layout)]
@@ -226,7 +229,8 @@ class TorchRunner:
     def _stream(
         self, task: LoadTask, source: OpenCheckpoint, weights: WeightRange, behind: Sequence[WeightGate | KeptCopy]
     ) -> None:
-        """Reads the weights into the range. behind: each is notified of the bytes that have landed."""
+        """Reads the weights of an opened checkpoint into the range. behind: objects that wait for bytes; each is told of all bytes
+        that have landed."""
 
         def landed(places: Places) -> None:
             for begin_bytes, end_bytes in places:
@@ -248,7 +252,8 @@ class TorchRunner:
 
 
 def _open(spec: LoadModel, files: FileCalls, *how: Any, **options: Any) -> OpenCheckpoint:
-    """Opens a model's checkpoint with the further arguments of open_checkpoint. Raises what that raises, and LoadCancelled."""
+    """Opens a model's checkpoint in the thread of `files`. how, options: further arguments of open_checkpoint. Raises what
+    open_checkpoint raises, and LoadCancelled."""
     try:
         return files.run(lambda: open_checkpoint(spec.path, spec.fingerprint, files.opened, *how, **options))
     except ReadCancelled as error:
@@ -256,7 +261,8 @@ def _open(spec: LoadModel, files: FileCalls, *how: Any, **options: Any) -> OpenC
 
 
 def _in_background(work: Callable[[], object]) -> Future[None]:
-    """Runs `work` in a thread that the process does not wait for at its end."""
+    """Runs `work` in a thread that the process does not wait for at its end. The returned future is done when `work` has returned,
+    and has its error if it raised one."""
     future: Future[None] = Future()
 
     def run() -> None:

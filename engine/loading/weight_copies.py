@@ -100,9 +100,10 @@ class WeightCopies:
 
 
 class KeptCopy:
-    """Copies a weight range to the host tier, piece by piece. Piece i, of slot_bytes bytes or less, is copied to the i-th slot as
-    soon as all its bytes that the read fills have landed. Threads of its own copy, so neither the readers nor a running step wait
-    for it."""
+    """Copies a weight range to slots of the host tier, piece by piece, while the weights are read. Piece i, of slot_bytes bytes or
+    less, is copied to the i-th slot as soon as all its bytes that the read fills have landed. Threads of its own copy, so neither
+    the readers nor a running step wait for it. places: [begin, end) in the range, in bytes, of everything that the read fills.
+    cancelled: asked between copies; True ends them. several: as in engine.memory.transfers.transfer."""
 
     def __init__(
         self,
@@ -132,8 +133,8 @@ class KeptCopy:
         self._start()
 
     def finish(self) -> list[int]:
-        """Waits for the last copies, once everything has landed. Returns the pieces' checksums. Raises TransferCancelled, or a
-        copy's error."""
+        """Waits for the last copies. Called once everything has landed. Returns the checksum of each piece. Raises
+        TransferCancelled, or the error of a copy."""
         assert max(self._arrivals.left_bytes, default=0) <= 0
         self._join()
         if self._error is not None:
@@ -141,7 +142,7 @@ class KeptCopy:
         return self._sums
 
     def stop(self) -> None:
-        """Stops copying, complete or not. Idempotent."""
+        """Stops copying, whether or not the copy is complete, and waits for the threads to end. Idempotent."""
         self._stopped = True
         self._join()
 
@@ -172,7 +173,8 @@ class KeptCopy:
 
 
 def _by_piece(places: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (begin, end, piece) for `places`, cut where pieces end."""
+    """Cuts byte ranges of the weight range where pieces of piece_bytes end. places: (begin, end) in bytes. Yields (begin, end,
+    index of the piece) for each part."""
     for begin, end in places:
         for piece in range(begin // piece_bytes, -(-end // piece_bytes)):
             yield max(begin, piece * piece_bytes), min(end, (piece + 1) * piece_bytes), piece

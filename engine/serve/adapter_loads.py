@@ -28,9 +28,10 @@ NO_ROOM_LIMIT_S = 5.0  # how long an adapter waits for room while nothing runs w
 
 @dataclass(slots=True)
 class AdapterRead:
-    """The reading of one adapter in a thread, and its result: `adapter` or `error`. is_prepared: the kernels are there, and began_s
-    is the time when reading the files began; before, it is the time when the kernels' compilation began. is_over: the loop has
-    taken in the result. overdue: its requests have failed; the thread may still wait for the file system."""
+    """The reading of one adapter in a thread, and its result: `adapter` or `error`. model: name of its base model. began_s: when
+    reading the files began if is_prepared is set (the kernels are there), else when compiling the kernels began. seconds: how long
+    reading took. is_over: the engine's loop knows that the thread has ended. overdue: the requests that waited for it have failed,
+    while the thread may still wait for the file system."""
 
     model: str
     source: AdapterSource
@@ -65,7 +66,8 @@ Fail = Callable[[int, str, str], None]  # (request id, code, error), as in Reque
 
 @dataclass(slots=True)
 class _OfModel:
-    """One model's adapters that are being loaded, by key. ahead: adapters wanted before a request names them, in order."""
+    """The adapters of one model that are being loaded, by their keys (adapter_identity). sources: where their files are. ahead:
+    adapters wanted before a request names them, in order. reads: reads under way, or whose adapters have found no room yet."""
 
     sources: dict[str, AdapterSource] = field(default_factory=dict)
     ahead: dict[str, None] = field(default_factory=dict)
@@ -74,8 +76,9 @@ class _OfModel:
 
 
 class AdapterLoads:
-    """The adapters that are being loaded into one device. No method is called while a step runs on the host. fail: ends a request.
-    await_steps: called before memory is written, so that no step is under way."""
+    """The adapters that are being loaded into one device. No method is called while a step runs on the host. memory: the device's;
+    None: it takes no adapters. reads: runs reads in threads. send: sends a message to the daemon. fail: ends a request with an
+    error. await_steps: called before device memory is written; returns when no step is under way."""
 
     def __init__(
         self,
@@ -92,14 +95,15 @@ class AdapterLoads:
         self._tried_version = -1  # the chunk pool's version when an adapter last found no room
 
     def why_not(self, served: ServedModel, source: AdapterSource) -> str:
-        """Returns why a request for this adapter cannot be taken, or "" after noting where its files are."""
+        """Returns why a request for this adapter cannot be taken, or "" if it can; in that case it records where the adapter's
+        files are."""
         if served.hosted.adapter_memory is None or self._memory is None:
             return f"model {served.spec.model} takes no adapters"
         self._of.setdefault(served.spec.model, _OfModel()).sources[adapter_identity(source)] = source
         return ""
 
     def bring(self, served: ServedModel, source: AdapterSource) -> None:
-        """Requests the load of an adapter before a request names it. If it cannot be read, or finds no room, that is only
+        """Has an adapter loaded before a request names it. If it cannot be read, or there is no room for it, that is only
         logged."""
         key = adapter_identity(source)
         if served.scheduler.adapters.keep(key):
@@ -110,7 +114,7 @@ class AdapterLoads:
             self._of[served.spec.model].ahead[key] = None
 
     def retire(self, served: ServedModel, source: AdapterSource) -> None:
-        """Drops an adapter once the requests that run with it have ended."""
+        """Drops an adapter from the device's memory once the requests that run with it have ended."""
         key = adapter_identity(source)
         if (own := self._of.get(served.spec.model)) is not None:
             own.ahead.pop(key, None)
@@ -118,12 +122,12 @@ class AdapterLoads:
         self._models.discard_returned()
 
     def is_wanted(self, served: ServedModel) -> bool:
-        """Returns whether any adapter of the model is to be read, for requests or ahead of them."""
+        """Returns whether any adapter of the model has yet to be loaded, for requests that wait or ahead of requests."""
         own = self._of.get(served.spec.model)
         return bool(served.scheduler.adapters.num_waiting or (own is not None and own.ahead))
 
     def forget(self, model: str) -> None:
-        """Drops what is known about a model that has left."""
+        """Drops what is known about the adapters of a model that has left the device."""
         self._of.pop(model, None)
 
     @property
@@ -132,7 +136,7 @@ class AdapterLoads:
         return any(own.reads for own in self._of.values())
 
     def ended(self, read: AdapterRead) -> None:
-        """Takes in a read that has ended; `look_after` handles it."""
+        """Marks a read as ended. The next `look_after` copies its adapter to the device, or fails the requests that wait for it."""
         read.is_over, read.overdue = True, False
         self._tried_version = -1
 
@@ -191,7 +195,8 @@ class AdapterLoads:
             self._give_up(served, key, "adapter_unavailable", f"its files do not answer: no sign of them for {READ_LIMIT_S:g} s")
 
     def _place(self, served: ServedModel, own: _OfModel, read: AdapterRead, key: str) -> bool:
-        """Copies a read adapter to the device and lets its requests run. Returns False if there is no room for it now."""
+        """Copies an adapter that has been read to the device, and lets the requests that wait for it run. Returns False if there is
+        no room for it now."""
         adapter, memory = read.adapter, self._memory
         assert adapter is not None
         assert memory is not None
@@ -216,8 +221,8 @@ class AdapterLoads:
         return True
 
     def _check_stuck(self, served: ServedModel, own: _OfModel, read: AdapterRead, key: str, now: float | None) -> None:
-        """Fails an adapter's requests once there has been no room for it for some time and nothing runs whose end could make some.
-        now: the current time; None if such work runs."""
+        """Fails the requests that wait for an adapter once there has been no room for it for NO_ROOM_LIMIT_S while nothing ran
+        whose end could make room. now: the current time; None: something runs whose end could make room."""
         if now is None:
             own.stuck_since_s.pop(key, None)
         elif now - own.stuck_since_s.setdefault(key, now) > NO_ROOM_LIMIT_S:
@@ -231,7 +236,7 @@ class AdapterLoads:
             self._give_up(served, key, "no_adapter_room", why)
 
     def _give_up(self, served: ServedModel, key: str, code: str, why: str) -> None:
-        """Fails the requests that wait for an adapter."""
+        """Fails all requests that wait for an adapter, with this code and reason, and stops loading it ahead of requests."""
         own = self._of[served.spec.model]
         own.ahead.pop(key, None)
         name = own.sources[key].name
@@ -241,5 +246,5 @@ class AdapterLoads:
 
 
 def _said(error: Exception) -> str:
-    """Returns an error as text, with its type if it is not about the files."""
+    """Returns an error as text for the client; the error's type comes first if it is not a CheckpointError."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

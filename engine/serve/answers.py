@@ -14,8 +14,9 @@ from scheduler.batch.plan import BatchPlan, LongArray, StepOutcome
 def answer(
     served: ServedModel, plan: BatchPlan, result: StepResult, outcome: StepOutcome, asked: LongArray
 ) -> TokensOut | EmbeddingsOut:
-    """Returns the message for a step. asked [N]: the requests of the plan's sampling rows; some may have ended meanwhile, and are
-    not in the outcome."""
+    """Returns the message to the daemon about a step: TokensOut, or EmbeddingsOut if the model embeds texts. outcome: what the
+    scheduler made of the result. asked [N]: the request ids of the plan's N sampling rows; requests that have ended meanwhile are
+    among them, but not in the outcome."""
     name = served.spec.model
     steps, seconds = served.tell_steps()
     if result.vectors is not None:
@@ -42,7 +43,8 @@ def answer(
 
 
 def of_first_tokens(told: TokenLogprobs, counts: Mapping[int, int]) -> TokenLogprobs | None:
-    """Returns the log-probabilities of the first counts[request_id] tokens of each request; None if there are none."""
+    """Returns the part of `told` that is about the first counts[request_id] tokens of each request, because later drafted tokens do
+    not count. Returns None if nothing is left."""
     left, ends = dict(counts), list(accumulate(told.counts))
     kept = []
     for at, request_id in enumerate(told.request_ids):

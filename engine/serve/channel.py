@@ -12,9 +12,9 @@ RECV_BYTES = 1 << 18
 
 
 def wait_until(sock: socket.socket | int, events: int, limit_s: float | None = None) -> bool:
-    """Blocks until a poll reports one of `events` (select.POLLIN, select.POLLOUT) or the end of the stream. Returns False if
-    limit_s seconds pass first; None: no limit. sock: a socket or its descriptor. select(2) is not used, because a daemon that holds
-    a device's memory has thousands of descriptors, and the engines it starts get higher numbers than select accepts."""
+    """Blocks until a poll reports one of `events` (select.POLLIN, select.POLLOUT) or the end of the stream, and returns True.
+    Returns False if limit_s seconds pass first; None: no limit. sock: a socket or its descriptor. It polls because select(2)
+    refuses high descriptor numbers, which engines get from a daemon that holds a device's memory in thousands of descriptors."""
     poller = select.poll()
     poller.register(sock, events)
     return bool(poller.poll(None if limit_s is None else limit_s * 1e3))
@@ -25,8 +25,8 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """The engine's end of the channel. A message goes to the kernel at once; bytes that the kernel does not take wait in a backlog,
-    which has `backlog_bytes` bytes now."""
+    """The engine's end of the channel to the daemon. A message goes to the kernel at once; bytes that the kernel does not take wait
+    in a backlog of `backlog_bytes` bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -81,7 +81,7 @@ class Channel:
         wait_until(self._sock, select.POLLOUT, limit_s)
 
     def wait_for_message(self) -> list[Any]:
-        """Blocks until at least one message has arrived, and returns all that have. Raises ChannelClosed."""
+        """Blocks until at least one message has arrived, and returns all messages that have arrived. Raises ChannelClosed."""
         while True:
             wait_until(self._sock, select.POLLIN)
             messages = self.receive()

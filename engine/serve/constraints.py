@@ -46,9 +46,10 @@ NO_DRAFT = Draft([], [])
 
 @dataclass(slots=True, eq=False)
 class Constrained:
-    """A request with a grammar. started: the process has received it (until then it is parked). working: the process has been asked
-    for a mask and has not answered. guessed: whether guesses were wanted with the last mask it was asked for. deaths: how often the
-    process died while working on this request."""
+    """A request with a grammar. key: its name in messages to the grammar process. output: its tokens so far. started: the process
+    has received the request (until then it is parked). working: the process has been asked for a mask and has not answered.
+    guessed: the scheduler wanted guesses with the last mask that was asked for. deaths: how often the process died while working on
+    this request."""
 
     key: int
     request: BatchRequest
@@ -64,8 +65,8 @@ class Constrained:
 
 @dataclass(slots=True)
 class ModelGrammars:
-    """The grammar process of one model, and its requests. num_awaited: requests in the batch scheduler that the process is
-    working on."""
+    """The grammar process of one model, and the requests that it follows. free_rows: unused rows of its mask memory. opened: it has
+    loaded the model's tokenizer. num_awaited: number of requests in the batch scheduler whose masks are being computed."""
 
     served: ServedModel
     port: GrammarPort
@@ -105,9 +106,9 @@ class Constraints:
     # ---- requests
 
     def submit(self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int]) -> list[End]:
-        """Takes a request that is not in the batch scheduler yet; without a grammar it is passed on to the scheduler at once.
-        `output`: tokens it produced before, if it is submitted again. Returns its end if no token is allowed next, otherwise
-        an empty list."""
+        """Takes a request that is not in the batch scheduler yet. One without a grammar is passed on to the scheduler at once, one
+        with a grammar when its first mask is ready. output: tokens that it produced before, if it is submitted again. Returns the
+        request's end if its limits allow no next token, otherwise an empty list."""
         name = served.spec.model
         if params.is_limited:
             limits = TokenLimits(name, params, served.hosted.vocab_size, output)
@@ -179,8 +180,8 @@ class Constraints:
         return RowMasks(request_ids, rows, bits)
 
     def _mask(self, grammars: ModelGrammars | None, request_id: int, draft: list[int]) -> npt.NDArray[np.uint32]:
-        """Returns the mask [W] of the tokens that both grammar and limits allow after a draft, which may be empty. The mask allows
-        at least one token and must not be written to."""
+        """Returns the mask [W] of the tokens that both the request's grammar and its limits allow after a draft, which may be
+        empty. The mask allows at least one token and must not be written to."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         limits = self._limits.get(request_id)
         if grammars is None or each is None:
@@ -192,8 +193,9 @@ class Constraints:
     def _hold_ends_back(
         self, grammars: ModelGrammars | None, request_id: int, num_drafted: int, bits: npt.NDArray[np.uint32], ends: list[int]
     ) -> None:
-        """Clears the end ids that are not allowed yet (min_tokens, ignore_eos) in the mask after num_drafted drafted tokens, in
-        place. If no other token is allowed they stay: they may then be sampled without ending the text (class Endings)."""
+        """Clears the end ids that are not allowed yet (min_tokens, ignore_eos) in one mask [W], in place. If no other token is
+        allowed, they stay and may be sampled without ending the text (scheduler's class Endings). num_drafted: drafted tokens
+        before the mask's position. ends: the model's end ids."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         if each is not None:
             params, num_output = each.params, len(each.output)
@@ -242,8 +244,8 @@ class Constraints:
             self._send(grammars, Advance(keys, told, counts if len(told) > len(keys) else [], guesses))
 
     def ready(self, served: ServedModel) -> list[End]:
-        """Prepares the model's next step: waits up to GRACE_S for masks that are nearly ready, and ends requests for which no token
-        is left. Returns the ends, as `receive` does."""
+        """Prepares the model's next step: waits up to GRACE_S for masks that are nearly ready, and takes requests for which no
+        token is left out of the scheduler. Returns the ends of requests, for the engine to report."""
         model = served.spec.model
         grammars = self._models.get(model)
         ends: list[End] = []
@@ -260,8 +262,9 @@ class Constraints:
         return ends
 
     def receive(self) -> list[End]:
-        """Handles the grammar processes' answers that have arrived: requests whose mask is ready are submitted to the scheduler or
-        released in it; requests that have ended are removed from it. Returns the ends."""
+        """Processes the answers of all grammar processes that have arrived. A request whose mask is ready is submitted to the
+        scheduler, or released if the scheduler holds it; a request that has ended is removed from it. Returns the ends of requests,
+        for the engine to report."""
         ends: list[End] = []
         ready = {fd for fd, _ in self._poller.poll(0)}
         for model, grammars in list(self._models.items()):
@@ -345,7 +348,8 @@ class Constraints:
     def _fail(
         self, model: str, grammars: ModelGrammars, those: list[Constrained], error: str, code: str = "unsupported_grammar"
     ) -> list[End]:
-        """Removes requests from the scheduler and the records, and returns their ends. error: "" if their texts are complete."""
+        """Removes requests from the scheduler and from the records. Returns their ends, with this error and code. error: "" if
+        their texts are complete."""
         ends = []
         for each in those:
             request_id = each.request.request_id
@@ -355,7 +359,8 @@ class Constraints:
         return ends
 
     def _restart(self, model: str, grammars: ModelGrammars, reason: str) -> list[End]:
-        """Starts the grammar process again after its death and parks its requests. Returns the ends of those that fail."""
+        """Starts a model's grammar process again after its death, and parks its requests until it has opened. Returns the ends of
+        requests that fail, because it died MAX_DEATHS times while working on them. reason: of the death, for the log."""
         suspects = [each for each in grammars.by_id.values() if each.working or not grammars.opened]
         for each in suspects:
             each.deaths += 1
@@ -393,7 +398,7 @@ class Constraints:
 
 
 def _tokens_of(outcome: StepOutcome) -> dict[int, list[int]]:
-    """Returns request id -> its tokens of a step."""
+    """Returns each request's tokens of a step: request id -> token ids."""
     told = iter(outcome.ids)
     counts = outcome.counts or [1] * len(outcome.request_ids)
     return {request_id: list(islice(told, count)) for request_id, count in zip(outcome.request_ids, counts, strict=True)}

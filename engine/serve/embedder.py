@@ -1,5 +1,5 @@
-"""The requests of one encoder. Tenants get a fair share (scheduler/fair_queue.py), and a step takes as many texts as its tokens
-allow.
+"""Queues and computes the requests of one encoder. Tenants get a fair share (scheduler/fair_queue.py), and a step takes as many
+texts as its limit of tokens allows.
 
 Each request is computed whole, in one step, so nothing of it is kept between steps.
 """
@@ -21,7 +21,8 @@ MAX_TEXTS = 4096  # most texts in one step: as many requests as the step journal
 
 @dataclass(slots=True)
 class Embedder:
-    """A loaded encoder and its waiting requests. max_tokens: limit of one step; only a step of a single text may have more."""
+    """A loaded encoder and the requests that wait for it. max_tokens: most tokens of one step; a step of a single text may have
+    more."""
 
     spec: LoadModel
     hosted: HostedEncoder
@@ -32,7 +33,7 @@ class Embedder:
     _costs: StepCosts = field(default_factory=StepCosts)
 
     def submit(self, message: Submit) -> str:
-        """Queues a request. Returns why it is refused, or "" if it is queued."""
+        """Queues a request for vectors or scores. Returns why it is refused, or "" if it is queued."""
         limit, vocab_size = self.spec.max_model_len, self.hosted.vocab_size
         if message.task != self.hosted.task:
             return f"model {self.spec.model} does not do task {message.task}"
@@ -65,7 +66,8 @@ class Embedder:
         return chosen
 
     def expected_s(self, request_ids: list[int]) -> float:
-        """Returns the usual seconds of a step of these requests; 0.0 if too few steps of its size have run."""
+        """Returns the usual device seconds of a step that computes these waiting requests; 0.0 if too few steps of that size have
+        run."""
         return self._costs.firm_seconds(self._num_tokens(request_ids))
 
     def forget_costs(self) -> None:
@@ -76,7 +78,8 @@ class Embedder:
         return sum(len(self.waiting[request_id]) for request_id in request_ids)
 
     def step(self, request_ids: list[int], step_id: int) -> tuple[EmbeddingsOut, list[RequestFailed]]:
-        """Computes one step. Returns the vectors or scores, and the failed requests; each request is in one of the two."""
+        """Computes the requests that `next_texts` returned. Returns the message with the vectors or scores, and the failures: of
+        requests whose result is not finite. Each request is in one of the two."""
         num_tokens = self._num_tokens(request_ids)
         second_at = [self._second_at.pop(request_id, 0) for request_id in request_ids]
         vectors, seconds = self.hosted.embed([self.waiting.pop(request_id) for request_id in request_ids], second_at)

@@ -21,12 +21,12 @@ from engine.serve.channel import wait_until
 
 
 class ProcessDied(Exception):
-    """Raised when the grammar process has ended. `close` this port and open another."""
+    """Raised when a model's grammar process has ended. The caller closes this GrammarPort and opens another."""
 
 
 class GrammarPort:
-    """A running grammar process. masks [num_rows, rows_each, W] uint32: written by the process, and readable after its death until
-    `close`."""
+    """A running grammar process of one model. masks [num_rows, rows_each, W] uint32: written by the process, one row for each
+    request (engine/grammar/messages.py, Open); readable after the process's death until `close`."""
 
     def __init__(self, vocab_size: int, num_rows: int, rows_each: int = 1) -> None:
         num_bytes = num_rows * rows_each * row_bytes(vocab_size)

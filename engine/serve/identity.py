@@ -1,4 +1,5 @@
-"""Computes the identities of keys and values: KV of one load may be used in another only if its identities are the same."""
+"""Computes the identities of keys and values: KV of one load of a model may be used in another load only if the identities are the
+same."""
 
 from __future__ import annotations
 
@@ -6,21 +7,22 @@ from engine.protocol import AdapterSource, LoadModel
 
 
 def weights_identity(spec: LoadModel) -> str:
-    """Returns a name of the files and the weight format, because weights in another format give different keys and values."""
+    """Returns an identity of a model's files and its weight format, because weights in another format give other keys and
+    values."""
     return spec.fingerprint + spec.quantize
 
 
 def kv_identity(spec: LoadModel) -> str:
-    """Returns a name of the dtypes in which keys and values are computed and stored, and of whether a predictor's are among
-    them."""
+    """Returns an identity of the dtypes in which a model's keys and values are computed and stored, and of whether its predictor's
+    keys and values are among them."""
     return spec.dtype + spec.kv_cache_dtype + (spec.speculator if spec.predicts else "")
 
 
 def adapter_identity(source: AdapterSource) -> str:
-    """Returns a name of an adapter's files, because rows with another adapter have different keys and values."""
+    """Returns an identity of an adapter's name and files, because rows with another adapter have other keys and values."""
     return f"{source.name}\0{source.fingerprint}"
 
 
 def adapter_name(identity: str) -> str:
-    """Returns the adapter's name from the result of adapter_identity."""
+    """Returns the name of the adapter that has this adapter_identity."""
     return identity.partition("\0")[0]

@@ -17,8 +17,9 @@ _BOUNDED = ("window", "chunked", "state")
 
 
 def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkPool, max_num_batched_tokens: int) -> KVCache:
-    """Returns a model's KV cache. Raises MemoryError if the reserved chunks are not free, ValueError for KV groups this engine
-    cannot hold."""
+    """Makes a model's KV cache, which draws from `chunks`. groups: the model's KV groups; each gets its part of the reserved chunks
+    (split_reserve). Raises MemoryError if the reserved chunks are not free, ValueError for KV groups that this engine cannot
+    hold."""
     for group in groups:
         if group.kind not in KINDS or (group.kind in _BOUNDED) != (group.window_tokens > 0):
             raise ValueError(
@@ -40,8 +41,9 @@ def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkP
 
 
 def split_reserve(num_chunks: int, needs: Sequence[int]) -> list[int]:
-    """Returns each group's part of num_chunks. needs: the chunks that a sequence of full length needs in each group; parts are
-    proportional if there are fewer chunks. The first group gets what is left over."""
+    """Divides num_chunks reserved chunks among a model's KV groups, and returns each group's number. needs: the chunks that a
+    sequence of full length needs in each group. Each group gets its need, or, if there are fewer chunks, a proportional part. The
+    first group gets the chunks left over."""
     total = sum(needs)
     parts = list(needs) if num_chunks >= total else [num_chunks * need // total for need in needs]
     parts[0] += num_chunks - sum(parts)

@@ -12,9 +12,9 @@ VECTOR_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)  
 
 
 def batch_request(message: Submit, spec: LoadModel, vocab_size: int) -> BatchRequest | RequestFailed | None:
-    """Returns the batch scheduler's form of a request. Returns RequestFailed if the request is not valid, None if it already has
-    all its tokens. A text to be embedded (its params are VECTOR_PARAMS) may have max_model_len tokens, since no token follows
-    it."""
+    """Returns the batch scheduler's form of a request. Returns RequestFailed if the request is not valid, None if its `output`
+    already has all the tokens it may have. A text to be embedded (its params are VECTOR_PARAMS) may have max_model_len tokens,
+    since no token follows it."""
     embeds = message.task == "embed"
     request_id, params, limit = message.request_id, message.params, spec.max_model_len + embeds
     try:

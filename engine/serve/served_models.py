@@ -38,7 +38,7 @@ DRAFTERS: dict[str, Drafter | None] = {"none": None, "prompt-lookup": looked_up,
 
 
 class Arena(Protocol):
-    """The interface to the device memory of all chunks."""
+    """The interface to the device memory of all chunks, as one range of addresses."""
 
     def discard(self, chunk: int, num_chunks: int, /) -> None:
         """Gives the memory of a run of chunks back to the system; its content is lost."""
@@ -51,8 +51,8 @@ class Arena(Protocol):
 
 @dataclass(slots=True)
 class Place:
-    """The chunks of one model: the chunks of its weights and, while it loads, those held for its reserved KV. owns_kv: True for a
-    share of a split model, whose KV chunks stay its own until it is evicted instead of going to a BlockPool."""
+    """The chunks of one model: those of its weights and, while it loads, those held for its reserved KV. owns_kv: True for a share
+    of a split model, whose KV chunks belong to it until it is evicted instead of going to a BlockPool."""
 
     weights: IntArray
     kv: IntArray
@@ -62,7 +62,7 @@ class Place:
 
 @dataclass(slots=True)
 class ServedModel:
-    """A loaded model, its sequences, and the limits of its steps."""
+    """A loaded model, the scheduler of its sequences, the chunks of its weights, and the limits of its steps."""
 
     spec: LoadModel
     hosted: HostedModel
@@ -81,15 +81,16 @@ class ServedModel:
 
     @property
     def most_under_way(self) -> int:
-        """How many of its steps may be under way while the engine does other work: one if the device runs it by itself, or one for
-        each stage beyond the first."""
+        """How many of this model's steps may be under way while the engine does other work: 1 if the device runs a step by itself,
+        the number of stages less 1 if the model is split, else 0."""
         if self.share is not None:
             return self.share.num_stages - 1
         return int(self.ahead is not None)
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is split and has lost a device. It then takes no requests and runs no steps until it is evicted."""
+        """Whether this model is split and has lost one of its devices. It then takes no requests and runs no steps until it is
+        evicted."""
         return self.share is not None and self.share.is_broken
 
     def tell_steps(self) -> tuple[int, float]:
@@ -100,12 +101,13 @@ class ServedModel:
 
 
 class ServedModels:
-    """All models loaded on one device. Not called while a step runs."""
+    """All models loaded on one device, and the chunks of the device's memory. No method is called while a step runs."""
 
     def __init__(
         self, configure: Configure, arena: Arena | None, left: Sequence[WeightsHeld] = (), compute_threads: int = 1
     ) -> None:
-        """compute_threads: Runner.compute_threads. left: weights that an earlier engine left in the arena."""
+        """compute_threads: Runner.compute_threads. left: weights that an earlier engine left in the arena. arena: None if the
+        models have no device memory (null models)."""
         self.by_name: dict[str, ServedModel] = {}
         self.embedders: dict[str, Embedder] = {}
         self.followed: dict[str, GroupShare] = {}  # shares of models that other engines lead; they have no turns here
@@ -135,7 +137,7 @@ class ServedModels:
         return busy + [name for name, embedder in self.embedders.items() if embedder.waiting]
 
     def next(self, busy: Sequence[str]) -> str | None:
-        """Returns the busy model whose step is next; None if none is busy."""
+        """Returns the busy model that runs the next step, by turns; None if none is busy. busy: names, as `busy` returns them."""
         return self.turns.next(busy, self._backlogged(busy))
 
     def room_of(self, served: ServedModel, busy: Sequence[str]) -> StepRoom:
@@ -160,10 +162,10 @@ class ServedModels:
                 log.info("%s: steps of every size are captured", model.name)
 
     def to_capture_between(self, served: ServedModel, plan: BatchPlan) -> CapturesSteps | None:
-        """Returns the model of which one step size is to be captured after this step; None: none. A size is captured after every
+        """Returns the model, if one of its step sizes is to be captured after this step; else None. A size is captured after every
         16th step that only decoded (CAPTURE_EVERY_DECODES), if capturing takes only the interpreter and no other model is busy.
-        Otherwise a model that has requests ever since its load would never be idle, and the first prompt beside its streams would
-        find no size captured."""
+        Without this, a model that always has requests would never be idle, and no size would be captured when a prompt arrives
+        beside its streams."""
         if served.captures is None or served.ahead is not None or not plan.all_decode:
             return None
         served.num_decodes += 1
@@ -172,7 +174,8 @@ class ServedModels:
         return None
 
     def charge(self, served: ServedModel, plan: BatchPlan, seconds: float, proposed: Proposed | None = None) -> None:
-        """Accounts for a step that took `seconds` of device time, not counting the predictor's time in `proposed`."""
+        """Accounts for a step that took `seconds` of device time: to the model's turn, its learned costs and its tenants. The
+        predictor's time, which is in `proposed`, is not in `seconds` and is added."""
         served.limits.note(plan, seconds)
         if proposed is not None:
             if plan.all_decode:
@@ -187,7 +190,7 @@ class ServedModels:
         return name in self.by_name or name in self.embedders or name in self.followed
 
     def take_place(self, spec: LoadModel) -> Place:
-        """Takes the chunks that a model will own, before its load. Raises MemoryError and takes none if there are too few."""
+        """Takes the chunks that a model will own, before its load. Raises MemoryError, and takes none, if there are too few."""
         left = self._left_of(spec)
         weights = self.chunks.take_left(spec.model) if left is not None else np.zeros(0, np.int32)
         kv = weights[:0]
@@ -212,15 +215,15 @@ class ServedModels:
         self.discard_returned()
 
     def _own_kv(self, place: Place) -> None:
-        """Turns the chunks that are held for a share's reserved KV into chunks that the share owns."""
+        """Turns the chunks that are held for the reserved KV of a split model's share into chunks that the share owns."""
         self.chunks.release_hold(place.kv)
         self.chunks.take(place.kv, reserved=True)
         place.owns_kv = True
 
     def make(self, spec: LoadModel, hosted: HostedModel, place: Place) -> ServedModel:
-        """Makes a model that is not served yet (`add` does that). A split model has only its reserved chunks for KV, in which
-        blocks have the same numbers on all ranks. Raises MemoryError if the reserved chunks are not free, ValueError for KV that
-        this engine cannot hold."""
+        """Makes a ServedModel of a loaded model; it is not in service before `add`. A split model has only its reserved chunks for
+        KV, in which blocks have the same numbers on all ranks. Raises MemoryError if the reserved chunks are not free, ValueError
+        for KV groups that this engine cannot hold."""
         share = hosted if isinstance(hosted, GroupShare) else None
         max_tokens, num_stages = self._configure.max_num_batched_tokens, 1 if share is None else share.num_stages
         if num_stages > 1:
@@ -257,8 +260,8 @@ class ServedModels:
         return ServedModel(spec, hosted, scheduler, place, pace, ahead, captures, share)
 
     def make_room(self, served: ServedModel, num_chunks: int) -> int:
-        """Frees chunks for an adapter of this model: first other models' chunks, then its own by dropping cached prefixes. Returns
-        how many chunks came back to the lease."""
+        """Frees up to num_chunks chunks for an adapter of this model: first idle adapters and other models' chunks, then, if that
+        gave none, its own by dropping cached prefixes. Returns how many chunks came back to the KV lease."""
         given = self._reclaim(served.spec.model, num_chunks, for_kv=False)
         return given or self.compaction.give_up_prefixes(served.scheduler, num_chunks)
 
@@ -290,8 +293,8 @@ class ServedModels:
         self._unscheduled_places[share.name] = place
 
     def remove_unscheduled(self, name: str) -> bool:
-        """Removes an encoder, whose requests are dropped, or a followed share, and frees its memory. Returns False if it is not
-        loaded."""
+        """Removes an encoder, whose requests are dropped, or a share that another engine leads, and frees its memory. Returns False
+        if there is none of this name."""
         embedder, share = self.embedders.pop(name, None), self.followed.pop(name, None)
         if embedder is not None:
             self.turns.remove(name)
@@ -305,7 +308,7 @@ class ServedModels:
 
     def detach(self, name: str) -> ServedModel | None:
         """Takes a model out of service and returns it. Its KV and weights stay in place until `free`; its adapters are dropped at
-        once. Returns None if it is not loaded."""
+        once. Returns None if no model of this name is in service."""
         served = self.by_name.pop(name, None)
         if served is not None:
             self.turns.remove(name)
@@ -316,15 +319,15 @@ class ServedModels:
         return served
 
     def free(self, served: ServedModel) -> None:
-        """Frees the memory of a model that was taken out of service or never served."""
+        """Frees the memory of a model that `detach` returned, or that was made but never added."""
         self.chunks.num_leaving -= served.num_leaving_chunks
         served.scheduler.close()
         served.hosted.release()
         self.give_up_place(served.place)
 
     def set_lease(self, lease_chunks: int) -> None:
-        """Sets the KV lease, and gives chunks back until those drawn from it fit: idle adapters leave and sparse chunks are emptied
-        first, then cached prefixes are dropped, then the newest sequences are preempted."""
+        """Sets the KV lease, in chunks. If more chunks are in use than that, chunks are given back until it is kept: idle adapters
+        leave, sparse chunks are emptied, then cached prefixes are dropped, then the newest sequences are preempted."""
         self.chunks.set_lease(lease_chunks)
         self._give_up_idle_adapters(-self.chunks.room_chunks)
         drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.kv.num_drawn_chunks]
@@ -343,7 +346,8 @@ class ServedModels:
         self.discard_returned()
 
     def discard_returned(self) -> None:
-        """Gives the memory of returned chunks back to the system if more chunks have physical memory than the limit allows."""
+        """Gives the memory of freed chunks back to the system, as far as more chunks have physical memory than the device's budget
+        leaves beside the work space."""
         for first_chunk, num_chunks in self.chunks.take_discards():
             if self._arena is not None:
                 self._arena.discard(first_chunk, num_chunks)
@@ -372,8 +376,8 @@ class ServedModels:
     # ---- weights that an earlier engine left
 
     def _take_over(self, left: Sequence[WeightsHeld]) -> None:
-        """Keeps the weights that an earlier engine left in their chunks; gives the memory of all other chunks back to the
-        system."""
+        """Keeps the chunks of the weights that an earlier engine left on the device, and gives the memory of all other chunks back
+        to the system."""
         for weights in left:
             try:
                 self.chunks.leave(weights.model, np.array(weights.chunks, np.int32))
@@ -388,8 +392,8 @@ class ServedModels:
         log.info("an engine before this one has left %.2f GiB of weights: %s", num_bytes / 2**30, ", ".join(self._left))
 
     def _left_of(self, spec: LoadModel) -> WeightsHeld | None:
-        """Returns the weights that this load needs, if an earlier engine left them on the device. Gives up other weights left under
-        the model's name."""
+        """Returns the weights that this load needs, if an earlier engine left them on the device, else None. Frees the chunks of
+        weights of the same name that do not fit the load (other files, dtype or format)."""
         left = self._left.pop(spec.model, None)
         if left is None or spec.model not in self.chunks.left:
             return None
@@ -401,9 +405,9 @@ class ServedModels:
         return left
 
     def _reclaim(self, wanting: str, num_chunks: int, for_kv: bool = True) -> int:
-        """Frees chunks for the model `wanting`: idle adapters of any model leave, then sparse chunks of other models are emptied,
-        then their cached prefixes are dropped. for_kv: adapters that no request has used yet leave, too. Returns how many chunks
-        came back to the lease."""
+        """Frees up to num_chunks chunks for the model `wanting`: idle adapters of any model leave, then sparse chunks of other
+        models are emptied, then other models' cached prefixes are dropped. for_kv: whether adapters that no request has used yet
+        leave, too, after all that. Returns how many chunks came back to the KV lease."""
         given = self._give_up_idle_adapters(num_chunks, new_ones=False)
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):
             for name, served in self.by_name.items():

@@ -6,8 +6,8 @@ from engine.protocol import LoadModel
 
 
 def why_not_split(spec: LoadModel) -> str:
-    """Returns why a model cannot be split over devices as this message asks, or "" if it can. The daemon never asks for such a
-    load."""
+    """Returns why this engine cannot load a share of a split model as the message asks, or "" if it can or the model is not split.
+    The daemon never sends a load that is refused here."""
     group = spec.group
     if group is None:
         return ""
