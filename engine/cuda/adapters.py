@@ -22,8 +22,9 @@ from scheduler.batch.plan import IntArray, SequenceTable
 
 
 class _OnDevice(NamedTuple):
-    """The tables that kernels read. places [M, A] int64, ranks [M, A] int32: as in BatchAdapters. of_slots [S + 1] int32: the
-    adapter of each slot, -1: none. Slot S, at which padding rows point, has none. memory: the arena in the model's dtype."""
+    """The tables that kernels read. places [M, A] int64: the first element of an adapter's matrices for a product in `memory`, -1:
+    none; ranks [M, A] int32: their LoRA rank. of_slots [S + 1] int32: the adapter number of each slot, -1: none. Slot S, at which
+    padding rows point, has none. memory: the arena as a flat tensor in the model's dtype."""
 
     places: Tensor
     ranks: Tensor
@@ -32,9 +33,10 @@ class _OnDevice(NamedTuple):
 
 
 class DeviceAdapterMemory(AdapterTables):
-    """An engine.contracts.adapters.AdapterMemory. The device's tables are made for the first adapter and then never move, because
-    graphs read them; their content changes in the order of the steps. bound: one of the kernels' RANK_BOUNDS, at least the rank of
-    every adapter so far; 0 before the first adapter.
+    """The LoRA adapters of one model on a GPU (an AdapterMemory of engine.contracts.adapters). The device's tables are allocated
+    for the first adapter and then never move, because graphs read them; changes of their content take effect between the steps
+    launched before and after. bound: one of the kernels' RANK_BOUNDS, at least the rank of every adapter so far; 0 before the first
+    adapter.
 
     dtype: the model's. arena: the device's KV memory as uint8. prepare: compiles the kernels of adapters. bound_grew: called when
     `bound` has grown, so that steps with adapters must launch other grids."""
@@ -81,7 +83,7 @@ class DeviceAdapterMemory(AdapterTables):
             self.clear(number)
 
     def _send(self, number: int) -> None:
-        """Sends an adapter's columns of the tables to the device."""
+        """Sends column `number` of the host's tables to the device's."""
         num_products, width = self.places.shape
         at = np.arange(num_products, dtype=np.int32) * np.int32(width) + np.int32(number)
         columns = {"words": np.stack((2 * at, 2 * at + 1), axis=1).reshape(-1), "at": at}
@@ -93,7 +95,8 @@ class DeviceAdapterMemory(AdapterTables):
     # ---- adapters of a step
 
     def update(self, slots: IntArray, table: SequenceTable) -> bool:
-        """Sends the adapters of the step's slots that have changed. Returns whether any of the slots has an adapter."""
+        """Tells the device the adapters of the step's slots, where they have changed. Returns whether any of these slots has an
+        adapter."""
         if not self.bound:
             return False
         now = table.adapter[slots]
@@ -106,7 +109,8 @@ class DeviceAdapterMemory(AdapterTables):
         return bool((now >= 0).any())
 
     def of_tokens(self, slots: Tensor, token_rows: Tensor) -> DeviceAdapters:
-        """Returns the adapters of a step's tokens. slots [R]: the slot of each row. token_rows [T]: the row of each token."""
+        """Returns the adapters of a step's tokens, as tensors on the device. slots [R]: the slot of each row. token_rows [T]: the
+        row of each token."""
         held = self._on_device()
         numbers = entry.adapter_numbers(held.of_slots, slots, token_rows)
         return DeviceAdapters(numbers, held.places, held.ranks, held.memory, self.bound or entry.SMALLEST_RANK_BOUND)

@@ -42,8 +42,9 @@ FP8_CAPABILITY = (8, 9)
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
-    """Opens the device and limits the memory that torch may take. handover: None if its memory ends with this process. Raises
-    MemoryError, ValueError, DeviceError."""
+    """Opens a GPU, allocates its chunks, and limits the memory that torch may take to the work space. handover: where the memory's
+    handles are kept, so that it outlives this process; None: it ends with this process. Raises MemoryError, ValueError,
+    DeviceError."""
     from engine.cuda.memory import CudaMemory, DeviceError
     from engine.cuda.work_space import limit_torch
 
@@ -66,14 +67,15 @@ def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
 
 
 def beside_work_space(configure: Configure) -> Configure:
-    """Returns the configuration with num_chunks reduced by the work space's chunks: chunks are allocated at once, and torch takes
-    the work space from the memory that they leave. The leases are smaller by the work space on every kind of device."""
+    """Returns the configuration with num_chunks reduced by the work space's chunks, and a work space of 0: all chunks are allocated
+    at once, and torch takes the work space from the memory that they leave. The daemon's KV leases leave this room anyway."""
     work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
     return msgspec.structs.replace(configure, num_chunks=configure.num_chunks - work_chunks, work_space_bytes=0)
 
 
 class CudaBackend:
-    """An engine.contracts.backend.Backend. With memory of another device, its kernels run interpreted (for tests)."""
+    """The Backend (engine.contracts.backend) of one NVIDIA GPU. If `memory` is that of another kind of device, its kernels run
+    interpreted (for tests)."""
 
     compute_threads = 1
     reads_in_place = steps_may_overlap = False
@@ -101,7 +103,8 @@ class CudaBackend:
         return None if self._builds is None else partial(self._builds.need, spec, shape)
 
     def _need_adapter_kernels(self, spec: LoadModel, shape: ModelShape) -> None:
-        """Has the kernels of a model's adapters compiled, when the first adapter is read."""
+        """Compiles the kernels of a model's steps with LoRA adapters, and waits for them. Called when the model's first adapter is
+        read."""
         if self._builds is not None:
             self._builds.need(spec, shape, lambda: None, adapters=True)
 
@@ -117,8 +120,8 @@ class CudaBackend:
         return None
 
     def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
-        """Returns the model; if it was loaded before with the same settings, the earlier object with its graphs, whose addresses
-        are still valid."""
+        """Returns the model once its weights have arrived. If it was loaded before with the same settings, that is the earlier
+        object with its graphs, whose addresses are still valid."""
         identity = (
             weights.address,
             spec.fingerprint,
@@ -165,8 +168,8 @@ class CudaBackend:
 
     @contextmanager
     def _on_load_stream(self) -> Iterator[None]:
-        """Returns a context that launches on the stream of loads, and waits for it at the end, so that nothing runs any more when
-        the model is handed over or its weights are unmapped."""
+        """Returns a context that launches on the stream of loads. At its end it waits for that stream, so that nothing runs on it
+        any more when the model is handed over or its weights are unmapped."""
         if self._load_stream is None:
             yield
             return
@@ -187,7 +190,7 @@ class CudaBackend:
 
 
 def check_fp8(capability: tuple[int, int]) -> None:
-    """Raises UnsupportedModel for a GPU whose processors cannot convert float8_e4m3. capability: its compute capability."""
+    """Raises UnsupportedModel for a GPU that cannot convert float8_e4m3. capability: its compute capability, (8, 9) for 8.9."""
     if capability < FP8_CAPABILITY:
         needed, there = (".".join(map(str, one)) for one in (FP8_CAPABILITY, capability))
         raise UnsupportedModel(CONFIG_NAME, None, f"kv_cache_dtype: fp8 needs compute capability {needed}; this GPU has {there}")

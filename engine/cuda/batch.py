@@ -18,10 +18,10 @@ from engine.ops.ops import BatchAdapters
 @dataclass(slots=True)
 class DeviceGroup:
     """One KV group's part of a step's inputs. kv: the arena as the group sees it; in a group of states float32 [num_blocks, layers,
-    size of a state]. scales: the scales of fp8 KV (engine/memory/arena.py). block_table [S + 1, B] int32: the model's own, by slot.
-    kv_slots [T] int64: block * block_tokens + place of each token, -1 for padding. turns [T, 2 P] float32: rotary cosines, then
-    sines. work: the pieces into which the decode rows' contexts are cut (triton_decode.DecodeWork); None if there are no decode
-    rows."""
+    size of a state]. scales: the scales of fp8 KV (engine/memory/arena.py). reach: KVGroupSpec.reach. block_table [S + 1, B] int32:
+    the model's own, by slot. kv_slots [T] int64: block * block_tokens + place of each token, -1 for padding. turns [T, 2 P]
+    float32: rotary cosines, then sines. work: the pieces into which the decode rows' contexts are cut (triton_decode.DecodeWork);
+    None if there are no decode rows."""
 
     kv: Tensor
     scales: Tensor | None
@@ -47,7 +47,7 @@ class QueryTiles:
 
 @dataclass(slots=True)
 class DeviceAdapters(BatchAdapters):
-    """The adapters of a step's tokens. bound: no adapter has a larger rank."""
+    """The LoRA adapters of one step's tokens, as tensors on the device. bound: an upper bound of the ranks of all adapters."""
 
     bound: int
 

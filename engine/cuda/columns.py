@@ -52,8 +52,8 @@ def decode_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows, nu
 
 
 def padding_columns(num_rows: int, num_slots: int) -> Columns:
-    """Returns the columns of a decode step that consists of padding rows only: no KV is stored, and the sampled tokens go to slot
-    S."""
+    """Returns the columns of a decode step of num_rows padding rows and no others: no KV is stored, and the sampled tokens go to
+    slot S. num_slots: S."""
     ints, floats = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
     columns: Columns = {"slots": ints + np.int32(num_slots), "firsts": ints, "contexts": ints, "host_ids": ints}
     columns |= {"temperature": floats, "top_p": floats + np.float32(1), "top_k": ints, "min_p": floats}
@@ -64,8 +64,8 @@ def padding_columns(num_rows: int, num_slots: int) -> Columns:
 @dataclass(slots=True)
 class ExtendStep:
     """The inputs of a step that computes prompt tokens. num_decode: rows with one new token, which come first. num_tiles: tiles
-    that the other rows' queries are divided into. num_sampling: how many of the `wanted` tokens are sampled from; the rest come
-    from `also`."""
+    into which the other rows' queries are divided. num_sampling: how many of the tokens in column `wanted` are sampled from; those
+    after them are the ones that extend_step's `also` asked for."""
 
     columns: Columns
     num_decode: int
@@ -101,7 +101,8 @@ def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: L
 
 
 def _host_ids(plan: BatchPlan, table: SequenceTable, slots: IntArray, positions: IntArray) -> IntArray:
-    """Returns the tokens at these positions of these slots. -1 stands for tokens that the host does not know yet."""
+    """Returns the token ids at these positions of the sequences in these slots; -1: the host does not know the token yet, because
+    the step that samples it is still running."""
     if plan.drafted:  # every token was known when the step was planned; drafted tokens are in the table, too
         return table.tokens[slots, positions]
     known = positions < table.num_tokens[slots]

@@ -21,8 +21,9 @@ NICENESS = 5  # lower priority than the steps of models in service
 
 
 class CompileJob(msgspec.Struct, frozen=True):
-    """The kernels to compile. spec: only its settings are used. capability: the GPU's compute capability, 90 for 9.0. folder:
-    Triton's cache folder. adapters: compile the kernels of steps with LoRA adapters instead of those without."""
+    """The kernels to compile, those of one model's steps. spec: only its settings are used. capability: the GPU's compute
+    capability, 90 for 9.0. folder: Triton's cache folder. adapters: compile the kernels of steps with LoRA adapters instead of
+    those without."""
 
     spec: LoadModel
     shape: ModelShape
@@ -52,8 +53,8 @@ def main() -> int:
 
 
 def compile_launcher(compiled: Any) -> None:
-    """Compiles the C function that launches a kernel, where this Triton makes one for each (3.6 does, 3.9 does not). If that fails,
-    the kernel's first launch tries again and says why. compiled: Triton's CompiledKernel."""
+    """Compiles the C function that launches a kernel, where this version of Triton makes one for each (3.6 does, 3.9 does not). If
+    that fails, it is only printed, and the kernel's first launch tries again. compiled: Triton's CompiledKernel."""
     if not hasattr(nvidia_driver, "make_launcher"):
         return
     try:

@@ -22,7 +22,8 @@ WORD_BYTES = 8
 
 
 class EventFence:
-    """The loader.sinks.Fence of a CUDA stream: a point after everything launched on the stream so far."""
+    """A point on a CUDA stream after everything launched on it so far (a loader.sinks.Fence): it can be asked for and waited
+    for."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(blocking=True)  # blocking: a waiting thread sleeps, and holds no lock
@@ -36,10 +37,10 @@ class EventFence:
 
 
 class SummedCopies:
-    """Copies of N pieces with their checksums (engine.memory.chunk_memory.DeviceCopies). fence: passed once the copies have ended
-    and `partial_sums` is filled. partial_sums: [N, P, 2] int64 in page-locked memory, sums of each piece's whole words. rests: for
-    each piece with bytes after its whole words, (the piece's number, its number of words, these bytes as uint8 in host memory,
-    which are read when the copies have ended)."""
+    """Copies of N pieces with their checksums (engine.memory.chunk_memory.DeviceCopies). `wait` returns the checksums. fence:
+    passed once the copies have ended and `partial_sums` is filled. partial_sums: [N, P, 2] int64 in page-locked memory, sums of
+    each piece's whole words. rests: for each piece with bytes after its whole words, (the piece's number, its number of words,
+    these bytes as uint8 in host memory, which are read when the copies have ended)."""
 
     def __init__(self, fence: EventFence, partial_sums: torch.Tensor, rests: Sequence[tuple[int, int, Any]]) -> None:
         self._fence, self._partial_sums, self._rests = fence, partial_sums, rests
@@ -56,7 +57,7 @@ class SummedCopies:
 
 
 class SummedCopy:
-    """A copy of one piece (engine.memory.chunk_memory.DeviceCopy)."""
+    """A copy of one piece with its checksum (engine.memory.chunk_memory.DeviceCopy)."""
 
     def __init__(self, copies: SummedCopies) -> None:
         self._copies = copies
@@ -77,8 +78,8 @@ class CudaStreams:
         self.incoming, self.outgoing, self._sums = (torch.cuda.Stream(device) for _ in range(3))
 
     def synchronise(self) -> None:
-        """Waits for steps and copies, but not for the device as a whole, which is an error while another thread captures a
-        graph."""
+        """Waits for all steps, copies and checksums launched so far. It does not wait for the device as a whole, because that is an
+        error while another thread captures a graph."""
         for stream in (torch.cuda.default_stream(self._device), self.incoming, self.outgoing, self._sums):
             stream.synchronize()
 
@@ -94,9 +95,9 @@ class CudaStreams:
         self.outgoing.wait_stream(torch.cuda.default_stream(self._device))
 
     def summed(self, pieces: Sequence[Piece], stream: torch.cuda.Stream) -> SummedCopies:
-        """Returns the copies started last on `stream`, with their checksums, which one launch computes on the device. pieces:
-        places on the device, aligned to 8 bytes, each with the host's memory that it is copied from or to. Raises
-        torch.OutOfMemoryError, after the copies have ended."""
+        """Launches the checksums of copies that were started last on `stream`, and returns both as one object. pieces: (address on
+        the device, aligned to 8 bytes; the host's memory that it is copied from or to). Raises torch.OutOfMemoryError, after the
+        copies have ended."""
         copied = EventFence(stream)
         self._sums.wait_event(copied.event)
         try:
@@ -112,7 +113,8 @@ class CudaStreams:
             raise
 
     def sum_of(self, held: torch.Tensor) -> int:
-        """Returns the checksum of `held`: device memory, uint8, aligned to 8 bytes, as the steps launched so far leave it."""
+        """Returns the checksum of `held`: uint8 in device memory, aligned to 8 bytes, with the content that the steps launched so
+        far leave in it. Waits for these steps."""
         self._sums.wait_stream(torch.cuda.default_stream(self._device))
         num_words = len(held) // WORD_BYTES
         partial_sums = self._start_sums([(held.data_ptr(), num_words)])

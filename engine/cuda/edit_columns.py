@@ -24,9 +24,9 @@ NO_IDS, NO_VALUES = np.empty(0, np.int32), np.empty(0, np.float32)
 
 @dataclass(slots=True)
 class EditedPart:
-    """Some rows of a step that are edited together. columns: the columns to send; those of edits are missing if no row has edits.
-    longest: number of tokens of the longest penalised sequence, 0 if there is none. has_bias, has_ban: whether any row has a bias,
-    or a banned id."""
+    """Some rows of a step whose logits are edited together. columns: the columns to send; those of edits are missing if no row has
+    edits. longest: number of tokens of the longest penalised sequence, 0 if there is none. has_bias, has_ban: whether any row has a
+    bias, or a banned id."""
 
     columns: dict[str, Column]
     longest: int = 0
@@ -61,7 +61,7 @@ class KnownEdits:
             first = end
 
     def part(self, rows: SamplingRows, first: int, end: int) -> EditedPart:
-        """Returns the columns for rows first to end of a step, a range that `ranges` has yielded."""
+        """Returns the columns for rows `first` to `end` - 1 of a step, a range that `ranges` has yielded."""
         masks = np.full(end - first, -1, np.int32)
         bits: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         if (allowed := rows.allowed) is not None:
@@ -74,7 +74,7 @@ class KnownEdits:
         return part
 
     def _add_edits(self, part: EditedPart, edits: LogitEdits, first: int, end: int) -> None:
-        """Adds the columns of the edits of rows first to end."""
+        """Adds to the part the columns of the edits of rows `first` to `end` - 1."""
         which = slice(*np.searchsorted(edits.rows, (first, end)))
         slots, own, table = edits.slots[which], edits.rows[which] - first, edits.table
         num_tokens, early = self._num_tokens(edits, which), edits.early[which]
@@ -100,11 +100,11 @@ class KnownEdits:
         }
 
     def _num_tokens(self, edits: LogitEdits, which: slice) -> IntArray:
-        """Returns how many tokens of each edit's sequence are penalised."""
+        """Returns, for each edit in the slice `which`, how many tokens of its sequence are penalised; 0 without penalties."""
         return np.where(self._penalised[edits.slots[which]], edits.positions[which], 0).astype(np.int32)
 
     def _look_up(self, edits: LogitEdits) -> None:
-        """Updates the arrays of the edits' slots."""
+        """Makes the arrays of the edits' slots anew, where a slot has another request than before."""
         given = edits.table.params
         for slot in edits.slots.tolist():
             if self._params[slot] is not given[slot]:
@@ -123,6 +123,6 @@ class KnownEdits:
 
 
 def _ranges(counts: IntArray) -> tuple[LongArray, LongArray]:
-    """Returns the begin and the end of each of several adjacent ranges. counts: their lengths."""
+    """Returns the begin and the end of each of several adjacent ranges, the first of which begins at 0. counts: their lengths."""
     ends: LongArray = np.cumsum(counts, dtype=np.int64)
     return ends - counts, ends

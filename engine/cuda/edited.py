@@ -45,7 +45,7 @@ class EditedDraw:
     num_best: int
 
     def result(self, told: Tensor, seconds: float) -> StepResult:
-        """Returns the step's result. told: the copy of `told` on the host."""
+        """Returns the step's result. told: the copy of this object's `told` on the host. seconds: the step's device time."""
         num_rows = len(self.request_ids)
         drawn = told[: 2 * num_rows].numpy().reshape(2, num_rows)
         result = StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
@@ -59,8 +59,8 @@ class EditedDraw:
 
 
 class EditedSampling:
-    """Samples those rows of a model that no graph samples. Called by the thread that runs steps. last_ids [S + 1]: the token of
-    each slot's last step."""
+    """Samples the rows of one model's steps that no graph samples: those with edits, or whose log-probabilities are wanted. Called
+    by the thread that runs steps. last_ids [S + 1]: the token of each slot's last step, updated here."""
 
     def __init__(self, vocab_size: int, num_slots: int, last_ids: Tensor) -> None:
         self._vocab_size, self._last_ids = vocab_size, last_ids

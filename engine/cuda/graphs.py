@@ -94,7 +94,7 @@ class CaptureSpace:
 
     def capture(self, work: Callable[[], StepOutputs]) -> tuple[Any, StepOutputs, int]:
         """Returns a graph of everything that `work` launches, the result of `work`, and by how many bytes the pool grew. Raises
-        RuntimeError in any other thread than the first caller's."""
+        RuntimeError in any other thread than the one that made this object."""
         if threading.get_ident() != self._thread:
             raise RuntimeError("a graph is captured in another thread than the one that replays it")
         self._dropped.clear()
@@ -103,7 +103,7 @@ class CaptureSpace:
         return graph, result, torch.cuda.memory_reserved() - reserved_bytes
 
     def drop(self, graphs: list[StepGraph]) -> None:
-        """Takes graphs that will not be replayed any more, from any thread. They are destroyed before the next capture."""
+        """Accepts graphs that will not be replayed any more, in any thread. They are destroyed before the next capture."""
         self._dropped.extend(graphs)
 
     def _record(self, graph: Any, work: Callable[[], Any]) -> Any:
@@ -127,8 +127,8 @@ def _capture_space(device: torch.device) -> CaptureSpace:
 
 @dataclass(slots=True, frozen=True)
 class _Refusal:
-    """The refusal of a graph that found no memory. It is not tried again before until_s (by time.monotonic()), wait_s after the
-    attempt."""
+    """The refusal of a step size for whose graph there was no memory. It is not tried again before until_s (by time.monotonic()),
+    which is wait_s after the attempt."""
 
     until_s: float
     wait_s: float
@@ -144,12 +144,13 @@ class StepGraphs(Generic[Size]):
         self._refused: dict[Size, _Refusal] = {}
 
     def is_refused(self, size: Size) -> bool:
-        """Returns whether the size found no memory a short while ago."""
+        """Returns whether there was no memory for the graph of this size, and the time to try again has not come yet."""
         refusal = self._refused.get(size)
         return refusal is not None and time.monotonic() < refusal.until_s
 
     def run(self, size: Size, columns: Mapping[str, Any]) -> StepOutputs:
-        """Runs a captured step. Returns outputs that the next run of any graph overwrites."""
+        """Replays the graph of a captured size. columns: the inputs of the step. Returns outputs that the next run of any graph
+        overwrites."""
         graph = self.captured[size]
         self._staging.copy(columns, graph.inputs)
         graph.graph.replay()
@@ -177,7 +178,7 @@ class StepGraphs(Generic[Size]):
         return False
 
     def drop(self) -> None:
-        """Gives up all graphs, in any thread."""
+        """Gives up all graphs of this object. May be called in any thread."""
         let_go(list(self.captured.values()))
         self.captured.clear()
 
@@ -199,7 +200,8 @@ class StepGraphs(Generic[Size]):
 
 
 def let_go(graphs: list[StepGraph]) -> None:
-    """Passes on graphs that will not be replayed any more, so that they are destroyed. May be called in any thread."""
+    """Hands graphs that will not be replayed any more to the capture space, which destroys them later. May be called in any
+    thread."""
     if _space is not None:
         _space.drop(graphs)
 
@@ -215,7 +217,7 @@ class DecodeGraphs(StepGraphs[int]):
         self._lacked: set[int] = set()
 
     def lacked_before(self, rows: int) -> bool:
-        """Notes that a step lacks the graph of a row count, and returns whether an earlier step also lacked it."""
+        """Records that a step had no graph of this row count, and returns whether this was so for an earlier step, too."""
         if rows in self._lacked:
             return True
         self._lacked.add(rows)
@@ -227,7 +229,8 @@ class DecodeGraphs(StepGraphs[int]):
             let_go([graph])
 
     def rows_for(self, num_rows: int) -> int:
-        """Returns the row count of the graph that runs num_rows rows, or 0 if none may run them now."""
+        """Returns the row count of the graph that runs num_rows rows; 0: no graph may run them now, because they are too many or
+        there was no memory for it."""
         rows = graph_rows(num_rows)
         return rows if rows <= self._max_rows and not self.is_refused(rows) else 0
 

@@ -69,7 +69,8 @@ class CudaKernelBuilds:
             log.error("%s: its kernels cannot be compiled ahead, its load compiles them: %s", spec.model, error)
 
     def _build(self, model: str, job: bytes, waiting: Callable[[], None]) -> bool:
-        """Has processes compile the job, and returns whether all of them succeeded."""
+        """Runs compile processes for the job, and returns whether all of them succeeded. job: a CompileJob as JSON. waiting: as in
+        `need`."""
         began_s, progress = time.monotonic(), _Progress()
         log.info("%s: its kernels are being compiled, once for this version and kind of GPU (%s)", model, self._folder)
         processes: list[subprocess.Popen[bytes]] = []
@@ -102,7 +103,8 @@ class CudaKernelBuilds:
 
 
 class _Progress:
-    """The progress of the compiler processes."""
+    """Counts the kernels that the compile processes have to compile (num_units) and have compiled (num_done), from the lines that
+    they print."""
 
     def __init__(self) -> None:
         self.num_units = self.num_done = 0
@@ -131,7 +133,7 @@ def _start(share: int, num_shares: int) -> subprocess.Popen[bytes]:
 
 
 def _follow(process: subprocess.Popen[bytes], job: bytes, progress: _Progress) -> None:
-    """Gives the process its job and reads what it prints, until its end."""
+    """Sends a compile process its job and adds every line that it prints to `progress`, until the process ends."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -147,7 +149,9 @@ def _follow(process: subprocess.Popen[bytes], job: bytes, progress: _Progress) -
 
 @contextmanager
 def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds a lock of the whole node, so that what several engines need is compiled by one of them."""
+    """Returns a context that holds a file lock shared by all engines of the node, so that kernels which several engines need are
+    compiled by one of them. waiting: called every TELL_EVERY_S while another process has the lock. Raises OSError if the file
+    cannot be opened."""
     with open(path, "wb") as file:
         while True:
             try:

@@ -25,7 +25,7 @@ ARENA_BLOCKS = 4  # blocks of each KV group; views of the arena are never read
 
 
 class AddressRange:
-    """Takes the place of an engine.memory.weight_range.WeightRange: addresses without memory, with a device's alignment."""
+    """Stands in for a WeightRange (engine.memory.weight_range): addresses without memory, aligned as on a device."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -45,7 +45,7 @@ class LaunchOnlyOps(CudaOps):
     measured to be faster than cuBLAS."""
 
     def __init__(self) -> None:
-        """Does not set Triton's cache folder."""
+        """Skips CudaOps.__init__, which would set Triton's cache folder."""
 
     def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
         return weight.new_empty(len(ids), weight.shape[1])
@@ -71,7 +71,8 @@ class LaunchOnlyOps(CudaOps):
 
 
 def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> CudaModel:
-    """Returns a model whose steps only launch kernels. spec: only its dtypes and limits are used."""
+    """Returns a model whose steps launch the kernels of the real model's steps and compute nothing. spec: only its dtypes and
+    limits are used."""
     groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
     arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
     weights: Any = AddressRange(weights_bytes(shape, spec.dtype, FORMATS[spec.quantize]))

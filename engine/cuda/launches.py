@@ -21,8 +21,8 @@ WARP_THREADS = 32
 
 
 class NoGpu:
-    """Stands in for Triton's driver, with the methods that compiling for a GPU needs. capability: the GPU's compute capability, 90
-    for 9.0."""
+    """Stands in for Triton's driver where there is no GPU, with the methods that compiling needs. capability: compute capability of
+    the GPU to compile for, 90 for 9.0."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, WARP_THREADS)
@@ -39,7 +39,7 @@ class NoGpu:
 
 @dataclass(slots=True, frozen=True)
 class Launch:
-    """A launch of a kernel. key: Triton's key for the compilation of the kernel."""
+    """A recorded launch of a Triton kernel: what was passed to it. key: Triton's key for the compilation of the kernel."""
 
     kernel: Any
     key: str
@@ -57,7 +57,8 @@ class Launch:
 
 
 def _seen_as(argument: Any) -> Any:
-    """Returns everything about an argument on which a key may depend; for a tensor, its dtype and its address modulo 16 bytes."""
+    """Returns everything about a kernel's argument on which Triton's key may depend: the dtype of a tensor and its address modulo
+    16 bytes, the type and value of anything else."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     return type(argument), argument
@@ -65,10 +66,11 @@ def _seen_as(argument: Any) -> Any:
 
 @contextmanager
 def recorded(capability: int) -> Iterator[dict[str, Launch]]:
-    """Yields the launches made inside the context: the first of each key, by key, in order. They compile and run nothing, so their
-    results are undefined. From then on this process compiles for a GPU of this capability, whatever GPU it has.
+    """Returns a context in which Triton kernels are recorded instead of compiled and run, so results are undefined. It yields the
+    launches made inside it: the first of each key, by key, in order. From then on this process compiles for a GPU of this
+    capability, whatever GPU it has.
 
-    Raises RuntimeError at a launch whose key Triton does not tell."""
+    Raises RuntimeError at a launch whose key Triton does not tell, and where kernels are interpreted."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("interpreted kernels have no keys")
     launches: dict[str, Launch] = {}

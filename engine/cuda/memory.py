@@ -24,7 +24,7 @@ FILE_DESCRIPTOR = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE
 
 
 class DeviceError(RuntimeError):
-    """Raised when the driver refuses a call. Most of these errors are only cured by a new process."""
+    """Raised when the CUDA driver refuses a call. Most of these errors are only cured by a new process."""
 
 
 def _call(function: Any, *arguments: Any) -> Any:
@@ -53,12 +53,12 @@ class _Bytes:
 
 
 class CudaMemory:
-    """The engine.memory.chunk_memory.ChunkMemory of CUDA device `index`, in torch's (primary) context. All memory is allocated at
-    once.
+    """The chunk memory (engine.memory.chunk_memory.ChunkMemory) of CUDA device `index`, in torch's (primary) context. All memory is
+    allocated at once.
 
     chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: whether `export` will be called. handles: descriptors
-    that `export` of another memory returned, to use its chunks; the caller still closes them. Raises MemoryError, ValueError,
-    DeviceError."""
+    that `export` of another process's memory returned, whose chunks are then used instead of new ones; the caller still closes
+    them. Raises MemoryError, ValueError, DeviceError."""
 
     def __init__(
         self, num_chunks: int, chunk_bytes: int, index: int = 0, exportable: bool = False, handles: Sequence[int] = ()
@@ -124,10 +124,10 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Waits for everything that runs on the device, since a kernel that still reads the range would make the whole context
-        unusable, and has the chunks unmapped in another thread. They may be used for something else at once, because a chunk may
-        lie in several ranges, and nothing reads it through this one. Calls that map or release the range wait for the thread.
-        Raises RuntimeError if an earlier range could not be unmapped."""
+        """Waits for everything that runs on the device, then has the range's chunks unmapped in another thread. The wait is needed,
+        since a kernel that still read the range would make the whole context unusable. The chunks may be used for something else at
+        once: a chunk may lie in several ranges, and nothing reads it through this one. Calls that map or release the range wait for
+        the thread. Raises RuntimeError if an earlier range could not be unmapped."""
         self._enter()
         self._streams.synchronise()
         self._unmapping.add(address, num_bytes)
@@ -187,7 +187,7 @@ class CudaMemory:
         _call(driver.cuMemHostRegister, address, num_bytes, 0)
 
     def prepare(self, chunk: int) -> int:
-        """Does nothing, because a device's memory exists from the start."""
+        """Returns the size of a chunk in bytes and does nothing else, because a device's memory exists from the start."""
         return self.chunk_bytes
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
@@ -200,13 +200,14 @@ class CudaMemory:
         return self._streams.sum_of(self.tensor(address, num_bytes))
 
     def export(self) -> list[int]:
-        """Returns one descriptor for each chunk. Raises DeviceError, and OSError if this process may not open so many."""
+        """Returns one file descriptor for each chunk, with which another process can map it. Raises DeviceError, and OSError if
+        this process may not open so many."""
         descriptors.allow_many_files(len(self._handles))
         return [int(_call(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
-        """Copies pieces, and waits for the copies, because a load, whose copies are on another stream, may get a chunk that was
-        emptied."""
+        """Copies pieces of piece_bytes bytes within the arena: piece sources[i] to piece targets[i]. Waits for the copies, because
+        a load, whose copies are on another stream, may get a chunk that was emptied."""
         copy_pieces(self.arena, piece_bytes, sources, targets)
         self._streams.finish_steps()
 
@@ -224,5 +225,5 @@ class CudaMemory:
         self.release(self._arena_address, self.num_bytes)
 
     def _enter(self) -> None:
-        """Sets the CUDA context of the calling thread, because a new thread has none."""
+        """Makes this device's CUDA context the calling thread's, because a new thread has none."""
         _call(driver.cuCtxSetCurrent, self._context)

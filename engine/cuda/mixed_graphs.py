@@ -68,12 +68,13 @@ class MixedGraphs(StepGraphs[MixedSize]):
         return [size for size in self._sizes if size not in self.captured and self._is_allowed(size)]
 
     def size_for(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
-        """Returns the smallest captured size that a step fits into; None if there is none."""
+        """Returns the smallest captured size that holds a step of so many tokens, rows and query tiles; None if there is none."""
         holding = (size for size in self.captured if size.holds(num_tokens, num_rows, num_tiles))
         return min(holding, key=self._sizes.index, default=None)
 
     def needed(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
-        """Returns the size to capture before a step that is about to run; None: none. Counts the steps that lack a graph."""
+        """Returns the size whose graph is to be captured before a step of so many tokens, rows and query tiles runs; None: none is.
+        Counts the steps that lack a graph, because a size is captured after STEPS_BEFORE_CAPTURE of them."""
         for size in self._sizes:
             if size.holds(num_tokens, num_rows, num_tiles) and self._is_allowed(size):
                 if size in self.captured:
@@ -106,7 +107,7 @@ class MixedGraphs(StepGraphs[MixedSize]):
         return False
 
     def _has_room(self) -> bool:
-        """Returns whether there may be one more graph, if necessary in place of an evicted model's."""
+        """Returns whether one more graph may be captured, if necessary in place of an evicted model's graphs."""
         holders = _alive()
         if sum(len(one.captured) for one in holders) < MOST_GRAPHS or any(one.evicted_s is not None for one in holders):
             return True
@@ -147,6 +148,6 @@ class MixedGraphs(StepGraphs[MixedSize]):
 
 
 def _alive() -> list[MixedGraphs]:
-    """Returns the objects of this class that have graphs."""
+    """Returns the MixedGraphs objects of this process that have graphs."""
     _holders[:] = [ref for ref in _holders if ref() is not None]
     return [one for one in (ref() for ref in _holders) if one is not None and one.captured]

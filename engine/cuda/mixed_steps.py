@@ -49,14 +49,14 @@ def mixed_sizes(max_tokens: int, max_rows: int, tile_tokens: int) -> list[MixedS
 
 
 def num_tiles(plan: BatchPlan, tile_tokens: int) -> int:
-    """Returns how many tiles the queries of a step's rows with several new tokens take."""
+    """Returns how many query tiles the rows of a step with several new tokens take. tile_tokens: queries in a tile."""
     num_new = plan.num_new[plan.num_new > 1]
     return int((-(-num_new // tile_tokens)).sum())
 
 
 def mixed_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, size: MixedSize, tile_tokens: int) -> Columns:
-    """Returns the columns of a step, padded to a size that it fits into. rows: the settings of the rows that sample; None: none
-    samples."""
+    """Returns the input columns of a step with prompt chunks, padded to `size`, which must hold the step. rows: the settings of the
+    rows that sample; None: none samples. tile_tokens: queries in a tile."""
     step = extend_step(plan, table, tile_tokens, None)
     columns = mixed_padding(size, len(table.request_id))
     for name, column in step.columns.items():
@@ -70,7 +70,8 @@ def mixed_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | No
 
 
 def mixed_padding(size: MixedSize, num_slots: int) -> Columns:
-    """Returns the columns of a step with only padding: no KV is stored, and the sampled tokens go to slot S."""
+    """Returns the input columns of a step of this size with only padding: no KV is stored, and the sampled tokens go to slot S.
+    num_slots: S."""
     sampling = padding_columns(size.num_rows, num_slots)
     nobody, each = np.int32(size.num_rows), size.num_rows + 1
     columns: Columns = {

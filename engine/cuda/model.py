@@ -59,8 +59,10 @@ CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are 
 
 @dataclass(slots=True, frozen=True)
 class DeviceGroupMemory:
-    """The memory of one of the model's KV groups. kv and scales: as in engine.cpu.batch.GroupMemory; rotary: its tensors are on the
-    device. num_pieces: the approximate number of pieces into which the contexts of a decode step are cut."""
+    """The memory of one of the model's KV groups, and how its tokens are rotated. kv, scales: views of the arena, as
+    engine.memory.arena.kv_views returns them (state_view for a group of states). rotary: the rotary embedding of the group's
+    layers, on the device. reach: KVGroupSpec.reach. num_pieces: the approximate number of pieces into which the contexts of a
+    decode step are cut."""
 
     kv: Tensor
     scales: Tensor | None
@@ -72,23 +74,25 @@ class DeviceGroupMemory:
 
 @dataclass(slots=True)
 class _Marks:
-    """Events around a step, and page-locked memory for its results on the host. They are reused for a later step once the results
-    were read, because the driver takes longer to make them than to use them."""
+    """CUDA events before and after a step, and page-locked memory for the step's results on the host. They are reused for a later
+    step once the results were read, because the driver takes longer to make them than to use them."""
 
     started: Any
     done: Any
     memory: Tensor | None = None
 
     def room_for(self, told: Tensor) -> Tensor:
-        """Returns page-locked memory of told's size, in one piece: torch waits for the device with any other copy."""
+        """Returns page-locked memory of the size and shape of `told`, in one piece. A copy to memory of any other kind would make
+        the host wait for the device."""
         if self.memory is None or len(self.memory) < told.nbytes:
             self.memory = torch.empty(max(TOLD_BYTES, 2 * told.nbytes), dtype=torch.uint8, pin_memory=True)
         return self.memory[: told.nbytes].view(told.dtype).view(told.shape)
 
 
 class PendingStep:
-    """A step under way on the device; `wait` blocks without spinning, and may be called once. told: its results on the host. read:
-    makes a StepResult from these and the step's seconds. marks: its events; None if the step has ended. taken_back: called with
+    """A step under way on the device. `wait` returns its result; it blocks without spinning, and may be called once. told: the
+    results' memory on the host. read: makes a StepResult from this memory and the step's seconds. marks: the events around the
+    step; None if it has ended. began_s: when it began, by time.perf_counter(), for a step without events. taken_back: called with
     marks that can be reused."""
 
     def __init__(
@@ -113,15 +117,17 @@ class PendingStep:
 
 
 class _Begun(NamedTuple):
-    """A step that was launched. marks: events around it, of which the second is not recorded yet; None if there is no device."""
+    """A step that was launched, before its results are copied to the host. outputs: its results on the device. marks: the events
+    around it, of which the second is not recorded yet; None if there is no device."""
 
     outputs: StepOutputs
     marks: _Marks | None
 
 
 class CudaModel:
-    """An engine.contracts.steps.HostedModel on a GPU, or on the CPU with interpreted kernels (for tests). Not safe for two threads
-    at a time. A load's thread makes, warms and restores it; everything else runs in the thread that runs steps (docs/gpu.md).
+    """A decoder (engine.contracts.steps.HostedModel) on a GPU, or on the CPU with interpreted kernels (for tests). Not safe for two
+    threads at a time: a load's thread makes, warms and restores it; everything else runs in the thread that runs steps
+    (docs/gpu.md).
 
     arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to this many rows run as graphs; 0: none do.
     max_graph_tokens: the same limit for the tokens of steps with prompt chunks. prepare_adapters: compiles the kernels of adapters;
@@ -208,11 +214,12 @@ class CudaModel:
     # ---- steps
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step and waits for it."""
+        """Runs one step and waits for its result."""
         return self.launch(plan, table, masks).wait()
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts one step, as LaunchesAhead says. If log-probabilities of prompts are owed, it also waits for the step."""
+        """Implements LaunchesAhead.launch: starts one step. If log-probabilities of prompt tokens are to be returned, it also waits
+        for the step. Raises NoWorkSpace."""
         try:
             return self._launch(plan, table, masks)
         except torch.OutOfMemoryError as error:
@@ -255,8 +262,10 @@ class CudaModel:
     def _begin_padded(
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, apart: bool, adapted: bool
     ) -> _Begun | None:
-        """Starts a step that a graph runs, after capturing the graph if it is due, or a decode step whose rows are sampled within
-        it; returns None for all other steps. Events are recorded after a capture, which does not count as a cost of the step."""
+        """Starts a step that a graph can run, after capturing the graph if it is due, or a decode step without a graph whose rows
+        are sampled within it. Returns None, and starts nothing, for all other steps. apart: the rows are sampled after the step.
+        adapted: a row has an adapter. The first event is recorded after a capture, so the capture does not count as a cost of the
+        step."""
         if rows is not None and len(rows.temperature) == plan.num_new.sum():
             padded, decoding = self._graph_for(len(plan.slots), adapted), self._graphs_of(adapted)[0]
             if apart and not padded:
@@ -280,7 +289,8 @@ class CudaModel:
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, also: LongArray | None, adapted: bool = False
     ) -> _Begun:
         """Starts a step of any kind by launching each kernel. rows: settings of the rows that the step samples; None: it samples
-        none. also: indices into T of further tokens whose hidden states are wanted, after those of the sampling rows."""
+        none. also: indices into T of further tokens whose hidden states are wanted, after those of the sampling rows; None: no
+        others. adapted: a row has an adapter."""
         marks = self._marks()
         hidden, kept = self._forward(extend_step(plan, table, self.tile_tokens, also), adapted)
         if rows is None:
@@ -291,8 +301,8 @@ class CudaModel:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Launches the kernels of steps, in a load's thread. All steps it runs consist of padding rows, which belong to no
-        sequence, so no KV is written."""
+        """Launches the kernels of steps once, in a load's thread, so that they are compiled. All steps that it runs consist of
+        padding rows, which belong to no sequence, so no KV is written."""
         if self._device.type == "cuda":
             with entry.weights_of_products() as weights:
                 self._launch_rows(1)
@@ -332,7 +342,7 @@ class CudaModel:
         self._edited.launch_all(self._loaded().logits(hidden))
 
     def _launch_rows(self, num_rows: int) -> None:
-        """Launches the kernels of a decode step of num_rows rows and of the drafts after it."""
+        """Launches the kernels of a decode step of num_rows padding rows, and of the drafts after it."""
         sent = self._staging.send(padding_columns(num_rows, self._sequences.num_slots))
         hidden = self._decode(sent).hidden
         if self._predicting is not None:
@@ -340,14 +350,15 @@ class CudaModel:
 
     @torch.inference_mode()
     def launch_adapters(self) -> None:
-        """Launches the further kernels of steps with adapters, as launch_all does."""
+        """Launches the kernels that only steps with LoRA adapters need, as launch_all launches those of all other steps."""
         with nullcontext() if entry.INTERPRETED else entry.both_kernels():
             self._decode(self._staging.send(padding_columns(1, self._sequences.num_slots)), adapted=True)
 
     @torch.inference_mode()
     def capture(self, num_rows: int, adapted: bool = False) -> int:
-        """Captures the graph that runs num_rows rows, unless it exists or none is wanted. Returns the graph's row count; 0 if there
-        is no graph now. Called by the thread that steps: before a step that needs the graph, or in idle time."""
+        """Captures the graph that runs decode steps of num_rows rows, unless it exists or no graph may run so many. Returns the
+        graph's row count; 0 if there is no graph now. adapted: for steps with LoRA adapters. Called by the thread that steps:
+        before a step that needs the graph, or in idle time."""
         graphs, _ = self._graphs_of(adapted)
         padded = graphs.rows_for(num_rows)
         if not padded or padded in graphs.captured:
@@ -355,9 +366,9 @@ class CudaModel:
         return padded if graphs.capture(padded, padding_columns(padded, self._sequences.num_slots)) else 0
 
     def _graph_for(self, num_rows: int, adapted: bool) -> int:
-        """Returns the row count of the graph for a decode step that is about to run; 0 if it runs without a graph. A graph is
-        captured when it is needed for the second time: a capture takes as long as several steps, and the step before it, often a
-        request's first token, is read after it."""
+        """Returns the row count of the graph that runs a decode step of num_rows rows; 0 if the step runs without a graph. A graph
+        is captured when it is needed for the second time: a capture takes as long as several steps, and delays the tokens of the
+        step before, which are often a request's first."""
         graphs, _ = self._graphs_of(adapted)
         padded = graphs.rows_for(num_rows)
         if padded and padded not in graphs.captured and not graphs.lacked_before(padded):
@@ -365,11 +376,13 @@ class CudaModel:
         return self.capture(num_rows, adapted)
 
     def _unmeasured(self) -> list[tuple[Tensor, int]]:
-        """Returns (weight, row count) of the products for which the faster kernel has not been measured yet."""
+        """Returns (weight, row count) of the matrix products for which it has not been measured yet whether hearthd's kernel or
+        cuBLAS is faster."""
         return [(weight, rows) for weight in self._products for rows in entry.FEW_ROWS if entry.is_open(weight, rows)]
 
     def _measure(self, weight: Tensor, num_rows: int) -> None:
-        """Measures both kernels of a product, and drops the graphs that were captured with the slower one."""
+        """Measures hearthd's kernel and cuBLAS for the product of this weight with num_rows rows. If hearthd's is faster, graphs of
+        this row count, which were captured with cuBLAS, are dropped."""
         entry.measure_linear(weight, num_rows)
         if entry.uses_ours(weight, num_rows):
             for graphs in (self.graphs, self.adapted_graphs):
@@ -394,8 +407,8 @@ class CudaModel:
             self.capture_mixed(mixed[0], adapted)
 
     def _missing(self) -> list[tuple[bool, list[int], list[MixedSize]]]:
-        """Returns the sizes of graphs that are to be captured in idle time: of steps without adapters and, once there was a step
-        with some, of those with adapters."""
+        """Returns what is to be captured in idle time, as (whether the steps have adapters, row counts of decode graphs, sizes of
+        graphs with prompt chunks). Steps with adapters are included once there was one."""
         num_slots, forms = self._sequences.num_slots, [(adapted, *self._graphs_of(adapted)) for adapted in (False, True)]
         return [
             (adapted, decoding.missing(num_slots), mixed.missing()) for adapted, decoding, mixed in forms[: 1 + self._has_adapted]
@@ -403,11 +416,12 @@ class CudaModel:
 
     @torch.inference_mode()
     def capture_mixed(self, size: MixedSize, adapted: bool = False) -> bool:
-        """Captures the graph of steps with pieces of prompts of a size, as `capture` does. Returns whether there is one now."""
+        """Captures the graph of steps with prompt chunks of this size. adapted: for steps with LoRA adapters. Returns whether there
+        is one now."""
         return self._graphs_of(adapted)[1].capture(size, mixed_padding(size, self._sequences.num_slots))
 
     def drop_graphs(self) -> None:
-        """Gives up all graphs, in any thread."""
+        """Gives up all graphs of this model. May be called in any thread."""
         self.graphs.drop()
         self.mixed_graphs.drop()
         self._drop_adapted_graphs()
@@ -417,7 +431,8 @@ class CudaModel:
         self.adapted_mixed_graphs.drop()
 
     def _graphs_of(self, adapted: bool) -> tuple[DecodeGraphs, MixedGraphs]:
-        """Returns the graphs of steps in which a row has an adapter, or of those without."""
+        """Returns the decode graphs, and the graphs of steps with prompt chunks. adapted: those of steps in which a row has an
+        adapter, else those of all other steps."""
         return (self.adapted_graphs, self.adapted_mixed_graphs) if adapted else (self.graphs, self.mixed_graphs)
 
     @torch.inference_mode()
@@ -455,7 +470,8 @@ class CudaModel:
         return self._model
 
     def _update(self, plan: BatchPlan, table: SequenceTable) -> bool:
-        """Updates the device's copy of the state of a step's sequences. Returns whether any of them has an adapter."""
+        """Sends to the device what has changed in the block tables and adapters of a step's sequences. Returns whether any of them
+        has an adapter."""
         ends = plan.num_computed + plan.num_new
         if plan.to_propose is not None:  # all drafted tokens but the last have keys and values
             ends = ends + np.maximum(plan.to_propose - 1, 0)
@@ -466,7 +482,8 @@ class CudaModel:
         return adapted
 
     def _marks(self) -> _Marks | None:
-        """Returns marks whose first event is recorded now."""
+        """Returns marks for a step that begins now: their first event is recorded by this call. Returns None if there is no
+        device."""
         if self._device.type != "cuda":
             return None
         if self._free_marks:
@@ -487,15 +504,15 @@ class CudaModel:
         return PendingStep(told, read, marks, began_s, self._free_marks.append)
 
     def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes the device's part of a decode step of R rows from its columns. Runs eagerly, or while a graph is captured, so
-        nothing here may read a value back from the device."""
+        """Computes the device's part of a decode step of R rows from its columns (columns.decode_columns). It may run while a graph
+        is captured, so nothing here may read a value back from the device. adapted: a row has an adapter."""
         hidden, kept = self._computed(self._decode_batch(columns, adapted), None)
         return self._draw(hidden, columns, columns["slots"], kept)
 
     def compute_mixed(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes the device's part of a step with prompt chunks, from the columns of mixed_steps.py. Any of its R rows may
-        decode: the others have a context of 0 in decode attention, whose zeros for them are overwritten by the attention of the
-        tiles."""
+        """Computes the device's part of a step with prompt chunks from the columns of mixed_steps.py. Decode attention is computed
+        for all R rows. Rows with several new tokens have a context of 0 there, and its zeros for them are overwritten by the
+        attention of the query tiles. adapted: a row has an adapter."""
         tiles = QueryTiles(columns["tile_rows"], columns["tile_firsts"], self.tile_tokens, columns["starts"], columns["num_new"])
         batch = self._batch(
             columns["token_rows"],
@@ -512,13 +529,14 @@ class CudaModel:
         return self._draw(hidden, columns, columns["sampled_slots"], kept)
 
     def _forward(self, step: ExtendStep, adapted: bool = False) -> tuple[Tensor, list[Tensor] | None]:
-        """Computes a step as `_computed` does, and returns the hidden states of its `wanted` tokens."""
+        """Sends a step's columns to the device and computes it. Returns the hidden states of the tokens in column `wanted`, and the
+        states that the model's predictor reads (None: it has none)."""
         sent = self._staging.send(step.columns)
         return self._computed(self._extend_batch(sent, step, adapted), sent["wanted"])
 
     def _computed(self, batch: DeviceBatch, wanted: Tensor | None) -> tuple[Tensor, list[Tensor] | None]:
-        """Computes a step. Returns the hidden states [N, width] of the tokens `wanted` (None: of all), and the states that the
-        model's predictor reads, if it has one."""
+        """Runs the model on a batch. Returns the hidden states [N, width] of the tokens `wanted` (None: of all), and the states
+        that the model's predictor reads (None: it has none)."""
         model, num_tokens = self._loaded(), len(batch.input_ids)
         if self._predicting is not None:
             batch.kept = [one[:num_tokens] for one in self._kept_memory if num_tokens <= len(one)]
@@ -592,14 +610,15 @@ class CudaModel:
 
 
 def _drawn_result(num_sampling: int, told: Tensor, seconds: float) -> StepResult:
-    """Returns the result of a step from `drawn` of StepOutputs, of which the first num_sampling rows count. told: the copy of it on
-    the host."""
+    """Returns the result of a step whose tokens were sampled on the device. told [2, R] int32: the host's copy of
+    StepOutputs.drawn, of which the first num_sampling columns count. seconds: the step's device time."""
     drawn = told.numpy()[:, :num_sampling]
     return StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
 
 
 def _embedded_result(told: Tensor, seconds: float) -> StepResult:
-    """Returns the result of a step of a model that embeds. told: the vectors on the host."""
+    """Returns the result of a step of a model that embeds. told [N, width] float32: the host's copy of the vectors. seconds: the
+    step's device time."""
     return vectors_result(told.numpy().copy(), seconds)
 
 

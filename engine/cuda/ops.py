@@ -1,7 +1,5 @@
-"""The operations of a GPU. cuBLAS computes most matrix products, Triton kernels everything else. Interpreted, the same kernels run
-on the CPU's tensors (for tests).
-
-Shapes are those of engine/ops/ops.py.
+"""The operations of models on a GPU (engine/ops/ops.py, where their shapes are). cuBLAS computes most matrix products, Triton
+kernels everything else. Interpreted, the same kernels run on the CPU's tensors (for tests).
 """
 
 from __future__ import annotations
@@ -32,7 +30,8 @@ from loader.gpu_sizing import LATENT_HEADS, LATENT_TOKENS
 
 
 class CudaOps:
-    """An engine.ops.ops.Ops for engine.cuda.batch.DeviceBatch. cache_dir: where Triton keeps compiled kernels."""
+    """The operations of engine.ops.ops.Ops on a GPU, for steps whose inputs are a DeviceBatch (engine.cuda.batch). cache_dir: where
+    Triton keeps compiled kernels, in a folder `triton`; "": below ~/.cache/hearthd."""
 
     def __init__(self, cache_dir: str) -> None:
         entry.configure(str(Path(cache_dir or Path.home() / ".cache" / "hearthd") / "triton"))
@@ -41,7 +40,8 @@ class CudaOps:
         return reference.gather_rows(weight, ids, scale)
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        """Multiplies as Ops.linear says. Raises TypeError for an Int8Matrix, which loader/formats keeps from GPUs."""
+        """Implements Ops.linear for all weight formats but int8: raises TypeError for an Int8Matrix, which loader/formats keeps
+        from GPUs."""
         if isinstance(weight, Fp8Matrix):
             return entry.fp8_linear(x, weight, bias)
         if isinstance(weight, Int4Matrix):
@@ -53,7 +53,7 @@ class CudaOps:
         return entry.linear(x, weight, bias)
 
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
-        """Returns columns [T, K] of x in this order."""
+        """Returns x [T, K] with its columns in this order: column k of the result is column order[k] of x."""
         return x.index_select(1, order)
 
     def add_adapters(self, x: Tensor, out: Tensor, product: AdaptedProduct, batch: DeviceBatch) -> None:
@@ -206,8 +206,8 @@ class CudaOps:
 
 
 def logprobs_in(told: Tensor, num: int, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the parts of `told` [num (1 + 2 num_top)] int32, the memory in which log-probabilities come to the host: those of the
-    chosen tokens [num], and ids and values [num, num_top] of the most likely tokens."""
+    """Returns views of `told` [num (1 + 2 num_top)] int32, the memory in which log-probabilities of num rows come to the host:
+    those of the chosen tokens [num] float32, then the ids and the log-probabilities [num, num_top] of the most likely tokens."""
     picked, top_ids, top = told.split((num, num * num_top, num * num_top))
     shape = (num, num_top)
     return picked.view(torch.float32), top_ids.view(shape), top.view(torch.float32).view(shape)

@@ -1,8 +1,8 @@
 """Drafts tokens with a model's predictor on a GPU, after each step and from the states that the step left on the device.
 
-Everything is launched right after the step, before the step's tokens are known. The device finds by itself the tokens that follow,
-which row sampled each sequence's newest token, and so where its drafts begin: the host sends the columns that each row would need,
-and the device picks.
+Everything is launched right after the step, before the host knows the step's tokens. So the host does not know either how many
+drafted tokens of a sequence hold, and behind which row its next drafts begin. It sends the columns that a draft behind each row
+would need, and the device picks those of the row that sampled the sequence's newest token.
 
 Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that sample, W width, K drafted tokens.
 """
@@ -34,8 +34,9 @@ FLOAT_COLUMNS = {"temperature", "top_p", "min_p"}
 
 
 class CudaPredicting:
-    """Shows the steps of one model to its predictor, and lets it draft tokens. model: the loaded model. batch: makes the inputs of
-    a forward pass from columns on the device. num_slots: S, the slot of no sequence. tile_tokens: as in extend_step."""
+    """Shows the steps of one model to its predictor, and lets the predictor draft tokens. model: returns the loaded model. batch:
+    makes the inputs of a forward pass from columns on the device. num_slots: S, the slot of no sequence. tile_tokens: as in
+    extend_step."""
 
     def __init__(
         self,
@@ -50,9 +51,9 @@ class CudaPredicting:
         self._num_slots, self._tile_tokens = num_slots, tile_tokens
 
     def after(self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: Tensor) -> PendingProposals:
-        """Starts to show the predictor a step that was launched, and to draft as many tokens behind each sequence that samples as
-        the plan says. kept [>= T, W] each: what the step kept for it. ids [N] int32: what it samples. Stores the predictor's keys
-        and values of all the step's tokens, and of those that are drafted but the last.
+        """Shows the predictor a step that was just launched, and drafts behind each sequence that samples as many tokens as the
+        plan says; both are only launched. kept [>= T, W] each: what the step kept for the predictor. ids [N] int32: the tokens that
+        it samples. The predictor's keys and values are stored for all tokens of the step, and for the drafted ones but the last.
 
         Drafts are sampled like the model's own tokens, with the noise of their positions, so that the model will pick the same
         tokens wherever the predictor's distribution is close to its own."""
@@ -71,15 +72,16 @@ class CudaPredicting:
         return PendingProposals(plan.slots[plan.samples], counts, told, (began, seen, self._mark()))
 
     def see(self, kept: Sequence[Tensor], sent: dict[str, Tensor], step: ExtendStep) -> Tensor:
-        """Returns the predictor's states [N, W] of the tokens that the step samples from. kept [T, W] each: of the model. sent: the
-        step's columns, with the tokens that follow as host_ids."""
+        """Runs the predictor on a step's tokens. Returns its states [N, W] of the tokens that the step samples from. kept [T, W]
+        each: the model's states that the step kept. sent: the step's columns on the device, in which host_ids [T] are the tokens
+        that follow."""
         model = self._model()
         return model.predict(model.read(kept), self._batch(sent, step)).index_select(0, sent["wanted"])
 
     def _drafted(self, plan: BatchPlan, table: SequenceTable, states: Tensor, ids: Tensor, counts: IntArray) -> Tensor:
-        """Returns [1 + K, Q] int32 on the device: which of the N rows sampled each sequence's newest token, then the drafted
-        tokens. states [N, W]: of the sampling rows. counts [N]: how many tokens to draft behind each of them, if it is the
-        newest."""
+        """Returns [1 + K, Q] int32 on the device: for each sequence, the index of the sampling row with its newest token, then its
+        drafted tokens. states [N, W]: the predictor's, of the sampling rows. ids [N]: the tokens that these rows sample. counts
+        [N]: how many tokens to draft behind each row, if it turns out to have the newest token."""
         sequences, num_drafted = sampled_sequences(plan, table), int(counts.max(initial=0))
         num = len(sequences.firsts)
         missing = -num % ALIGN_WORDS  # picked columns are aligned as those that are sent, and kernels are compiled for that
@@ -112,8 +114,9 @@ class CudaPredicting:
         return told
 
     def _columns(self, plan: BatchPlan, table: SequenceTable, counts: IntArray, num_drafted: int) -> IntArray:
-        """Returns DRAFT_COLUMNS of each sampling row, [K, C, N] in one, as if it were its sequence's newest. Rows behind which
-        fewer tokens are drafted belong to no sequence in the steps that are too many for them."""
+        """Returns the columns DRAFT_COLUMNS (C of them) of K draft steps, as [K, C, N] in one dimension: what each sampling row
+        needs if it has its sequence's newest token. A row behind which fewer than K tokens are drafted has slot S in the steps
+        after that."""
         slots, computed = plan.slots[plan.samples], (plan.num_computed + plan.num_new)[plan.samples]
         out = np.zeros((num_drafted, len(DRAFT_COLUMNS), len(slots)), np.int32)
         for number in range(num_drafted):
@@ -130,13 +133,13 @@ class CudaPredicting:
         return out.reshape(-1)
 
     def go_on(self, states: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Returns the predictor's hidden states [Q, W] of one more token of each row, from those of the token before. columns: as
-        of a decode step, host_ids: the tokens to read."""
+        """Runs the predictor on one more token of each row. states [Q, W]: its states of the token before. columns: as of a decode
+        step; host_ids are the tokens to read. Returns its states [Q, W] of these tokens."""
         return self._model().predict(states, self._batch(columns, None))
 
     def draw(self, states: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Returns the tokens [Q] int32 that are sampled by the settings in columns from what the predictor made of states [Q,
-        W]."""
+        """Samples a token for each row from the predictor's logits of its states [Q, W], by the settings in columns. Returns the
+        tokens [Q] int32."""
         drawn = torch.empty(2, len(states), dtype=torch.int32, device=self._device)
         for first in range(0, len(states), LOGITS_ROWS):
             part = slice(first, first + LOGITS_ROWS)
@@ -145,7 +148,8 @@ class CudaPredicting:
         return drawn[0]
 
     def _mark(self) -> Any:
-        """Returns a point in the device's time: an event, or, where kernels are interpreted, the host's seconds."""
+        """Returns a point in the device's time, after everything launched so far: an event, or, where kernels are interpreted, the
+        host's seconds."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -155,9 +159,9 @@ class CudaPredicting:
 
 @dataclass(slots=True, frozen=True)
 class PendingProposals:
-    """Drafts that are under way. slots, counts [N]: slots of the step's sampling rows, and how many tokens to draft. told [1 + K,
-    Q]: on the host, for each sequence the row after which its drafts come, then the drafts. marks: events before the predictor sees
-    the step, after that, and after its drafts."""
+    """Drafts that are under way on the device; `wait` returns them. slots, counts [N]: slots of the step's sampling rows, and how
+    many tokens to draft. told [1 + K, Q]: on the host, for each sequence the row after which its drafts come, then the drafts.
+    marks: events before the predictor sees the step, after that, and after its drafts."""
 
     slots: IntArray
     counts: IntArray
@@ -176,7 +180,7 @@ class PendingProposals:
 
 
 class WithProposals:
-    """A launched step, and the drafts after it."""
+    """A launched step and the drafts after it, as one Launched: `wait` returns the step's result with the drafts in it."""
 
     def __init__(self, step: Launched, proposals: PendingProposals) -> None:
         self._step, self._proposals = step, proposals

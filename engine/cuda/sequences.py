@@ -34,8 +34,8 @@ class Staging:
         self._next = 0
 
     def send(self, columns: Mapping[str, Column], into: Tensor | None = None) -> dict[str, Tensor]:
-        """Copies columns to the device and returns them as tensors there. into: int32 memory on the device that
-        receives them one after the other, each aligned to 16 bytes. None: new memory is allocated."""
+        """Copies columns to the device and returns them as tensors there, by their names. into: int32 memory on the device that
+        receives them one after the other, each aligned to 16 bytes; None: new memory is allocated."""
         target = self.copy(columns, into)
         sent, at = {}, 0
         for name, column in columns.items():
@@ -45,7 +45,7 @@ class Staging:
         return sent
 
     def copy(self, columns: Mapping[str, Column], into: Tensor | None) -> Tensor:
-        """Copies columns to the device as `send` does, and returns the memory that received them."""
+        """Copies columns to the device as `send` does, and returns the int32 memory that received them."""
         num_words = words_of(columns)
         number = self._next
         self._next = (number + 1) % len(self._buffers)
@@ -72,7 +72,7 @@ class Staging:
 
 
 def words_of(columns: Mapping[str, Column]) -> int:
-    """Returns how many words of memory Staging.send fills with the columns."""
+    """Returns how many words of 4 bytes Staging.send fills with these columns."""
     return sum(_aligned(_num_words(column)) for column in columns.values())
 
 
@@ -88,14 +88,15 @@ def _aligned(num_words: int) -> int:
 
 
 def _as_type(words: Tensor, column: Column) -> Tensor:
-    """Returns the memory that has received a column as a tensor of its type."""
+    """Returns the memory that has received a column as a tensor of the column's dtype: float32, float64 or, for all others,
+    int32."""
     dtype = column.dtype if isinstance(column, np.ndarray) else column[0].dtype if column else None
     return words.view(torch.float32) if dtype == np.float32 else words.view(torch.float64) if dtype == np.float64 else words
 
 
 class DeviceSequences:
-    """A model's sequences on the device. last_ids [S + 1] int32: the token that each slot's last step sampled. tables: one block
-    table [S + 1, B] int32 for each KV group."""
+    """The part of a model's sequences that stays on the device. last_ids [S + 1] int32: the token that each slot's last step
+    sampled. tables: one block table [S + 1, B] int32 for each KV group."""
 
     def __init__(self, num_slots: int, max_blocks: int, num_groups: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -104,7 +105,8 @@ class DeviceSequences:
         self._known = [np.zeros((num_slots, max_blocks), np.int32) for _ in range(num_groups)]
 
     def update(self, slots: IntArray, num_blocks: int, table: SequenceTable, staging: Staging) -> None:
-        """Sends the entries that have changed among the first num_blocks of these slots' block tables."""
+        """Sends the entries that have changed since the last call, among the first num_blocks of these slots' block tables. table:
+        the host's."""
         for target, known, own in zip(self.tables, self._known, table.block_tables, strict=True):
             now = own[slots, :num_blocks]
             rows, columns = np.nonzero(now != known[slots, :num_blocks])

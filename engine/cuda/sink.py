@@ -1,5 +1,5 @@
 """Writes a checkpoint's bytes to device memory that the host cannot write: reads fill the reader's slots, and each slot is copied
-to the device as soon as it is full. Packed weights are copied as they are and decoded there, and words of AWQ and GPTQ rearranged.
+to the device as soon as it is full. On the device packed weights are decoded, and words of AWQ and GPTQ rearranged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from loader.unpack import damaged
 
 
 class DeviceSink:
-    """The loader.sinks.WeightSink for a mapped range of any device. Weights that change dtype are converted on the host, and packed
-    ones among them are decoded there first. frames: None if the host decodes everything."""
+    """A WeightSink (loader.sinks) for a mapped range of any device. Weights that change dtype are converted on the host; packed
+    ones among them are decoded there first. frames: decodes packed weights on the device; None: the host decodes all of them."""
 
     memory: memoryview | None = None
 
@@ -57,8 +57,9 @@ class DeviceSink:
             fence.wait()  # converted values are in no slot, so nothing else keeps their memory until they are copied
 
     def _rearrange(self, span: Span, slot: WeightSlot, read: npt.NDArray[np.uint8]) -> None:
-        """Brings a span of a tensor that is rearranged to its place: words of weights on the device, a few at a time, and the few
-        numbers that must be checked on the host."""
+        """Writes a span of a tensor whose layout in memory is not the file's. Words of weights are rearranged on the device, a few
+        at a time; other parts, which are small and must be checked, on the host. read: the bytes of the span. slot: the whole
+        tensor's place."""
         assert slot.relayout is not None
         relayout, (rows, first) = slot.relayout, stored_rows(span.segment, read)
         part = part_of(self._held(slot), relayout, row_of_part(slot, first), len(rows))

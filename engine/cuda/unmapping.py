@@ -35,7 +35,7 @@ class Unmapping:
         self._error: Exception | None = None
 
     def add(self, address: int, num_bytes: int) -> None:
-        """Queues a range to be unmapped. Nothing on the device may use it any more."""
+        """Queues a range, whose chunks the thread will unmap. Nothing on the device may use the range any more."""
         with self._lock:
             self._check()
             self._ranges.append((address, address + num_bytes))
@@ -45,11 +45,11 @@ class Unmapping:
                 self._thread = thread
 
     def wait_for(self, address: int, num_bytes: int) -> None:
-        """Waits until nothing in a range is to be unmapped any more."""
+        """Waits until no queued range overlaps this one. The thread then works without pauses."""
         self._wait(lambda begin, end: begin < address + num_bytes and address < end)
 
     def finish(self) -> None:
-        """Waits until nothing is to be unmapped any more."""
+        """Waits until all queued ranges are unmapped."""
         self._wait(lambda begin, end: True)
 
     def _wait(self, concerns: Callable[[int, int], bool]) -> None:

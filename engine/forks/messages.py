@@ -8,11 +8,11 @@ PACKET_BYTES, MAX_DESCRIPTORS = 64 << 10, 250  # the kernel passes 253 descripto
 
 
 class ForkEngine(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for an engine. Descriptors are sent with it: the pipe to which the engine's exit status is written, the engine's stderr,
-    and the descriptors named in its arguments.
+    """Asks the fork server for an engine. Descriptors are sent with it: the pipe to which the engine's exit status is written, the
+    engine's stderr, and the descriptors named in its arguments.
 
     name: name of the process, as `ps -o comm` shows it; the kernel keeps 15 characters. arguments: the arguments of `python -m
-    engine`. numbers: the descriptor numbers that the last descriptors get in the engine."""
+    engine`. numbers: for each descriptor after the first two, the number that it gets in the engine."""
 
     name: str
     arguments: list[str]
@@ -20,7 +20,8 @@ class ForkEngine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Forked(msgspec.Struct, frozen=True, array_like=True):
-    """Answers ForkEngine. A pidfd of the engine is sent with it. problem: why no engine was forked; "" if one was."""
+    """The fork server's answer to ForkEngine. pid: the engine's; 0 if none was forked. A pidfd of the engine is sent with it.
+    problem: why no engine was forked; "" if one was."""
 
     pid: int
     problem: str = ""

@@ -78,7 +78,8 @@ class _Server:
                     return
 
     def _answer(self) -> bool:
-        """Answers one packet of the daemon. Returns False if the daemon has closed the socket."""
+        """Receives one ForkEngine from the daemon, forks the engine and sends Forked. Returns False if the daemon has closed the
+        socket."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, MAX_DESCRIPTORS)
         except ConnectionResetError:
@@ -116,7 +117,8 @@ class _Server:
         os.close(ended.pidfd)
 
     def _become_engine(self, request: ForkEngine, ended_fd: int, descriptors: Sequence[int]) -> None:
-        """Becomes the engine that was asked for, in the forked process. Does not return."""
+        """Turns the forked process into the engine that the daemon asked for: closes the server's descriptors, gives `descriptors`
+        their numbers, and runs the engine. Does not return."""
         code = 1
         try:
             self._selector.close()

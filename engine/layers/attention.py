@@ -69,8 +69,9 @@ class Attention(Generic[BatchT]):
         return self.output(attended, batch)
 
     def _norm_all_heads(self, qkv: Tensor, norms: HeadNorms) -> None:
-        """Normalises all queries of a token together, and all keys, in place. A key head that several ranks hold is counted several
-        times both in the sum of squares and in the width, so the mean stays right."""
+        """Applies the norms over all heads of a token to the columns of qkv, in place: one norm over all queries, one over all
+        keys. In a split model the sums of squares are added over the ranks; a key head that several ranks hold then counts several
+        times in both the sum and the width, so the mean stays right."""
         if self.ranks is None:
             self.ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
             self.ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)

@@ -17,8 +17,8 @@ from loader.model_shape import ModelShape
 
 
 class BesideExperts(Generic[BatchT]):
-    """Adds the output of a layer's experts to that of its MLP. The router reads the normalised residual times a factor for each
-    dimension and 1 / sqrt(hidden). ranks: the ranks of a split model; None: it is whole."""
+    """Experts beside the MLP of one layer: a call returns the sum of both outputs. The router reads the normalised residual times a
+    factor for each dimension and 1 / sqrt(hidden). ranks: the ranks of a split model; None: the model is whole."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class BesideExperts(Generic[BatchT]):
         self.output_norm = Norm(*of_norm, prefix + names.output_norm)
 
     def __call__(self, update: Tensor, residual: Tensor, batch: BatchT) -> Tensor:
-        """Returns the sum of both outputs [T, hidden]. update: the MLP's output. residual [T, hidden]: the input of both, which is
-        not changed."""
+        """Returns the sum [T, hidden] of the MLP's output and the experts' output, each normalised. update [T, hidden]: the MLP's
+        output. residual [T, hidden]: the states that the MLP and the experts read; it is not changed."""
         ops, mixture = self.ops, self.mixture
         of_mlp = self.mlp_output_norm(update)
         # scaled before the product, as in transformers: rounding the scores once more would choose other experts

@@ -14,7 +14,7 @@ from loader.model_shape import ModelShape
 
 
 class Embedding:
-    """Looks up rows of `weight` [V, hidden], scaled as the model asks."""
+    """A decoder's token embedding: looks up rows of `weight` [V, hidden] and scales them by the model's factor."""
 
     def __init__(self, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights) -> None:
         self.ops, self.weight, self.scale = ops, weights.get(f"{family.names.embedding}.weight"), shape.embedding_scale

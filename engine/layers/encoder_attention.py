@@ -32,8 +32,9 @@ def attend(qkv: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
 
 
 def _seen(first: int, last: int, length: int, window: int) -> tuple[int, int, Tensor | None]:
-    """Returns the range of positions that queries at positions `first` to `last` - 1 attend to, and a mask of those that each query
-    attends to (None: all)."""
+    """Returns (low, high, mask): queries at positions `first` to `last` - 1 of a text attend to positions from `low` to `high` - 1.
+    mask [last - first, high - low] bool: which of these each query attends to; None: all. length: tokens of the text. window: as in
+    `attend`."""
     reach = window // 2
     if not window or length <= reach + 1:
         return 0, length, None

@@ -15,9 +15,10 @@ from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, ModelShape
 
 
 class MixtureOfExperts(Generic[BatchT]):
-    """The feed-forward part of one layer: x [T, hidden] -> [T, hidden]. router [E, hidden], or [E + 1, hidden] if the gate of a
-    shared expert follows the router's matrix, so that one product gives the scores and the gate. It is float32 if
-    ExpertMatrices.sigmoid is set. router_bias: [E].
+    """The feed-forward part of one layer: x [T, hidden] -> [T, hidden]. router [E, hidden]: its product with x gives each token's
+    score of each expert. If a shared expert has a gate, the gate's weights follow as row E, so that one product gives scores and
+    gate. The router is float32 if ExpertMatrices.sigmoid is set. shared: an expert that all tokens pass through; None: there is
+    none. router_bias: [E].
 
     In a split model the result is a rank's share of a sum over the ranks: every rank routes all tokens, and computes the outputs of
     its own experts, or of its part of each expert."""
@@ -85,14 +86,15 @@ class MixtureOfExperts(Generic[BatchT]):
         return self.ops.experts(x, scores, self.experts, shared, batch)
 
     def agree(self, scores: Tensor) -> None:
-        """Makes all ranks use the scores of the first rank: where scores are nearly equal, ranks could choose different experts
-        otherwise."""
+        """Overwrites the router's scores on all ranks of a split model with those of the first rank. Where scores are nearly equal,
+        ranks could choose different experts otherwise."""
         if self.ranks is not None:
             self.ranks.share_first(scores)
 
 
 def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape) -> ExpertMatrices:
-    """Returns experts whose matrices are stored as one tensor for all of them. gate_up, down: names of these tensors."""
+    """Returns the experts of a layer whose checkpoint has one tensor for the matrices of all experts. gate_up, down: names of these
+    tensors."""
     return ExpertMatrices(
         weights.stack(gate_up),
         weights.stack(down),

@@ -45,8 +45,9 @@ class GatedDelta(Generic[BatchT]):
 
 
 def columns_of(delta: DeltaShape) -> DeltaColumns:
-    """Returns where the heads are among the columns of the projections' outputs. Either each key head's queries, keys, values and
-    gates are together (by_head), or all heads' queries come first, then all keys, values and gates."""
+    """Returns where the heads are among the columns of the outputs of a gated delta layer's projections. Either each key head's
+    queries, keys, values and gates are together (delta.by_head), or all heads' queries come first, then all keys, values and
+    gates."""
     keys, values = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
     served = delta.num_value_heads // delta.num_key_heads
     if not delta.by_head:

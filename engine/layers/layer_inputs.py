@@ -1,5 +1,5 @@
-"""Computes an additional input for each layer of a model: for each token, the mean of a row of a table and a projection of its
-embedding."""
+"""Computes an additional input for each layer of a model: for each token, the sum of a row of a table and a projection of the
+token's embedding, divided by sqrt(2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEAN_FACTOR = 2.0**-0.5  # factor of the sum of both parts
 
 
 class LayerInputs(Generic[BatchT]):
-    """Computes the inputs of all L layers, W numbers each, from a step's tokens and their embeddings [T, hidden]."""
+    """Computes the additional inputs of all L layers, W numbers each, from a step's tokens and their embeddings [T, hidden]."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights) -> None:
         assert shape.layer_inputs is not None
@@ -31,7 +31,8 @@ class LayerInputs(Generic[BatchT]):
         self.norm = Norm(ops, family, shape, weights, names.input_norm)
 
     def __call__(self, embedded: Tensor, batch: BatchT) -> Tensor:
-        """Returns the inputs [T L, W]; row t L + l is the input of token t for layer l."""
+        """Returns the inputs [T L, W]; row t L + l is the input of token t for layer l. embedded [T, hidden]: the embeddings of the
+        batch's tokens."""
         ops, num_tokens = self.ops, len(embedded)
         projected = ops.scaled(ops.linear(embedded, self.projection), self.projection_scale)
         made = self.norm(projected.view(num_tokens * self.num_layers, self.width))
@@ -41,8 +42,8 @@ class LayerInputs(Generic[BatchT]):
 
 
 class LayerInput(Generic[BatchT]):
-    """Computes what a layer adds to the residual from its own input: the norm of a projection of the input, which is gated by the
-    residual."""
+    """Computes what one layer adds to the residual from its additional input. A projection of the residual gates the input; the
+    product is projected to [T, hidden] and normalised."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert shape.layer_inputs is not None

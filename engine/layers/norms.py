@@ -13,8 +13,8 @@ from loader.model_shape import ModelShape
 
 
 class Norm:
-    """A norm over the width of rows [T, hidden]. name: name of its tensors in the checkpoint. `of_sum` scales what a branch adds to
-    the residual by ModelShape.branch_scale."""
+    """A norm over each row of [T, hidden], an RMS norm or LayerNorm as the family has it. name: name of its tensors in the
+    checkpoint. A call returns the norm of its argument; `of_sum` first adds an update to the residual."""
 
     def __init__(self, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, name: str) -> None:
         self.ops, self.is_layer_norm = ops, family.has_layer_norms
@@ -23,7 +23,7 @@ class Norm:
 
     @classmethod
     def named(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, prefix: str, name: str) -> Norm | None:
-        """Returns a layer's norm, or None if the family has no such norm, that is, if the name is ""."""
+        """Returns a layer's norm, or None if the name is "", that is, if the family has no such norm."""
         return cls(ops, family, shape, weights, prefix + name) if name else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -32,7 +32,8 @@ class Norm:
         return self.ops.rms_norm(x, self.weight, self.eps, self.around_one)
 
     def of_sum(self, update: Tensor, residual: Tensor) -> Tensor:
-        """Adds the update, scaled, to the residual in place; returns the norm of the sum."""
+        """Adds the update times ModelShape.branch_scale to the residual, in place, and returns the norm of the sum; all [T,
+        hidden]."""
         if self.is_layer_norm:
             return self.ops.add_layer_norm(update, residual, self.weight, self.bias, self.eps, self.scale)
         return self.ops.add_rms_norm(update, residual, self.weight, self.eps, self.around_one, self.scale)

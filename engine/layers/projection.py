@@ -12,8 +12,8 @@ from engine.ops.ops import BatchT, Ops
 
 
 class Projection(Generic[BatchT]):
-    """A product that adapters may change: x [T, K] -> [T, N]. names: names of its matrices in the checkpoint, without the prefix;
-    one product reads them together. weight [N, K], and bias [N], None if the model has none."""
+    """A matrix product that LoRA adapters may change: x [T, K] -> [T, N]. names: names of its matrices in the checkpoint, without
+    the prefix; one product reads them together. weight: [N, K]. bias: [N], or None if the model has none."""
 
     def __init__(self, ops: Ops[BatchT], weights: Weights, prefix: str, names: tuple[str, ...]) -> None:
         self.ops = ops

@@ -71,7 +71,8 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
 
 
 def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
-    """Returns the base of the frequencies: theta, or for dynamic scaling the base at the context max_model_len."""
+    """Returns the base of the frequencies: rope.theta, or for dynamic scaling the base for contexts of max_model_len positions.
+    turning: number of a head's dimensions that are rotated."""
     original = rope.original_max_position_embeddings
     if rope.kind != "dynamic" or max_model_len <= original:
         return rope.theta
@@ -79,10 +80,11 @@ def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
 
 
 def _yarn_ramp(rope: RopeParameters, turning: int) -> Tensor:
-    """Returns [turning / 2]: for each pair of dimensions the share of the stretched frequency, from 0 to 1."""
+    """Returns [turning / 2], for each pair of dimensions from 0 (the pair keeps its frequency) to 1 (its frequency is divided by
+    rope.factor). turning: number of a head's dimensions that are rotated."""
 
     def pair(turns: float) -> float:
-        """Returns the (fractional) index of the pair of dimensions that makes `turns` rotations within the original length."""
+        """Returns the fractional index of the pair of dimensions that makes `turns` rotations within the original length."""
         return turning * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair(rope.beta_fast), pair(rope.beta_slow)

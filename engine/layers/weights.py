@@ -29,7 +29,8 @@ def _ones(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Weights:
-    """Looks parameters up by their names in the checkpoint. Raises KeyError for a name that the model does not have."""
+    """Looks a model's parameters up by their names in the checkpoint, as views of the weight range `memory`. Methods raise KeyError
+    for a name that the model does not have, unless they say otherwise."""
 
     def __init__(self, shape: ModelShape, dtype: str, memory: WeightRange, weight_format: WeightFormat = PLAIN) -> None:
         self._slots = {slot.name: slot for slot in weight_layout(shape, dtype, weight_format)}
@@ -43,7 +44,7 @@ class Weights:
         return self._memory.tensor(slot.offset_bytes, slot.shape, self._dtype_of(slot))
 
     def _dtype_of(self, slot: WeightSlot) -> torch.dtype:
-        """Returns the dtype of a parameter that is not quantised."""
+        """Returns the dtype in which memory holds a parameter that is not quantised."""
         dtype: torch.dtype = getattr(torch, slot.held_as) if slot.held_as else self._dtype
         return dtype
 
@@ -54,8 +55,8 @@ class Weights:
         return stored if self._slots[name].cut is not None else stored[rows_of(len(stored), self._split)]
 
     def ones(self, width: int) -> Tensor:
-        """Returns a tensor of W ones, the weight of a norm without one. It is the same tensor each time a model is built, because
-        graphs captured before an eviction still read it."""
+        """Returns a tensor of `width` ones, for norms that have no weight. It is the same tensor each time a model is built,
+        because graphs captured before an eviction still read it."""
         return _ones(width, self._dtype, self._memory.tensor(0, (0,), torch.uint8).device)
 
     def find(self, name: str) -> Tensor | None:
@@ -63,7 +64,8 @@ class Weights:
         return self.get(name) if name in self._slots else None
 
     def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor:
-        """Returns the tensors prefix + name + suffix of all names as one, joined along the first axis."""
+        """Returns the tensors of the names prefix + name + suffix as one, joined along the first axis. They must lie end to end in
+        memory."""
         slots = [self._slots[f"{prefix}{name}{suffix}"] for name in names]
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
         return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype_of(slots[0]))
@@ -92,11 +94,12 @@ class Weights:
         return Fp8Matrix(codes, scales, group_inputs)
 
     def adapted(self, prefix: str, names: tuple[str, ...]) -> AdaptedProduct | None:
-        """Returns the description of the product of these matrices if adapters may change it; None if they may not."""
+        """Returns the description of the product with these matrices if LoRA adapters may change it, else None."""
         return self._adapted.get((prefix, names))
 
     def _int4(self, stored: Names, weights: list[str]) -> Int4Matrix:
-        """Returns the joined INT4 matrices of these names."""
+        """Returns INT4 matrices that lie end to end as one matrix. stored: how the checkpoint names their parts. weights: names of
+        the matrices."""
         slots = [self._slots[stored.of(name, stored.words)] for name in weights]
         first, scale = slots[0], self._slots[stored.of(weights[0], stored.scales)]
         num_outputs, num_inputs = sum(slot.held_shape[0] for slot in slots), first.held_shape[1] * IN_WORD
@@ -111,7 +114,8 @@ class Weights:
         return Int4Matrix(packed, scales, first.group_inputs, zeros, order)
 
     def _nvfp4(self, names: nvfp4_settings.Nvfp4, weights: list[str]) -> Nvfp4Matrix:
-        """Returns the joined NVFP4 matrices of these names."""
+        """Returns NVFP4 matrices that lie end to end as one matrix. names: how the checkpoint names their parts. weights: names of
+        the matrices."""
         slots = [self._slots[names.of(name, names.numbers)] for name in weights]
         numbers, scales, whole = (self._slots[names.of(weights[0], part)] for part in (names.numbers, names.scales, names.whole))
         num_outputs = sum(slot.shape[0] for slot in slots)
@@ -122,8 +126,8 @@ class Weights:
         )
 
     def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix | Nvfp4Matrix:
-        """Returns the matrices prefix + name for all names, joined as by `matrix` and divided into `num` equal parts [num, N,
-        K]."""
+        """Returns the matrices of the names prefix + name, joined as by `matrix` and then divided into `num` equal parts [num, N,
+        K], one for each expert."""
         joined = self.matrix(prefix, names)
         assert not isinstance(joined, Int8Matrix)  # loader/formats keeps int8 from mixtures of experts
         if isinstance(joined, Tensor):
@@ -140,12 +144,13 @@ class Weights:
         return Int4Matrix(parts(joined.packed), parts(joined.scales), joined.group_inputs, zeros)
 
     def stack(self, name: str) -> Tensor | Mxfp4Matrix:
-        """Returns a tensor [num, N, K] that holds several matrices, plain or quantised as it is stored."""
+        """Returns the tensor of this name, [num, N, K], which holds the matrices of all experts of a layer: plain, or in MXFP4."""
         if name in self._slots:
             return self.get(name)
         blocks, scales = (self._slots[name + part] for part in (mxfp4.BLOCKS, mxfp4.SCALES))
         return Mxfp4Matrix(*(self._memory.tensor(slot.offset_bytes, slot.shape, torch.uint8) for slot in (blocks, scales)))
 
     def find_fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
-        """Returns the joined tensors as `fused` does, or None if the model has no such parameters."""
+        """Returns the tensors of the names prefix + name + suffix, joined as by `fused`, or None if the model has no such
+        parameters."""
         return self.fused(prefix, names, suffix) if f"{prefix}{names[0]}{suffix}" in self._slots else None

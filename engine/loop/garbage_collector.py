@@ -1,4 +1,4 @@
-"""Runs Python's garbage collector outside the hot path: when nothing else runs, or every few thousand steps."""
+"""Runs Python's garbage collector where it delays no step: when nothing else runs, or every few thousand steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ EVERY_STEPS = 4096
 
 
 class GarbageCollector:
-    """Decides when garbage is collected. The objects that a load has made are frozen (gc.freeze), and only examined once nothing
-    runs, also if their model has been evicted by then. Examining them at the end of the load would delay its first tokens, by a
-    tenth of a second if kernels have just been imported."""
+    """Decides when garbage is collected. The objects that a load has made are frozen (gc.freeze), and examined only once nothing
+    runs, even if their model has been evicted by then. Examining them at the end of the load would delay the model's first tokens,
+    by a tenth of a second if kernels have just been imported."""
 
     def __init__(self) -> None:
         self._steps_at_last = 0

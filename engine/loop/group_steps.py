@@ -1,4 +1,5 @@
-"""Runs the steps that this engine shares with others, in the order that the exchange memory gives all engines."""
+"""Runs the steps of split models on one engine. The exchange memory, which all engines share, puts the steps of all groups into one
+queue for each engine, so that all engines run them in the same order."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ LINGER_S = 2e-4
 
 
 class GroupSteps:
-    """Runs one engine's queue in the exchange memory. number: the engine's number. doorbell: an eventfd that others ring when they
-    have added to the queue. stepped(): called after each step that another engine leads."""
+    """Runs the steps in one engine's queue in the exchange memory. number: the engine's number. doorbell: an eventfd that other
+    engines ring when they have added to the queue. stepped(): called after each step that another engine leads."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class GroupSteps:
             os.eventfd_read(self._doorbell)
 
     def run_queue(self) -> bool:
-        """Runs the steps in the queue, up to the first one that this engine leads, which is run when its result is asked for.
-        Returns whether it ran any."""
+        """Runs the steps in the queue that other engines lead, up to the first one that this engine leads, which is run when its
+        result is asked for. Returns whether it ran any."""
         ran = False
         while (region := self._exchange.next(self._number)) is not None and region not in self._posted:
             self.run_next()
@@ -70,16 +71,16 @@ class GroupSteps:
         return ran
 
     def comes_soon(self) -> bool:
-        """Waits for an entry in the queue, for LINGER_S at most, because going to sleep and waking up takes as long. Returns
-        whether there is one."""
+        """Waits for an entry in the queue, for LINGER_S at most, without sleeping, because going to sleep and waking up takes as
+        long. Returns whether there is one."""
         until_s = time.perf_counter() + LINGER_S
         while not (there := self._exchange.has_entries(self._number)) and time.perf_counter() < until_s:
             pass
         return there
 
     def post(self, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> PostedStep:
-        """Posts a step to all devices of a group that this engine leads. This engine runs its own part when the result is asked
-        for. Raises GroupBroken."""
+        """Adds a step of a split model that this engine leads to the queues of all engines of its group. This engine runs its own
+        part when the result is asked for. Raises GroupBroken."""
         if not share.region.post(plan):
             raise GroupBroken(f"model {share.name}: its group has lost a device")
         step = PostedStep(self, share, plan, table)
@@ -100,7 +101,7 @@ class GroupSteps:
         step.run()
 
     def run_part(self, share: GroupShare, work: Callable[[], Result]) -> Result:
-        """Runs this engine's part of a step."""
+        """Runs `work`, this engine's part of a step, on the threads meant for it, and returns its result."""
         if share.num_stages > 1 and self._own_core is not None:
             return self._own_core.run(work)
         return self._models.threads.run(work)
@@ -111,7 +112,7 @@ class GroupSteps:
         self._posted.pop(share.region.offset, None)
 
     def leave_all(self) -> None:
-        """Leaves all groups because this engine ends, so that no other engine waits for it."""
+        """Leaves all groups, because this engine ends and no other engine may wait for it."""
         for share in self._shares():
             share.region.leave()
 
@@ -129,7 +130,7 @@ class GroupSteps:
         Thread(target=work, name="end of the channel").start()
 
     def _shares(self) -> Iterator[GroupShare]:
-        """Yields all shares of this engine, those whose steps others lead first."""
+        """Yields all shares of split models on this engine, those whose steps other engines lead first."""
         yield from list(self._models.followed.values())
         yield from (served.share for served in list(self._models.by_name.values()) if served.share is not None)
 
@@ -151,8 +152,8 @@ class GroupSteps:
 
 
 class PostedStep:
-    """A step that this engine leads and has posted; it is an engine.contracts.steps.Launched. masks: as in HostedModel.execute; set
-    before the step runs."""
+    """A step of a split model that this engine leads and has posted to its group (an engine.contracts.steps.Launched). masks: as in
+    HostedModel.execute; set before the step runs."""
 
     def __init__(self, steps: GroupSteps, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> None:
         self._steps, self._share, self._plan, self._table = steps, share, plan, table
@@ -161,14 +162,14 @@ class PostedStep:
         self._error: GroupBroken | None = None
 
     def run(self) -> None:
-        """Runs this engine's part."""
+        """Runs this engine's part of the step, and keeps the result, or the GroupBroken that it raised, for `wait`."""
         try:
             self._result = self._steps.run_part(self._share, lambda: self._share.execute(self._plan, self._table, self.masks))
         except GroupBroken as error:
             self._error = error
 
     def wait(self) -> StepResult:
-        """Runs the queue up to this step, and returns its result. Raises GroupBroken."""
+        """Runs the engine's queue up to this step, and returns the step's result. Raises GroupBroken."""
         while self._error is None:
             if self._result is not None:
                 return self._result
@@ -177,6 +178,7 @@ class PostedStep:
 
 
 def broke(share: GroupShare, error: GroupBroken) -> None:
-    """Notes that a group is broken. Its share stays in memory until the daemon evicts it."""
+    """Marks a share as part of a broken group, so that no more steps of it are run, and logs the error. The share stays in memory
+    until the daemon evicts it."""
     share.is_broken = True
     log.warning("%s: no step is run until it is evicted: %s", share.name, error)

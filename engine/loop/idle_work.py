@@ -14,7 +14,8 @@ CAPTURE_AFTER_IDLE_S = 0.02
 
 
 class IdleWork:
-    """The idle work of one engine, done in the engine's loop. preparer: prepares memory; None for null models, which have none."""
+    """The work that one engine's loop does while the engine is idle. preparer: prepares memory in huge pages; None for null models,
+    which have no memory."""
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ from scheduler.batch.plan import LongArray
 
 
 class StepJournal:
-    """The journal of one engine. page: the memory that protocol.write_journal writes. first: the models' first steps; the requests
-    of running ones are in every entry."""
+    """The writer of one engine's step journal. page: the shared memory that protocol.write_journal writes. first: the models' first
+    steps, by model, which run in threads of their own; the requests of running ones are in every entry."""
 
     def __init__(self, page: Any, first: Mapping[str, FirstStep]) -> None:
         self._page, self._first = page, first
@@ -31,20 +31,22 @@ class StepJournal:
         write_pulse(self._page, time.monotonic(), expected_s, first_since_s, doing)
 
     def note(self, request_ids: LongArray, expected_s: float = 0.0) -> None:
-        """Records that the loop runs a step of these requests from now on."""
+        """Records that the loop runs a step of these requests from now on. expected_s: usual seconds of the step; 0.0 if not
+        known."""
         self.beat(Doing.STEP, expected_s)
         self.name(request_ids)
 
     def name(self, request_ids: LongArray) -> None:
-        """Writes the requests that a fault would be blamed on: these, and those of the running first steps."""
+        """Writes the requests that a fault of the engine would be blamed on: `request_ids`, and those of the first steps that run
+        in threads."""
         if self._first:
             request_ids = np.concatenate((request_ids, *(first.request_ids for first in self._first.values())))
         write_journal(self._page, request_ids)
         self._names_a_step = True
 
     def nothing_runs(self) -> None:
-        """Empties the journal if no step runs. Not called after every step, because a fault in the work after a step is blamed on
-        its requests, too."""
+        """Removes all requests from the journal if no step runs. Not called after every step, because a fault in the work after a
+        step is blamed on the step's requests, too."""
         if self._names_a_step and not self._first:
             write_journal(self._page, NO_REQUESTS)
             self._names_a_step = False

@@ -12,8 +12,9 @@ from scheduler.batch.plan import BatchPlan, LongArray
 
 @dataclass(slots=True, frozen=True)
 class StepUnderWay:
-    """A launched step. request_ids [R]: the requests of the plan's rows at the time of the launch. expected_s: the seconds it
-    usually takes, 0.0 if that is not known."""
+    """A launched step whose result has not been read. request_ids [R]: the requests of the plan's rows at the time of the launch.
+    masks: those of its constrained rows; None: there are none. expected_s: the seconds that it usually takes, 0.0 if that is not
+    known."""
 
     served: ServedModel
     plan: BatchPlan

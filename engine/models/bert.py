@@ -71,8 +71,8 @@ class BertModel:
         return functional.linear(torch.tanh(functional.linear(pooled, *dense)), *out)[:, 0]
 
     def _positions(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Returns the rows [T] of the table of positions. In models whose positions begin after the id of padding, a token with
-        this id gets the row of that number and is not counted."""
+        """Returns each token's row [T] in the table of learned positions. In models whose positions begin after the id of padding
+        (RoBERTa), a token with this id gets the row of that number and is not counted."""
         if not self.first_position:
             return torch.cat([torch.arange(length) for length in lengths])
         padding = self.first_position - 1
@@ -81,7 +81,8 @@ class BertModel:
 
 
 def _kinds(lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-    """Returns the segment number of each token [T]: 0, or 1 from index second_at of a pair on."""
+    """Returns the segment number of each token [T]: 0, or 1 for tokens of a pair from index second_at on. second_at: for each text;
+    0: it is no pair."""
     kinds = [(torch.arange(length) >= (at or length)).long() for length, at in zip(lengths, second_at, strict=True)]
     return torch.cat(kinds)
 

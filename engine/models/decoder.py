@@ -26,9 +26,9 @@ from loader.model_shape import ModelShape
 
 
 class DecoderModel(Generic[BatchT]):
-    """A decoder, or one device's share of it. ranks: joins the shares of a layer; None: layers are whole. stages: passes states
-    from stage to stage; None: all layers are here. Only the first stage has an embedding, and only the last one a final norm and a
-    head."""
+    """A decoder, or one device's share of it. ranks: adds up the shares of a layer that is divided among devices; None: layers are
+    whole. stages: passes states from stage to stage of a pipeline; None: all layers are here. Only the first stage has an
+    embedding, and only the last one a final norm and a head."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class DecoderModel(Generic[BatchT]):
         return self._normed(update, residual)
 
     def _first_states(self, batch: BatchT) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual [T, hidden] before the first layer, and the update [T, hidden] that is still to be added to it, if
-        there is one."""
+        """Returns the residual [T, hidden] before this device's first layer, and the update [T, hidden] that is still to be added
+        to it (None: there is none). They come from the embedding, or from the stage before."""
         if self.embedding is not None:
             return self.embedding(batch.input_ids), None
         assert self.stages is not None
@@ -103,7 +103,8 @@ class DecoderModel(Generic[BatchT]):
         return self.norm(residual) if update is None else self.norm.of_sum(update, residual)
 
     def _keep(self, layer: int, update: Tensor | None, residual: Tensor, batch: BatchT) -> None:
-        """Adds the update to the residual in place, and keeps the sum as the state before a layer."""
+        """Adds the update to the residual, in place. The sum is the state that `layer` reads; it is copied to the layer's tensor in
+        batch.kept, unless that is None."""
         if update is not None:
             self._normed(update, residual)  # only for the sum, which is one kernel this way
         if batch.kept is not None:
@@ -120,7 +121,7 @@ class DecoderModel(Generic[BatchT]):
         return self.ops.softcap(self.ops.scaled(logits, self.logit_scale), self.logit_softcap)
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the predictor's input states [T, width of the predictor], made from those that `forward` kept. Raises
+        """Returns the predictor's input states [T, width of the predictor]. kept: the states that `forward` has kept. Raises
         RuntimeError for a model without a predictor."""
         return self._its_predictor.read(kept)
 
@@ -130,8 +131,9 @@ class DecoderModel(Generic[BatchT]):
         return weight.new_empty(num_tokens, weight.shape[1])
 
     def predict(self, states: Tensor, batch: BatchT) -> Tensor:
-        """Returns the predictor's states after the batch's tokens. The batch holds, at each position, the token that follows it.
-        states: the result of `read`, or of an earlier call."""
+        """Runs the predictor on a batch and returns its states [T, width of the predictor]. At each position the batch holds the
+        token of the next position. states: the result of `read`, or of an earlier call. Raises RuntimeError for a model without a
+        predictor."""
         return self._its_predictor(states, batch)
 
     def predicted_logits(self, states: Tensor) -> Tensor:

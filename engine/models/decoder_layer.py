@@ -61,8 +61,9 @@ class DecoderLayer(Generic[BatchT]):
         self.scalar = weights.get(prefix + names.layer_scalar) if names.layer_scalar else None
 
     def __call__(self, update: Tensor | None, residual: Tensor, batch: BatchT) -> Tensor | None:
-        """Returns the update [T, hidden] of this layer that is still to be added to the residual; None if the layer has added it.
-        update: the previous layer's update (None: there is none)."""
+        """Computes the layer. update [T, hidden]: what the previous layer has computed and not yet added to the residual; None:
+        nothing. residual [T, hidden]: changed in place. Returns this layer's own update, for the next layer to add; None if this
+        layer has added it."""
         read = self._added(update, residual, self.attention_norm)
         attended = self._joined(self.attention(read, batch))
         if self.attended_norm is not None:
@@ -85,14 +86,14 @@ class DecoderLayer(Generic[BatchT]):
         return None
 
     def _joined(self, made: Tensor) -> Tensor:
-        """Returns the sum of the ranks' shares."""
+        """Returns `made` after adding to it, in place, the shares of all ranks of a split model."""
         if self.ranks is not None:
             self.ranks.sum(made)
         return made
 
     def _added(self, update: Tensor | None, residual: Tensor, norm: Norm | None) -> Tensor:
-        """Adds the update to the residual in place; returns a branch's input: the norm of the residual, or the residual itself if
-        there is no norm."""
+        """Adds the update, if there is one, to the residual in place. Returns the input of a branch (attention or MLP): the norm of
+        the residual, or the residual itself if `norm` is None."""
         if norm is None:
             if update is not None:
                 self.ops.add(update, residual, self.scale)

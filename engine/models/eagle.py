@@ -22,9 +22,9 @@ from loader.model_shape import ModelShape
 
 
 class EagleDrafter(Generic[BatchT]):
-    """The head. For each token it reads the model's states of that token, combined into one, and the embedding of the token that
-    follows. To predict further tokens it reads its own state in place of the model's. embedding [V, H]: the model's, used if the
-    head has none."""
+    """A decoder's EAGLE-3 head. For each token it reads the model's states of that token, combined into one, and the embedding of
+    the token that follows. To predict further tokens it reads its own state in place of the model's. embedding [V, H]: the model's,
+    used if the head has none."""
 
     def __init__(self, ops: Ops[BatchT], shape: ModelShape, weights: Weights, embedding: Tensor) -> None:
         assert shape.eagle is not None
@@ -48,7 +48,8 @@ class EagleDrafter(Generic[BatchT]):
         self.offsets = weights.get(names.PREFIX + names.OFFSETS) if head.has_offsets else None
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the head's input states [T, H]. kept: the model's states [T, W] of each layer that it reads."""
+        """Returns the head's input states [T, H]. kept: for each of the model's layers that the head reads, the model's states [T,
+        W]."""
         if self.norms:
             kept = [norm(one.contiguous()) for norm, one in zip(self.norms, kept, strict=True)]
         states = torch.cat(tuple(kept), dim=1)
@@ -57,8 +58,9 @@ class EagleDrafter(Generic[BatchT]):
         return self.ops.linear(states, self.states)
 
     def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
-        """Computes a batch and stores keys and values at its positions. The batch holds, at each position, the token that follows
-        it. Returns the head's own states [T, H]."""
+        """Computes the head for a batch, and stores its keys and values at the batch's positions. At each position the batch holds
+        the token of the next position. states [T, H]: the result of `read`, or of an earlier call. Returns the head's own states
+        [T, H]."""
         embedded = self.ops.embedding(batch.input_ids, self.embedding, 1.0)
         normed = self.state_norm(states)
         residual = normed.clone() if self.norm_before_residual else states.clone()  # the sum is made in place

@@ -1,4 +1,5 @@
-"""Maps a family's description (loader/architectures) to the class that runs it: one class for each kind of description."""
+"""Maps the description of a family of models (loader/architectures) to the class in engine/models that runs it: one class for each
+kind of description."""
 
 from __future__ import annotations
 
@@ -55,9 +56,9 @@ class Encoder(Protocol):
 def build_model(
     ops: Ops[BatchT], shape: ModelShape, weights: Weights, ranks: Ranks | None = None, stages: Stages | None = None
 ) -> CausalLM[BatchT]:
-    """Builds a decoder. ranks: joins the shares of a divided layer (shape.split); None: layers are whole. stages: passes states
-    from stage to stage; None: there is one stage. Raises TypeError for a family of another kind; callers ask shape.is_encoder
-    first."""
+    """Builds a decoder. ranks: adds up the shares of a layer that is divided among devices (shape.split); None: layers are whole.
+    stages: passes states from stage to stage of a pipeline; None: there is one stage. Raises TypeError for a model that is no
+    decoder; callers ask shape.is_encoder first."""
     split = shape.split
     assert (split is None or split.size == 1) == (ranks is None)
     assert (split is None or not split.stage_ends) == (stages is None)
