@@ -1,1 +1,1 @@
-"""Manages a model's life on one device: loads, first steps, saved KV, evictions."""
+"""Manages the lives of the models on one device: loads, first steps, saved KV, evictions."""

@@ -28,11 +28,12 @@ NO_REQUESTS = np.zeros(0, np.int64)
 class FirstStep:
     """The first step of one model, and the state of the load during which it runs.
 
-    running: the step runs in its thread, or has ended and the engine's loop has not handled that; at its end either `result` or
-    `error` is set. loaded: all weights are loaded and the daemon has been informed; loaded_s: when, by time.monotonic(). has_begun:
-    the weights that the step needs first are loaded; requests queued until then run in it. waits_for: a load from the host tier
-    during which the step must not start; if that copy is rejected the step starts after all, since the weights are then read from
-    disk. deferred: messages that are handled when the step has ended."""
+    plan, result, error: of the step; at its end either `result` or `error` is set. running: the step runs in its thread, or has
+    ended and the engine's loop has not processed that. loaded: all weights are loaded and the daemon has been informed; loaded_s:
+    when, by time.monotonic(). has_begun: the weights that the step needs first are loaded; requests queued until then run in it.
+    restored_tokens: how many tokens of saved KV were restored. waits_for: a load from the host tier during which the step must not
+    start; if that copy is rejected the step starts after all, since the weights are then read from disk. deferred: messages to
+    process when the step has ended."""
 
     served: ServedModel
     hosted: StreamedModel
@@ -56,9 +57,9 @@ class FirstStep:
         return not self.running and not is_copied and self.served.scheduler.runnable
 
     def start(self, step_id: int, run: Callable[[Callable[[], None], FirstStep], None], alone: bool) -> BatchPlan | None:
-        """Plans the step and passes its work to `run` together with this object, which `run` reports when the work is done. Returns
-        None if there is nothing to run. alone: no other model's steps run, so the step takes as many prompt tokens as can be
-        computed by the time the weights are loaded."""
+        """Plans the step, and calls `run` with the work to do in a thread and this object, which `run` reports to the engine's loop
+        when the work is done. Returns the plan; None if there is nothing to run. alone: no other model's steps run, so the step
+        takes as many prompt tokens as can be computed by the time the weights are loaded."""
         scheduler = self.served.scheduler
         plan = scheduler.plan(step_id, max_tokens=scheduler.limits.max_num_batched_tokens * (FIRST_STEP_SLICES if alone else 1))
         if plan is not None:
@@ -80,8 +81,9 @@ class FirstStep:
         return wait
 
     def abort(self, request_id: int) -> bool:
-        """Handles the abort of a request and returns whether it did: a deferred request is dropped, and the abort of a request in
-        the running step is deferred. False: the caller passes the abort to the batch scheduler, which may know the request."""
+        """Aborts a request if it is deferred or in the running step, and returns whether that was so: a deferred request is
+        dropped, and for one in the running step the abort is deferred. False: the caller passes the abort to the batch
+        scheduler."""
         for message in self.deferred:
             if isinstance(message, Submit) and message.request_id == request_id:
                 self.deferred.remove(message)
@@ -100,8 +102,8 @@ class FirstStep:
             self.error = error
 
     def put_back(self) -> None:
-        """Puts the step's requests back into the queue if the step ended with WeightsWithdrawn. Raises any other error with which
-        it ended."""
+        """Puts the requests of a step that has failed back into the model's queue, if it ended with WeightsWithdrawn. Raises any
+        other error with which it ended."""
         if not isinstance(self.error, WeightsWithdrawn):
             assert self.error is not None
             raise self.error

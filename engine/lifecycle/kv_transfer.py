@@ -1,6 +1,6 @@
 """Copies KV blocks between a device and slots of the host tier, and makes the index of saved blocks that the daemon keeps.
 
-Saved blocks lie end to end in the slots, in the order of the index; a block may begin in one slot and end in the next.
+Saved blocks lie end to end in the slots, in the order of the index. A block may begin in one slot and end in the next.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ log = logging.getLogger("engine")
 
 
 class KVIndex(msgspec.Struct, frozen=True, array_like=True):
-    """The content of Evicted.kv_index, for E blocks and G KV groups. keys: all keys, end to end. num_tokens: int32 [E]. present:
+    """The index of a model's saved KV, the content of Evicted.kv_index, for E blocks and G KV groups. fingerprint, kv_dtype:
+    weights_identity and kv_identity. keys: the blocks' keys, end to end. num_tokens: int32 [E], tokens in each block. present:
     uint8 [E, G], which groups have the block. checksums: uint64, one for each block and group present."""
 
     fingerprint: str
@@ -46,9 +47,10 @@ _decoder = msgspec.msgpack.Decoder(KVIndex)
 
 @dataclass(slots=True)
 class KVTransfer:
-    """Copies the blocks of one model from the device to the host tier (`save`) or back; `run` may be called in any thread. blocks
-    [E, G]: block numbers, -1 where a group has none. pieces, expected and checksums have one entry for each block present, row by
-    row; expected: the checksums in the index."""
+    """A copy of E blocks of one model with G KV groups, from the device to the host tier (`save`) or back. `run` makes it, and may
+    be called in any thread. blocks [E, G]: block numbers, -1 where a group has none. pieces, expected and checksums have one entry
+    for each block present, row by row; expected: the checksums in the index, when KV is restored; checksums: those found by the
+    copy."""
 
     served: ServedModel
     keys: list[bytes]
@@ -85,8 +87,8 @@ class KVTransfer:
 
 
 def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer:
-    """Prepares the copy of an evicted model's KV to `slots`; without a tier nothing is copied. Raises IndexError for a slot that
-    does not exist."""
+    """Prepares the copy of an evicted model's most valuable KV to `slots` of the host tier. If `tier` is None, nothing is copied.
+    Raises IndexError for a slot that does not exist."""
     slot_bytes = tier.slot_bytes if tier is not None else 0
     found = kv_saving.select(served.scheduler, len(slots) * slot_bytes)
     pieces = _pieces(served.scheduler.kv, found.blocks, slots, tier, memory) if tier is not None and slots else []
@@ -98,8 +100,8 @@ def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, mem
 
 
 def index_of(done: KVTransfer) -> bytes:
-    """Returns the index that LoadModel must carry so that the saved blocks are restored; empty if there are none or the copy
-    failed."""
+    """Returns the encoded index of the blocks that a transfer has saved, with which a later LoadModel has them restored; empty if
+    there are none or the copy failed."""
     if not done.keys or done.error is not None:
         return b""
     spec, kv = done.served.spec, done.served.scheduler.kv
@@ -118,8 +120,8 @@ def index_of(done: KVTransfer) -> bytes:
 
 
 def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer | None:
-    """Prepares the copy from spec.kv_slots into free blocks; None if there is nothing to restore. KV of other weights and an
-    invalid index are logged and not used."""
+    """Prepares the copy of saved KV from spec.kv_slots into free blocks. Returns None if there is nothing to restore. KV of other
+    weights and an invalid index are logged and not used."""
     spec, kv = served.spec, served.scheduler.kv
     if not spec.kv_index or tier is None:
         return None
@@ -150,7 +152,8 @@ def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | 
 
 
 def restored(done: KVTransfer) -> int:
-    """Makes the blocks that came back intact known as cached prefixes, after `run`. Returns the number of their tokens."""
+    """Makes the blocks that a transfer has restored intact known as cached prefixes, and frees all others. Called after `run`.
+    Returns the number of their tokens."""
     kv = done.served.scheduler.kv
     present = done.blocks >= 0
     same: BoolArray = np.zeros(present.shape, np.bool_)
@@ -166,8 +169,8 @@ def restored(done: KVTransfer) -> int:
 
 
 def _pieces(kv: KVCache, blocks: IntArray, slots: Sequence[int], tier: HostTier, memory: ChunkMemory | None) -> list[list[Piece]]:
-    """Returns the parts of each block present, row by row; a block is cut where a slot ends. Raises ValueError if the slots are too
-    few."""
+    """Returns, for each block present in blocks [E, G], row by row, its pieces: (address on the device, the slot's memory). A block
+    is cut where a slot ends. Raises ValueError if the slots are too few."""
     arena = 0 if memory is None else memory.arena.data_ptr()
     sizes = [group.block_bytes for group in kv.groups]
     views = [tier.slot(slot) for slot in slots]

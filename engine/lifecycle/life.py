@@ -32,8 +32,8 @@ class State(Enum):
 
 
 class Job(Enum):
-    """A job that a thread does for a model. LOAD: fills its weights. RESTORE: copies saved KV back. STEP: runs its first step.
-    SAVE: copies its KV to the host tier."""
+    """The kinds of jobs that a thread does for a model. LOAD: fills its weights. RESTORE: copies saved KV back. STEP: runs its
+    first step. SAVE: copies its KV to the host tier."""
 
     LOAD = "load"
     RESTORE = "restore"
@@ -53,9 +53,10 @@ FOLLOWERS = {
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One model from its LoadModel to its end. load: its load, also after that has ended. served: the model, once it exists; None
-    for an encoder, and for a share whose steps another engine leads. first: its first step, if that may run while weights arrive.
-    restore, save: the transfers of its KV, while they run. evictions: the EvictModel messages to answer when the model is gone."""
+    """One model on the device, from its LoadModel to its end. load: its load, also after that has ended. load_runs: the load has
+    not ended. served: the model, once it exists; None for an encoder, and for a share whose steps another engine leads. first: its
+    first step, if that may run while weights arrive. restore, save: the transfers of its KV, while they run. evictions: the
+    EvictModel messages to answer when the model is gone."""
 
     load: Load
     state: State = State.LOADING
@@ -82,7 +83,7 @@ class Life:
         return {job for job, is_running in runs.items() if is_running}
 
     def enter(self, state: State) -> None:
-        """Enters a state. Raises RuntimeError if it cannot follow the current state."""
+        """Enters a state. Raises RuntimeError if FOLLOWERS does not allow it after the current state."""
         if state not in FOLLOWERS[self.state]:
             raise RuntimeError(f"model {self.name}: {state.value} cannot follow {self.state.value}")
         self.state = state

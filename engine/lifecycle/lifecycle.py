@@ -33,10 +33,10 @@ class Lifecycle:
     """Leads every model through its states (engine/lifecycle/life.py). Its methods are not called while a step runs; the jobs run
     in threads, concurrently with steps of other models.
 
-    forget(model): drops what the engine's loop knows about an evicted model's requests. resume(first): handles the result of a
-    first step and the messages deferred meanwhile. loaded(): called after each report of a load. adapter_read(read): handles an
-    adapter that was read. memory: the device's memory; None for null models. outlives: whether the daemon keeps the memory when
-    this process ends; the places of weights are then reported to it."""
+    send: sends a message to the daemon. forget(model): drops what the engine's loop knows about an evicted model's requests.
+    resume(first): processes the result of a first step and the messages deferred meanwhile. loaded(): called after each report that
+    a load has succeeded. adapter_read(read): told of an adapter whose reading has ended. memory: the device's memory; None for null
+    models. outlives: whether the daemon keeps the memory when this process ends; the places of weights are then reported to it."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class Lifecycle:
         self.first_steps: dict[str, FirstStep] = {}  # model -> its first step, kept for the loop, which looks before every step
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when `take` has something to do."""
+        """Returns a descriptor that is readable when `take` has reports to process."""
         return self._loads.fileno()
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being loaded or copied, or a first step may run."""
+        """Whether any model is being loaded, saved or restored, or its first step may run."""
         return any(life.state is not State.SERVED for life in self.lives.values())
 
     # ---- messages of the daemon
@@ -86,7 +86,8 @@ class Lifecycle:
             self.lives[spec.model] = Life(self._loads.start(spec, place))
 
     def evict(self, message: EvictModel) -> None:
-        """Begins to evict a model: at once if it is served, else when the jobs that run for it have ended."""
+        """Begins to evict a model: at once if it is served, else when the jobs that run for it have ended; a load is cancelled. A
+        model that is not here is reported as evicted. Sets the KV lease of the message."""
         life = self.lives.get(message.model)
         if life is None:
             self._send(Evicted(message.placement_id, message.model))
@@ -101,7 +102,7 @@ class Lifecycle:
     # ---- reports of jobs
 
     def take(self) -> None:
-        """Handles everything that the jobs' threads have reported."""
+        """Processes everything that the jobs' threads have reported since the last call."""
         for item in self._loads.take():
             match item:
                 case LoadProgress():
@@ -131,7 +132,8 @@ class Lifecycle:
                     self._report_weights(item.load)
 
     def _model_exists(self, begun: Begun) -> None:
-        """Handles the report that the model of a load under way exists, without its weights."""
+        """Makes the served model of a load whose weights are still arriving, with its first step, and starts to restore its saved
+        KV. Does nothing if there is no memory for it: the end of the load will report that."""
         load, life = begun.load, self.lives[begun.load.task.spec.model]
         if load.cancelled.is_set():
             return
@@ -157,7 +159,8 @@ class Lifecycle:
             self._offer(life)
 
     def _offer(self, life: Life) -> None:
-        """Reports that requests may be submitted, once everything that the first step needs to begin has arrived."""
+        """Tells the daemon (LoadStreams) that requests for a model may be submitted, once everything that its first step needs to
+        begin has arrived: the first weights and the saved KV."""
         if life.first is not None and life.first.has_begun and life.restore is None:
             self._send(LoadStreams(life.load.task.spec.placement_id, life.name))
 
@@ -192,7 +195,8 @@ class Lifecycle:
                 self._loads.copy(life.restore)
 
     def _streaming_ended(self, life: Life, first: FirstStep) -> None:
-        """Handles the end of the load of a model that may already be running its first step."""
+        """Processes the end of the load of a model that exists already. If it succeeded, the model is served, at once or when its
+        first step has ended; else it is freed."""
         if life.load.hosted is None:
             self._end_load(life, life.load.error)
             return
@@ -204,7 +208,8 @@ class Lifecycle:
             self._serve(life)
 
     def _end_load(self, life: Life, error: Exception | None) -> None:
-        """Frees a model that will not be served, and reports why."""
+        """Frees a model that will not be served, reports the error of its load, and answers its evictions. error: None, or of no
+        interest if the load was cancelled."""
         load = life.load
         del self.lives[life.name]
         if life.first is not None:
@@ -243,7 +248,7 @@ class Lifecycle:
     # ---- first steps
 
     def start(self, first: FirstStep, step_id: int) -> BatchPlan | None:
-        """Starts a model's first step. Returns its plan; None if there is nothing to compute."""
+        """Starts a model's first step in a thread. Returns the step's plan; None if there is nothing to compute."""
         others_run = bool(self._models.busy()) or any(one.running for one in self.first_steps.values())
         return first.start(step_id, self._loads.step, alone=not others_run)
 
@@ -268,7 +273,7 @@ class Lifecycle:
     # ---- serving and evicting
 
     def _serve(self, life: Life) -> None:
-        """Lets the model take part in the engine's turns, and begins the evictions that were deferred."""
+        """Puts a model into service, so that it takes part in the engine's turns. Then begins the evictions that were deferred."""
         assert life.served is not None
         first, evictions, life.evictions = life.first, life.evictions, []
         life.enter(State.SERVED)
@@ -347,8 +352,8 @@ class Lifecycle:
                 self._loads.sum_up(load, partial(checksum_of, self._memory, chunks, task.weights_bytes))
 
     def _report_weights(self, load: Load) -> None:
-        """Reports where the model's weights are, unless the model has begun to leave: the daemon has asked for that, and the chunks
-        will be free."""
+        """Tells the daemon which chunks hold the model's weights (WeightsHeld), so that a later engine can use them. Says nothing
+        if the model has left, because its chunks are free then."""
         task, spec, size = load.task, load.task.spec, self._memory.chunk_bytes if self._memory is not None else 1
         chunks = load.place.weights[: -(-task.weights_bytes // size)].tolist()
         if chunks:  # there are none once the model has left

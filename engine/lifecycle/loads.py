@@ -28,7 +28,8 @@ PROGRESS_EVERY_S = 0.1
 
 @dataclass(slots=True)
 class Load:
-    """The load that one LoadModel asked for. When its thread is done, exactly one of `hosted` and `error` is set."""
+    """The load that one LoadModel asked for. When its thread is done, exactly one of `hosted` (the loaded model) and `error` is
+    set. place: the chunks of the model. started_s: by time.monotonic(). cancelled: set to cancel it. seconds: how long it took."""
 
     task: LoadTask
     place: Place
@@ -42,7 +43,7 @@ class Load:
 
 @dataclass(slots=True)
 class Begun:
-    """Reports that the model of a load under way is complete except for its weights."""
+    """Reports that the model of a load under way is complete except for its weights. hosted: this model."""
 
     load: Load
     hosted: StreamedModel
@@ -50,14 +51,14 @@ class Begun:
 
 @dataclass(slots=True)
 class Streams:
-    """Reports, after Begun, that the weights that a step needs first have arrived."""
+    """Reports, after Begun, that the weights have arrived that a step needs first, so that the model's first step can begin."""
 
     load: Load
 
 
 @dataclass(slots=True)
 class Summed:
-    """Reports that the checksum of a load's weights is known: task.weights_checksum."""
+    """Reports that the checksum of a load's weights has been computed; it is in load.task.weights_checksum."""
 
     load: Load
 
@@ -66,8 +67,8 @@ Report = AdapterRead | KernelNews | LoadProgress | Load | Begun | Streams | Firs
 
 
 class Loads:
-    """Starts loads and other background jobs, and reports their results and news about kernels. An eventfd signals reports, so the
-    engine's loop can sleep until one comes."""
+    """Runs loads and other background jobs in threads, and collects their reports and the runner's news about kernels for the
+    engine's loop. An eventfd signals reports, so the loop can sleep until one comes."""
 
     def __init__(self, runner: Runner, test_disk_bytes_per_s: int = 0, test_copy_bytes_per_s: int = 0) -> None:
         """test_…: limits for tests, see engine/lifecycle/throttle.py; 0: none."""
@@ -82,7 +83,7 @@ class Loads:
         return self._wake_fd
 
     def start(self, spec: LoadModel, place: Place) -> Load:
-        """Starts a load in a thread. `take` reports its progress, its model if that exists early, and its end."""
+        """Starts a load in a thread. `take` returns its reports: its progress, its model if that exists early, and its end."""
         last_s = 0.0
 
         def progress(bytes_done: int, bytes_total: int) -> None:
@@ -110,7 +111,7 @@ class Loads:
         return load
 
     def copy(self, transfer: KVTransfer) -> None:
-        """Runs a transfer of KV in a thread; `take` reports when it is done."""
+        """Runs a transfer of KV in a thread; `take` returns the transfer when it is done."""
 
         def work() -> None:
             started_s = time.monotonic()
@@ -127,7 +128,7 @@ class Loads:
             self._report(transfer)
 
     def read(self, read: AdapterRead) -> None:
-        """Reads an adapter's files in a thread; `take` reports when that has ended."""
+        """Reads an adapter's files in a thread; `take` returns `read` when that has ended."""
 
         def work() -> None:
             read.run()
@@ -140,8 +141,8 @@ class Loads:
             self._report(read)
 
     def sum_up(self, load: Load, checksum: Callable[[], int]) -> None:
-        """Computes the checksum of the weights of a load that has ended, in a thread; `take` reports when it is known. It stays
-        unknown if there is no memory for the thread."""
+        """Computes the checksum of the weights of a load that has ended, in a thread; `take` returns Summed when it is known. If
+        there is no memory for the thread, this is only logged, and the checksum stays unknown."""
 
         def work() -> None:
             load.task.weights_checksum = checksum()
@@ -153,7 +154,8 @@ class Loads:
             log.warning("the weights of %s do not outlive this engine: %s", load.task.spec.model, error)
 
     def step(self, work: Callable[[], None], first: FirstStep) -> None:
-        """Runs `work`, a model's first step, in a thread; `take` reports when it is done. Raises MemoryError."""
+        """Runs `work`, a model's first step, in a thread; `take` returns `first` when it is done. Raises MemoryError if there is no
+        memory for the thread."""
 
         def run() -> None:
             work()
@@ -162,7 +164,7 @@ class Loads:
         Thread(target=run, name=f"first step of {first.served.spec.model}").start()
 
     def take(self) -> list[Report]:
-        """Returns what was reported since the last call, in order. A Load reports its own end."""
+        """Returns what was reported since the last call, in order. A Load in it reports that this load has ended."""
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
@@ -182,7 +184,7 @@ class Loads:
             self._end(load)
 
     def _end(self, load: Load, error: Exception | None = None) -> None:
-        """Reports the end of a load. error: why it failed; None if it did not."""
+        """Reports that a load has ended. error: why it failed; None if it did not."""
         if error is not None and not isinstance(error, LoadCancelled):
             log.warning("load of %s failed: %s: %s", load.task.spec.model, type(error).__name__, error)
         load.error, load.seconds = error, time.monotonic() - load.started_s
@@ -194,7 +196,8 @@ class Loads:
             load.gate.open()
 
     def _hold(self, load: Load) -> None:
-        """Delays the end of a load that was faster than the limits for tests allow."""
+        """Delays the end of a load that was faster than the limits for tests allow (test_disk_bytes_per_s,
+        test_copy_bytes_per_s)."""
         task = load.task
         if task.bytes_read:
             throttle.hold(load.started_s, task.bytes_read, self._disk_bytes_per_s, task.cancelled)

@@ -9,8 +9,8 @@ _LOOK_EVERY_S = 0.02
 
 
 def hold(started_s: float, num_bytes: int, bytes_per_s: int, cancelled: Callable[[], bool]) -> None:
-    """Sleeps until moving num_bytes since `started_s` (time.monotonic) has taken as long as bytes_per_s demands, or until
-    cancelled. bytes_per_s 0: returns at once."""
+    """Sleeps until num_bytes bytes have taken as long as they do at bytes_per_s, counted from started_s (by time.monotonic()), or
+    until cancelled() is True. bytes_per_s 0: there is no limit, and it returns at once."""
     if not bytes_per_s:
         return
     due_s = started_s + num_bytes / bytes_per_s

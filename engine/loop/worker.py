@@ -1,8 +1,8 @@
-"""The engine's loop: takes in messages, runs the next model's step, and sends one message with its tokens.
+"""The engine's loop: receives the daemon's messages, runs the next model's step, and sends one message with the step's tokens.
 
 It blocks in epoll while nothing runs. A step is journalled in shared memory before it starts, so the daemon knows what was running
-if the process dies in it. Any exception in a step ends the process: the daemon starts a new one and submits the requests again. The
-exception is a step that lacks memory to compute: it only fails its own requests.
+if the process dies in it. Any exception in a step ends the process: the daemon starts a new one and submits the requests again.
+Only a step that lacks memory to compute does not end the process: its own requests fail, and all others go on.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ STATS_EVERY_S = 0.25
 
 
 class Engine:
-    """The engine of one device. `run` returns when the channel is closed or on Shutdown. left: weights that an earlier engine left
-    in device memory; None: the memory ends with this process. membership: its access to the exchange memory; None: it shares no
-    models with other engines."""
+    """The engine of one device: its models, their requests and the loop that runs their steps. `run` returns when the channel to
+    the daemon is closed or on Shutdown. left: weights that an earlier engine left in device memory; None: the memory ends with this
+    process. membership: its access to the exchange memory; None: it shares no models with other engines."""
 
     def __init__(
         self,
@@ -204,8 +204,8 @@ class Engine:
     # ---- steps
 
     def _turn(self, busy: list[str]) -> None:
-        """Starts one step of the busy model whose turn (time slice) it is. Then takes in the oldest results while the model has
-        more steps under way than it may leave so."""
+        """Starts one step of the busy model whose turn (time slice) it is. While the model then has more steps under way than
+        most_under_way, results are waited for, the oldest first."""
         name = self.models.next(busy)
         if name is None:
             return
@@ -266,8 +266,8 @@ class Engine:
             self._end_oldest(noted=True)
 
     def _note_with_those_under_way(self, request_ids: LongArray, expected_s: float) -> None:
-        """Writes a step and the steps under way to the journal: a fault may come from any of them, because devices report faults
-        late."""
+        """Writes a new step's requests, and those of all steps under way, to the journal: a fault may come from any of these steps,
+        because devices report faults late. expected_s: usual seconds of the new step; 0.0 if not known."""
         known = expected_s > 0.0
         for step in self._under_way:
             request_ids, known = np.union1d(step.request_ids, request_ids), known and step.expected_s > 0.0
@@ -275,8 +275,8 @@ class Engine:
         self.journal.note(request_ids, expected_s if known else 0.0)
 
     def _broke(self, share: GroupShare, error: GroupBroken) -> None:
-        """Drops the requests of a split model that has lost a device. As with an eviction no message is sent, because the daemon
-        keeps the requests."""
+        """Drops the requests of a split model that has lost one of its devices. No message is sent, as none is for the requests of
+        an evicted model: the daemon keeps the requests."""
         broke(share, error)
         self._under_way = deque(step for step in self._under_way if step.served.share is not share)
         if self.groups is not None:
@@ -289,7 +289,7 @@ class Engine:
         self._stepped()
 
     def _give_up(self, served: ServedModel, request_ids: list[int], why: str) -> None:
-        """Fails the requests of a step that could not be started; all other requests go on."""
+        """Fails the requests of a step that could not be started for lack of memory (`why`); all other requests go on."""
         self._finish_launched()
         for request_id in request_ids:
             if request_id in self._model_of:  # else it ended with the step before
@@ -298,13 +298,13 @@ class Engine:
         self._stats_dirty = True
 
     def _finish_launched(self) -> None:
-        """Takes in the results of all steps under way; afterwards nothing runs on the device."""
+        """Waits for all steps under way and processes their results; afterwards nothing runs on the device."""
         while self._under_way:
             self._end_oldest()
 
     def _end_oldest(self, noted: bool = False) -> None:
-        """Takes in the result of the oldest step under way. noted: whether the journal already has the expected time of this step
-        and those after it."""
+        """Waits for the oldest step under way and processes its result. noted: whether the journal already has the expected time of
+        this step and those after it."""
         step = self._under_way.popleft()
         if not noted:
             self.journal.beat(Doing.STEP, step.expected_s)
@@ -317,7 +317,7 @@ class Engine:
         self._take_in(step.served, step.plan, step.masks, result)
 
     def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
-        """Passes the tokens of a step that has ended to the scheduler and to the daemon."""
+        """Passes the result of a step that has ended to the scheduler, and its tokens to the daemon."""
         name, scheduler = served.spec.model, served.scheduler
         self.models.charge(served, plan, result.seconds, result.proposed)
         for told in result.prompt_logprobs:
@@ -343,7 +343,7 @@ class Engine:
             captures.capture_next()
 
     def _start_first_steps(self) -> None:
-        """Starts first steps of models whose weights are still arriving."""
+        """Starts the first steps that can begin, of models whose weights are still arriving."""
         for first in self.lifecycle.first_steps.values():
             if first.can_start and self.lifecycle.start(first, self.num_steps + 1) is not None:
                 self.num_steps += 1
@@ -352,8 +352,8 @@ class Engine:
                 self._fail_hopeless(first.served.scheduler)
 
     def _resume(self, first: FirstStep) -> None:
-        """Handles a first step that has ended, or is void because its weights are read again, and then the messages deferred
-        meanwhile."""
+        """Processes the result of a first step that has ended, if it has one (there is none if its weights are read again). Then
+        processes the messages that were deferred while it ran."""
         deferred, first.deferred = first.deferred, []
         if first.plan is not None and first.result is not None:
             self._take_in(first.served, first.plan, None, first.result)
@@ -361,8 +361,8 @@ class Engine:
             self._handle(message)
 
     def _look_after_adapters(self) -> None:
-        """Continues the loads of adapters that are wanted. Models whose first step runs are left out, because it uses their
-        adapters in its own thread."""
+        """Continues the loads of adapters that requests or an operator wait for. Models whose first step runs are left out, because
+        that step uses their adapters in its own thread."""
         first_steps = self.lifecycle.first_steps.values()
         held = (first.served for first in first_steps if not first.running)
         waiting = [served for served in (*self.models.by_name.values(), *held) if self.adapters.is_wanted(served)]
@@ -400,7 +400,7 @@ class Engine:
             self._stats_dirty = True
 
     def _fail_request(self, request_id: int, code: str, error: str) -> None:
-        """Ends a request that is no longer in the batch scheduler."""
+        """Ends a request that is no longer in the batch scheduler, and tells the daemon the code and the error."""
         self.constraints.drop(self._model_of.pop(request_id), request_id)
         self.channel.send(RequestFailed(request_id, code, error))
         self._stats_dirty = True
@@ -414,7 +414,8 @@ class Engine:
     # ---- idle
 
     def _idle_wait_s(self) -> float | None:
-        """Returns how many seconds to wait until there is something to do; None: until something arrives."""
+        """Returns how many seconds the loop sleeps, if no message arrives, before there are statistics to send or idle work to do;
+        None: there is neither."""
         if self._stats_dirty:
             return max(0.0, self._stats_sent_s + STATS_EVERY_S - time.monotonic())
         return self.idle_work.wait_s(self.num_steps)
@@ -519,7 +520,7 @@ class Engine:
         self._end_constrained(self.constraints.submit(served, request, message.params, message.output))
 
     def _forget(self, name: str) -> None:
-        """Drops what is known about an evicted model's requests."""
+        """Drops what the loop knows about the requests and adapters of a model that is evicted."""
         self._model_of = {request: model for request, model in self._model_of.items() if model != name}
         self.constraints.close(name)
         self.adapters.forget(name)

@@ -3,11 +3,11 @@
 A null model reads its shape and its windows from the checkpoint's config.json, holds no weights and samples ids that follow from
 (seed, position) by `null_tokens`, so a test can predict them. Steps are paced: over many of them each takes exactly `null_step_ms`.
 
-For tests of failures, config.json may hold an object `"hearthd_null"`: `load_s` (how long a load takes), `load_error` and
-`load_error_permanent`, `nan_token`, `crash_token` and `no_memory_token` (a sequence that contains this id gives NaN, raises, or
-finds no memory for its step, the last only with `launches_ahead`), `launches_ahead` (steps are launched as on a GPU), and
-`token_ms` (the time that each token of a step adds to it). In a model that is split, ranks wait for each other in every step;
-`crash_rank` says which of them meets `crash_token` (all if it is left out).
+For tests of failures, config.json may hold an object `"hearthd_null"`: `load_s` (seconds that a load takes), `load_error` (the load
+fails with this text) and `load_error_permanent`, `nan_token`, `crash_token` and `no_memory_token` (a sequence that contains this id
+gives NaN, raises, or finds no memory for its step, the last only with `launches_ahead`), `launches_ahead` (steps are launched as on
+a GPU), and `token_ms` (the time that each token of a step adds to it). In a model that is split, ranks wait for each other in every
+step; `crash_rank` says which rank meets `crash_token` (all if it is left out).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
 
 
 def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: IntArray) -> IntArray:
-    """Returns ids [N] int32, chosen from `candidates` by SplitMix64 of seed and position. positions: absolute index of each token
-    in prompt + output."""
+    """Returns the ids [N] int32 that a null model samples: each is chosen from `candidates` by SplitMix64 of the sequence's seed
+    and the token's position. positions: index of each token in prompt + output."""
     # numpy's integer arrays wrap around without a warning
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -70,7 +70,8 @@ def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: 
 
 
 class Pacer:
-    """Sleeps so that consecutive steps are `step_s` seconds apart on average; a pause between steps is not made up for."""
+    """Sleeps so that consecutive steps are `step_s` seconds apart on average. A pause between steps is not made up for by shorter
+    steps."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
@@ -89,7 +90,8 @@ class Pacer:
 
 
 class NullModel:
-    """A HostedModel without weights."""
+    """A HostedModel without weights, whose steps compute nothing and take the time that the pacer gives them. config: the
+    checkpoint's config.json."""
 
     def __init__(self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer) -> None:
         layers = int(config.get("num_hidden_layers", 2))
@@ -142,7 +144,8 @@ class NullModel:
 
     @staticmethod
     def _tell_logprobs(result: StepResult, plan: BatchPlan, slots: IntArray, table: SequenceTable) -> None:
-        """Adds the wanted log-probabilities to the result. Every token was certain: its only alternative is the token itself."""
+        """Adds the log-probabilities that requests want to the result, of sampled and of prompt tokens. Every token counts as
+        certain (log-probability 0), and as its own only alternative."""
         asking = np.flatnonzero((table.num_logprobs[slots] >= 0) & ~result.bad)
         if len(asking):
             counts = np.minimum(table.num_logprobs[slots[asking]], 1)
@@ -174,8 +177,8 @@ class NullModel:
 
 
 class NullShare(NullModel):
-    """One rank's share of a null model. A step begins when the previous stage has ended it, and lasts until all ranks of this stage
-    have run it."""
+    """One rank's share of a null model that is split. A step begins when the previous stage has ended it, and lasts until all ranks
+    of this stage have run it."""
 
     def __init__(
         self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer, exchange: Exchange | None
@@ -200,13 +203,14 @@ class NullShare(NullModel):
         self._meet()
 
     def _receive(self) -> None:
-        """Waits until the previous stage has sent the step. Raises GroupBroken."""
+        """Waits until the previous stage has passed the step on; the first stage does not wait. Raises GroupBroken."""
         link = self.region.link
         if link is not None and not link.is_first and link.take() is None:
             raise self._broken()
 
     def _meet(self) -> None:
-        """Waits until all ranks of this stage have run as many steps as this one, and passes the step on. Raises GroupBroken."""
+        """Waits until all ranks of this stage have run as many steps as this rank, and then passes the step on to the next stage.
+        Raises GroupBroken."""
         self._turn += 1
         self._counters[self.region.stage_rank] = self._turn
         while not self.region.is_broken:
@@ -222,7 +226,7 @@ class NullShare(NullModel):
 
 
 class AheadNullModel(NullModel):
-    """A null model whose steps are launched ahead as on a GPU, to test that the engine can handle it."""
+    """A null model that launches steps ahead as a GPU does (LaunchesAhead), to test that the engine can handle it."""
 
     num_uncaptured = 3
 
@@ -236,7 +240,8 @@ class AheadNullModel(NullModel):
 
 
 class PacedStep:
-    """A launched step of a null model; it is over when the pacer says so."""
+    """A launched step of a null model. `wait` returns its result once the pacer's time for it has passed. tokens_s: seconds that
+    its tokens add."""
 
     def __init__(self, result: StepResult, pacer: Pacer, tokens_s: float) -> None:
         self._result, self._pacer, self._tokens_s = result, pacer, tokens_s
@@ -248,8 +253,8 @@ class PacedStep:
 
 
 def _mark(spec: LoadModel, index: int) -> npt.NDArray[np.uint8]:
-    """Returns the first 16 bytes, uint8 [16], of the index-th slot of a null model's copy. They show whether a slot was given to
-    two models."""
+    """Returns the uint8 [16] that a null model writes to the beginning of its index-th slot of the host tier. A load that finds
+    other bytes there knows that the slot was given to another model, too."""
     text = f"{index} {spec.fingerprint} {spec.dtype}".encode()
     return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
 
@@ -259,7 +264,7 @@ def _checksum(spec: LoadModel) -> int:
 
 
 class NullRunner:
-    """Makes null models on one device."""
+    """The Runner (engine.contracts.loads) that makes null models on one device."""
 
     compute_threads = 1
 
@@ -307,8 +312,8 @@ class NullRunner:
         return kind(spec, config, self._configure, self._pacer)
 
     def _taken(self, task: LoadTask) -> bool:
-        """Checks the copy in spec.source_slots. Returns whether it is used; if not, task.source_rejected says why, as with
-        WeightCopies.take."""
+        """Returns whether the copy in spec.source_slots is that of this model, so that the load uses it. If there is one that is
+        not used, task.source_rejected says why."""
         spec = task.spec
         if not spec.source_slots:
             return False

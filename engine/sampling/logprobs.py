@@ -24,8 +24,8 @@ DECIMALS = 6  # decimals to which a log-probability is rounded before it leaves 
 
 
 class LogprobCollector:
-    """Collects the log-probabilities of one step's sampled tokens. num_top [N]: number of alternatives wanted, as in SamplingRows.
-    request_ids [N]: the rows' requests."""
+    """Collects the log-probabilities of one step's sampled tokens. num_top [N]: how many alternatives each row wants besides the
+    sampled token, -1: no log-probabilities. request_ids [N]: the rows' requests."""
 
     def __init__(self, num_top: IntArray, request_ids: LongArray) -> None:
         self._num_top, self._request_ids = num_top, request_ids
@@ -66,8 +66,8 @@ class LogprobCollector:
 
 @dataclass(slots=True)
 class OwedRow:
-    """One row of OwedPrompts: `count` prompt tokens from index `first` of the prompt on, whose log-probabilities this step can
-    compute. num_top: number of alternatives wanted for each token. ranked: whether the tokens' ranks are wanted, too."""
+    """One request's part of OwedPrompts: `count` prompt tokens from index `first` of the prompt on, whose log-probabilities this
+    step can compute. num_top: number of alternatives wanted for each token. ranked: whether the tokens' ranks are wanted, too."""
 
     request_id: int
     first: int
@@ -78,8 +78,8 @@ class OwedRow:
 
 @dataclass(slots=True)
 class OwedPrompts:
-    """The P prompt tokens whose log-probabilities a step can report. tokens [P]: for each, the index in the step (below T) of the
-    token before it, whose logits predict it. chosen [P]: the prompt tokens' ids."""
+    """The P prompt tokens whose log-probabilities a step can report, of all rows that want them. tokens [P]: for each, the index in
+    the step (below T) of the token before it, whose logits predict it. chosen [P]: the prompt tokens' ids."""
 
     rows: list[OwedRow]
     tokens: LongArray
@@ -88,8 +88,8 @@ class OwedPrompts:
     def logprobs(
         self, ops: LogprobOps, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], max_rows: int
     ) -> list[PromptLogprobs]:
-        """Returns one message for each row. hidden [>= P, W]: hidden states of `tokens`. max_rows: rows of logits computed at a
-        time, as many as the work space has memory for."""
+        """Returns one message for each of `rows`. hidden [>= P, W]: hidden states of `tokens`. logits_of: computes [n, W] -> [n,
+        V]. max_rows: rows of logits computed at a time, as many as the work space has memory for."""
         num_top = max(row.num_top for row in self.rows)
         ranked = any(row.ranked for row in self.rows)
         parts: list[tuple[Any, Any, Any, Any]] = []
@@ -120,8 +120,8 @@ class OwedPrompts:
 
 
 def owed_prompt_rows(plan: BatchPlan, table: SequenceTable) -> OwedPrompts | None:
-    """Returns the prompt tokens of this step whose log-probabilities are owed to their requests. None if there are none, which is
-    nearly always so."""
+    """Returns the prompt tokens of this step whose log-probabilities their requests want. None if there are none, which is nearly
+    always so."""
     owing = table.prompt_logprobs[plan.slots]
     if not owing.any():
         return None
@@ -144,8 +144,8 @@ def owed_prompt_rows(plan: BatchPlan, table: SequenceTable) -> OwedPrompts | Non
 
 
 def _ranks(logits: Tensor, chosen: IntArray) -> LongArray:
-    """Returns [n] ranks: how many tokens of each row of logits [n, V] are at least as likely as the row's token in chosen [n],
-    itself included."""
+    """Returns the rank [n] of each row's token in chosen [n]: how many tokens are at least as likely by logits [n, V], the token
+    itself included. 1: it is the most likely one."""
     ids = torch.from_numpy(chosen).to(logits.device).long().unsqueeze(1)
     ranks = []
     step = sampler_rows(logits.shape[1])

@@ -30,11 +30,12 @@ def sampled_outputs(
     logits_rows: int,
     began_s: float,
 ) -> StepResult:
-    """Returns a step's result.
+    """Samples from a step's hidden states and returns the step's result.
 
     hidden [>= N, W]: the hidden states of the N = num_sampling sampling rows, then those of the prompt tokens whose
-    log-probabilities are owed, then padding. rows: None if no row samples. logits: computes [n, W] -> [n, V] and is called with
-    at most logits_rows rows. began_s: when the step began, by time.perf_counter()."""
+    log-probabilities are owed, then padding. rows: the rows' settings; None if no row samples. owed: prompt tokens whose
+    log-probabilities are wanted; None: none are. logits: computes [n, W] -> [n, V] and is called with at most logits_rows rows.
+    began_s: when the step began, by time.perf_counter()."""
     ids, bad = np.empty(num_sampling, np.int32), np.empty(num_sampling, np.bool_)
     wanted: LogprobCollector | None = None
     if rows is not None:

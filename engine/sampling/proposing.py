@@ -14,7 +14,7 @@ from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 
 def following_tokens(plan: BatchPlan, table: SequenceTable) -> IntArray:
-    """Returns [T]: for each of a step's tokens, the token that follows it in the table. After a row's last token, where the step
+    """Returns [T]: for each of a step's tokens, the token that follows it in its sequence. After a row's last token, where the step
     samples, the value is undefined: the next token is the one sampled."""
     ends = np.cumsum(plan.num_new, dtype=np.int64)
     rows = np.repeat(np.arange(len(plan.slots)), plan.num_new)
@@ -25,17 +25,17 @@ def following_tokens(plan: BatchPlan, table: SequenceTable) -> IntArray:
 
 @dataclass(slots=True, frozen=True)
 class SampledSequences:
-    """The sequences that sample in a step. Each has one sampling row or, if tokens were drafted, several adjacent ones. firsts [Q]:
-    index of its first row among the N. expected [Q, D]: the token that was drafted after each of its rows; -1: none. rows [Q, D]:
-    indices of these rows among the N; arbitrary where expected is -1."""
+    """The Q sequences that sample in a step. Each has one sampling row or, if tokens were drafted, several adjacent ones, one more
+    than drafted tokens. firsts [Q]: index of its first row among the N. expected [Q, D]: the token that was drafted after each of
+    its rows; -1: none. rows [Q, D]: indices of these rows among the N; arbitrary where expected is -1."""
 
     firsts: LongArray
     expected: IntArray
     rows: LongArray
 
     def newest(self, ids: IntArray) -> LongArray:
-        """Returns [Q]: for each sequence, the row that sampled its newest token. It is the first row whose sampled token differs
-        from the one drafted after it. ids [N]: the token that each row sampled."""
+        """Returns [Q]: for each sequence, the index among the N of the row that sampled its newest token. It is the first row whose
+        sampled token differs from the one drafted after it, or the last row. ids [N]: the token that each row sampled."""
         agrees = ids[self.rows] == self.expected
         return self.firsts + agrees.cumprod(axis=1).sum(axis=1)
 

@@ -1,5 +1,5 @@
 """Picks the token of each sampling row. The random noise is a function of the request's seed, the token's position and the token
-id. So the same seed gives the same text when the request runs alone, in any batch, and when it is submitted again after a
+id. So the same seed gives the same text whether the request runs alone or in any batch, and when it is submitted again after a
 crash.
 
 Shapes: N sampling rows, V vocabulary.
@@ -28,8 +28,8 @@ KeyArray = npt.NDArray[np.uint32]
 @dataclass(slots=True)
 class LogitEdit:
     """The changes that a cpu device makes to one row's logits before its token is picked, in this order: the bias is added,
-    penalties are applied, and end ids that are not allowed yet (min_tokens) are ruled out. tokens: the row's prompt and output so
-    far."""
+    penalties are applied, and `banned` ids are ruled out, the end ids that are not allowed yet (min_tokens; None: none). tokens:
+    the row's prompt and output so far. num_prompt: how many of them are the prompt's."""
 
     params: SamplingParams | None
     tokens: IntArray
@@ -53,9 +53,9 @@ class LogitEdit:
 
 @dataclass(slots=True)
 class LogitEdits:
-    """The rows whose logits are changed before their tokens are picked, [E] each. rows: their indices among the N, ascending.
-    positions: index of the token about to be sampled. early: whether end_ids and the request's own stop ids are still forbidden.
-    end_ids: the model's end ids."""
+    """The E rows whose logits are changed before their tokens are picked, [E] each. rows: their indices among the N, ascending.
+    slots: their slots in the table. positions: index of the token about to be sampled. early: whether end_ids and the request's own
+    stop ids are still forbidden. end_ids: the model's end ids."""
 
     rows: npt.NDArray[np.intp]
     slots: IntArray
@@ -77,9 +77,9 @@ class LogitEdits:
 
 @dataclass(slots=True)
 class SamplingRows:
-    """The settings of the rows that sample, in the order of the plan, [N] each. edits: None if no row has any. num_top: number of
-    alternatives whose log-probabilities are wanted besides the sampled token's, -1 for no log-probabilities; None if no row wants
-    any."""
+    """The settings of the rows that sample, in the order of the plan, [N] each. all_greedy: no row needs noise. key0, key1: keys of
+    the noise, empty if all_greedy. edits: None if no row has any. num_top: number of alternatives whose log-probabilities are
+    wanted besides the sampled token's, -1 for no log-probabilities; None if no row wants any."""
 
     all_greedy: bool
     temperature: FloatArray
@@ -94,7 +94,8 @@ class SamplingRows:
 
 
 def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int], vocab_size: int) -> SamplingRows:
-    """Reads the settings of the plan's sampling rows from the table's columns."""
+    """Returns the settings of the plan's sampling rows, read from the table of sequences, but without masks (`constrain` adds
+    them)."""
     slots = plan.slots[plan.samples]
     position = (plan.num_computed + plan.num_new)[plan.samples]  # index of the token about to be sampled
     rows = plain_rows(table, slots, position)
@@ -111,7 +112,7 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
 
 
 def plain_rows(table: SequenceTable, slots: IntArray, position: IntArray) -> SamplingRows:
-    """Returns the settings with which these slots sample their tokens at these positions, without edits of logits,
+    """Returns the settings with which the sequences in these slots sample their tokens at these positions, without edits of logits,
     log-probabilities and masks."""
     temperature = table.temperature[slots]
     key0 = key1 = np.empty(0, np.uint32)
@@ -138,16 +139,16 @@ def banned_ids(end_ids: list[int], params: SamplingParams | None, vocab_size: in
 
 
 def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
-    """Limits the rows of `allowed` to the tokens that it allows. Their min_tokens bans are dropped, since `allowed` contains them
-    already."""
+    """Limits rows to the tokens that their masks in `allowed` allow. The bans of end ids before min_tokens are dropped for these
+    rows, since `allowed` contains them already."""
     rows.allowed = allowed
     if rows.edits is not None:
         rows.edits.early &= ~np.isin(rows.edits.rows, allowed.rows)
 
 
 def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:
-    """Samples rows first to first + n from logits [n, V] and returns (ids [n], bad [n]). bad: the row's logits hold NaN or an
-    infinity. Masks of rows with constraints are written into the logits."""
+    """Samples the tokens of rows `first` to `first` + n - 1 from their logits [n, V]. Returns (ids [n], bad [n]). bad: the row's
+    logits hold NaN or an infinity. Masks of rows with constraints are written into the logits."""
     end = first + len(logits)
     if rows.allowed is not None:
         apply_row_masks(logits, rows.allowed, first)
@@ -167,7 +168,8 @@ def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: i
 
 
 def _draw(ops: SamplingOps, logits: Tensor, rows: SamplingRows, at: npt.NDArray[np.intp] | slice) -> tuple[IntArray, BoolArray]:
-    """Samples rows `at` (indices among the N) from logits [n, V], without edits, and returns (ids [n], bad [n])."""
+    """Samples rows `at` (indices among the N) from logits [n, V], without edits and masks. Returns (ids [n], bad [n]), as
+    sample_tokens does."""
     if rows.all_greedy:
         return ops.greedy(logits)
     return ops.sample(logits, rows.temperature[at], rows.top_p[at], rows.top_k[at], rows.min_p[at], rows.key0[at], rows.key1[at])
