@@ -20,7 +20,8 @@ SETTINGS = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")  # columns
 
 
 def sampling_columns(rows: SamplingRows) -> Columns:
-    """Returns the sampling settings in the form of kernels/entry.py, [N] each."""
+    """Returns the settings of the N sampling rows as columns [N] that the sampling kernel reads, by the names in SETTINGS. key0,
+    key1: 0 if no row needs noise."""
     keys = rows.key0, rows.key1
     if rows.all_greedy:
         keys = (np.zeros(len(rows.temperature), np.uint32),) * 2

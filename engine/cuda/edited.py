@@ -33,9 +33,10 @@ NUM_STAGING = 2  # copies under way at a time: they may be large, and few are ne
 
 @dataclass(slots=True)
 class EditedDraw:
-    """The results of a step's rows, while they are computed. drawn [2, N] int32: sampled ids, and whether each row was bad. told:
-    the memory to be copied to the host: first `drawn`, then log-probabilities. wanted [M]: the rows that want log-probabilities;
-    num_top [N]: how many alternatives each row wants; None: no row wants any. num_best: K."""
+    """The results of a step's rows, while they are computed. drawn [2, N] int32: sampled ids, and 1 for each row whose logits were
+    not finite. told: the memory to be copied to the host: first `drawn`, then log-probabilities. request_ids [N]: the rows'
+    requests. wanted [M]: the rows that want log-probabilities; num_top [N]: how many alternatives each row wants; None: no row
+    wants any. num_best: K."""
 
     drawn: Tensor
     told: Tensor
@@ -76,9 +77,9 @@ class EditedSampling:
         drawn: Tensor | None,
         logits_of: Callable[[Tensor], Tensor],
     ) -> EditedDraw:
-        """Launches the kernels that sample the rows of `slots` [N], whose hidden states are the first N of hidden [>= N, W]. drawn
-        [2, N]: the tokens that the step has sampled from unedited logits, and kept; None: it has sampled none. logits_of: computes
-        [n, W] -> [n, V]."""
+        """Launches the kernels that sample the rows of `slots` [N], whose hidden states are the first N of hidden [>= N, W], and
+        returns their results to come. drawn [2, N]: the results that the step itself has sampled from unedited logits, used if no
+        row is edited; None: it has sampled none. logits_of: computes [n, W] -> [n, V]."""
         num_rows, is_edited = len(slots), rows.edits is not None or rows.allowed is not None
         is_cut = bool(((rows.top_p < 1.0) | (rows.top_k > 0) | (rows.min_p > 0.0)).any())
         settings = sampling_columns(rows) | {"slots": slots}

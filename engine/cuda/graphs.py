@@ -52,9 +52,9 @@ def graph_rows(num_rows: int) -> int:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """The results of a step on the device. drawn [2, R] int32: the sampled ids, and whether each row was bad. hidden [R, W]: the
-    hidden states from which they were sampled, for rows that need more than that. kept [>= T, W] each: the states that the model's
-    predictor reads; None: there is no predictor."""
+    """The results of a step on the device. drawn [2, R] int32: the sampled ids, and 1 for each row whose logits were not finite.
+    hidden [R, W]: the hidden states from which they were sampled, for rows that need more than a sampled id. kept [>= T, W] each:
+    the states that the model's predictor reads; None: there is no predictor."""
 
     drawn: Tensor
     hidden: Tensor
@@ -135,8 +135,8 @@ class _Refusal:
 
 
 class StepGraphs(Generic[Size]):
-    """The graphs of one model's steps of one kind, by size. step: the function that is captured; it computes outputs from
-    columns."""
+    """The CUDA graphs of one model's steps of one kind, by size. step: the function that is captured; it computes a step's outputs
+    from its columns on the device. staging: copies columns to the device."""
 
     def __init__(self, step: Callable[[dict[str, Tensor]], StepOutputs], staging: Staging, device: torch.device) -> None:
         self._step, self._staging, self._device = step, staging, device

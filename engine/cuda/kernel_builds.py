@@ -40,8 +40,9 @@ START_S, UNIT_S = 6.0, 1.5  # expected time until a process begins to compile, a
 
 
 class CudaKernelBuilds:
-    """The compilation of kernels for one GPU. folder: Triton's cache folder. capability: as in CompileJob. num_processes: how many
-    compilers may run at a time, MOST_COMPILERS at most. tell: called with news about the compilation, by the thread that waits."""
+    """The compilation of kernels for one GPU. folder: Triton's cache folder. capability: the GPU's compute capability, 90 for 9.0.
+    num_processes: how many compilers may run at a time, MOST_COMPILERS at most. tell: called with news about the compilation, by
+    the thread that waits."""
 
     def __init__(
         self, folder: str, capability: int, block_tokens: int, num_processes: int, tell: Callable[[KernelNews], None]

@@ -28,7 +28,8 @@ log = logging.getLogger("grammar")
 
 
 class GrammarProcess:
-    """Serves one connection to an engine. masks_fd: the memfd that masks are written to."""
+    """Follows the grammars of one model's requests for the engine at the other end of `connection`. masks_fd: the memfd that masks
+    are written to."""
 
     def __init__(self, connection: socket.socket, masks_fd: int) -> None:
         self._connection, self._masks_fd = connection, masks_fd

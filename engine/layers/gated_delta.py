@@ -15,7 +15,8 @@ from loader.model_shape import DeltaShape, ModelShape
 
 
 class GatedDelta(Generic[BatchT]):
-    """The gated delta rule of one layer, in place of attention: x [T, hidden] -> [T, hidden]."""
+    """A layer's mixing of tokens by the gated delta rule, in place of attention: x [T, hidden] -> [T, hidden]. It reads the states
+    of the batch's sequences and writes them anew."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert family.deltas is not None

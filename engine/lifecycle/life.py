@@ -1,7 +1,8 @@
 """Defines one model's life in an engine: its states, what each means, and the jobs that run for the model in other threads.
 
 LOADING ──> STREAMING ──> LOADED ──> SERVED ──> LEAVING ──> gone
-   └───────────┴─────────────┴──────────┘ (a state may be skipped, and every state but SERVED may end in gone)
+   └───────────┴─────────────┴──────────┘ (a state may be skipped, and every state may end in gone; SERVED only
+for an encoder, and for a share whose steps another engine leads: they have no KV to save here)
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Lifecycle:
 
     def _model_exists(self, begun: Begun) -> None:
         """Makes the served model of a load whose weights are still arriving, with its first step, and starts to restore its saved
-        KV. Does nothing if there is no memory for it: the end of the load will report that."""
+        KV. Does nothing if the load was cancelled, or if the model cannot be made: the end of the load will report why."""
         load, life = begun.load, self.lives[begun.load.task.spec.model]
         if load.cancelled.is_set():
             return
@@ -286,7 +286,8 @@ class Lifecycle:
             self.evict(msgspec.structs.replace(message, lease_chunks=self._models.chunks.lease_chunks))
 
     def _leave(self, life: Life, message: EvictModel) -> None:
-        """Takes a served model out of service, and begins to save its KV."""
+        """Takes a served model out of service, and begins to save its KV. An encoder, and a share that another engine leads, is
+        freed and reported as evicted at once."""
         served = self._models.detach(life.name)
         self._forget(life.name)
         if served is None:

@@ -1,4 +1,4 @@
-"""TorchRunner: loads checkpoints into this process and makes models of them."""
+"""Loads checkpoints into this process and makes models of them (TorchRunner), on the device of a Backend."""
 
 from __future__ import annotations
 

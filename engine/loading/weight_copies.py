@@ -21,7 +21,7 @@ from loader.threads import Thread
 
 
 class WeightCopies:
-    """Copies weights between one device and the host tier. tier: None if the daemon has none."""
+    """Copies weights between one device and the host tier. tier: None if this engine was given no host tier."""
 
     def __init__(self, memory: ChunkMemory, tier: HostTier | None) -> None:
         self._memory, self._tier = memory, tier
@@ -127,7 +127,8 @@ class KeptCopy:
             self._ready.put(piece)
 
     def begin_anew(self) -> None:
-        """Starts over, because the weights will be read again from another source. Nothing may land during the call."""
+        """Starts the copy over, with no piece copied, because the weights will be read again from another source. Nothing may land
+        during the call."""
         self.stop()
         self._arrivals.begin_anew()
         self._start()

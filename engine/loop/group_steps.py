@@ -88,7 +88,7 @@ class GroupSteps:
         return step
 
     def run_next(self) -> None:
-        """Runs the first step in the queue. Raises RuntimeError if there is none."""
+        """Runs the first step in the queue, whichever engine leads it. Raises RuntimeError if there is none."""
         region = self._exchange.take(self._number)
         if region is None:
             raise RuntimeError(f"a step that was posted is not in the queue of engine {self._number}")

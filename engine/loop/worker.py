@@ -132,7 +132,8 @@ class Engine:
             self.groups = GroupSteps(*membership, self.models, self.journal, self._followed, runner.compute_threads)
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
-        """Runs the loop. first_messages: messages that arrived together with Configure."""
+        """Runs the engine's loop until the channel is closed or Shutdown arrives. first_messages: messages that arrived together
+        with Configure."""
         self._collector.start()
         poller = select.epoll()
         poller.register(self.channel.fileno(), select.EPOLLIN)

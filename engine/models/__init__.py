@@ -1,1 +1,2 @@
-"""Models: one plain file for each kind that computes differently; `registry` maps a family's description to its file."""
+"""The models: one file for each kind of model that computes differently; `registry` maps a family's description to the class that
+runs it."""

@@ -66,7 +66,7 @@ class BertModel:
         return hidden
 
     def scores(self, pooled: Tensor) -> Tensor:
-        """Implements Encoder.scores."""
+        """Implements Encoder.scores (engine/models/registry.py)."""
         dense, out = self.head
         return functional.linear(torch.tanh(functional.linear(pooled, *dense)), *out)[:, 0]
 

@@ -126,7 +126,7 @@ class DecoderModel(Generic[BatchT]):
         return self._its_predictor.read(kept)
 
     def state_memory(self, num_tokens: int) -> Tensor:
-        """Returns new memory [num_tokens, hidden] for states to keep."""
+        """Returns new memory [num_tokens, hidden], in which `forward` can keep states for the predictor."""
         weight = self._own_embedding.weight
         return weight.new_empty(num_tokens, weight.shape[1])
 

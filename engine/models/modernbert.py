@@ -70,7 +70,7 @@ class ModernBertModel:
         return _norm(hidden, self.final_norm, self.eps)
 
     def scores(self, pooled: Tensor) -> Tensor:
-        """Implements Encoder.scores."""
+        """Implements Encoder.scores (engine/models/registry.py)."""
         inner = _norm(functional.gelu(functional.linear(pooled, self.dense)), self.head_norm, self.eps)
         return functional.linear(inner, *self.out)[:, 0]
 

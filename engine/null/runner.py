@@ -115,7 +115,8 @@ class NullModel:
         self._pacer = pacer
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step. Raises RuntimeError if a row holds `crash_token`."""
+        """Runs one step, and sleeps until the pacer's time for it has passed. Raises RuntimeError if the sequence of a row holds
+        `crash_token`."""
         started = time.monotonic()
         result = self._step(plan, table, masks)
         self._pacer.wait(self._tokens_s(plan))

@@ -33,8 +33,9 @@ class LogprobCollector:
         self._added: list[tuple[IntArray, FloatArray, IntArray, IntArray, FloatArray]] = []
 
     def compute(self, ops: LogprobOps, logits: Tensor, first: int, ids: IntArray, bad: BoolArray) -> None:
-        """Adds the rows that want log-probabilities, except bad ones. logits [n, V]: logits of the sampling rows from `first` on.
-        ids, bad [N]: the token of every sampling row of the step, and whether its logits were not finite."""
+        """Computes and adds the log-probabilities of the rows that want them, except bad ones. logits [n, V]: logits of the
+        sampling rows from `first` on. ids, bad [N]: the token of every sampling row of the step, and whether its logits were not
+        finite."""
         end = first + len(logits)
         num_top = self._num_top[first:end]
         rows = np.flatnonzero((num_top >= 0) & ~bad[first:end]).astype(np.int32)

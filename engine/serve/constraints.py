@@ -90,7 +90,8 @@ class End:
 
 
 class Constraints:
-    """All constrained requests of an engine, of all models. No method may be called while a step runs."""
+    """All constrained requests of an engine, of all models: those with a grammar, and those that rule out tokens by id. No method
+    may be called while a step runs."""
 
     def __init__(self) -> None:
         self._models: dict[str, ModelGrammars] = {}

@@ -132,7 +132,7 @@ class ServedModels:
             self._take_over(left)
 
     def busy(self) -> list[str]:
-        """Returns the models that may have a step to run."""
+        """Returns the names of the models, encoders among them, that may have a step to run."""
         busy = [name for name, served in self.by_name.items() if served.scheduler.runnable and not served.is_broken]
         return busy + [name for name, embedder in self.embedders.items() if embedder.waiting]
 
@@ -141,7 +141,8 @@ class ServedModels:
         return self.turns.next(busy, self._backlogged(busy))
 
     def room_of(self, served: ServedModel, busy: Sequence[str]) -> StepRoom:
-        """Returns the room (rows, tokens and time) of a model's next step. busy: all models that may have a step to run."""
+        """Returns the room (rows, tokens and time) that a model's next step may take. busy: all models that may have a step to
+        run."""
         served.turns = turns_of_step(len(busy), len(self._backlogged(busy)), served.backlogged)
         return StepRoom(served.limits, served.turns, strict=self.turns.is_over)
 
@@ -416,8 +417,8 @@ class ServedModels:
         return given + (self._give_up_idle_adapters(num_chunks - given) if for_kv else 0)
 
     def _give_up_idle_adapters(self, num_chunks: int, new_ones: bool = True) -> int:
-        """Drops idle adapters until num_chunks are free or there are no more. Returns how many chunks became free. new_ones:
-        whether adapters that no request has used yet are dropped, too."""
+        """Drops idle adapters of all models until num_chunks chunks are free or there are no more such adapters. Returns how many
+        chunks became free. new_ones: whether adapters that no request has used yet are dropped, too."""
         given = 0
         for served in self.by_name.values():
             if given < num_chunks:

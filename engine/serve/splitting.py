@@ -1,4 +1,4 @@
-"""Determines which loads of a split model an engine refuses."""
+"""Determines which loads of a share of a split model an engine refuses."""
 
 from __future__ import annotations
 
