@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
+from daemon.engines.workers import START_LIMIT_S
 from tests.chaos.clients import KILLED, drawn, hang_up, send_garbage
 from tests.chaos.memory import no_more_mappings
 from tests.chaos.mounts import mount_that_hangs, slow_mount
@@ -23,7 +24,8 @@ from tests.e2e.checkpoints import make_model
 from tests.e2e.hostile_folders import make_hostile
 from tests.loader.checkpoints import write_checkpoint
 
-LONGEST_HANG_S = 11 * STALL_S  # the first steps of a size are given ten times as long, as nobody knows their length
+# The first steps of a size are given ten times as long, as nobody knows their length, and an engine that starts START_LIMIT_S.
+LONGEST_HANG_S = max(11 * STALL_S, START_LIMIT_S + STALL_S)
 NOT_SAVED = 7  # a command's exit code: applied, but not saved
 RESTART = signal.SIGUSR2  # what the unit's RestartKillSignal= is
 
