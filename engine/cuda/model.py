@@ -482,8 +482,8 @@ class CudaModel:
         return adapted
 
     def _marks(self) -> _Marks | None:
-        """Returns marks for a step that begins now: their first event is recorded by this call. Returns None if there is no
-        device."""
+        """Returns the CUDA events that time a step, which begins now: this call records the first of them. Returns None if there is
+        no CUDA device."""
         if self._device.type != "cuda":
             return None
         if self._free_marks:

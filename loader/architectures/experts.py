@@ -296,7 +296,8 @@ def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:
 
 
 def _stack(name: str, dims: Dims) -> TensorGroup:
-    """Returns the group of one tensor that holds a matrix, or bias, of all experts of a layer along its first axis."""
+    """Returns the tensor group for a single tensor that holds one matrix, or bias, of each expert of a layer along its first axis.
+    name, dims: the tensor's name and shape."""
     return TensorGroup(((name, dims),), num_experts=dims[0], stacked=True)
 
 

@@ -1,4 +1,4 @@
-"""Gemma 4 12B (text): Gemma 4 without additional layer inputs, beside encoders that are part of the model itself."""
+"""The text model of Gemma 4 12B: Gemma 4 without additional layer inputs. The encoders in the same checkpoint are not read."""
 
 from __future__ import annotations
 

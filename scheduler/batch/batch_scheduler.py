@@ -167,8 +167,9 @@ class BatchScheduler:
         return None if slot is None or self._drafts is None else self._drafts.guess(slot)
 
     def propose(self, request_id: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
-        """Takes tokens to draft in the next step of a request with a grammar or token limits; their masks have been made
-        (masked_drafts.Proposal explains the arguments). Does nothing if the request does not run."""
+        """Sets the drafted tokens that a request's next step verifies. The request has a grammar or token limits, and the masks for
+        these tokens have been made. tokens, sure, guessed: as in masked_drafts.Proposal. Does nothing if the request does not
+        run."""
         slot = self._slot_of.get(request_id)
         if slot is not None and self._drafts is not None:
             self._drafts.propose(slot, tokens, sure, guessed)

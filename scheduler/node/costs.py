@@ -104,5 +104,6 @@ class Rate:
         return (self._short * 2.0 ** (-passed / self.SHORT_S) + self._long * 2.0 ** (-passed / self.LONG_S)) / 2
 
     def recent_per_s(self, now: float) -> float:
-        """Returns the current rate: the short average alone."""
+        """Returns the recent events per second: the average that halves within SHORT_S seconds. `per_s` mixes it with that of
+        LONG_S."""
         return self._short * 2.0 ** (-max(0.0, now - self._at) / self.SHORT_S)

@@ -296,7 +296,7 @@ def evict(node: Node, model: Model) -> None:
 
 
 def _why_evicted(model: Model, copy: Copy) -> str:
-    """Returns one of leave_rules.EVICT_REASONS."""
+    """Returns the reason, one of leave_rules.EVICT_REASONS, for which this copy of the model is leaving its device."""
     if not copy.is_whole:
         return "share_lost"
     if model.removed:

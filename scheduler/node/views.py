@@ -30,7 +30,7 @@ class ModelView:
 
     @property
     def num_shares(self) -> int:
-        """How many devices hold it, or would if it were loaded. Its bytes in all are those of a share times this number."""
+        """The number of devices that hold the model together, or would if it were loaded; 1 for a model that is not split."""
         return len(self.devices) or self.num_ranks
 
 
