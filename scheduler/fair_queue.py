@@ -35,7 +35,8 @@ class FairQueue:
         return len(self._entries)
 
     def add(self, request_id: int, size: float, tenant: str = "", weight: float = 1.0, priority: int = 0) -> None:
-        """Queues a request. size: the work it takes, in one unit for all. weight: above 0."""
+        """Queues a request. size: the work it takes, in a unit that is the same for all requests, such as tokens. weight: the
+        tenant's share, above 0. priority: among requests of one tenant the highest comes first."""
         if tenant not in self._heaps:
             self._heaps[tenant] = []
             self._served[tenant] = max(self._level, self._served.get(tenant, 0.0))
@@ -46,12 +47,13 @@ class FairQueue:
         heapq.heappush(self._heaps[tenant], (-priority, self._order, request_id))
 
     def first(self) -> int | None:
-        """Returns the next request without removing it. O(waiting tenants)."""
+        """Returns the id of the next request without removing it; None if none waits. O(waiting tenants)."""
         waiting = [(self._served[tenant], first) for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
         return min(waiting, key=lambda each: (each[0], each[1][1]))[1][2] if waiting else None
 
     def take(self, request_id: int) -> None:
-        """Removes a request that is served now. Raises KeyError if it does not wait."""
+        """Removes a request because it is served now, and counts its size as work done for its tenant. Raises KeyError if it does
+        not wait."""
         entry = self._entries.pop(request_id)
         self._level = self._served[entry.tenant]
         self._served[entry.tenant] += entry.weighted_size
@@ -65,7 +67,8 @@ class FairQueue:
         return True
 
     def _first(self, tenant: str) -> tuple[int, int, int] | None:
-        """Returns the tenant's next request; removes a tenant without any."""
+        """Returns (-priority, order, request id) of the tenant's next request. If the tenant has no waiting request, removes the
+        tenant's heap and returns None."""
         heap = self._heaps[tenant]
         while heap:
             _, order, request_id = heap[0]

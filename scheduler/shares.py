@@ -26,12 +26,14 @@ class Shares:
             del self.active[tenant], self._weights[tenant]
 
     def least(self, waiting: Iterable[tuple[str, float, int]]) -> str:
-        """Returns the tenant to serve next. Its argument: waiting tenants as (tenant, weight, order of its first request); the
-        order decides between equals. O(tenants)."""
+        """Returns the tenant to serve next: the one with the fewest requests in service for its weight. waiting: for each waiting
+        tenant (tenant, weight, order of its first request); at least one. Among equal tenants the lowest order is served.
+        O(tenants)."""
         active = self.active
         return min(waiting, key=lambda each: ((active.get(each[0], 0) + 1) / each[1], each[2]))[0]
 
     def crowding(self) -> str | None:
-        """Returns the tenant with most in service for its weight, among those with more than one; None if a tenant is alone."""
+        """Returns the tenant with the most requests in service for its weight, among tenants that have more than one in service;
+        None if there is none, or if only one tenant is in service."""
         several = [tenant for tenant, number in self.active.items() if number > 1] if len(self.active) > 1 else []
         return max(several, key=lambda tenant: self.active[tenant] / self._weights[tenant], default=None)

@@ -37,7 +37,8 @@ class ResidentAdapter:
 
 
 class Adapters:
-    """The adapters of one model. dropped(number) is called when an adapter leaves; its memory must not be read from then on."""
+    """The adapters of one model that are in device memory, at most `most`, and the requests that wait for one. The owner sets
+    `dropped`: dropped(number) is called when an adapter leaves, whose memory must not be read from then on."""
 
     def __init__(self, chunks: ChunkPool, most: int = MAX_ADAPTERS) -> None:
         self._chunks, self._most = chunks, most
@@ -59,14 +60,16 @@ class Adapters:
         return key in self.resident
 
     def take(self, key: str) -> ResidentAdapter:
-        """Counts one more row that uses a resident adapter, which stays as long as a row uses it."""
+        """Counts one more row that uses a resident adapter, and returns the adapter; it stays as long as a row uses it. Raises
+        KeyError if it is not resident."""
         adapter = self.resident[key]
         self._uses += 1
         adapter.num_rows, adapter.last_used, adapter.is_new = adapter.num_rows + 1, self._uses, False
         return adapter
 
     def leave(self, key: str) -> None:
-        """Takes back one `take`. If no row uses the adapter any more, its chunks may be given to others."""
+        """Counts one row less that uses an adapter, because its sequence has left. If no row uses the adapter any more, its chunks
+        may be given to others."""
         self.undo(key)
         adapter = self.resident[key]
         if adapter.is_retired and not adapter.num_rows:
@@ -79,7 +82,8 @@ class Adapters:
         self.resident[key].num_rows -= 1
 
     def retire(self, key: str) -> None:
-        """Drops an adapter that no further request will name, once its last row has ended."""
+        """Drops a resident adapter once its last row has ended, because no further request will name it. Does nothing if it is not
+        resident."""
         adapter = self.resident.get(key)
         if adapter is None:
             return
@@ -95,7 +99,7 @@ class Adapters:
         return adapter is not None
 
     def gone(self, request: BatchRequest) -> None:
-        """Notes that a queued request was aborted, so that its adapter does not wait for it (is_new)."""
+        """Records that a queued request was aborted, so that its adapter is not kept for it any more (ResidentAdapter.is_new)."""
         if (adapter := self.resident.get(request.adapter)) is not None:
             adapter.is_new = False
 
@@ -164,7 +168,8 @@ class Adapters:
 
     @property
     def num_without_room(self) -> int:
-        """Number of requests whose adapter found no room. The other waiting requests wait for their adapter to be read."""
+        """Number of waiting requests whose adapter found no room in device memory. The other waiting requests wait until theirs is
+        read."""
         return sum(request.adapter in self._without_room for request in self._waiting.values()) if self._without_room else 0
 
     @property

@@ -36,9 +36,9 @@ from scheduler.batch.tenant_time import TenantTime
 
 
 class BatchScheduler:
-    """One model's sequences, waiting and running. Not thread-safe. Calls of `plan` and `finish_step` alternate. After `start_step`
-    the next step may be planned before the tokens of the started one are known; until `finish_step` reports them, only `submit` may
-    be called besides."""
+    """Plans one model's steps and keeps its sequences, waiting and running. Not thread-safe. Calls of `plan` and `finish_step`
+    alternate. After `start_step` the next step may be planned before the tokens of the started one are known; until `finish_step`
+    reports them, only `submit` may be called besides."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class BatchScheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Number of running sequences that have one token to compute."""
+        """Number of running sequences that have exactly one token to compute, once all started steps have run."""
         return len(self.running.split(self.running.slots, self._ahead.computed(), self._ahead.total())[0])
 
     @property
@@ -148,7 +148,8 @@ class BatchScheduler:
         return True
 
     def hold(self, request_id: int, held: bool) -> None:
-        """Sets whether a constrained request must wait before its next token."""
+        """Sets whether a constrained request must wait before its next token is computed (True), because it is not known yet which
+        tokens may follow. Does nothing if the request is not known."""
         request = self.waiting.get(request_id) or self.adapters.get(request_id)
         if request is not None:
             request.held = held
@@ -157,12 +158,13 @@ class BatchScheduler:
 
     @property
     def drafts_masked(self) -> bool:
-        """Whether the model's sequences with masked logits may have drafts proposed for them (`propose`)."""
+        """Whether tokens may be drafted for sequences with a grammar or token limits (`propose`); False for a model with state
+        groups."""
         return self._drafts is not None
 
     def guess(self, request_id: int) -> IntArray | None:
-        """Returns tokens that may follow those of a running request with a grammar or token limits; None if no guesses are wanted
-        now."""
+        """Returns tokens that may follow those of a running request with a grammar or token limits; None if the request does not
+        run or guessing pauses for it."""
         slot = self._slot_of.get(request_id)
         return None if slot is None or self._drafts is None else self._drafts.guess(slot)
 
@@ -188,11 +190,11 @@ class BatchScheduler:
         return prefix_seed(*parts, request.adapter) if request.adapter else prefix_seed(*parts)
 
     def learn_computed(self, slot: int) -> None:
-        """Gives every full block of a slot its key."""
+        """Computes the keys of all full blocks of a slot whose KV is stored, and adds these blocks to the prefix cache."""
         self._learn(slot, int(self.table.num_computed[slot]))
 
     def close(self) -> None:
-        """Removes every request and gives all KV back."""
+        """Removes every request and gives all chunks of KV and adapters back. The scheduler must not be used afterwards."""
         self.waiting = WaitingQueue()
         self.table.request_id[self.running.slots] = 0
         self.running.drop_gone()
@@ -256,12 +258,14 @@ class BatchScheduler:
         return plan if self._drafts is None else self._drafted(plan, self._drafts, room)
 
     def start_step(self, plan: BatchPlan) -> None:
-        """Records that the step has started; finish_step follows in the same order. Results of sequences that end meanwhile are
-        dropped."""
+        """Records that a planned step has started, so that the next one may be planned. `finish_step` must be called for started
+        steps in the same order; it drops what they computed for sequences that have ended meanwhile."""
         self._ahead.start(plan)
 
     def finish_step(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> StepOutcome:
-        """Takes the sampled ids in (`ids[k]`, `bad[k]`: k-th sampling row of the plan) and ends what is finished."""
+        """Records the results of a step, ends the sequences that are finished and returns what each request got. ids[k], bad[k]:
+        the token that the k-th sampling row of the plan sampled, and whether its logits were not finite; then the request ends
+        without a token."""
         table = self.table
         if self._ahead:
             plan, ids, bad = self._ahead.finish(plan, ids, bad)
@@ -361,7 +365,8 @@ class BatchScheduler:
             decode = decode[self.table.request_id[decode] != 0]
 
     def _cover(self, slot: int, num_tokens: int) -> bool:
-        """Allocates window blocks for a slot's first num_tokens, preempting sequences; False if that preempted the slot."""
+        """Allocates the window and state blocks that a slot needs for its first num_tokens tokens, and preempts sequences until
+        there are enough. Returns False if it had to preempt the slot itself."""
         self.blocks.free_behind(slot, int(self.table.num_computed[slot]))
         while not self.blocks.cover(slot, num_tokens):
             victim = self.running.victim(self.waiting.shares.crowding())
@@ -397,8 +402,8 @@ class BatchScheduler:
         return decode, np.array(slots, np.int32), np.array(tokens, np.int32)
 
     def _may_admit(self, max_rows: int) -> bool:
-        """Returns whether a request waits, a slot is free, fewer than max_rows run and memory changed since the head of the queue
-        was tried."""
+        """Returns whether a request may be admitted now: one waits, a slot is free, fewer than max_rows sequences run (held ones do
+        not count), and memory has changed since the head of the queue found no room."""
         if not len(self.waiting) or not self._free_slots or self._blocked_version == self.kv.chunks.version:
             return False
         return self.num_running - self._num_held < max_rows
@@ -423,7 +428,8 @@ class BatchScheduler:
     # ---- joining and leaving
 
     def _admit(self) -> int | None:
-        """Moves the head of the queue into a slot; None if none waits or its KV does not fit now."""
+        """Moves the head of the queue into a slot and returns the slot; None if none waits, its KV does not fit now, or it waits
+        for another sequence that computes the same prompt. A request that can never fit is moved to `failed`."""
         while (request := self.waiting.head()) is not None:
             if request.adapter and not self.adapters.is_resident(request.adapter):  # it has left since
                 self.waiting.withdraw(request.request_id)
@@ -497,7 +503,8 @@ class BatchScheduler:
                 self._drafts.learned(slot, first, request.keys[:full], self.kv.groups[0].prefixes)
 
     def _leave(self, slot: int, poisoned: bool = False) -> None:
-        """Frees a slot and its blocks; `_running.drop_gone` must follow."""
+        """Frees a slot and releases its blocks; the caller must then call `running.drop_gone`. poisoned: its logits were not
+        finite, so what only this sequence computed is removed from the prefix cache."""
         request = self._requests[slot]
         assert request is not None
         if poisoned:
@@ -524,7 +531,8 @@ class BatchScheduler:
         self._blocked_version = -1
 
     def _preempt(self, slot: int) -> None:
-        """Preempts a sequence, which keeps its tokens. Raises TokensNeeded while a started step has not reported some of them."""
+        """Preempts the sequence in a slot: its request, with all tokens so far, waits in the queue again. Raises TokensNeeded while
+        a started step has not reported its tokens."""
         if self._ahead:
             raise TokensNeeded
         request = self._requests[slot]

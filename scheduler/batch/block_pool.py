@@ -58,8 +58,8 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: IntArray) -> IntArray:
-        """Takes a reference off each (distinct) block. Returns the blocks that nobody holds now, for `put_free` or the prefix
-        cache."""
+        """Lowers the reference count of each block by 1; `blocks` are distinct. Returns those whose count is 0 now; the caller
+        passes them to `put_free` or to the prefix cache. Raises ValueError if a count would become negative."""
         counts = self.refcount[blocks] - 1
         if len(counts) and counts.min() < 0:
             raise ValueError("a block was released more often than it was taken")
@@ -67,14 +67,15 @@ class BlockPool:
         return blocks[counts == 0]
 
     def put_free(self, blocks: IntArray) -> None:
-        """Frees usable blocks that nobody holds and that are not free yet."""
+        """Makes blocks free to be allocated. They must be usable, have a reference count of 0 and not be free yet."""
         if len(blocks):
             self._push(blocks)
             self.chunks.version += 1
 
     def undo(self, blocks: IntArray, drawn_before: BoolArray) -> None:
-        """Takes back an allocation before its blocks are written to, with the chunks that were drawn for it; requests that wait for
-        memory are not tried again. drawn_before: what `drawn_chunks` returned before it."""
+        """Undoes an allocation whose blocks have not been written to, and gives back the chunks that were drawn for it. This does
+        not count as freed memory, so waiting requests are not tried again. drawn_before: the result of `drawn_chunks` before the
+        allocation."""
         self.refcount[blocks] = 0
         self._push(blocks)
         vain = np.flatnonzero(self._drawn & ~drawn_before & ~self._busy_chunks()).astype(np.int32)
@@ -85,7 +86,7 @@ class BlockPool:
     # ---- chunks
 
     def drawn_chunks(self) -> BoolArray:
-        """Returns [num_chunks]: which chunks the group holds beyond its reserved ones."""
+        """Returns [num_chunks]: whether the group has drawn each chunk from the lease. Reserved chunks are False."""
         return self._drawn.copy()
 
     @property
@@ -97,7 +98,8 @@ class BlockPool:
         return int(np.count_nonzero(self._home)) + self.num_drawn_chunks
 
     def grow(self, num_free: int) -> bool:
-        """Takes chunks until `num_free` blocks are free; returns False, and takes none, if the engine may not use so many."""
+        """Draws chunks from the lease until at least `num_free` blocks are free. Returns False, and keeps none of these chunks, if
+        the lease or the free chunks do not suffice."""
         before = self._drawn.copy()
         while self.num_free < num_free:
             missing_chunks = -(-(num_free - self.num_free) * self.block_bytes // self.chunks.chunk_bytes)
@@ -112,7 +114,8 @@ class BlockPool:
         return True
 
     def shrink(self, max_chunks: int | None = None) -> int:
-        """Gives drawn chunks without blocks in use or kept back to the pool, at most `max_chunks`; returns how many.
+        """Gives drawn chunks back to the chunk pool if none of their blocks is in use or cached, at most `max_chunks` (None: all of
+        them); returns how many.
 
         It also sorts the free blocks: those of reserved chunks are used first, so that drawn chunks become empty."""
         idle = self._drawn & ~self._busy_chunks()
@@ -126,8 +129,8 @@ class BlockPool:
         return len(given)
 
     def moves_to_empty(self, max_chunks: int) -> tuple[IntArray, IntArray]:
-        """Returns (blocks in use or kept, free blocks to move them to), which would empty up to `max_chunks` more drawn chunks,
-        the emptiest first.
+        """Returns (sources, targets): blocks in use or cached, and for each the free block to move it to, so that up to
+        `max_chunks` further drawn chunks become empty. The chunks with the fewest used blocks are chosen.
 
         The arrays are empty if no chunk can be emptied. No block is moved into a chunk that is empty already."""
         free, num_in_chunk = self._stack[: self.num_free], self._num_busy_blocks()
@@ -157,7 +160,8 @@ class BlockPool:
         return sources, targets[fullest[: len(sources)]]
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        """Records that the blocks of `moves_to_empty` have been copied: sources become free, targets take over their state."""
+        """Records that the contents of `sources` have been copied to `targets`, both as returned by `moves_to_empty`: the targets
+        take over the reference counts, and the sources become free."""
         self.refcount[targets], self.refcount[sources] = self.refcount[sources], 0
         free = self._stack[: self.num_free]
         taken = np.zeros(self.num_blocks, np.bool_)
@@ -169,7 +173,7 @@ class BlockPool:
         self._push(sources)
 
     def num_used_chunks(self) -> int:
-        """Number of chunks with a block in use or kept."""
+        """Returns the number of chunks in which a block lies, at least partly, that is in use or cached."""
         return int(np.count_nonzero(self._busy_chunks()))
 
     def chunk_of(self, block: int) -> int:
@@ -182,7 +186,7 @@ class BlockPool:
         self._drawn[:] = False
 
     def close(self) -> None:
-        """Gives every chunk back, also those with blocks in use."""
+        """Gives every chunk back to the chunk pool, even if its blocks are in use. No block may be used afterwards."""
         drawn, home = np.flatnonzero(self._drawn).astype(np.int32), np.flatnonzero(self._home).astype(np.int32)
         self._usable[:] = False
         self._is_free[:] = False
@@ -196,7 +200,7 @@ class BlockPool:
             self.chunks.give_back(home, reserved=True)
 
     def check(self) -> None:
-        """Checks every invariant, for tests. Raises AssertionError."""
+        """Raises AssertionError if the pool's records contradict each other; for tests."""
         owned = self._home | self._drawn
         assert not (self._home & self._drawn).any()
         assert not (self.chunks.free & owned).any()
@@ -215,9 +219,12 @@ class BlockPool:
     # ---- inside
 
     def _acquire(self, num_chunks: int, *, reserved: bool) -> int:
-        """Takes up to `num_chunks` adjacent chunks that make at least one more block usable; returns how many (0: none available).
+        """Takes a run of about `num_chunks` adjacent chunks and makes the blocks in it usable; returns how many chunks (0: none
+        available). reserved: the group keeps the chunks until `close`. Else they are drawn from the lease and must make at least
+        one more block usable, so the run may be a little longer than asked.
 
-        It takes the smallest run that holds them all, else the largest; within it, the position that yields most whole blocks."""
+        The smallest run of free chunks that holds them all is chosen, else the largest; within it, the position that yields most
+        whole blocks."""
         blank = self.chunks.choosable(num_chunks)
         width = self._acquire_of(blank, num_chunks, reserved=reserved)
         if not width and blank is not self.chunks.free:
@@ -249,12 +256,13 @@ class BlockPool:
         return 0
 
     def _touching(self, taken: IntArray) -> slice:
-        """Returns the blocks that touch a run of chunks."""
+        """Returns the range of the blocks that lie, at least partly, in `taken`, a run of adjacent chunks."""
         size, block = self.chunks.chunk_bytes, self.block_bytes
         return slice(int(taken[0]) * size // block, min(-(-(int(taken[-1]) + 1) * size // block), self.num_blocks))
 
     def _gain(self, owned: BoolArray, taken: IntArray) -> int:
-        """Returns how many blocks would become usable."""
+        """Returns how many more blocks would be usable if the chunks `taken` were owned as well. owned [num_chunks]: which chunks
+        are owned."""
         near = self._touching(taken)
         after = owned.copy()
         after[taken] = True
@@ -308,7 +316,8 @@ class BlockPool:
         return self._num_busy_blocks() > 0
 
     def _sort_stack(self) -> None:
-        """Sorts the stack of free blocks: on top the blocks of reserved chunks, then those of the fullest drawn chunks."""
+        """Sorts the stack of free blocks. On top, and so allocated first, are blocks of reserved chunks, then blocks of the drawn
+        chunks in which the fewest blocks are free."""
         free = self._stack[: self.num_free]
         if not len(free):
             return

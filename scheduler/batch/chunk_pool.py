@@ -40,18 +40,20 @@ class ChunkPool:
 
     @property
     def room_chunks(self) -> int:
-        """Number of chunks that may still be drawn."""
+        """Number of chunks that may still be drawn from the lease; negative if the lease was reduced below what is drawn."""
         return self.lease_chunks - self.num_drawn
 
     def set_lease(self, lease_chunks: int) -> None:
-        """Sets the lease. If `room_chunks` is negative afterwards, models must give chunks back."""
+        """Sets how many chunks all models together may draw. If `room_chunks` is negative afterwards, models must give chunks back.
+        Raises ValueError for a negative number."""
         if lease_chunks < 0:
             raise ValueError(f"lease_chunks {lease_chunks} is negative")
         self.lease_chunks = lease_chunks
         self.version += 1
 
     def take(self, chunks: IntArray, *, reserved: bool) -> None:
-        """Marks free chunks as owned. Raises ValueError if one is not free or the lease does not cover them."""
+        """Marks free chunks as owned. reserved: they belong to their model; else they are drawn from the lease. Raises ValueError
+        if a chunk is not free or the lease does not cover them."""
         if not self.free[chunks].all():
             raise ValueError("a chunk was taken twice")
         if not reserved and len(chunks) > self.room_chunks:
@@ -64,8 +66,8 @@ class ChunkPool:
             self.num_drawn += len(chunks)
 
     def give_back(self, chunks: IntArray, *, reserved: bool, touched: bool = True) -> None:
-        """Marks chunks as free. touched: False for chunks that were taken and not used. Raises ValueError if one is free
-        already."""
+        """Marks chunks taken by `take` as free; `reserved` as there. touched: False for chunks that were taken and not used, so
+        that waiting requests are not tried again. Raises ValueError if a chunk is free already."""
         self._free(chunks)
         if reserved:
             self.num_reserved -= len(chunks)
@@ -75,8 +77,8 @@ class ChunkPool:
             self.version += 1
 
     def hold(self, num: int) -> IntArray:
-        """Reserves [num] free chunks, in one run if there is one, until `release_hold`: a model's reserved KV, before its weights
-        are placed around it. Raises MemoryError and reserves none if there are too few."""
+        """Returns [num] free chunks, in one run if there is one, which nobody else gets until `release_hold`. A model's reserved KV
+        is held so before its weights are placed around it. Raises MemoryError and holds none if too few are free."""
         runs = free_runs(self.choosable(num))
         runs = runs[np.argsort(runs[:, 1], kind="stable")]
         fitting = runs[runs[:, 1] >= num][:1]
@@ -92,13 +94,13 @@ class ChunkPool:
         self._free(chunks)
 
     def keep_drawn(self, num: int) -> None:
-        """Turns drawn chunks into chunks that their owner keeps; they no longer count against the lease."""
+        """Turns `num` drawn chunks into chunks that their owner keeps; they no longer count against the lease."""
         self.num_drawn -= num
         self.num_reserved += num
 
     def take_weights(self, num: int) -> IntArray:
-        """Returns [num] chunks, ascending; those that have physical memory first, then those of the shortest gaps. Raises
-        MemoryError, taking none."""
+        """Takes `num` chunks for weights and returns them, ascending: chunks that have physical memory first, then those of the
+        shortest gaps. Raises MemoryError, and takes none, if too few are free."""
         choosable = self.choosable(num)
         free = np.flatnonzero(choosable)
         if len(free) < num:
@@ -119,8 +121,8 @@ class ChunkPool:
         self.version += 1
 
     def take_discards(self) -> list[tuple[int, int]]:
-        """Returns runs (first chunk, number of chunks) of free chunks whose memory should go back to the system. Each run is
-        returned once. A chunk keeps its memory for its next owner as long as the limit allows."""
+        """Returns runs (first chunk, number of chunks) of free chunks whose memory should go back to the system, because more
+        chunks have physical memory than resident_limit allows. Each run is returned once."""
         excess = int(np.count_nonzero(self.resident)) - self.resident_limit
         if excess <= 0:
             return []
@@ -134,8 +136,8 @@ class ChunkPool:
     # ---- weights that an earlier engine has left
 
     def leave(self, model: str, chunks: IntArray) -> None:
-        """Records free chunks that hold a model's weights from before this engine began. Raises ValueError for chunks that do not
-        exist or hold another model's."""
+        """Records free chunks that hold a model's weights, in the weights' order, from before this engine began. Raises ValueError
+        if a chunk does not exist, is not free or holds another model's weights, or if the model is recorded already."""
         inside = len(chunks) and 0 <= int(chunks.min()) <= int(chunks.max()) < self.num_chunks
         if not inside or not self.free[chunks].all() or self._is_left[chunks].any() or model in self.left:
             raise ValueError(f"weights of {model}: chunks {chunks.tolist()[:8]} are not free, or hold others'")
@@ -143,16 +145,16 @@ class ChunkPool:
         self._is_left[chunks] = self.resident[chunks] = True
 
     def take_left(self, model: str) -> IntArray:
-        """Takes, as take_weights does, the chunks in which an earlier engine left the model's weights. Raises KeyError if they are
-        gone."""
+        """Takes and returns the chunks in which an earlier engine left the model's weights, in the weights' order. They count as
+        taken by `take_weights`. Raises KeyError if they are gone."""
         chunks = self.left[model]
         self._claim(chunks)
         self.num_weights += len(chunks)
         return chunks
 
     def forget_left(self, model: str) -> None:
-        """Gives up the weights that an earlier engine left in its chunks under this model's name. The chunks are ordinary free
-        chunks from now on."""
+        """Makes the chunks with a model's weights that an earlier engine left ordinary free chunks. Raises KeyError if there are
+        none."""
         self._is_left[self.left.pop(model)] = False
 
     def choosable(self, num: int) -> BoolArray:

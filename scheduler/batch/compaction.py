@@ -18,14 +18,16 @@ CopyBlocks = Callable[[int, IntArray, IntArray], None]
 
 
 class Compaction:
-    """The compaction of one engine's models."""
+    """Moves blocks of one engine's models together, so that chunks become empty. copy: copies blocks within the device's memory.
+    moved_bytes: how many bytes it has copied so far."""
 
     def __init__(self, copy: CopyBlocks) -> None:
         self._copy = copy
         self.moved_bytes = 0
 
     def gather(self, scheduler: BatchScheduler, num_chunks: int) -> int:
-        """Gives up to num_chunks drawn chunks back without losing anything; returns how many."""
+        """Gives up to num_chunks drawn chunks of one model back to the chunk pool and returns how many. Blocks in use or cached are
+        moved out of sparsely used chunks where needed; none is lost."""
         given = 0
         for g, group in enumerate(scheduler.kv.groups):
             given += group.pool.shrink(max(0, num_chunks - given))

@@ -43,8 +43,8 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(slots=True)
 class Drafted:
-    """A drafted token. worth: the chance that it and all tokens drafted before it hold. guessed: its sequence's drafts may be
-    guesses, so drafting for the sequence may pause if this token is not worth its row."""
+    """A drafted token. worth: the chance that the model samples it and all tokens drafted before it. guessed: its sequence's drafts
+    may be guesses, so drafting for the sequence may pause if this token is not worth its row."""
 
     row: int  # index among the rows that decode
     worth: float
@@ -73,8 +73,8 @@ class Drafts:
         self._masked = MaskedDrafts()
 
     def join(self, slot: int, prediction: IntArray, cached: Sequence[bytes] = ()) -> None:
-        """Registers a row whose settings are in the table. prediction: a text, given by the client, that the output may repeat in
-        parts. cached: keys of the cached blocks that the sequence begins with."""
+        """Registers the sequence in a slot, whose settings are in the table already. prediction: a text, given by the client, that
+        the output may repeat in parts. cached: keys of the cached blocks that the sequence begins with."""
         self._chance[slot], self._pause[slot] = self._model_chance, 0
         self._next_plan[slot] = _NEVER if self._drafter is None or self._is_masked(slot) else 0
         self._next_guess[slot] = _NEVER if self._drafter is None else 0
@@ -84,8 +84,8 @@ class Drafts:
             self.proposals.join(slot, cached)
 
     def learned(self, slot: int, first: int, keys: Sequence[bytes], prefixes: PrefixCache) -> None:
-        """Notes that a sequence's blocks from number `first` on were added to the prefix cache. keys: of all its blocks up to the
-        last added."""
+        """Tells the predictor's records that a sequence's blocks from number `first` on were added to the prefix cache `prefixes`.
+        keys: the keys of all its blocks up to the last one added."""
         if self.proposals is not None and self.proposals.minds(slot):
             own = self._table.block_tables[0][slot, first : len(keys)].tolist()
             owned = [prefixes.block_of(key) == block for key, block in zip(keys[first:], own, strict=True)]
@@ -100,13 +100,14 @@ class Drafts:
 
     @property
     def are_none(self) -> bool:
-        """Whether nothing can be drafted for any sequence now."""
+        """Whether nothing can be drafted: there is no drafter, and no masked sequence has a proposal."""
         return self._drafter is None and not len(self._masked)
 
     # ---- masked sequences
 
     def guess(self, slot: int) -> IntArray | None:
-        """Returns a guess of the tokens that follow in a masked sequence; None while guessing pauses for it."""
+        """Returns tokens that may follow those of a masked sequence, to be checked against its grammar; None while guessing pauses
+        for it, or if it is about to reach its length."""
         if self._next_guess[slot] > self._num_plans + 1:
             return None
         end = int(self._table.num_tokens[slot])
@@ -174,8 +175,8 @@ class Drafts:
         return counts if num else None
 
     def _under_masks(self, row: int, slot: int, num_tokens: int, most: int, chance: float) -> list[Drafted]:
-        """Writes at most `most` of the tokens proposed for a masked slot behind its num_tokens tokens, and returns them. chance:
-        that a guessed token holds."""
+        """Writes at most `most` of the tokens proposed for a masked slot behind its num_tokens tokens, and returns them. row: the
+        slot's index among the rows that decode. chance: that a guessed token is what the model samples."""
         proposal = self._masked.take(slot, num_tokens)
         self._next_plan[slot] = _NEVER
         if proposal is None:
@@ -214,8 +215,8 @@ class Drafts:
         return self.proposals.ask(plan, drafting, self._chance[slots], blocks, most_rows, room)
 
     def verify(self, plan: BatchPlan, ids: IntArray, bad: BoolArray, endings: Endings) -> Verified:
-        """Determines which drafted tokens of a step hold, and learns from that. ids, bad: the token that each row sampled, and
-        whether its logits were not finite."""
+        """Determines which drafted tokens of a step are what the model sampled, and learns from that how often drafts are right.
+        ids, bad: the token that each row sampled, and whether its logits were not finite."""
         counting = _rows_that_count(plan, self._table, ids, bad, endings)
         slots, told = plan.slots[counting], ids[counting]
         last, counts = _lengths(slots)
@@ -229,8 +230,8 @@ class Drafts:
         return Verified(newest, told[last], bad[counting][last], counts, told, drafted)
 
     def _learn(self, slot: int, num_drafted: int, num_held: int) -> None:
-        """Updates the chance that a sequence's drafts hold. Tokens that were sure are left out, because they tell nothing about
-        guesses."""
+        """Updates the chance that a sequence's drafts are right, after num_held of num_drafted tokens were. Tokens to which a
+        grammar allowed no alternative are left out, because they tell nothing about guesses."""
         sure = self._masked.sure(slot)
         for number in range(min(num_held + 1, num_drafted)):
             if sure is not None and sure[number]:

@@ -23,7 +23,7 @@ class Endings:
         self._least_left = INT32_MAX  # every sequence can have at least this many more tokens before it reaches its length
 
     def join(self, slot: int, params: Sampling) -> None:
-        """Registers a row whose columns are in the table."""
+        """Registers the sequence in a slot, whose columns in the table are set already."""
         table = self._table
         self._least_left = min(self._least_left, int(table.max_total_tokens[slot] - table.num_tokens[slot]))
         if params.stop_token_ids:
@@ -59,8 +59,8 @@ class Endings:
         return ended | (num_tokens >= self._table.max_total_tokens[slots])
 
     def _stopped(self, slots: IntArray, ids: Sequence[int], num_tokens: IntArray) -> BoolArray:
-        """Returns [len(slots)]: whether the token is an end id and the sequence has enough tokens to end with it. Arguments as of
-        `ended`."""
+        """Returns [len(slots)]: whether the token ids[i] is an end id or a stop id for the sequence in slots[i], and the sequence
+        has enough tokens to end with it. num_tokens[i]: the sequence's number of tokens, this one included."""
         table, end_ids, own = self._table, self._end_ids, self._own
         stop = np.array([token in end_ids for token in ids], np.bool_)
         stop &= ~table.ignore_eos[slots]

@@ -9,7 +9,8 @@ from scheduler.batch.request import BatchRequest
 
 
 class FirstTokens:
-    """The requests of a sequence table's rows that have not reported yet; requests [S]: shared with the batch scheduler."""
+    """The requests in a sequence table's slots for which it is still to be reported how many of their tokens were cached. requests
+    [S]: the request in each slot, a list that the batch scheduler owns."""
 
     def __init__(self, table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self._table, self._requests = table, requests

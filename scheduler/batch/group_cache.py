@@ -12,12 +12,12 @@ from scheduler.batch.prefix_cache import PrefixCache
 
 
 class GroupCache:
-    """Allocates blocks from the cheapest source first: free blocks, chunks of the lease, own cached prefixes, others' cached
-    prefixes.
+    """The blocks of one KV group and its cached prefixes. Blocks are allocated from the cheapest source first: free blocks, chunks
+    of the lease, the group's own cached prefixes, cached prefixes of other groups and models.
 
-    window_tokens: the most positions that a query of these layers attends to, its own included; 0: all. is_chunked: a query attends
-    to the positions of its own chunk of window_tokens positions, else to the last window_tokens positions. `reclaim(num_chunks)`
-    makes other groups and models drop cached prefixes and returns how many chunks came back.
+    window_tokens: the most positions that a query of these layers attends to, its own included; 0: all. is_chunked: whether a query
+    attends to the positions of its own chunk of window_tokens positions; if not, to the last window_tokens positions.
+    `reclaim(num_chunks)` makes other groups and models drop cached prefixes and returns how many chunks came back.
 
     snapshot_tokens: positive for a group whose blocks hold states instead of tokens; 0 for any other group. Block i of a sequence
     then holds the state after its last computed token within the i-th block of tokens. A step reads the state before its first
@@ -68,15 +68,16 @@ class GroupCache:
         return np.asarray(first // self.block_tokens)
 
     def most_blocks(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Returns the most blocks a sequence of up to num_tokens holds at once, computed in chunks of chunk_tokens at most."""
+        """Returns the most blocks that a sequence of up to num_tokens tokens holds at once if a step computes at most chunk_tokens
+        of them."""
         blocks = -(-num_tokens // self.block_tokens)
         if self.snapshot_tokens:  # blocks kept before the chunk, blocks within it, the last two
             return min(blocks, 4 - (-chunk_tokens // self.snapshot_tokens))
         return min(blocks, -(-(self.window_tokens + chunk_tokens) // self.block_tokens) + 1) if self.window_tokens else blocks
 
     def wanted(self, first: int, end: int) -> IntArray:
-        """Returns which of a sequence's blocks `first` to `end` - 1 need memory when its tokens are computed up to the last of
-        these blocks."""
+        """Returns which of a sequence's blocks `first` to `end` - 1 must be allocated when its tokens are computed up to the end of
+        the last one: all of them, but in a group of states only those whose state is kept."""
         blocks = np.arange(first, end, dtype=np.int32)
         if not self.snapshot_tokens:
             return blocks
@@ -84,7 +85,8 @@ class GroupCache:
         return blocks[passed | (blocks >= end - 2)]
 
     def allocate(self, num: int) -> IntArray | None:
-        """Returns [num] int32 blocks with a reference count of 1; None if there are too few even without any cached prefix."""
+        """Returns [num] int32 blocks with a reference count of 1, dropping cached prefixes where needed; None if even that does not
+        free enough."""
         blocks = self.pool.allocate(num)
         if blocks is not None:
             return blocks
@@ -102,7 +104,7 @@ class GroupCache:
         return None
 
     def put_back(self, blocks: IntArray) -> None:
-        """Returns blocks that were allocated and not written to back to the pool."""
+        """Frees blocks that were allocated and have not been written to."""
         self.pool.put_free(self.pool.release(blocks))
 
     # ---- prefixes
@@ -117,7 +119,7 @@ class GroupCache:
         return np.asarray(last_gap < self.first_blocks(num_blocks * self.block_tokens))
 
     def share(self, keys: Sequence[bytes]) -> IntArray:
-        """Adds a reference to the blocks of the longest cached prefix of `keys` and returns them."""
+        """Returns the blocks of the longest cached prefix of `keys`, in order, after adding a reference to each."""
         blocks = self.prefixes.match(keys)
         self.prefixes.hold(blocks)
         held = np.array(blocks, np.int32)
@@ -125,16 +127,16 @@ class GroupCache:
         return held
 
     def release(self, blocks: IntArray) -> None:
-        """Releases the blocks of one sequence, given in order. Blocks whose content the prefix cache knows stay cached; later the
-        sequence's end is dropped before its beginning."""
+        """Takes a reference off each block of one sequence; `blocks` are in the sequence's order. Blocks whose content the prefix
+        cache knows stay cached, and when memory is needed the sequence's end is dropped before its beginning."""
         unheld = self.pool.release(blocks)
         if len(unheld):
             self.pool.put_free(np.array(self.prefixes.keep(unheld[::-1].tolist())[::-1], np.int32))
             self.pool.chunks.version += 1
 
     def replace(self, blocks: IntArray) -> None:
-        """Releases blocks as `release` does, in exchange for blocks that are allocated at once; so requests that wait for memory
-        are not tried again."""
+        """Releases blocks as `release` does, but waiting requests are not tried again, because the caller allocates as many blocks
+        at once. A block that several sequences share may occur several times."""
         version = self.pool.chunks.version
         if len(np.unique(blocks)) == len(blocks):
             self.release(blocks)
@@ -144,8 +146,9 @@ class GroupCache:
         self.pool.chunks.version = version
 
     def discard(self, blocks: IntArray, keys: Sequence[bytes] = ()) -> None:
-        """Releases blocks as `release` does, but contents that only this sequence holds leave the cache, because they may be
-        poisoned. So do blocks of `keys` that nobody holds any more because they are behind the sequence's window."""
+        """Releases the blocks of a sequence whose KV cannot be trusted. Contents that only this sequence holds leave the cache, and
+        so do those of the blocks that `keys` name and nobody holds: the sequence may have computed them before they fell behind its
+        window."""
         behind = [block for block in self.prefixes.known(keys) if not self.pool.refcount[block]]
         self.prefixes.forget(behind)
         self.pool.put_free(np.array(behind, np.int32))
@@ -175,7 +178,8 @@ class GroupCache:
         return True
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        """Records that the contents of blocks were copied. The caller updates the sequences' block tables."""
+        """Records that the content of block sources[i] was copied to block targets[i]; the sources become free. The caller updates
+        the sequences' block tables."""
         self.prefixes.move(sources.tolist(), targets.tolist())
         self.pool.move(sources, targets)
 

@@ -15,8 +15,8 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True)
 class Tail:
-    """The last, partly filled block of a sequence, restored from a save. num_tokens: tokens in it; blocks: its block in each
-    group."""
+    """The last, partly filled block of a sequence, restored from a save. key: see prefix_cache.tail_key. num_tokens: tokens in the
+    block. blocks: the pool block in each group."""
 
     key: bytes
     num_tokens: int
@@ -52,7 +52,7 @@ class KVCache:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of blocks that are only cached."""
+        """Bytes of cached blocks that no sequence holds."""
         return sum(group.num_cached_blocks * group.block_bytes for group in self.groups)
 
     @property
@@ -61,7 +61,7 @@ class KVCache:
 
     @property
     def num_used_chunks(self) -> int:
-        """Number of chunks with a block that is held or cached."""
+        """Number of chunks in which a block lies that a sequence holds or that is cached."""
         return sum(group.pool.num_used_chunks() for group in self.groups)
 
     def allocate(self, nums: Sequence[int]) -> list[IntArray] | None:
@@ -99,8 +99,9 @@ class KVCache:
         return num, [group.share(keys[group.first_needed(num * self.block_tokens) : num]) for group in self.groups]
 
     def take_tail(self, key_of: Callable[[int], bytes]) -> Tail | None:
-        """Returns the partial block that is identified by the first cached key among key_of(0), key_of(1), ... (see
-        prefix_cache.tail_key); None unless every group has it. The caller alone holds it from then on."""
+        """Returns the partial block of the first key among key_of(0), key_of(1), ... that every group has cached, and removes it
+        from the cache, so that the caller alone holds it. Returns None if there is none before the first key that is not in
+        `tails`. key_of(serial): a prefix_cache.tail_key."""
         for serial in itertools.count():
             key = key_of(serial) if self.tails else b""
             num_tokens = self.tails.pop(key, 0)
@@ -115,7 +116,7 @@ class KVCache:
         return None
 
     def put_tail_back(self, tail: Tail) -> None:
-        """Puts a tail that was not used back into the cache."""
+        """Puts a partial block that `take_tail` returned and that was not used back into the cache."""
         self.tails[tail.key] = tail.num_tokens
         for group, block in zip(self.groups, tail.blocks, strict=True):
             held = np.array([block], np.int32)
@@ -123,11 +124,12 @@ class KVCache:
             group.release(held)
 
     def recent_keys(self) -> list[bytes]:
-        """Keys of all cached blocks, the most recently used first."""
+        """Returns the keys of all cached blocks that no sequence holds, group by group, the most recently used first."""
         return list(dict.fromkeys(key for group in self.groups for key in group.prefixes.recent_keys()))
 
     def release(self, blocks: Sequence[IntArray]) -> None:
-        """Releases the blocks of one sequence; blocks[g] are in order."""
+        """Releases the blocks of one sequence; blocks[g] are those in group g, in the sequence's order. Known contents stay
+        cached."""
         for group, own in zip(self.groups, blocks, strict=True):
             group.release(own)
 
@@ -141,7 +143,8 @@ class KVCache:
         return given
 
     def keep_drawn(self) -> int:
-        """Makes all drawn chunks the model's own, outside the lease, until `close`. Returns how many chunks it owns."""
+        """Turns all drawn chunks into chunks of the model's own, which no longer count against the lease, until `close`. Returns
+        how many chunks the model owns for KV."""
         for group in self.groups:
             group.pool.keep_drawn()
         return sum(group.pool.num_owned_chunks for group in self.groups)
@@ -153,7 +156,8 @@ class KVCache:
             group.close()
 
     def _make_room(self, wanting: GroupCache, num_chunks: int) -> int:
-        """Frees chunks for one group: first from the model's other groups, then from other models."""
+        """Frees chunks for the group `wanting` by dropping cached prefixes: first those of the model's other groups, then those of
+        other models. Returns how many chunks became free."""
         given = 0
         for group in self.groups:
             if group is not wanting and given < num_chunks:

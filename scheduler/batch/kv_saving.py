@@ -22,8 +22,9 @@ Row = tuple[bytes, int, Sequence[int]]
 
 @dataclass(slots=True)
 class SavedKV:
-    """E blocks of tokens to save, parents before their children. blocks [E, G]: the pool block in each of G KV groups, -1 where a
-    group has none. num_lost_tokens: computed tokens of running requests that are not in these blocks."""
+    """E blocks of tokens to save, parents before their children. keys, num_tokens [E]: the key and the number of tokens of each.
+    blocks [E, G]: the pool block in each of G KV groups, -1 where a group has none. num_lost_tokens: computed tokens of running
+    requests that are not in these blocks."""
 
     keys: list[bytes] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -41,8 +42,8 @@ class _Selection:
         self.blocks: list[list[int]] = []
 
     def add(self, rows: Sequence[Row], whole: bool) -> int:
-        """Selects as many of the rows, in order, as there is room for; with `whole`, all or none. Returns how many tokens of these
-        rows are selected, those selected earlier included."""
+        """Selects as many of the rows, in order, as there is room for; with `whole`, all or none. Returns how many tokens the
+        selected rows have, including rows that an earlier call has selected already."""
         costs = [self._cost(row) for row in rows]
         if whole and sum(costs) > self.room_bytes:
             return 0
@@ -100,7 +101,8 @@ def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
 
 
 def _select_unheld(scheduler: BatchScheduler, selection: _Selection) -> None:
-    """Selects blocks that no running sequence holds."""
+    """Selects cached blocks that no running sequence holds: first those of waiting requests, then all others, the most recently
+    used first."""
     kv = scheduler.kv
     for request in (*scheduler.waiting.requests(), *scheduler.adapters.requests()):
         full = request.num_shareable_blocks(kv.block_tokens)
@@ -119,8 +121,8 @@ def _known(kv: KVCache, keys: Sequence[bytes]) -> list[Row]:
 
 
 def make_room(kv: KVCache, present: BoolArray) -> IntArray:
-    """Allocates blocks to restore saved KV into. present [E, G]: whether saved block e has a block in group g. Returns blocks [F,
-    G] for the first F saved blocks, as many as fit without taking memory from others; -1 where a group has none."""
+    """Allocates blocks to restore saved KV into, without taking memory from others. present [E, G]: whether the saved block e has a
+    block in group g. Returns [F, G] pool blocks for the first F saved blocks, as many as fit; -1 where a group has none."""
     blocks = np.full(present.shape, -1, np.int32)
     for g, group in enumerate(kv.groups):
         rows = np.flatnonzero(present[:, g])

@@ -28,14 +28,15 @@ class Proposal:
     num_tokens: int
 
     def worths(self, chance: float, most: int) -> list[float]:
-        """Returns for each of the first `most` tokens the chance that it and all tokens before it hold. chance: that a guessed
-        token holds."""
+        """Returns for each of the first `most` tokens the chance that the model samples it and all tokens before it. chance: that
+        it samples a guessed token; a sure one follows if those before it do."""
         worths: list[float] = np.cumprod(np.where(self.sure[:most], 1.0, chance)).tolist()
         return worths
 
 
 class MaskedDrafts:
-    """The proposals for a sequence table's slots."""
+    """The proposals for the slots of a sequence table: for each slot at most one for its next step and one that the running step
+    computes."""
 
     def __init__(self) -> None:
         self._next: dict[int, Proposal] = {}  # slot -> the proposal for its next step
@@ -57,7 +58,7 @@ class MaskedDrafts:
         return proposal
 
     def sure(self, slot: int) -> BoolArray | None:
-        """Returns `sure` of the proposal that a slot had in the step that has ended; None if it had none."""
+        """Removes the proposal that a slot had in the step that has ended, and returns its `sure` [D]; None if it had none."""
         proposal = self._drafted.pop(slot, None)
         return None if proposal is None else proposal.sure
 

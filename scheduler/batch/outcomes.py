@@ -20,7 +20,7 @@ class Outcomes:
         self._named: tuple[IntArray | None, list[int]] = (None, [])  # slots of the latest step, and the ids of the requests in them
 
     def join(self, slot: int, request: BatchRequest, params: Sampling) -> None:
-        """Registers a row whose columns are in the table."""
+        """Registers the sequence in a slot, whose columns in the table are set already."""
         self._endings.join(slot, params)
         self._first_tokens.join(slot, request)
 
@@ -33,9 +33,9 @@ class Outcomes:
         return self._endings
 
     def of(self, slots: IntArray, ids: list[int], failed: list[int], running: IntArray, most: int = 1) -> StepOutcome:
-        """Returns the outcome of a step. ids: the newest tokens of the sequences in `slots`, already in the table; failed: requests
-        that got no token; running: slots of all sequences. While the same sequences sample, `slots` may be the same array, which
-        saves work. most: the most tokens that any sequence got; `ids` has only the last token of each."""
+        """Returns the outcome of a step. ids: the newest tokens of the sequences in `slots`, already in the table. failed: ids of
+        requests that ended without a token. running: slots of all running sequences. most: the most tokens that any sequence got;
+        `ids` has only the last token of each. While the same sequences sample, `slots` may be the same array, which saves work."""
         if slots is not self._named[0]:
             self._named = slots, self._table.request_id[slots].tolist()
         outcome = StepOutcome(self._named[1], ids, self._endings.finishes(slots, ids, running, most), failed)

@@ -98,8 +98,8 @@ class SequenceTable:
 
 
 def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_groups: int = 1) -> SequenceTable:
-    """Returns an empty table of S = num_slots rows, L = max_tokens, B = max_blocks. Pages of `tokens` are touched only as rows
-    fill."""
+    """Returns an empty sequence table with S = num_slots, L = max_tokens, B = max_blocks and num_groups block tables. Memory of
+    `tokens` is touched only as rows fill."""
     return SequenceTable(
         request_id=np.zeros(num_slots, np.int64),
         tokens=np.zeros((num_slots, max_tokens), np.int32),
@@ -127,7 +127,8 @@ def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_gr
 
 
 def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt: int, max_model_len: int) -> None:
-    """Fills a row's sampling columns except `prompt_logprobs`, which may have been reported already."""
+    """Fills the sampling columns of a slot from its request's settings. `prompt_logprobs` is left out, because they may have been
+    reported already. num_prompt, max_model_len: tokens."""
     table.temperature[slot] = params.temperature
     table.top_p[slot] = params.top_p
     table.top_k[slot] = min(params.top_k, INT32_MAX)

@@ -18,7 +18,8 @@ KEY_BYTES = 16
 
 
 def prefix_seed(*parts: str) -> bytes:
-    """Returns the key before the first block. Each part is length-prefixed, so that no two lists of parts give the same bytes."""
+    """Returns the key from which the chain of a sequence's block keys starts. parts: whatever keeps KV apart, such as tenant and
+    salt. Each part is length-prefixed, so that no two lists of parts give the same bytes."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for part in parts:
         data = part.encode()
@@ -27,7 +28,8 @@ def prefix_seed(*parts: str) -> bytes:
 
 
 def extend_keys(keys: list[bytes], seed: bytes, tokens: IntArray, block_tokens: int, num_blocks: int) -> None:
-    """Appends keys until `keys` covers `num_blocks` full blocks of `tokens` (int32, at least num_blocks * block_tokens long)."""
+    """Appends keys until `keys` has those of the first `num_blocks` full blocks. seed: the sequence's `prefix_seed`, the parent of
+    its first block. tokens: int32, at least num_blocks * block_tokens of them."""
     start = len(keys)
     if start >= num_blocks:
         return
@@ -40,8 +42,8 @@ def extend_keys(keys: list[bytes], seed: bytes, tokens: IntArray, block_tokens: 
 
 
 def tail_key(parent: bytes, tokens: IntArray, serial: int) -> bytes:
-    """Returns the key of a partial block: `tokens`, fewer than a block holds, after the block whose key is `parent`. serial:
-    numbers the sequences with the same tokens, each of which has a partial block of its own, because it continues in it."""
+    """Returns the key of a partial block: `tokens`, fewer than a block holds, after the block whose key is `parent`. serial: a
+    number that tells sequences with the same tokens apart, because each continues in a partial block of its own."""
     data = tokens.astype(np.int32).tobytes() + bytes([serial % 256])  # no full block's data has such a length
     return hashlib.blake2b(parent + data, digest_size=KEY_BYTES).digest()
 
@@ -56,7 +58,7 @@ class PrefixCache:
 
     @property
     def num_unheld(self) -> int:
-        """Number of blocks that are only cached."""
+        """Number of cached blocks that no sequence holds."""
         return len(self._unheld)
 
     def are_known(self, keys: Sequence[bytes]) -> BoolArray:
@@ -65,7 +67,7 @@ class PrefixCache:
         return np.array([key in block_of for key in keys], np.bool_)
 
     def known(self, keys: Iterable[bytes]) -> list[int]:
-        """Returns the blocks of those `keys` that are known."""
+        """Returns the cached blocks of `keys`, in their order; keys that are not known are left out."""
         return [self._block_of[key] for key in keys if key in self._block_of]
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
@@ -87,19 +89,20 @@ class PrefixCache:
         return [self._key_of[block] for block in reversed(self._unheld)]
 
     def add(self, key: bytes, block: int) -> None:
-        """Records the content of `block`, which a sequence holds. If the content is known already, the older block stays."""
+        """Records that `block`, which a sequence holds, has the content that `key` names. Does nothing if the key or the block is
+        known already."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Records that a sequence holds these blocks (again)."""
+        """Records that a sequence holds these blocks, so that they are not dropped."""
         for block in blocks:
             self._unheld.pop(block, None)
 
     def keep(self, blocks: Iterable[int]) -> list[int]:
-        """Keeps blocks that nobody holds any more in the cache, ordered so that the first is dropped first. Returns the blocks
-        whose content is not known, which are not kept."""
+        """Keeps blocks that nobody holds any more cached if their content is known; of `blocks`, the first will be dropped first.
+        Returns the blocks whose content is not known, which the caller frees."""
         unknown = []
         for block in blocks:
             if block in self._key_of:
@@ -109,7 +112,7 @@ class PrefixCache:
         return unknown
 
     def give_up(self, num: int) -> list[int]:
-        """Drops up to `num` unheld blocks, the least recently used first."""
+        """Drops up to `num` blocks that no sequence holds, the least recently used first, and returns them."""
         blocks: list[int] = []
         for block in self._unheld:
             if len(blocks) == num:
@@ -119,7 +122,8 @@ class PrefixCache:
         return blocks
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Records that the content of sources[i] is now in targets[i]. The order in which blocks are dropped stays."""
+        """Records that the content of block sources[i] is now in block targets[i]. The order in which cached blocks are dropped
+        stays."""
         moved = dict(zip(sources, targets, strict=True))
         keys = [(moved[block], key) for block in sources if (key := self._key_of.pop(block, None)) is not None]
         for block, key in keys:
@@ -128,7 +132,7 @@ class PrefixCache:
             self._unheld = {moved.get(block, block): None for block in self._unheld}
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Makes blocks' contents unknown, because they are not trusted or their memory is needed."""
+        """Removes blocks and their keys from the cache, because their contents are not trusted or their memory is needed."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:

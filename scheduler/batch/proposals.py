@@ -55,8 +55,8 @@ class Proposals:
         self._counts[slot], self._asked[slot] = 0, False
 
     def learned(self, slot: int, first: int, keys: Sequence[bytes], owned: Sequence[bool]) -> None:
-        """Notes that the prefix cache was given a sequence's blocks from number `first` on, under these keys. owned: whether it
-        keeps this sequence's block; where False, it had another block of this key already."""
+        """Records that a sequence's blocks from number `first` on were added to the prefix cache under these keys. owned: for each
+        whether the cache keeps this sequence's block; where False, it had another block of this key already."""
         for at, (key, is_owned) in enumerate(zip(keys, owned, strict=True), first):
             if not is_owned:
                 continue
@@ -67,7 +67,7 @@ class Proposals:
             del self._holed[next(iter(self._holed))]
 
     def minds(self, slot: int) -> bool:
-        """Returns whether `learned` would change anything for a sequence."""
+        """Returns whether `learned` needs to be called for a sequence: whether it has a hole or any cached block has one."""
         return bool(self._holed) or self._hole[slot] < _NO_HOLE
 
     def ask(
@@ -123,7 +123,9 @@ class Proposals:
         return True
 
     def _depth(self, room: StepRoom, numbers: tuple[int, int, int], context: float, chance: float) -> int:
-        """Returns how many tokens to draft for each sequence. numbers, context, chance: arguments of StepRoom.worth_proposing.
+        """Returns how many tokens the predictor is to draft for each sequence. numbers, context, chance: arguments of
+        StepRoom.worth_proposing; numbers are its first three.
+
         While drafting does not pay, one token is drafted and verified after each pause, because texts and batches change; each
         pause is twice as long as the last. The predictor also sees the step that verifies this token."""
         num = room.worth_proposing(*numbers, context, chance, MOST_PROPOSED)

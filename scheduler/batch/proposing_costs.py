@@ -6,15 +6,16 @@ _NEWEST = 0.2  # weight of a new time
 
 
 class ProposingCosts:
-    """Seconds that a predictor takes, by classes of the number of sequences: 1, 2 to 3, 4 to 7 and so on. An unknown time counts as
-    0, so that it is tried."""
+    """The seconds that a model's predictor takes to process a step and to draft tokens after it, by classes of the number of
+    sequences: 1, 2 to 3, 4 to 7 and so on. An unknown time counts as 0, so that drafting is tried."""
 
     def __init__(self) -> None:
         self._seen: dict[int, float] = {}
         self._drafting: dict[int, float] = {}  # class -> seconds to draft one token for each sequence
 
     def note(self, num_sequences: int, num_drafted: int, seen_s: float, drafting_s: float) -> None:
-        """Learns from a step in which each sequence had one token. num_drafted: the most tokens drafted for any sequence."""
+        """Learns from a step in which each sequence had one token. num_drafted: the most tokens drafted for any sequence. seen_s:
+        seconds in which the predictor processed the step. drafting_s: seconds in which it drafted."""
         size = num_sequences.bit_length()
         _learn(self._seen, size, seen_s)
         if num_drafted:

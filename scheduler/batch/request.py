@@ -16,7 +16,8 @@ from scheduler.shares import Shares
 
 @dataclass(slots=True, weakref_slot=True)
 class BatchRequest:
-    """A waiting request. tokens: prompt, then the output so far (after a resubmission or preemption); both are computed again.
+    """A waiting request. tokens: the prompt, and after a resubmission or preemption also the output so far, which is then computed
+    again with the prompt.
 
     `order` is its place in the order of arrival. It survives preemption, so a preempted request waits in front of others of its
     priority."""
@@ -46,8 +47,9 @@ class BatchRequest:
         return 0 if self._owes_prompt_logprobs else (len(self.tokens) - 1) // block_tokens
 
     def tail_key(self, seed: bytes, block_tokens: int) -> Callable[[int], bytes] | None:
-        """Returns a function that gives, for a serial number, the key of the partial block between the shareable blocks and the
-        last token; None if there are no tokens between them. `keys` must cover the shareable blocks."""
+        """Returns a function that gives, for a serial number, the key (prefix_cache.tail_key) of the partial block between the
+        shareable blocks and the last token; None if there are no tokens between them, or if every token must be computed. `keys`
+        must cover the shareable blocks."""
         num_full = self.num_shareable_blocks(block_tokens)
         tail = self.tokens[num_full * block_tokens : -1]
         if not len(tail) or self._owes_prompt_logprobs:
@@ -109,14 +111,14 @@ class WaitingQueue:
         return request
 
     def ended(self, request: BatchRequest) -> None:
-        """Records that a popped request is no longer in service."""
+        """Records that a request returned by `pop` is not in service any more, so that it does not count in the tenants' shares."""
         self.shares.stop(request.tenant)
 
     def withdraw(self, request_id: int) -> bool:
         return self._requests.pop(request_id, None) is not None
 
     def _first(self, tenant: str) -> BatchRequest | None:
-        """Returns the tenant's next request; removes a tenant without any."""
+        """Returns the tenant's next request. If the tenant has no waiting request, removes the tenant's heap and returns None."""
         heap = self._heaps[tenant]
         while heap:
             _, order, request_id = heap[0]

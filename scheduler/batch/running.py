@@ -15,8 +15,8 @@ from scheduler.batch.request import BatchRequest
 
 
 class Running:
-    """The running sequences. slots: their slots in the order of admission, an array that is never changed in place. requests [S]:
-    the request in each slot, shared with the batch scheduler."""
+    """The running sequences of a sequence table with S slots. slots: their slots in the order of admission, an array that is never
+    changed in place. requests [S]: the request in each slot, a list that the batch scheduler owns."""
 
     def __init__(self, table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self.slots: IntArray = np.zeros(0, np.int32)
@@ -30,12 +30,12 @@ class Running:
         self.slots = np.append(self.slots, np.int32(slot))
 
     def drop_gone(self) -> None:
-        """Removes slots that have no request any more."""
+        """Removes the slots whose sequences have left, that is, whose request id in the table is 0."""
         self.slots = self.slots[self._table.request_id[self.slots] != 0]
 
     def split(self, slots: IntArray, computed: IntArray, total: IntArray) -> tuple[IntArray, IntArray]:
-        """Splits slots into those with one token to compute and those with more. computed, total [S]: each sequence's computed
-        tokens and all its tokens."""
+        """Returns (slots with one token to compute, slots with more). slots: those to split. computed, total [S]: each sequence's
+        computed tokens and all its tokens."""
         if slots is self._decode:
             return slots, slots[:0]
         decodes = total[slots] - computed[slots] == 1
@@ -49,8 +49,8 @@ class Running:
         return [(slot, request) for slot in self.slots.tolist() if (request := self._requests[slot]) is not None]
 
     def victim(self, tenant: str | None) -> int:
-        """Returns the slot of the newest sequence of the lowest priority. If `tenant` is not None, because it crowds the others
-        out, only its own sequences are considered."""
+        """Returns the slot of the sequence to preempt: the newest one of the lowest priority. tenant: only this tenant's sequences
+        are considered, because it has the most running for its weight; None: all sequences."""
         running = self.requests()
         if tenant is not None:
             running = [(slot, request) for slot, request in running if request.tenant == tenant]

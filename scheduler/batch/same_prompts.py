@@ -12,16 +12,16 @@ from scheduler.batch.request import BatchRequest
 
 
 class SamePrompts:
-    """Knows which running sequence computes which prompt. The columns [S] are the batch scheduler's own; held rows make no
-    progress."""
+    """Records which running sequence computes which prompt. slot_of: request id -> slot. num_computed, held [S]: columns of the
+    batch scheduler, each sequence's computed tokens and whether it is held and so makes no progress."""
 
     def __init__(self, slot_of: Mapping[int, int], num_computed: IntArray, held: BoolArray, block_tokens: int) -> None:
         self._slot_of, self._num_computed, self._held, self._block_tokens = slot_of, num_computed, held, block_tokens
         self._first: WeakValueDictionary[bytes, BatchRequest] = WeakValueDictionary()  # by the prompt's last full block
 
     def must_wait(self, request: BatchRequest, num_full: int) -> bool:
-        """Returns whether another sequence is about to compute the same num_full blocks of the prompt. If not, this request is
-        noted as the one that computes them."""
+        """Returns whether a request must wait because a running sequence is still computing the same first num_full blocks of
+        tokens. If not, the request is recorded as the one that computes them. Its keys must cover these blocks."""
         if not num_full:
             return False
         key = request.keys[num_full - 1]

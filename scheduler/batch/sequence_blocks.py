@@ -29,8 +29,8 @@ class Admission:
 
 
 class SequenceBlocks:
-    """The block columns of a sequence table. block_tables[g] [S, B]: the block table of group g, which is the sequence table's own.
-    chunk_tokens: the most tokens that a step computes for one row."""
+    """The KV blocks that the sequences in the S slots of a sequence table hold. block_tables[g] [S, B]: the block table of group g,
+    an array of the sequence table that is written here. chunk_tokens: the most tokens that a step computes for one row."""
 
     def __init__(self, kv: KVCache, block_tables: list[IntArray], chunk_tokens: int) -> None:
         num_slots = len(block_tables[0])
@@ -51,9 +51,10 @@ class SequenceBlocks:
     def admit(
         self, keys: Sequence[bytes], num_tokens: int, headroom: int, tail_key: Callable[[int], bytes] | None = None
     ) -> Admission | None:
-        """Allocates blocks for a sequence of num_tokens tokens, whose leading blocks have these keys and may be cached. Returns
-        None, and takes nothing, unless all blocks that it will hold at once are available, plus `headroom` blocks in each group.
-        tail_key(serial): the key of the tokens after the blocks of `keys`, without the last token."""
+        """Returns the blocks with which a sequence of num_tokens tokens starts. keys: the keys of its leading full blocks, which
+        are taken from the prefix cache where they are cached. Returns None, and takes nothing, unless all blocks that the sequence
+        will hold at once are available, plus `headroom` blocks in each group. tail_key(serial): the key of the partial block behind
+        those of `keys`, without the last token; None: that block is not looked for."""
         num_shared, shared = self.kv.share(keys)
         tail = self.kv.take_tail(tail_key) if tail_key is not None and num_shared == len(keys) else None
         num_tail_blocks = 0 if tail is None else 1
@@ -78,7 +79,8 @@ class SequenceBlocks:
         return Admission(num_shared, 0 if tail is None else tail.num_tokens, blocks)
 
     def why_too_long(self, num_tokens: int) -> str:
-        """Returns the sum that shows why a sequence does not fit even alone, for the group that lacks most blocks."""
+        """Returns a text that shows why a sequence of num_tokens tokens does not fit even if it is alone: how many blocks it needs
+        and how many there are, in the group that lacks most."""
         num, group = max(
             ((group.most_blocks(num_tokens, self._chunk_tokens), group) for group in self.kv.groups),
             key=lambda pair: pair[0] / max(1, pair[1].pool.num_usable),
@@ -104,17 +106,18 @@ class SequenceBlocks:
         self._note_capacity(slot)
 
     def leave(self, slot: int) -> None:
-        """Releases every block of the slot; known contents stay cached."""
+        """Releases every block of the slot. Blocks whose keys the prefix cache knows stay cached."""
         self.kv.release(self._held(slot))
 
     def leave_poisoned(self, slot: int, keys: Sequence[bytes]) -> None:
-        """Releases the slot's blocks as `leave` does, and removes what only this sequence computed from the prefix cache. keys: the
-        keys of its blocks."""
+        """Releases the blocks of a slot whose KV cannot be trusted: contents that only this sequence holds are removed from the
+        prefix cache. keys: the keys of its full blocks."""
         for group, blocks in zip(self.kv.groups, self._held(slot), strict=True):
             group.discard(blocks, keys if group.window_tokens else ())
 
     def blocks_at(self, slot: int, index: int) -> list[int]:
-        """Returns each group's block that holds the slot's index-th block of tokens; -1 where it is behind the window."""
+        """Returns for each group the pool block of the slot's index-th block of tokens; -1 where the slot holds none, because it is
+        behind the group's window or not allocated."""
         pairs = zip(self._tables, self._starts, self._ends, strict=True)
         return [int(table[slot, index]) if starts[slot] <= index < ends[slot] else -1 for table, starts, ends in pairs]
 
@@ -129,7 +132,8 @@ class SequenceBlocks:
             self.num_learned[slot] = full
 
     def moved(self, g: int, sources: IntArray, targets: IntArray, slots: Sequence[int]) -> None:
-        """Updates the tables after blocks of group g were moved; `slots` are those of the running sequences."""
+        """Updates the block tables of group g after the content of block sources[i] was moved to block targets[i]. slots: those of
+        all running sequences."""
         place = np.arange(self.kv.groups[g].pool.num_blocks, dtype=np.int32)
         place[sources] = targets
         table, starts, ends = self._tables[g], self._starts[g], self._ends[g]
@@ -166,8 +170,8 @@ class SequenceBlocks:
         return True
 
     def cover(self, slot: int, num_tokens: int) -> bool:
-        """Allocates room for the first num_tokens of a slot in window groups. Returns False, and nothing changes, if there are too
-        few blocks."""
+        """Allocates the blocks that a slot still lacks for its first num_tokens tokens, in window and state groups. Returns False,
+        and nothing changes, if there are too few blocks."""
         end = -(-num_tokens // self.block_tokens)
         lacking = [group.wanted(int(ends[slot]), end) for group, ends in zip(self.kv.groups, self._ends, strict=True)]
         new = self.kv.allocate([len(places) for places in lacking])
@@ -180,7 +184,7 @@ class SequenceBlocks:
         return True
 
     def free_behind(self, slot: int, num_computed: int) -> None:
-        """Frees blocks that queries from position num_computed on do not attend to."""
+        """Releases the slot's blocks that queries from position num_computed on do not attend to; their table entries become -1."""
         for group, table, starts, ends in zip(self.kv.groups, self._tables, self._starts, self._ends, strict=True):
             start, first = int(starts[slot]), min(group.first_needed(num_computed), int(ends[slot]))
             if first > start:
@@ -191,8 +195,8 @@ class SequenceBlocks:
     # ---- inside
 
     def _free_behind(self, slots: IntArray, positions: IntArray) -> None:
-        """Frees blocks behind the windows of decode rows at a block boundary: usually one block a row; with chunked windows, all
-        blocks of a chunk."""
+        """Frees the blocks of decode rows, each at a block boundary, that a query at positions[i] of slots[i] does not attend to:
+        usually one block a row; with chunked windows, all blocks of a chunk."""
         for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
             if group.is_chunked:
                 due = starts[slots] < group.first_blocks(positions)

@@ -32,7 +32,8 @@ _ROOM = 1.2  # largest factor from one class's cost to the next; a larger one is
 
 
 def class_tokens(num_tokens: int, least_step: int = 1) -> int:
-    """Returns the largest number of tokens in num_tokens' class. least_step: the smallest distance between two classes."""
+    """Returns the largest number of tokens in the class of step sizes to which num_tokens belongs. least_step: the smallest
+    distance in tokens between two classes."""
     step = max(least_step, 1 << max(0, (num_tokens - 1).bit_length() - 3))
     return -(-num_tokens // step) * step
 
@@ -44,7 +45,8 @@ def _classes(least_step: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Class:
-    """Averages over the steps of one class. last: the number of its latest measurement."""
+    """Averages over the steps of one class. num: how many steps. contexts, seconds: their average contexts and average time. last:
+    the number of the latest measurement that was of this class."""
 
     num: int
     contexts: list[float]
@@ -80,7 +82,7 @@ class StepCosts:
         return costs
 
     def note(self, num_tokens: int, seconds: float, contexts: Sequence[float] = ()) -> None:
-        """Learns from a step of num_tokens > 0 that took `seconds`."""
+        """Learns from a step of num_tokens > 0 that took `seconds`. contexts: the step's num_contexts contexts."""
         at = self.filled(num_tokens)
         known = self._classes.get(at)
         self._curve = None
@@ -108,13 +110,13 @@ class StepCosts:
             known.contexts[i] += weight * difference
 
     def least(self) -> float:
-        """Returns the current cost of the cheapest step; 0.0 if none is known."""
+        """Returns the current cost, in seconds, of the cheapest step; 0.0 if none is known."""
         curve = self._known()
         return curve[0][1] * max(1.0, self._drift) if curve else 0.0
 
     @property
     def fewest_tokens(self) -> int:
-        """The number of tokens up to which the smallest class of steps that has been measured reaches; 0 if none has."""
+        """The largest number of tokens in the smallest class of steps that has been measured; 0 if none has been."""
         return min(self._classes, default=0)
 
     def seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
@@ -129,8 +131,8 @@ class StepCosts:
         return self.seconds(num_tokens, contexts) if known is not None and known.num >= _FIRM else 0.0
 
     def hoped(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Returns what `seconds` does, but for a size that has hardly run at most what the next smaller class lets expect, so that
-        the size is tried; 0.0 if no step is known."""
+        """Returns what `seconds` does, except that a size that has hardly run is taken to cost little more than the next smaller
+        class, so that it is tried; 0.0 if no step is known."""
         curve = self._known()
         if not curve:
             return 0.0
@@ -178,7 +180,7 @@ class StepCosts:
         return classes[at - 1] if at else 0
 
     def filled(self, num_tokens: int) -> int:
-        """Returns the largest number of tokens that costs as much as num_tokens: the end of its class."""
+        """Returns the largest number of tokens in num_tokens' class, up to which a step costs the same."""
         return class_tokens(num_tokens, self._least_step)
 
     def _forget(self) -> None:
@@ -187,8 +189,9 @@ class StepCosts:
         self._classes = {at: known for at, known in self._classes.items() if at == fewest or self._num - known.last < _FORGOTTEN}
 
     def _learn_contexts(self, apart: list[float], seconds: float, weight: float, size: list[float]) -> None:
-        """Learns context costs from one step's deviation from its class: one pass of coordinate descent on least squares, no cost
-        below zero."""
+        """Learns what contexts cost from how one step differs from the averages of its class: one pass of coordinate descent on
+        least squares, no cost below zero. apart: the differences of its contexts. seconds: the difference of its time. weight: the
+        step's weight. size: the average contexts of the class."""
         each, together, with_s = self._each_s, self._together, self._with_s
         for i, difference in enumerate(apart):
             row = together[i]

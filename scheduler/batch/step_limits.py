@@ -61,21 +61,21 @@ class StepLimits:
         costs.note(num_tokens, seconds, contexts)
 
     def forget(self) -> None:
-        """Drops all learned costs, because steps will cost something else from now on."""
+        """Drops all learned costs of steps and of the predictor, because steps will cost something else from then on."""
         self.decoding, self.prompting = StepCosts(1), StepCosts(3, CHUNK_STEP_TOKENS)
         self.forget_predictor()
 
     def forget_predictor(self) -> None:
-        """Drops the learned costs of the predictor."""
+        """Drops the learned costs of the model's predictor, so that they are measured anew."""
         self.proposing = ProposingCosts()
 
     def expected_s(self, plan: BatchPlan) -> float:
-        """Returns the usual seconds of such a step; 0.0 if too few steps of its size have run."""
+        """Returns the usual seconds of a step with the plan's tokens and contexts; 0.0 if too few steps of its size have run."""
         costs, num_tokens, contexts = self._kind(plan)
         return costs.firm_seconds(num_tokens, contexts)
 
     def _kind(self, plan: BatchPlan) -> tuple[StepCosts, int, tuple[float, ...]]:
-        """Returns the cost model for this plan, its number of tokens and its contexts."""
+        """Returns the costs that apply to this plan (`decoding` or `prompting`), its number of tokens and its contexts."""
         num_new, num_computed = plan.num_new, plan.num_computed
         num_tokens = len(num_new) if plan.all_decode else int(num_new.sum())
         if num_tokens == len(num_new):
@@ -95,10 +95,11 @@ class StepLimits:
         return max(1, self.decoding.tokens_within(self.turns_s(turns), most, lambda rows: (rows * context,), one_more=True))
 
     def rows_beside_prompt(self, most: int, context: float, turns: int, strict: bool = False) -> int:
-        """Returns max_rows of a step that also has room for the smallest chunk of a prompt.
+        """Returns how many of `most` sequences with `context` positions each may decode in a step that also has room for the
+        smallest chunk of a prompt.
 
-        The prompt is not known yet and counts as one at its beginning. turns: as in StepRoom; 0: unlimited. strict: as in
-        longest_s."""
+        The chunk is taken to be the beginning of a prompt, whose contexts are smallest. turns: as in StepRoom; 0: no limit. strict:
+        as in longest_s."""
         if not turns or not self.prompting.fewest_tokens:
             return most
         chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns, strict)
@@ -125,8 +126,8 @@ class StepLimits:
         """Returns how many of the drafted tokens, taken in the order of `worths`, give a step of num_rows decoding sequences the
         most tokens a second; 0 while the cost of such a step is not known.
 
-        context: average number of positions a row attends to. worths: the chance that each drafted token holds, in descending
-        order. turns: as in StepRoom."""
+        context: average number of positions a row attends to. worths: for each drafted token the chance that it is what the model
+        samples, in descending order. turns: as in StepRoom."""
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
             return 0
@@ -172,27 +173,28 @@ class StepLimits:
         return best
 
     def predictor_share(self, num_rows: int, context: float) -> float:
-        """Returns how long the predictor takes to see a step of num_rows decoding sequences, as a share of the step; 0.0 if that is
-        not known."""
+        """Returns the predictor's time to process a step of num_rows decoding sequences, before it drafts anything, as a share of
+        the step's time; 0.0 if that is not known. context: average number of positions a row attends to."""
         step_s = self.decoding.hoped(num_rows, (num_rows * context,))
         return self.proposing.seconds(num_rows, 0) / step_s if step_s > 0.0 else 0.0
 
     def predictor_is_too_slow(self, num_rows: int, context: float, most: int) -> bool:
-        """Returns whether the predictor needs longer to draft `most` tokens than `most` steps of num_rows decoding sequences take;
-        False while that is not known."""
+        """Returns whether the predictor needs longer to draft `most` tokens for each of num_rows sequences than `most` steps take
+        in which these sequences decode; False while that is not known. context: average number of positions a row attends to."""
         step_s = self.decoding.hoped(num_rows, (num_rows * context,))
         return self.proposing.knows(num_rows) and 0.0 < most * step_s <= self.proposing.seconds(num_rows, most)
 
     def turns_s(self, turns: int) -> float:
-        """Returns the longest time of a step of `turns` turns. Where even the model's cheapest step is longer than a turn, that
-        step counts as the turn, with a small margin."""
+        """Returns the longest time, in seconds, of a step that uses `turns` turns. Where even the model's cheapest step is longer
+        than a turn, that step counts as the turn, with a small margin."""
         return max(turns * self.turn_s, (turns - 1 + NEARLY_FREE) * self.decoding.least())
 
     def longest_s(self, loads: Sequence[TenantLoad], context: float, turns: int, strict: bool = False) -> float | None:
-        """Returns the longest time of a step with prompt tokens in which each decoding row reads `context` positions; None:
-        unlimited.
+        """Returns the longest time, in seconds, of a step with prompt tokens in which each decoding row reads `context` positions;
+        None: unlimited.
 
-        turns: as in StepRoom. strict: the step keeps within its turns even if a chunk costs more."""
+        loads: what each tenant wants computed. turns: as in StepRoom. strict: whether the step keeps within its turns even if the
+        smallest chunk of a prompt takes longer."""
         if turns:
             return self._longest_turns_s(turns, strict)
         decoding = [load for load in loads if load.num_rows]
@@ -204,7 +206,8 @@ class StepLimits:
         return max(self.turn_s, stretched_s, self._little_more_s(loads[0].num_rows, context))
 
     def _little_more_s(self, num_rows: int, context: float) -> float:
-        """Returns the cost of the smallest chunk next to num_rows rows, with a small margin; 0.0 if it is not known.
+        """Returns the seconds of a step with the smallest chunk of a prompt and num_rows decoding rows, with a small margin; 0.0 if
+        they are not known. context: number of positions that each row reads.
 
         Where that chunk alone exceeds the allowed stretch, a somewhat larger one is better: many minimal chunks would delay the
         rows more."""
@@ -221,17 +224,17 @@ class StepLimits:
         return times * self._decode_s(load.num_rows, load.num_rows * context)
 
     def _decode_s(self, num_rows: int, context: float) -> float:
-        """Returns the seconds of a step that only decodes. Where steps with prompts cost less, their cost counts, because this
-        number of rows may have run only beside prompts so far."""
+        """Returns the seconds of a step in which num_rows rows decode and read `context` positions in all. If steps of this size
+        with prompts have cost less, their cost is returned, because the rows may have run only beside prompts so far."""
         alone = self.decoding.seconds(num_rows, (context,))
         with_prompts = self.prompting.seconds(num_rows, (context, 0.0, 0.0))
         return min(alone, with_prompts) if alone and with_prompts else alone
 
     def _chunk_s(self) -> float:
-        """Returns the longest time of a step with a chunk: that of the smallest chunk with a small margin, at most two turns; 0.0
-        if unknown.
+        """Returns the seconds that a step with a chunk of a prompt may take although they exceed its turns: those of the smallest
+        chunk with a small margin, at most two turns; 0.0 if unknown.
 
-        A chunk costs something whatever its size, and many minimal chunks would delay the others more often."""
+        A chunk costs something whatever its size, and many minimal chunks would delay the other models more often."""
         if not 0 < self.prompting.fewest_tokens <= SMALL_CHUNK_TOKENS:
             return 0.0
         return min(NEARLY_FREE * self.prompting.least(), 2 * self.turns_s(1))

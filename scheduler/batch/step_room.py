@@ -53,44 +53,46 @@ class StepRoom:
         return self._limits.rows_beside_prompt(min(most, len(contexts)), float(contexts.mean()), self._turns, self._strict)
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, contexts: IntArray) -> int:
-        """Returns how many sequences may decode where those of several tenants want to."""
+        """Returns how many sequences, at most `most`, may decode in a step of several tenants, so that no tenant's step is
+        stretched too far by the others (StepLimits.rows_beside). loads: one for each tenant. contexts: number of positions of each
+        sequence that wants to decode."""
         if self._turns or self._limits is None or not len(contexts):
             return most
         return self._limits.rows_beside(loads, most, float(contexts.mean()))
 
     def worth_drafting(self, contexts: IntArray, worths: Sequence[float]) -> int:
-        """Returns how many drafted tokens to add to a step that only decodes. contexts: positions of each sequence. worths: the
-        chance that each drafted token holds, in descending order."""
+        """Returns how many drafted tokens to add to a step that only decodes. contexts: number of positions of each sequence.
+        worths: for each drafted token the chance that it is what the model samples, in descending order."""
         if self._limits is None:
             return len(worths)
         return self._limits.worth_drafting(len(contexts), float(contexts.mean()), worths, self._turns)
 
     def worth_proposing(self, num_rows: int, num_drafting: int, spare: int, context: float, chance: float, most: int) -> int:
-        """Returns how many tokens, at most `most`, a model's predictor is to draft for each of the num_drafting among num_rows
-        sequences that use drafts. spare: rows that the next step has for drafted tokens. context: average number of positions of a
-        sequence. chance: that a drafted token holds."""
+        """Returns how many tokens, at most `most`, a model's predictor is to draft for each sequence that uses drafts: num_drafting
+        of num_rows. spare: rows that the next step has for drafted tokens. context: average number of positions of a sequence.
+        chance: that a drafted token is what the model samples."""
         if self._limits is None:
             return min(most, -(-spare // num_drafting))
         return self._limits.worth_proposing(num_rows, num_drafting, spare, context, chance, most, self._turns)
 
     def predictor_share(self, num_rows: int, context: float) -> float:
-        """Returns how long the predictor takes to see a step of num_rows decoding sequences, as a share of the step; 0.0 if that is
-        not known."""
+        """Returns the predictor's time to process a step of num_rows decoding sequences, before it drafts anything, as a share of
+        the step's time; 0.0 if that is not known. context: average number of positions of a sequence."""
         return 0.0 if self._limits is None else self._limits.predictor_share(num_rows, context)
 
     def predictor_is_too_slow(self, num_rows: int, context: float, most: int) -> bool:
-        """Returns whether the predictor needs longer to draft `most` tokens than `most` steps of num_rows decoding sequences
-        take."""
+        """Returns whether the predictor needs longer to draft `most` tokens for each of num_rows sequences than `most` steps take
+        in which these sequences decode; False while that is not known. context: average number of positions of a sequence."""
         return self._limits is not None and self._limits.predictor_is_too_slow(num_rows, context, most)
 
     def forget_predictor(self) -> None:
-        """Drops the learned costs of the predictor."""
+        """Drops the learned costs of the model's predictor, so that they are measured anew."""
         if self._limits is not None:
             self._limits.forget_predictor()
 
     def open(self, max_tokens: int, contexts: IntArray, loads: Sequence[TenantLoad]) -> None:
         """Begins a step and takes room for its decoding sequences. contexts: for each of them, the number of positions it attends
-        to. max_tokens: the most tokens of the whole step. loads: the load of each tenant."""
+        to. max_tokens: the most tokens of the whole step. loads: what each tenant wants computed."""
         num_rows, context = len(contexts), float(contexts.sum())
         self._left = max_tokens - num_rows
         if self._max_tokens is not None:
@@ -105,7 +107,8 @@ class StepRoom:
         return self._left <= 0
 
     def take(self, num_computed: int, wanted: int) -> int:
-        """Returns how many tokens a prompt with num_computed stored tokens gets; 0: the step is full.
+        """Returns how many tokens of a prompt the step computes, and takes room for them; 0: the step is full. num_computed: the
+        prompt's tokens that are stored. wanted: its tokens that are still to be computed.
 
         The step is full once a prompt got less than it wanted. If there is no room, the first prompt still gets LEAST_CHUNK_TOKENS,
         and as many more as cost nothing, so that prompts always progress."""

@@ -14,11 +14,12 @@ from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, Sequ
 
 
 class TokensNeeded(Exception):
-    """Raised if the next decision needs tokens of a started step that has not ended."""
+    """Raised if the next plan depends on tokens that a started step has not reported yet."""
 
 
 class StepsAhead:
-    """The started steps of a SequenceTable, whose own counts include finished steps only.
+    """The steps that have started and not ended, and what they will add to a SequenceTable, whose own counts include ended steps
+    only.
 
     num_new [S]: tokens that started steps compute; num_sampled [S]: tokens that they sample. apart: a sequence whose next token a
     started step samples is in no other step, so the next plan never depends on tokens that are not known."""
@@ -35,10 +36,10 @@ class StepsAhead:
         return len(self._steps)
 
     def join(self, slot: int) -> None:
-        """Registers a row whose settings are in the table.
+        """Registers the sequence in a slot, whose settings are in the table already.
 
-        A row cannot run in a next step before its last token is known if the host changes its logits for each token, or reports
-        more than the token."""
+        Its next step cannot start before its last token is known if the host changes its logits after each token, or reports more
+        than the token."""
         table = self._table
         masked = table.constrained[slot] | table.limited[slot]
         told = table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)
@@ -46,15 +47,15 @@ class StepsAhead:
         self.leave(slot)
 
     def leave(self, slot: int) -> None:
-        """Ignores whatever started steps still compute for a slot."""
+        """Ignores from then on what started steps still compute for the sequence in a slot."""
         self._num_new[slot] = self._num_sampled[slot] = 0
 
     def computed(self) -> IntArray:
-        """Returns [S]: the number of tokens whose KV is stored once all started steps have run."""
+        """Returns [S]: each sequence's number of tokens whose KV will be stored once all started steps have run."""
         return self._table.num_computed + self._num_new if self._steps else self._table.num_computed
 
     def total(self) -> IntArray:
-        """Returns [S]: the number of tokens once all started steps have run."""
+        """Returns [S]: each sequence's number of tokens once all started steps have run."""
         return self._table.num_tokens + self._num_sampled if self._steps else self._table.num_tokens
 
     def going_on(self, running: IntArray) -> IntArray:
@@ -76,8 +77,8 @@ class StepsAhead:
         self._steps.append((plan, self._table.request_id[plan.slots]))
 
     def finish(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> tuple[BatchPlan, IntArray, BoolArray]:
-        """Ends the oldest started step. Returns its plan, ids [N] and bad [N] without the rows whose request has ended
-        meanwhile."""
+        """Ends the oldest started step, which must be `plan`; else raises RuntimeError. Returns the plan, ids [N] and bad [N] (of
+        its N sampling rows) without the rows whose request has ended meanwhile."""
         started, request_ids = self._steps.popleft()
         if started is not plan:
             raise RuntimeError(f"step {plan.step_id} ends before step {started.step_id}")

@@ -28,7 +28,8 @@ class TenantLoad:
 
 
 class TenantTime:
-    """The accounts of a model's tenants, for num_slots sequences. Seconds are device seconds, measured by the caller."""
+    """The accounts of device time of a model's tenants, for sequences in num_slots slots. Seconds are device seconds, measured by
+    the caller."""
 
     def __init__(self, num_slots: int) -> None:
         self._of_slot: IntArray = np.zeros(num_slots, np.int32)
@@ -64,7 +65,8 @@ class TenantTime:
         return len(self._index) > 1
 
     def charge(self, plan: BatchPlan, seconds: float) -> None:
-        """Charges a step's time to its tenants. Must be called while the step's sequences are still in their slots."""
+        """Divides the seconds of a step among the tenants of its rows, by their tokens. Must be called while the step's sequences
+        are still in their slots. Does nothing while only one tenant has sequences."""
         if not self.several:
             return
         tokens = np.bincount(self._of_slot[plan.slots], plan.num_new, len(self._used_s))
@@ -100,7 +102,8 @@ class TenantTime:
         return index is None or bool(self._used_s[index] < self._used_s[self._of_slot[slot]])
 
     def loads(self, decode: IntArray, prefill: IntArray, waiting: Mapping[str, tuple[int, float]]) -> list[TenantLoad]:
-        """Returns the load of each tenant. decode, prefill: slots. waiting: tenant -> (number of requests that wait, weight)."""
+        """Returns what each tenant wants computed in the next step. decode, prefill: slots of sequences that decode and that have
+        more tokens to compute. waiting: tenant -> (number of requests that wait, weight)."""
         if len(self._index) + len(waiting) < 2 or (len(self._index) == 1 and self._index.keys() == waiting.keys()):
             return [TenantLoad(len(decode), len(prefill) + sum(number for number, _ in waiting.values()))]
         rows = np.bincount(self._of_slot[decode], minlength=len(self._used_s))

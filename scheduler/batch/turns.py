@@ -23,7 +23,8 @@ _FORGIVEN = 0.25  # a model that got at most this part of a share too much does 
 
 
 class Turns:
-    """The share of device time of each model, by name. Times are device seconds, measured by the caller."""
+    """Charges device time to models, by name, and picks the model whose step runs next. Times are device seconds, measured by the
+    caller."""
 
     def __init__(self) -> None:
         self._now_s = 0.0  # all device time charged so far
@@ -47,7 +48,8 @@ class Turns:
         self._before_pooled.discard(model)
 
     def set_weight(self, model: str, weight: float) -> None:
-        """Raises ValueError for a weight that is not positive."""
+        """Sets a model's weight, by which it gets device time in proportion to the other busy models; 1.0 at first. Raises
+        ValueError for a weight that is not positive."""
         if not weight > 0:
             raise ValueError(f"weight {weight} of model {model} must be positive")
         self._weight[model] = weight
@@ -58,7 +60,8 @@ class Turns:
         return self._over_s > 0
 
     def charge(self, model: str, seconds: float, turn_s: float | None = None) -> None:
-        """Charges a model for a step that has ended, and credits every busy model with its part of these seconds, by weight.
+        """Charges a model for a step that has ended and took `seconds`, and credits every busy model with its part of them, by
+        weight.
 
         turn_s: the device time that the step was allowed, its turn, or several turns if models pooled theirs; None: unlimited."""
         self._over_s = 0.0 if turn_s is None else max(0.0, self._over_s + seconds - turn_s)
