@@ -63,7 +63,7 @@ class Load(Action):
 
     @property
     def leases(self) -> dict[str, int]:
-        """All devices that the action concerns, by rank, and the lease of each."""
+        """All devices onto which the model is loaded, by rank -> the KV lease of each, in chunks, once the model is loaded."""
         return _leases(self)
 
 
@@ -96,7 +96,7 @@ class Evict(Action):
 
     @property
     def leases(self) -> dict[str, int]:
-        """All devices that the action concerns, by rank, and the lease of each."""
+        """All devices that the model leaves, by rank -> the KV lease of each, in chunks, after the eviction."""
         return _leases(self)
 
 
@@ -118,7 +118,7 @@ EVICT_REASONS = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestsPaused(Action):
-    """Tells that a model leaves its device while these requests run. They wait in its queue with their streams open, and are
+    """Reports that a model leaves its device while these requests run. They wait in its queue with their streams open, and are
     submitted again with their output once it is back."""
 
     model: str
@@ -127,7 +127,8 @@ class RequestsPaused(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GrantLease(Action):
-    """Tells an engine its lease, because it changed without a load or an eviction or because the engine has just started."""
+    """Tells the engine of a device its KV lease, which has changed without a load or an eviction, or which a new engine does not
+    know yet."""
 
     device: str
     lease_chunks: int
@@ -180,7 +181,7 @@ class StateChanged(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CommandDone(Action):
-    """Answers the operator's command whose `cause` this is; `refusal` None means that the command was carried out."""
+    """Answers the operator's command whose id is `cause`. refusal: why it was not carried out; None: it was."""
 
     model: str
     refusal: Refusal | None = None

@@ -48,7 +48,8 @@ def queue_full(node: Node, model: Model, tenant: str) -> Refusal | None:
 
 
 def closed(node: Node, model: Model) -> Refusal | None:
-    """Returns why a model is unavailable in its state, whoever asks; None if it is available."""
+    """Returns why every request for the model is refused in its current state, such as disabled or failed; None if it is
+    available."""
     if not model.enabled:
         return Refusal("model_disabled", f"{model.name} is disabled by the operator")
     if model.state not in residency.CLOSED:
@@ -73,8 +74,8 @@ def wait_exceeded(node: Node, model: Model) -> Refusal:
 
 
 def num_waiting(node: Node, model: Model) -> int:
-    """Returns how many waiting sequences count against max_queued. At most max_queued_per_tenant of one tenant count, however many
-    sequences its requests have."""
+    """Returns how many waiting sequences count against max_queued. Those submitted before do not count, and of one named tenant at
+    most max_queued_per_tenant count, however many sequences its requests have."""
     num = len(model.queue) - model.num_resubmissions
     if num < max_queued(node, model):
         return num
@@ -106,5 +107,5 @@ def retry_after_s(node: Node, model: Model) -> float:
 
 
 def seconds(wait_s: float) -> float:
-    """Returns whole seconds, at least one, as Retry-After needs them."""
+    """Returns a wait rounded up to whole seconds, at least one, as the Retry-After header needs it."""
     return float(max(1, ceil(wait_s)))

@@ -20,8 +20,8 @@ from scheduler.node.node import Model, Node
 
 
 def load(node: Node, event: LoadRequested | WarmRequested) -> None:
-    """Loads a model. The command is answered when the model is ready or cannot be loaded. A model that is loaded already stays at
-    least until it is requested again."""
+    """Loads a model. The command is answered when the model is ready or cannot be loaded. A model that is on a device already stays
+    there at least until it is requested again."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -38,7 +38,8 @@ def load(node: Node, event: LoadRequested | WarmRequested) -> None:
 
 
 def warm(node: Node, event: WarmRequested) -> None:
-    """Loads a model that no request waits for yet. It never waits in line, because its age would put it before requests."""
+    """Loads a model that no request waits for yet, or refuses the command if the load cannot begin at once: a model that waits in
+    line ahead of requests would grow old there and come before them."""
     model = node.models.get(event.model)
     is_resting = model is not None and model.copy is None and model.placement is None
     if model is not None and is_resting and not model.removed and admission.closed(node, model) is None:
@@ -50,7 +51,8 @@ def warm(node: Node, event: WarmRequested) -> None:
 
 
 def in_use(node: Node, model: Model) -> Refusal | None:
-    """Returns why the model cannot be loaded now without making somebody wait, or None."""
+    """Returns why a load of the model ahead of requests must be refused, because it cannot begin now or would make others wait;
+    None if it may begin."""
     if not pins.has_place(node, model):
         return pins.would_not_fit(node, model)
     if model.retry_at > node.now:
@@ -144,7 +146,7 @@ def enable(node: Node, event: EnableRequested) -> None:
 
 
 def disable(node: Node, event: DisableRequested) -> None:
-    """Refuses waiting requests and evicts the copy once the running ones have ended."""
+    """Switches a model off: refuses its waiting requests, and evicts its copies once the running requests have ended."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -162,7 +164,7 @@ def disable(node: Node, event: DisableRequested) -> None:
 
 
 def drain(node: Node, event: DrainRequested) -> None:
-    """Accepts no new request for the model or the node; waiting and running ones continue."""
+    """Refuses new requests for the model, or for the whole node if none is named; waiting and running ones continue."""
     _close(node, event.model, True)
 
 

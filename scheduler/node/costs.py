@@ -11,8 +11,8 @@ _NEW = 0.3  # weight of the newest figure in a learned average
 
 
 class LoadCosts:
-    """Predicted seconds of a load on one device, from disk and from host memory, and the cost of copying or computing a token of
-    KV."""
+    """Predicts the seconds of loads onto one device, from disk and from host memory, and what copying a token's KV saves. The
+    predictions start from the given bandwidths and are learned from measurements."""
 
     __slots__ = ("_from_host", "_seconds", "bandwidth_bytes_per_s", "copy_bytes_per_s", "overhead_s", "prefill_tokens_per_s")
 
@@ -37,26 +37,28 @@ class LoadCosts:
         return min(seconds, self.predict_s(model, weights_bytes))
 
     def saved_s_per_token(self, model: str, kv_bytes_per_token: float) -> float:
-        """Returns how many seconds it saves to copy a token's KV back from host memory instead of computing it. A model without
-        measurements counts as slow to compute."""
+        """Returns how many seconds it saves to copy a token's KV back from host memory instead of computing it; negative if
+        computing is faster. A model without measurements is taken to need 1 s to compute a token."""
         rate = self.prefill_tokens_per_s.get(model)
         return (1 / rate if rate else 1.0) - kv_bytes_per_token / self.copy_bytes_per_s
 
     def learn(self, model: str, weights_bytes: int, seconds: float) -> None:
-        """Learns from a load from disk."""
+        """Learns the model's load time and the disk's bandwidth from a load from disk that took `seconds`."""
         _average(self._seconds, (model, weights_bytes), seconds)
         transfer_s = seconds - self.overhead_s
         if transfer_s > 0 and weights_bytes > 0:
             self.bandwidth_bytes_per_s = _averaged_bandwidth(self.bandwidth_bytes_per_s, transfer_s / weights_bytes)
 
     def learn_from_host(self, model: str, weights_bytes: int, seconds: float, copy_s: float) -> None:
-        """Learns from a load from host memory and its seconds of copying (0: not reported)."""
+        """Learns the model's load time and the copies' bandwidth from a load from host memory that took `seconds`. copy_s: the part
+        of them spent copying; 0: not reported."""
         _average(self._from_host, (model, weights_bytes), seconds)
         if copy_s > 0 and weights_bytes > 0:
             self.copy_bytes_per_s = _averaged_bandwidth(self.copy_bytes_per_s, copy_s / weights_bytes)
 
     def learn_prefill(self, model: str, num_tokens: int, seconds: float) -> None:
-        """Learns from computed prompt tokens and the time their request waited in the engine for its first token."""
+        """Learns a model's speed of computing prompts from a request: num_tokens of its prompt were computed, and its first token
+        came `seconds` after it was submitted."""
         if num_tokens > 0 and seconds > 0:
             _average(self.prefill_tokens_per_s, model, num_tokens / seconds)
 
@@ -72,8 +74,8 @@ def _average(known: dict[K, float], key: K, new: float) -> None:
 
 
 def _averaged_bandwidth(bytes_per_s: float, new_s_per_byte: float) -> float:
-    """Returns the new average of a bandwidth. Seconds per byte are averaged, so that one load of a cached file does not make disk
-    loads look far too fast."""
+    """Returns a bandwidth in bytes per second, averaged with the newest measurement. Seconds per byte are averaged, so that one
+    load of a cached file does not make disk loads look far too fast."""
     per_byte = 1 / bytes_per_s
     return 1 / (per_byte + _NEW * (new_s_per_byte - per_byte))
 
@@ -104,6 +106,5 @@ class Rate:
         return (self._short * 2.0 ** (-passed / self.SHORT_S) + self._long * 2.0 ** (-passed / self.LONG_S)) / 2
 
     def recent_per_s(self, now: float) -> float:
-        """Returns the recent events per second: the average that halves within SHORT_S seconds. `per_s` mixes it with that of
-        LONG_S."""
+        """Returns the average with the half-life of 1 minute alone, in events per second."""
         return self._short * 2.0 ** (-max(0.0, now - self._at) / self.SHORT_S)

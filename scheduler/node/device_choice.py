@@ -23,7 +23,8 @@ class Option:
 
     @property
     def cost(self) -> float:
-        """Expected reload seconds per second caused by the evictions."""
+        """The expected cost of the evictions, to compare options by: proportional to seconds of reloading per second, weighted by
+        priority."""
         return sum(victim.value * victim.chunks for victim in self.victims)
 
 
@@ -34,5 +35,5 @@ def rank(option: Option) -> tuple[bool, bool, float, bool, int, tuple[str, ...]]
 
 
 def choose(options: Iterable[Option]) -> Option | None:
-    """Returns the best option; None if there is none."""
+    """Returns the option with the least `rank`; None if there are no options."""
     return min(options, key=rank, default=None)

@@ -13,8 +13,8 @@ FITS, EVICTS, FORCES, WAITS, THERE, REFUSED = "fits", "evicts", "forces", "waits
 
 
 def load(node: Node, model: Model) -> LoadPlan:
-    """Returns what loading the model would do now for a request that is not overdue, which forces no busy model out; if the model
-    cannot be placed that way, what an overdue request would do. O(residents)."""
+    """Returns what loading the model would do now: for a request that is not overdue, which forces no busy model out, or, if the
+    model cannot be placed that way, for an overdue one. O(residents)."""
     refusal = admission.removed(model) if model.removed else admission.closed(node, model)
     if refusal is None and model.copy is None and not pins.has_place(node, model):
         refusal = pins.would_not_fit(node, model)
@@ -37,7 +37,7 @@ def load(node: Node, model: Model) -> LoadPlan:
 
 
 def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
-    """Returns which idle models would leave the device to free num_bytes; busy ones are not forced out."""
+    """Returns which idle models would leave the device to free num_bytes beside its work space; busy ones are not forced out."""
     chunks = -(-num_bytes // node.settings.chunk_bytes)
     room_chunks = device.ledger.room_for(0)
     residents = [
@@ -51,7 +51,8 @@ def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
 
 
 def _option(node: Node, model: Model, device: Device) -> Option | None:
-    """Returns the option of the model, or a share of it, on this device alone; None if it cannot be placed there."""
+    """Returns how the model, or a share of it, could be placed on this device, without forcing busy models out if possible; None if
+    it cannot be placed there."""
     return look.plan(node, model, (device.name,), may_force=False) or look.plan(node, model, (device.name,), may_force=True)
 
 
@@ -90,7 +91,7 @@ def _device_plan(node: Node, device: Device, option: Option | None, chunks: int,
 
 
 def _verdict(node: Node, option: Option) -> tuple[str, str]:
-    """Returns the verdict of an option and the reason for it."""
+    """Returns the verdict on an option (FITS, EVICTS or FORCES) and a sentence for operators that explains it."""
     where, names = joined(option.devices), ", ".join(victim.name for victim in option.victims)
     if option.forced:
         overdue_s = node.settings.overdue_after_s

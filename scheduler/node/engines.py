@@ -12,7 +12,8 @@ from scheduler.node.node import LOADS, Device, Node
 
 
 def declare(node: Node, name: str, budget_bytes: int) -> Device:
-    """Adds a device of this node, whether or not its engine has started. The caller must judge all models again."""
+    """Adds a device to the node and returns it, whether or not its engine has started. The caller must then call `judge_all`,
+    unless there are no models yet."""
     settings = node.settings
     device = Device(
         name=name,
@@ -42,7 +43,8 @@ def up(node: Node, event: EngineUp) -> None:
 
 
 def judge_all(node: Node) -> None:
-    """Judges all models (models.judge) because a device is new or its budget has changed. It is the only pass over all models."""
+    """Determines again for every model where it fits (models.judge), because a device is new or its budget has changed. It is the
+    only pass over all models."""
     for model in node.models.values():
         placements.unlist(node, model)
         models.judge(node, model)
@@ -60,8 +62,9 @@ def down(node: Node, event: EngineDown) -> None:
 
 
 def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> None:
-    """Handles the death of an engine. `running`: requests of the step that was running. A load is blamed only if no step was
-    running."""
+    """Handles the death of a device's engine: models there lose their copies, and their requests wait again. running: ids of the
+    requests of the step that was running, each of which counts a crash; if there are none, a load that was under way counts as
+    failed. reason: what happened, for operators."""
     device.up, device.held_for = False, ""
     reason = f"the engine of {device.name} {reason}"
     for placement in list(device.placements.values()):

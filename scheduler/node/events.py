@@ -85,14 +85,14 @@ class RequestFacts:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelRegistered(Event):
-    """A folder appeared, or its config or files changed (with the same name)."""
+    """A model's folder has appeared, or its configuration or files have changed under the same name."""
 
     facts: ModelFacts
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelRemoved(Event):
-    """A folder is gone: queued requests are refused, a loaded copy drains and is evicted."""
+    """A model's folder is gone: its queued requests are refused, and its copy drains and is evicted."""
 
     model: str
 
@@ -114,7 +114,8 @@ class EngineUp(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineDown(Event):
-    """An engine process ended. `running` are the requests of the step in flight (from its step journal)."""
+    """A device's engine process has ended. running: ids of the requests of the step in flight (from its step journal). reason: how
+    it ended, for operators."""
 
     device: str
     running: tuple[int, ...]
@@ -123,8 +124,8 @@ class EngineDown(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadFinished(Event):
-    """A load has ended. The slots named in its Load may be used for something else again; if `kept`, its keep_slots hold the
-    weights."""
+    """A load has succeeded. The slots of the host tier that its Load action named are not read or written any more; if `kept`, its
+    keep_slots hold the weights."""
 
     placement_id: int
     seconds: float
@@ -140,8 +141,8 @@ class LoadFinished(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadStreams(Event):
-    """An engine accepts requests for a model it still loads, and computes their prompts as weights arrive. First tokens follow
-    LoadFinished."""
+    """An engine accepts requests for a model that it is still loading, and computes their prompts as weights arrive. First tokens
+    follow after LoadFinished."""
 
     placement_id: int
 
@@ -155,7 +156,8 @@ class LoadFailed(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadProgressed(Event):
-    """A load made progress. bytes_total 0: it waits for kernels."""
+    """A load made progress: bytes_done of bytes_total weights are there. bytes_total 0: the load waits for its kernels to be
+    compiled."""
 
     placement_id: int
     bytes_done: int
@@ -200,9 +202,9 @@ class RequestArrived(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestExpected(Event):
-    """A request of the tenant for this model will arrive once its prompt is tokenized. If the load can begin at once, as for
-    WarmRequested, it does; if not, the request will wait in line as any other. The event is not answered. Each has a cause of its
-    own."""
+    """Announces that a request of the tenant for this model will arrive once its prompt is tokenized, so that the model's load may
+    begin before that. If the load cannot begin at once, the model takes its place in line when the request arrives. The event is
+    not answered. Each has a cause of its own."""
 
     model: str
     tenant: str = ""
@@ -210,7 +212,7 @@ class RequestExpected(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ExpectationOver(Event):
-    """A request that was expected has arrived, or will not. expectation: the cause of its RequestExpected; unknown ones are
+    """A request announced by RequestExpected has arrived, or will not. expectation: the cause of that event; an unknown one is
     ignored."""
 
     model: str
@@ -219,7 +221,7 @@ class ExpectationOver(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestCancelled(Event):
-    """The client went away or its time is up, wherever the request was."""
+    """A request's client went away or its time is up, whether the request waits or runs."""
 
     request_id: int
 
@@ -262,7 +264,8 @@ class WarmRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class UnloadRequested(Event):
-    """`hearth unload`. to: cold (nothing of it stays in host memory) or warm (its weights stay; refused if there are none)."""
+    """`hearth unload`: evicts the model now. to: "cold" (nothing of it stays in host memory) or "warm" (its weights there stay;
+    refused if there are none). Answered by a CommandDone with this event's cause."""
 
     model: str
     to: str = "cold"
@@ -270,7 +273,7 @@ class UnloadRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PinRequested(Event):
-    """`hearth pin`: pins and loads."""
+    """`hearth pin`: keeps room for the model on a device, never evicts it for others, and loads it. Answered like LoadRequested."""
 
     model: str
 
@@ -292,7 +295,7 @@ class DisableRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DrainRequested(Event):
-    """`hearth drain`: no new request for `model` (empty: for the node); waiting and running ones continue."""
+    """`hearth drain`: refuses new requests for the model (empty: for all models of the node); waiting and running ones continue."""
 
     model: str = ""
 
@@ -304,4 +307,5 @@ class ResumeRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TimePassed(Event):
-    """Posted when `NodeScheduler.next_deadline()` is reached: deadlines, overdue queues, quarantines, max waits."""
+    """Posted when the time that `NodeScheduler.next_deadline()` returned is reached, so that whatever is due by then happens, such
+    as the deadline of a load, the end of a quarantine or of a request's longest wait."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Target:
-    """The model that has to fit on a device. `room_chunks`: the device's total minus what is promised to others."""
+    """A model that has to fit on a device, and the room there. chunks, work_space_chunks: what it needs. room_chunks: the device's
+    total minus what is promised to others."""
 
     chunks: int
     work_space_chunks: int
@@ -21,8 +22,9 @@ class Target:
 
 @dataclass(slots=True)
 class Resident:
-    """A copy on the device. `busy`: evicting it would be forced. `evictable` is False if it is pinned, loading, leaving already
-    or not yet allowed to leave again."""
+    """A copy on the device. value: what its absence is expected to cost, per byte gained. last_used: monotonic seconds. busy:
+    whether it has requests, so that its eviction would be forced. evictable: False if it is pinned, loading, leaving already or not
+    yet allowed to leave again."""
 
     name: str
     chunks: int
@@ -38,7 +40,7 @@ def value(priority: float, requests_per_s: float, reload_s: float, freed_bytes: 
 
 
 class _Place:
-    """One device while victims are chosen: the model that has to fit, and the models that still stay."""
+    """One device while victims are chosen: the model that has to fit there, and which of the resident models still stay."""
 
     __slots__ = ("_held", "_resident", "_staying", "_target")
 
@@ -72,14 +74,14 @@ class _Place:
 
 
 def victims(target: Target, resident: Iterable[Resident]) -> list[Resident] | None:
-    """Returns as few victims as needed: idle models before busy ones, least value first, and of equal ones the longest unused. []
-    if the target fits already; None if it cannot fit."""
+    """Returns the models that leave so that the target fits, as few as needed: idle models before busy ones, least value first, and
+    of equal ones the longest unused. [] if the target fits already; None if it cannot fit."""
     return victims_on_all([(target, resident)])
 
 
 def victims_on_all(members: Sequence[tuple[Target, Iterable[Resident]]]) -> list[Resident] | None:
-    """Returns the victims for a model that has to fit on each of several devices, chosen as by `victims`. A victim leaves all of
-    its devices."""
+    """Returns the models that leave so that a model fits on each of several devices, chosen as by `victims`; None if it cannot fit.
+    A victim leaves all of these devices. members: for each device the target and the copies there."""
     places = [_Place(target, resident) for target, resident in members]
     evictable = {model.name: model for place in places for model in place.evictable}
     order = sorted(evictable.values(), key=lambda model: (model.busy, model.value, model.last_used, model.name))

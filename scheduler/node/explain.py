@@ -1,4 +1,4 @@
-"""`hearth why`: the story of a model or request, and what it waits for."""
+"""Makes the lines that `hearth why` prints: the story of a model or request, and what it waits for."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def waits_for(node: Node, model: Model) -> list[str]:
 
 
 def obstacles(node: Node, model: Model) -> list[str]:
-    """Returns why the model is not being placed on each of its devices now."""
+    """Returns a line for each of the model's devices that says why the model is not being placed there now."""
     return [obstacle(node, model, name) for name in model.devices] or ["no device is there yet"]
 
 
 def obstacle(node: Node, model: Model, name: str) -> str:
-    """Returns why the model, or a share of it, is not being placed on the device now."""
+    """Returns a line that says why the model, or a share of it, is not being placed on the device of this name now."""
     device = node.devices[name]
     if not device.up:
         return f"{name}: no engine is up"

@@ -44,5 +44,5 @@ def _of_pool(pool: tuple[str, ...], num_ranks: int) -> Iterator[tuple[str, ...]]
 
 
 def joined(devices: Iterable[str]) -> str:
-    """Returns the name of a group of devices, such as "cpu:0+cpu:1". The name of a single device is its own."""
+    """Returns the name of a group of devices, such as "cpu:0+cpu:1"; for a single device its own name."""
     return "+".join(devices)

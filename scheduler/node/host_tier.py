@@ -35,14 +35,15 @@ class SavedKV(HostCopy):
 
 @dataclass(slots=True)
 class Transit:
-    """Slots that a load or an eviction may write."""
+    """Slots that were granted to one load or eviction of `model`, which may write them until its grant ends."""
 
     model: str
     slots: Slots
 
 
 class HostTierAccount:
-    """The account of the slots. At all times each slot is in exactly one of free, transit, weights and kv."""
+    """The account of the host tier's slots, which are numbered from 0. At all times each slot is in exactly one of free, transit,
+    weights and kv."""
 
     __slots__ = ("_free", "kv", "num_slots", "revision", "transit", "weights")
 
@@ -59,7 +60,7 @@ class HostTierAccount:
         return len(self._free)
 
     def counts(self) -> dict[str, int]:
-        """Returns the number of slots of each kind."""
+        """Returns how many slots are "free", in "transit", or hold "weights" or "kv"."""
         return {
             "free": len(self._free),
             "transit": sum(len(one.slots) for one in self.transit.values()),
@@ -68,11 +69,12 @@ class HostTierAccount:
         }
 
     def copies(self) -> list[tuple[str, HostCopy]]:
-        """Returns all (model, copy)."""
+        """Returns (model, copy) for each copy of weights or KV, also for void ones."""
         return [*self.weights.items(), *self.kv.items()]
 
     def grant(self, placement_id: int, model: str, num_slots: int) -> Slots:
-        """Returns free slots, lowest first, that a load or an eviction may write. Raises ValueError if there are too few."""
+        """Takes num_slots free slots, lowest first, for a placement's load or eviction of the model, which may write them, and
+        returns them. Raises ValueError if there are too few, or if the placement has slots already."""
         if num_slots > len(self._free):
             raise ValueError(f"{num_slots} slots asked for {model}, {len(self._free)} are free")
         if placement_id in self.transit:
@@ -84,8 +86,8 @@ class HostTierAccount:
         return slots
 
     def end_grant(self, placement_id: int, keep: Slots = ()) -> None:
-        """Ends a grant. keep: those of its slots that hold something and now belong to a copy; the others become free. Raises
-        ValueError for a slot that was not granted."""
+        """Ends the grant of a placement's slots, if it has any. keep: those of the slots that hold something and are to be recorded
+        by `hold`; the others become free. Raises ValueError for a slot that was not granted."""
         granted = self.transit.pop(placement_id, None)
         slots = granted.slots if granted is not None else ()
         kept = set(keep)
@@ -94,7 +96,8 @@ class HostTierAccount:
         self._put_back(tuple(slot for slot in slots if slot not in kept))
 
     def hold(self, model: str, copy: HostCopy) -> None:
-        """Records a copy in slots that were granted for it, after their grant has ended."""
+        """Records a copy of the model's weights or KV in the slots `copy.slots`, which must be neither free nor granted any
+        more."""
         self.revision += 1
         if isinstance(copy, SavedKV):
             self.kv[model] = copy
@@ -113,11 +116,11 @@ class HostTierAccount:
         return True
 
     def valid_copies(self) -> list[tuple[str, HostCopy]]:
-        """Returns all (model, copy) except copies that are dropped as soon as no load reads them."""
+        """Returns (model, copy) for each copy that a load may use, which leaves out void ones."""
         return [(model, copy) for model, copy in self.copies() if not copy.void]
 
     def drop_weights(self, model: str) -> None:
-        """Drops a model's weights, at once or as soon as no load reads them."""
+        """Drops the copy of a model's weights, if there is one. Its slots become free at once or as soon as no load reads them."""
         self._drop(self.weights, model)
 
     def drop_kv(self, model: str) -> None:
@@ -135,13 +138,15 @@ class HostTierAccount:
         self._put_back(copy.slots)
 
     def lend(self, model: str, placement_id: int) -> None:
-        """Marks a model's weights as being read by its load."""
+        """Marks the copies of a model's weights and KV as read by the load of this placement: their slots stay until `returned` is
+        called."""
         for kind in (self.weights, self.kv):
             if (copy := kind.get(model)) is not None:
                 copy.lent = placement_id
 
     def returned(self, model: str) -> None:
-        """Notes that no load reads a model's weights any more; they are freed if they were dropped meanwhile."""
+        """Records that no load reads the copies of a model's weights and KV any more. Slots of a copy that was dropped meanwhile
+        become free."""
         for kind in (self.weights, self.kv):
             copy = kind.get(model)
             if copy is not None:

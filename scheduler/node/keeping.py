@@ -21,7 +21,8 @@ from scheduler.node.node import Copy, Device, Model, Node, Placement
 
 
 def same_files(one: ModelFacts, other: ModelFacts) -> bool:
-    """Returns whether the copies in host memory that were made of one checkpoint are valid for the other."""
+    """Returns whether copies in host memory that were made with one model's facts may be loaded with the other's: fingerprint,
+    sizes and number of shares are equal."""
     return (one.fingerprint, one.weights_bytes, one.kv_bytes_per_token, one.num_ranks) == (
         other.fingerprint,
         other.weights_bytes,
@@ -55,7 +56,8 @@ def requests_per_s(node: Node, model: Model) -> float:
 
 
 def _device_of(node: Node, model: Model) -> Device | None:
-    """Returns the device that holds the model, else the first one it may live on; None if there is none."""
+    """Returns the device by whose costs a model's copies in host memory are valued: the one that holds the model, else the first
+    one it may live on; None if there is none."""
     name = model.copy.leader if model.copy else next(iter(model.devices), "")
     return node.devices.get(name)
 
@@ -107,8 +109,8 @@ def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots,
 
 
 def make_room(node: Node, model: Model, num_slots: int, worth: float, whole: bool) -> int:
-    """Makes up to num_slots slots free by dropping copies that are worth less than `worth`; returns how many can be granted. whole:
-    all or none."""
+    """Makes up to num_slots slots free for a copy of the model's, by dropping copies that are worth less; returns how many can be
+    granted. worth: the new copy's value per byte. whole: grants all or none."""
     host = node.host
     if num_slots <= host.num_free or not num_slots:
         return num_slots
@@ -163,8 +165,9 @@ def drop_all(node: Node, model: Model, reason: str) -> None:
 
 
 def load_ended(node: Node, model: Model, copy: Copy, checksum: int | None) -> None:
-    """Ends a load's use of host memory; its saved KV is on the device now, or of no use. checksum: the checksum of the copy of its
-    weights that is now complete; None: there is no such copy (any more)."""
+    """Ends a load's use of host memory. checksum: that of the complete copy of the weights in host memory, which the load has read
+    or written; None: there is none, and any older copy is dropped. Saved KV is dropped, because it is on the device by then or of
+    no use."""
     host = node.host
     if checksum is None:
         host.end_grant(copy.placement_id)
@@ -180,7 +183,7 @@ def load_ended(node: Node, model: Model, copy: Copy, checksum: int | None) -> No
 
 
 def copy_ended(node: Node, model: Model, copy: Copy) -> None:
-    """Ends all use of host memory by a model that has left its device: no load or eviction reads or writes any more."""
+    """Ends all use of host memory by a copy that has left its device: no load or eviction of it reads or writes there any more."""
     node.host.end_grant(copy.placement_id)
     node.host.returned(model.name)
     if model.unload_to == residency.COLD:
@@ -208,7 +211,8 @@ def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
 
 
 def saved(node: Node, model: Model, copy: Copy, slots: Slots, index: bytes, num_tokens: int) -> None:
-    """Records what an eviction saved; it stays until it is restored or dropped."""
+    """Records the KV of num_tokens tokens that an eviction has saved; it stays until it is restored or dropped. slots: those of the
+    granted slots that hold KV; (): none was saved. index: the engine's index of the saved KV."""
     host = node.host
     if copy.ready_at is None:
         return  # the load was withdrawn: what was saved before is still good

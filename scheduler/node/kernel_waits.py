@@ -20,13 +20,14 @@ class KernelWait:
 
 
 class KernelWaits:
-    """The latest times in which loads waited for kernels, in the order of their beginnings."""
+    """The latest times in which loads waited for their kernels to be compiled, in the order of their beginnings. All times are
+    monotonic seconds."""
 
     def __init__(self) -> None:
         self._waits: deque[KernelWait] = deque(maxlen=MOST_KEPT)
 
     def told(self, devices: tuple[str, ...], now: float) -> None:
-        """Notes that a load on these devices waits for kernels."""
+        """Records the report that a load on these devices waits for kernels at the time `now`."""
         for wait in self._waits:
             if wait.devices == devices and wait.until >= now:
                 wait.until = now + LAPSE_S

@@ -17,7 +17,8 @@ _SHORT_SHARE, _SHORT_PROMPTS = 0.1, 2
 
 
 def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
-    """Evicts an idle model where it pays. `waiting`: model -> requests that wait in the engine. O(residents)."""
+    """Evicts one idle model from the device if more requests wait there for KV than would, on average, while the model is loaded
+    again. waiting: model -> number of requests that wait in the engine. O(residents)."""
     if not device.up:
         return
     short = [device.resident[name] for name, num in waiting.items() if num and name in device.resident]
@@ -42,8 +43,8 @@ def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
 
 
 def is_short(node: Node, device: Device, model: Model) -> bool:
-    """Returns whether the memory that a model could still use for KV is nearly used up. Memory of cached prefixes counts as free,
-    because they are dropped when it is needed."""
+    """Returns whether the memory on the device that a model could still use for KV is nearly used up. Memory of cached prefixes
+    counts as free, because they are dropped when it is needed."""
     total = device.ledger.lease_chunks * node.settings.chunk_bytes
     used = sum(max(0, one.kv_running_bytes - _reserved_bytes(node, one)) for one in device.resident.values())
     total += _reserved_bytes(node, model)

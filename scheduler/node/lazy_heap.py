@@ -9,7 +9,7 @@ K = TypeVar("K")
 
 
 class LazyHeap(Generic[K]):
-    """A heap of keys by priority, the smallest first, ties by key. Every operation is O(log n), amortised: stale entries are
+    """A priority queue of keys, the smallest priority first, ties by key. Every operation is O(log n), amortised: stale entries are
     removed when they outnumber the live ones."""
 
     __slots__ = ("_heap", "_live")
@@ -28,7 +28,7 @@ class LazyHeap(Generic[K]):
         return self._live.get(key)
 
     def set(self, key: K, priority: float) -> None:
-        """Inserts the key or moves it."""
+        """Inserts the key with this priority, or changes the priority of a key that is there."""
         live = self._live
         if live.get(key) == priority:
             return
@@ -52,7 +52,7 @@ class LazyHeap(Generic[K]):
         return None
 
     def pop_due(self, now: float) -> K | None:
-        """Removes and returns the first key whose priority is at most `now`."""
+        """Removes and returns the first key if its priority is at most `now`, else returns None."""
         first = self.peek()
         if first is None or first[0] > now:
             return None
@@ -61,7 +61,7 @@ class LazyHeap(Generic[K]):
         return first[1]
 
     def smallest(self, num: int) -> list[K]:
-        """Returns the first `num` keys in order; they stay in the heap."""
+        """Returns the `num` keys of the smallest priorities, in order, or all if there are fewer; they stay in the heap."""
         heap, live = self._heap, self._live
         taken: dict[K, tuple[float, K]] = {}
         while heap and len(taken) < num:
@@ -73,5 +73,5 @@ class LazyHeap(Generic[K]):
         return list(taken)
 
     def keys(self) -> list[K]:
-        """Returns all live keys, in no order."""
+        """Returns all keys in the heap, in no order."""
         return list(self._live)

@@ -30,7 +30,8 @@ def leaves_at(model: Model) -> float | None:
 
 
 def apply(node: Node, model: Model) -> None:
-    """Evicts an idle model whose time is up; otherwise sets the deadline at which that will be, or removes it."""
+    """Evicts an idle model if a rule's time for it has come. Otherwise sets the deadline at which it will come, or removes the
+    deadline if no rule makes the model leave."""
     found = next_of(model)
     if found is None:
         node.deadlines.discard(("leave", model.name))

@@ -43,13 +43,13 @@ def kv_reserved_bytes(facts: ModelFacts) -> int:
 
 
 def amount(num_bytes: int) -> str:
-    """Returns bytes as `12345678 bytes (11.8 MiB)`."""
+    """Returns a number of bytes as text, such as `12345678 bytes (11.8 MiB)`."""
     return f"{num_bytes} bytes ({num_bytes / MIB:.1f} MiB)"
 
 
 def arithmetic(facts: ModelFacts, chunk_bytes: int, budgets: dict[str, int]) -> str:
-    """Returns why a model fits on none of the devices, or its shares on too few, with the sum for each device. budgets: device name
-    -> budget in bytes."""
+    """Returns a text that shows why a model fits on none of the devices, or its shares on too few: what it needs, and for each
+    device what it has. budgets: device name -> budget in bytes."""
     size = size_of(facts, chunk_bytes)
     each = f"{'at most ' if facts.kv_reserved_bytes else ''}{facts.kv_bytes_per_token} bytes"
     weights, kv, work = (n * chunk_bytes for n in (size.weights_chunks, size.kv_chunks, size.work_space_chunks))
@@ -97,7 +97,8 @@ class DeviceLedger:
 
     @property
     def lease_chunks(self) -> int:
-        """The lease. Never negative, although a promise may count on chunks that its victims still hold."""
+        """The chunks that the engine may use as KV beyond the models' reserves. Never negative, although a promise may count on
+        chunks that its victims still hold."""
         return max(0, self.total_chunks - self.work_space_chunks - self.held_chunks - self.promised_chunks)
 
     @property
@@ -105,7 +106,8 @@ class DeviceLedger:
         return sum(chunks for chunks, _ in self.promised.values())
 
     def room_for(self, placement_id: int) -> int:
-        """Returns the chunks that copies and work space may take together, minus what is promised to other placements."""
+        """Returns how many chunks the copies and the work space may take together if this placement is carried out: all but those
+        promised to other placements. placement_id 0: no placement."""
         return self.total_chunks - sum(chunks for other, (chunks, _) in self.promised.items() if other != placement_id)
 
     def promise(self, placement_id: int, chunks: int, work_space_chunks: int) -> None:
@@ -115,15 +117,15 @@ class DeviceLedger:
         self.promised.pop(placement_id, None)
 
     def required_work_space(self) -> int:
-        """Returns the largest work space of the copies held and of the promises."""
+        """Returns the largest work space, in chunks, of the copies held and of the promises."""
         return max(
             max((size.work_space_chunks for size in self._held.values()), default=0),
             max((work for _, work in self.promised.values()), default=0),
         )
 
     def raise_work_space(self, chunks: int) -> bool:
-        """Enlarges the work space for a newly registered model, out of chunks that nothing uses. Returns False if it did not
-        change, because it is large enough or there is no room now."""
+        """Enlarges the work space to `chunks`, for a model that was registered or placed, out of chunks that nothing uses. Returns
+        False if it stays as it is, because it is large enough or there is no room now."""
         extra = chunks - self.work_space_chunks
         if extra <= 0 or extra > self.lease_chunks:
             return False
@@ -131,15 +133,16 @@ class DeviceLedger:
         return True
 
     def has_room(self, placement_id: int, size: Size) -> bool:
-        """Returns whether there is room for a placement's copy now. A model that leaves for another placement was not counted when
-        this one was planned, but it takes chunks, and perhaps a larger work space, until it has left."""
+        """Returns whether a placement's copy fits now beside all that is held or promised to others. Models that leave for other
+        placements count as long as they are held, with their work space, although they did not count when this placement was
+        planned."""
         others = [promise for other, promise in self.promised.items() if other != placement_id]
         works = (*(one.work_space_chunks for one in self._held.values()), *(work for _, work in others), size.work_space_chunks)
         return self.held_chunks + size.chunks + sum(chunks for chunks, _ in others) + max(works) <= self.total_chunks
 
     def hold(self, model: str, size: Size) -> None:
-        """Takes a copy's chunks. If these are too few, a work space larger than any copy needs is reduced. Raises ValueError if the
-        copy does not fit, because the caller has chosen too few victims."""
+        """Takes the chunks of a model's copy. If too few are free, a work space larger than any copy needs is reduced. Raises
+        ValueError if the model is held already or does not fit, which means that the caller has chosen too few victims."""
         if model in self._held:
             raise ValueError(f"{model} is held already")
         self._held[model] = size

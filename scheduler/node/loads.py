@@ -46,7 +46,7 @@ def load_finished(node: Node, event: LoadFinished) -> None:
 
 
 def _source(copy: Copy, event: LoadFinished) -> str:
-    """Returns where the weights were: device (a dead engine's memory), host or disk."""
+    """Returns where the weights of a load were: "device" (left in its memory by a dead engine), "host" (host memory) or "disk"."""
     if event.adopted:
         return "device"
     return "host" if copy.from_host and not event.source_rejected else "disk"
@@ -84,7 +84,8 @@ def load_progressed(node: Node, event: LoadProgressed) -> None:
 
 
 def load_failed(node: Node, event: LoadFailed) -> None:
-    """Handles a failed load. It also ends a roll-back: the engine has given up the load by itself."""
+    """Handles a failed load: counts the failure, queues its requests again and frees its memory. If the load was being rolled back,
+    the engine has given it up by itself; this ends the roll-back and counts no failure."""
     name = node.copies.get(event.placement_id)
     model = node.models[name] if name else None
     if model is None or model.state not in (residency.LOADING, residency.DRAINING) or model.placement is None:
@@ -99,7 +100,7 @@ def load_failed(node: Node, event: LoadFailed) -> None:
 
 
 def _loading(node: Node, placement_id: int) -> Model | None:
-    """Returns the model being loaded; None if the load is unknown or being rolled back."""
+    """Returns the model that this placement is loading; None if the placement is unknown or the load is being rolled back."""
     name = node.copies.get(placement_id)
     if name is None or node.models[name].state != residency.LOADING:
         return None

@@ -52,8 +52,9 @@ def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option
 
 
 def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> device_choice.Option | None:
-    """Returns the best option for a model. `idle`: a cache, device -> chunks of its idle models, for the candidates that are
-    compared at one time."""
+    """Returns the best option to place a model now; None if there is none. may_force: whether busy models may be forced out if it
+    cannot be placed otherwise. idle: a cache, device -> chunks of its idle models, shared by candidates that are compared at one
+    time."""
     found = options(node, model, False, idle)
     if not found and may_force:
         found = options(node, model, True)
@@ -61,8 +62,9 @@ def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] 
 
 
 def options(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> list[device_choice.Option]:
-    """Returns the devices that the model could take now. A split model's options are groups of devices that have room for a share;
-    of many groups only those of the devices with most room or least to lose are returned (groups.MAX_GROUPS)."""
+    """Returns the ways to place the model now, one for each device that could take it. A split model's options are groups of
+    devices that have room for a share; of many groups only those of the devices with most room or least to lose are returned
+    (groups.MAX_GROUPS). may_force: whether busy models may be forced out. idle: as in best_option."""
     members = [member for name in model.devices if (member := member_on(node, model, name, may_force, None, idle)) is not None]
     alone = [option for member in members if (option := option_on(model, [member])) is not None]
     if not model.facts.is_split:
@@ -94,14 +96,16 @@ class _Member:
 def plan(
     node: Node, model: Model, devices: tuple[str, ...], may_force: bool, instead: Placement | None = None
 ) -> device_choice.Option | None:
-    """Returns which models would have to leave the device, or each of several devices, now. `instead`: a placement under way whose
-    room and idle victims count as free. Only one placement of a device at a time forces busy models out."""
+    """Returns the option to place the model on exactly these devices now, with the models that would have to leave; None if it
+    cannot be placed there. may_force: whether busy models may be forced out, which only one placement of a device at a time does.
+    instead: a placement under way whose room and idle victims count as free."""
     members = [member for name in devices if (member := member_on(node, model, name, may_force, instead, None)) is not None]
     return option_on(model, members) if len(members) == len(devices) else None
 
 
 def option_on(model: Model, members: list[_Member]) -> device_choice.Option | None:
-    """Returns which models would have to leave for a model that takes all of these devices; None if too few can leave."""
+    """Returns the option to place a model on all of these devices, with the models that would have to leave; None if too few can
+    leave."""
     chosen = eviction.victims_on_all([(member.target, member.residents) for member in members])
     if chosen is None:
         return None
@@ -113,8 +117,8 @@ def option_on(model: Model, members: list[_Member]) -> device_choice.Option | No
 def member_on(
     node: Node, model: Model, name: str, may_force: bool, instead: Placement | None, idle: dict[str, int] | None
 ) -> _Member | None:
-    """Returns a device as the model, or a share of it, could take it; None if there is no room even if every model that may leave
-    does."""
+    """Returns what the model, or a share of it, would need on the device of this name; None if it could not be placed there even if
+    every model left that may. may_force, instead: as in `plan`. idle: as in `best_option`."""
     device = node.devices[name]
     if not device.available or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
         return None
@@ -181,7 +185,8 @@ def describe(node: Node, device: Device, model: Model, may_leave: bool) -> Resid
 
 
 def score(node: Node, model: Model, device: Device, chunks: int) -> float:
-    """Returns the cost of a model's absence per byte that its eviction frees; 0 if another replica is ready."""
+    """Returns the expected cost of a model's absence from the device per byte that its eviction frees (eviction.value); 0 if
+    another replica is ready. chunks: those that its eviction frees."""
     if model.is_spare:
         return 0.0
     reload_s = node.reload_s(model, device)
@@ -191,7 +196,8 @@ def score(node: Node, model: Model, device: Device, chunks: int) -> float:
 
 
 def next_forcible(node: Node, model: Model) -> float | None:
-    """Returns when the next busy model on one of the model's devices may be forced out."""
+    """Returns when the next busy model on one of the model's devices may be forced out, in monotonic seconds; None if there is none
+    for which only time has to pass."""
     times = (
         other.copy.tenure_ends
         for name in model.devices

@@ -9,8 +9,8 @@ from scheduler.node.node import Model, Node
 
 
 def judge(node: Node, model: Model) -> None:
-    """Sets the devices on which a model, or a share of it, fits when they are empty. If there are none, or too few for its shares,
-    sets the arithmetic that shows why (rule 2). O(devices)."""
+    """Determines the devices on which a model, or a share of it, fits when they are empty. If there are none, or too few for its
+    shares, sets `too_large` to the arithmetic that shows why (rule 2). O(devices)."""
     facts, settings = model.facts, node.settings
     model.size = size_of(facts, settings.chunk_bytes)
     need = model.size.chunks + model.size.work_space_chunks
@@ -26,7 +26,8 @@ def judge(node: Node, model: Model) -> None:
 
 
 def raise_work_space(node: Node, model: Model) -> None:
-    """Raises the devices' work space for the model where the lease has room. Elsewhere it is raised when the model is placed."""
+    """Enlarges the work space of the model's devices to what it needs, where the lease has room. On other devices this is done when
+    the model is placed there."""
     for name in model.devices:
         device = node.devices[name]
         if device.ledger.raise_work_space(model.size.work_space_chunks) and device.up:
@@ -34,7 +35,8 @@ def raise_work_space(node: Node, model: Model) -> None:
 
 
 def rest(node: Node, model: Model, reason: str) -> None:
-    """Sets the state of a model without a copy, from all that is known about it."""
+    """Sets the state of a model without a copy, from all that is known about it, and refuses its waiting requests and commands if
+    it cannot be served in that state. reason: why it has no copy, for operators."""
     if model.removed:
         state, reason = residency.COLD, "its folder is gone"
     elif not model.enabled:
@@ -118,7 +120,7 @@ def quarantine(node: Node, model: Model, reason: str) -> None:
 
 
 def quarantine_over(node: Node, model: Model) -> None:
-    """Allows one more try; the next failure quarantines the model again, for twice as long."""
+    """Ends a model's quarantine, so that it may be loaded once more; the next failure quarantines it again, for twice as long."""
     model.failure, model.quarantined_until = "", None
     model.failed_loads = node.settings.failed_loads - 1
     if model.copy is None and model.placement is None:

@@ -50,21 +50,21 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class TenantQueue:
-    """One tenant's part of a model's queue, in the same order."""
+    """One tenant's waiting requests in a model's queue, by id, in the order of that queue."""
 
     requests: OrderedDict[int, Request] = field(default_factory=OrderedDict)
     num_resubmissions: int = 0
 
     @property
     def num_new(self) -> int:
-        """Number of requests that count against the queue's bounds."""
+        """Number of requests that count against the queue's bounds: all but those that were submitted before."""
         return len(self.requests) - self.num_resubmissions
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A model's memory on its device or devices, from the Load until the eviction is answered. facts: the facts with which it was
-    loaded.
+    """A model's memory on its device or devices, from the Load action until the eviction is answered. facts: the model's facts when
+    it was loaded.
 
     devices: the devices that hold it, by rank. The first one leads: requests are submitted to its engine. A device whose engine
     dies is removed from the list, and the copy is then evicted from the others. keep_slots: slots of the host tier to be filled
@@ -96,7 +96,8 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """A model on its way to its device or devices (by rank)."""
+    """One attempt to bring a model onto a device, or onto several (by rank) if it is split. size, facts: those of the model when it
+    began. forced: whether busy models have to leave. stage: what it waits for, from VICTIMS_DRAIN to LOADS."""
 
     id: int
     model: str
@@ -168,7 +169,8 @@ class Model:
 
     @property
     def keep_alive_s(self) -> float:
-        """How long the model may stay on its device after its last request; inf: until its memory is needed."""
+        """How long the model may stay on its device after its last request, in seconds; inf: until its memory is needed. A value
+        that a request asked for replaces the configured one."""
         asked_s = self.primary.asked_keep_alive_s
         return self.facts.keep_alive_s if asked_s is None else asked_s
 
@@ -217,7 +219,7 @@ class Model:
 
     @property
     def leaves(self) -> bool:
-        """Whether it drains for a reason of its own, not only because another model needs its room."""
+        """Whether the model is to leave its device because its folder is gone or the operator has disabled it."""
         return self.removed or not self.enabled
 
     def enqueue(self, request: Request, first: bool = False) -> None:
@@ -244,8 +246,8 @@ class Model:
         return request
 
     def dequeue_next(self) -> Request:
-        """Removes and returns the next request: the oldest one of the tenant that has the fewest running requests for its weight.
-        O(tenants)."""
+        """Removes and returns the next waiting request: the oldest one of the tenant that has the fewest running requests for its
+        weight. At least one request must wait. O(tenants)."""
         if len(self.queue_of) == 1:
             return self.dequeue(next(iter(self.queue)))
         firsts = {tenant: next(iter(own.requests.values())) for tenant, own in self.queue_of.items()}
@@ -285,7 +287,7 @@ class Device:
 
     @property
     def draining(self) -> Placement | None:
-        """The placement that waits until its busy victims have drained; other placements may overtake it."""
+        """The placement that waits until busy models here have drained, which others may overtake; None if there is none."""
         for placement in self.placements.values():
             if placement.stage == VICTIMS_DRAIN:
                 return placement
@@ -298,7 +300,7 @@ class Device:
 
 
 class Node:
-    """All state, and the actions of the event being handled."""
+    """The whole state of a node scheduler, with the actions that the event being handled has led to so far."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
@@ -342,7 +344,7 @@ class Node:
         self.emit(StateChanged(cause=self.cause, model=model.name, old=old, new=state, reason=reason, device=device))
 
     def reject(self, request: Request, refusal: Refusal) -> None:
-        """Ends a request that is no longer in a queue."""
+        """Ends a request that is in no queue any more, and tells its client why by a Reject action."""
         request_id = request.facts.request_id
         del self.requests[request_id]
         self.waits.discard(request_id)
@@ -355,13 +357,14 @@ class Node:
             self.reject(model.dequeue(next(iter(model.queue))), refusal)
 
     def answer(self, causes: list[str], model: str, refusal: Refusal | None) -> None:
-        """Answers commands and forgets them."""
+        """Answers the commands with these causes, and empties the list. refusal: why they were not carried out; None: they were."""
         for cause in causes:
             self.emit(CommandDone(cause=cause, model=model, refusal=refusal))
         causes.clear()
 
     def answer_loads(self, model: Model, refusal: Refusal | None) -> None:
-        """Answers the commands that wait until the model is ready, and forgets whatever else wants it ahead of requests."""
+        """Answers the commands that wait until the model is ready, and forgets the announced requests that want it. refusal: why it
+        cannot be loaded; None: it is ready."""
         self.answer(model.load_causes, model.name, refusal)
         model.expected.clear()
 
@@ -382,15 +385,15 @@ class Node:
             self.stirred[name] = None
 
     def stir_held(self) -> None:
-        """Marks the devices to be looked at on which nothing begins because a split model waits for other devices, which have
-        changed."""
+        """Marks all devices that are held for a split model to be looked at, because another device that this model waits for may
+        have become free."""
         self.stir(device.name for device in self.devices.values() if device.held_for)
 
     # ---- queries
 
     def window(self, model: Model) -> int:
-        """Returns how many requests a replica may have in its engine. If the model may have several replicas, no request waits in
-        one engine that another could begin."""
+        """Returns how many requests a replica may have in its engine. The factor window_per_sequence applies only to a model
+        without further replicas; otherwise a request could wait in one engine that another could begin."""
         return model.window * (1 if model.primary.others else self.settings.window_per_sequence)
 
     def is_warm(self, model: Model) -> bool:
@@ -405,11 +408,12 @@ class Node:
         return costs.predict_s(model.facts.costs_name, weights_bytes)
 
     def slowest_reload_s(self, model: Model, devices: Iterable[str]) -> float:
-        """Returns the seconds of a load onto all of these devices."""
+        """Returns the predicted seconds of a load of the model onto all of these devices: those of the slowest one."""
         return max(self.reload_s(model, self.devices[name]) for name in devices)
 
     def tenure_s(self, model: Model, devices: Iterable[str]) -> float:
-        """Returns how long a busy model that has just been loaded may stay (rule 9)."""
+        """Returns for how many seconds after its load onto these devices a model may stay although overdue work wants its room
+        (rule 9)."""
         return max(self.settings.tenure_s, self.settings.tenure_reloads * self.slowest_reload_s(model, devices))
 
     def wanted(self, model: Model) -> bool:
@@ -423,16 +427,17 @@ class Node:
         return bool(model.load_causes or model.expected or model.pinned)
 
     def waits_since(self, model: Model) -> float:
-        """Returns the time since which work has waited for the model: its oldest request, or a command, a pin or an announced
-        request if that is older."""
+        """Returns since when work has waited for the model, in monotonic seconds: the wait of its oldest request, or of a command,
+        a pin or an announced request if that began earlier."""
         since = next(iter(model.queue.values())).waits_since if model.queue else self.now
         return min(since, model.asked_at) if self.wanted_ahead(model) else since
 
     def overdue_at(self, model: Model, reload_s: float) -> float:
-        """Returns when the model's waiting work becomes overdue. A model that loads slowly ranks behind one that loads fast if
-        their work is equally old (rule 8)."""
+        """Returns when the model's waiting work becomes overdue, in monotonic seconds: overdue_after_s and the load's reload_s
+        after it began to wait. So a model that loads slowly ranks behind one that loads fast if their work is equally old (rule
+        8)."""
         return self.waits_since(model) + reload_s + self.settings.overdue_after_s
 
     def resting(self, model: Model) -> bool:
-        """Returns whether the model is cold or warm and free to be placed."""
+        """Returns whether the model is cold, warm or paused and no placement is under way for it, so that one may begin."""
         return model.state in residency.PLACEABLE and model.placement is None

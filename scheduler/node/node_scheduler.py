@@ -82,8 +82,8 @@ _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
 
 
 class NodeScheduler:
-    """The state machine. `devices`: name -> budget in bytes of the devices whose engines will start, so that models can be judged
-    before that."""
+    """The state machine that places models on devices and submits requests to engines. devices: name -> budget in bytes of the
+    devices whose engines will start, so that it is known before that where models fit."""
 
     def __init__(self, settings: SchedulerSettings, devices: Mapping[str, int] | None = None) -> None:
         self._node = Node(settings)
@@ -103,7 +103,7 @@ class NodeScheduler:
         return node.actions
 
     def next_deadline(self) -> float | None:
-        """Returns the monotonic seconds at which `TimePassed` must be posted; None if nothing depends on time alone."""
+        """Returns the monotonic seconds at which the caller must post `TimePassed`; None if nothing depends on time alone."""
         first = [entry[0] for entry in (self._node.deadlines.peek(), self._node.waits.peek()) if entry is not None]
         return min(first, default=None)
 
@@ -137,7 +137,8 @@ class NodeScheduler:
         return None if model is None else model.state
 
     def too_large(self, name: str) -> str:
-        """Returns why a model fits on no device, as a sum; "" for any other model, also while a copy is loaded that did fit."""
+        """Returns a text with the arithmetic that shows why a model fits on no device; "" for any other model, also while an
+        earlier copy of it that did fit is loaded."""
         model = self._node.models.get(name)
         if model is None or model.state != residency.REFUSED or model.facts.unusable:
             return ""
@@ -152,7 +153,7 @@ class NodeScheduler:
 
     @property
     def host_revision(self) -> int:
-        """Counts the changes of what host_copies() returns."""
+        """A counter that rises with each change of what `host_copies` returns."""
         return self._node.host.revision
 
     def host_copies(self) -> list[tuple[str, HostCopy]]:
@@ -160,7 +161,8 @@ class NodeScheduler:
         return self._node.host.valid_copies()
 
     def queue(self) -> list[QueuedView]:
-        """Returns the waiting requests by model, in the order in which they will be submitted as the tenants' shares decide."""
+        """Returns all waiting requests, model by model, each model's in the order of its queue. Which is submitted next depends on
+        the tenants' shares as well."""
         return [
             QueuedView(request_id, model.name, request.facts.tenant, position, request.arrived, request.resubmission)
             for model in self._node.models.values()
@@ -173,18 +175,20 @@ class NodeScheduler:
         return admission.refuse(self._node, self._node.models.get(model), facts)
 
     def why(self, name_or_request: str) -> list[str]:
-        """Returns the story of a model or request, oldest first, and what it waits for; [] if it is unknown."""
+        """Returns the lines of `hearth why` for a model's name or a request's id: what has happened to it, oldest first, and what
+        it waits for; [] if it is unknown."""
         return explain.why(self._node, name_or_request)
 
     def plan_load(self, name: str, now: float) -> LoadPlan | None:
-        """Returns what loading the model would do now, and why; None if it is unknown. Nothing but the time changes."""
+        """Returns what loading the model at the time `now` would do, and why; None if it is unknown. Changes nothing but the
+        scheduler's time."""
         self._node.now = max(self._node.now, now)
         model = self._node.models.get(name)
         return None if model is None else dry_run.load(self._node, model)
 
     def plan_room(self, device: str, num_bytes: int, now: float) -> DevicePlan | None:
-        """Returns which models would leave the device to free num_bytes; None if the device is unknown. Nothing but the time
-        changes."""
+        """Returns which models would leave the device at the time `now` to free num_bytes; None if the device is unknown. Changes
+        nothing but the scheduler's time."""
         self._node.now = max(self._node.now, now)
         known = self._node.devices.get(device)
         return None if known is None else dry_run.room(self._node, known, num_bytes)
@@ -194,7 +198,8 @@ class NodeScheduler:
         return self._node.history.views(model)
 
     def health(self) -> list[str]:
-        """Returns a line for each overdue roll-back that a restart of its engine has not cured yet; [] if the node is healthy."""
+        """Returns a line for each device with an overdue roll-back, until its engine has been restarted; [] if the node is
+        healthy."""
         return [device.problem for device in self._node.devices.values() if device.problem]
 
     @property

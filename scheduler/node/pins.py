@@ -11,7 +11,8 @@ from scheduler.node.node import Device, Model, Node
 
 
 def fits_beside_pins(model: Model, device: Device) -> bool:
-    """Returns whether the model fits on the device together with all models pinned there."""
+    """Returns whether the model, or a share of it, fits on the device together with all models pinned there, whether these are
+    loaded or not."""
     if device.name in model.home:
         return True
     size, pinned = size_kept(model), device.pinned
@@ -40,13 +41,14 @@ def pin(node: Node, model: Model) -> Refusal | None:
 
 
 def place_of(model: Model) -> tuple[str, ...]:
-    """Returns the devices that hold a model or onto which it is being placed; () if there are none, or if the engine of one has
-    died."""
+    """Returns the devices that hold a model or onto which it is being placed; () if there are none, or if its copy has lost one of
+    its devices because the engine there died."""
     return () if model.copy is not None and not model.copy.is_whole else model.occupies
 
 
 def most_room(node: Node, model: Model) -> tuple[str, ...]:
-    """Returns the devices that pins have left the most room on, as many as the model needs; () if there are too few."""
+    """Returns as many devices as the model needs, those on which pinned models leave the most room; () if too few have room for
+    it."""
     roomy = [device for name in model.devices if fits_beside_pins(model, device := node.devices[name])]
     roomy.sort(key=lambda device: device.ledger.total_chunks - device.pinned.chunks, reverse=True)
     return next(iter(groups([device.name for device in roomy], model.facts.num_ranks)), ())
@@ -78,7 +80,8 @@ def check_home(node: Node, model: Model) -> None:
 
 
 def move_home(node: Node, model: Model, home: tuple[str, ...]) -> None:
-    """Moves the room kept for a model. Models that pins kept off the old home are considered again."""
+    """Changes the devices that keep room for a model to `home`; (): none do. Models that found no room on the old or the new ones
+    are considered again."""
     old, model.home = model.home, home
     node.pinned.pop(model.name, None)
     if home:

@@ -24,7 +24,8 @@ from scheduler.node.node import LOADS, VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_L
 
 
 def place_next(node: Node, device: Device) -> None:
-    """Begins every placement that can begin on a device that has changed."""
+    """Begins every placement that can begin on a device whose room or demand has changed, and continues those that wait there.
+    Tells the engine its lease if that has grown."""
     if not device.up:
         return
     device.held_for = ""  # until next_option below finds that it is still held
@@ -97,7 +98,7 @@ def begin(node: Node, model: Model, option: Option) -> None:
 
 
 def promise(node: Node, placement: Placement) -> None:
-    """Reserves, on each of its devices, what the placement needs beyond the chunks that its victims still hold there."""
+    """Reserves on each device of a placement the chunks that the placement needs beyond those that its victims still hold there."""
     for name in placement.devices:
         ledger = node.devices[name].ledger
         held = sum(ledger.held[victim].chunks for victim in placement.victims if victim in ledger.held)
@@ -124,7 +125,7 @@ def may_load(device: Device, placement: Placement) -> bool:
 
 
 def drained_too_long(node: Node, model: Model) -> None:
-    """Pauses the busy victims of the model's placement."""
+    """Pauses the busy victims of the model's placement, whose time to drain is up, and lets the placement go on."""
     placement = model.placement
     if placement is not None and placement.stage == VICTIMS_DRAIN:
         preemption.pause_victims(node, placement)
@@ -132,7 +133,8 @@ def drained_too_long(node: Node, model: Model) -> None:
 
 
 def set_load_deadline(node: Node, copy: Copy) -> float:
-    """Sets the deadline of a load, and returns it in seconds from now."""
+    """Sets the deadline of a copy's load, and returns it in seconds from now: load_deadline_s; if that is None, the larger of 20 s
+    and four times the predicted seconds."""
     facts, deadline_s = copy.facts, node.settings.load_deadline_s
     if deadline_s is None:
         predicted_s = max(node.devices[name].costs.predict_s(facts.costs_name, facts.weights_bytes) for name in copy.devices)
@@ -182,7 +184,7 @@ def load(node: Node, placement: Placement) -> None:
 
 
 def hold(node: Node, device: Device, placement: Placement) -> None:
-    """Takes the memory of a placement that begins to load, and the loader, on one of its devices."""
+    """Takes the memory and the loader of one device for a placement that begins to load there."""
     model, ledger = node.models[placement.model], device.ledger
     ledger.withdraw(placement.id)
     ledger.hold(model.name, placement.size)
@@ -197,7 +199,7 @@ def hold(node: Node, device: Device, placement: Placement) -> None:
 
 
 def _why_loaded(model: Model) -> str:
-    """Returns one of LOAD_REASONS."""
+    """Returns why a model comes to its devices, as one of the keys of actions.LOAD_REASONS."""
     if model.queue and not model.served_elsewhere:
         return "resumed" if model.num_resubmissions else "request"
     if model.expected:
@@ -208,8 +210,8 @@ def _why_loaded(model: Model) -> str:
 
 
 def drop(node: Node, placement: Placement, reason: str = "") -> None:
-    """Drops a placement before it loads. Victims without an Evict become ready again; freed chunks go back to the lease. reason:
-    the outcome to record in the history; "": the stage that the placement was in."""
+    """Drops a placement before it loads. Victims without an Evict action become ready again, and what was promised to the placement
+    goes back to the lease. reason: the outcome to record in the history; "": the stage that the placement was in."""
     model = node.models[placement.model]
     undo(node, placement)
     outcome = f"dropped while its {placement.stage}" if placement.victims else "dropped"
@@ -248,7 +250,7 @@ def leave_device(device: Device, placement: Placement) -> None:
 
 
 def unlist(node: Node, model: Model) -> None:
-    """Removes a model from the lists of models that want a device."""
+    """Removes a model from the lists of the models that want to be placed, on all of its devices."""
     for name in model.devices:
         device = node.devices[name]
         if model.name in device.by_age:
@@ -264,7 +266,8 @@ def unlist(node: Node, model: Model) -> None:
 
 
 def evict(node: Node, model: Model) -> None:
-    """Evicts a copy whose requests have ended or are back in the queue. Also cancels a load under way."""
+    """Evicts a model's copy, whose requests have ended or are back in the queue. If the copy is still being loaded, this cancels
+    the load. Does nothing if the copy is being evicted already."""
     copy = model.copy
     assert copy is not None
     assert not model.running, f"{model.name} has running requests"
@@ -296,7 +299,7 @@ def evict(node: Node, model: Model) -> None:
 
 
 def _why_evicted(model: Model, copy: Copy) -> str:
-    """Returns the reason, one of leave_rules.EVICT_REASONS, for which this copy of the model is leaving its device."""
+    """Returns why a copy leaves its devices, as one of the keys of leave_rules.EVICT_REASONS."""
     if not copy.is_whole:
         return "share_lost"
     if model.removed:
@@ -313,8 +316,8 @@ def _why_evicted(model: Model, copy: Copy) -> str:
 
 
 def lease_after_evictions(device: Device) -> int:
-    """Returns the lease that remains once every copy with an Evict has left. Memory that is freed for a placement is never lent to
-    the engine in between."""
+    """Returns the KV lease of a device, in chunks, once every copy with an Evict action has left. Memory that is freed for a
+    placement is never lent to the engine in between."""
     ledger = device.ledger
     held = 0
     for model in device.resident.values():
@@ -336,7 +339,8 @@ def _held_still(device: Device, name: str) -> int:
 
 
 def evict_finished(node: Node, event: EvictFinished) -> None:
-    """Handles the answer to an eviction. Unknown ids are ignored: the engine has died, which ended the eviction."""
+    """Handles the engine's answer to an Evict action: records the saved KV and frees the copy's memory. Unknown ids are ignored:
+    the engine has died, which ended the eviction."""
     name = node.copies.get(event.placement_id)
     if name is None:
         return
@@ -348,7 +352,8 @@ def evict_finished(node: Node, event: EvictFinished) -> None:
 
 
 def release(node: Node, model: Model, reason: str) -> None:
-    """Frees a copy's memory, continues the placement for which it was freed, and sets the state of the model without a copy."""
+    """Frees a copy's memory, continues the placement for which it was freed, and sets the state of the model without a copy.
+    reason: why it has gone, for operators."""
     copy = model.copy
     assert copy is not None
     for name in copy.devices:
@@ -397,8 +402,8 @@ def lose_share(node: Node, model: Model, device: Device, reason: str) -> None:
 
 
 def evict_overdue(node: Node, model: Model) -> None:
-    """Restarts all engines of a copy that does not leave, because it is unknown which of them has not answered. Only an overdue
-    roll-back makes the node unhealthy."""
+    """Restarts the engines of all devices of a copy whose eviction has missed its deadline, because it is unknown which of them has
+    not answered. Only an overdue roll-back makes the node unhealthy."""
     copy = model.copy
     assert copy is not None
     what = "roll-back" if copy.rolling_back else "eviction"

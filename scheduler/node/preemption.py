@@ -15,7 +15,7 @@ from scheduler.node.node import Model, Node, Placement
 
 
 def foresee(node: Node, placement: Placement) -> None:
-    """Sets the deadline after which busy victims that have begun to drain are paused."""
+    """Sets the deadline after which the busy victims of a placement, which have begun to drain, are paused."""
     settings = node.settings
     pause_at = node.now + settings.preempt_after_s
     busy = [victim for name in placement.victims if (victim := node.models[name]).running]
@@ -34,8 +34,8 @@ def _has_room_elsewhere(node: Node, victim: Model) -> bool:
 
 
 def pause_cost_s(node: Node, model: Model) -> float:
-    """Returns the cost of a pause: loading the weights again, and copying the running KV out and in or computing it again,
-    whichever is faster."""
+    """Returns the seconds that pausing a model costs: loading its weights again, and copying its running KV out and in or computing
+    it again, whichever is faster."""
     copy = model.copy
     assert copy is not None
     device = node.devices[copy.leader]
@@ -49,7 +49,7 @@ def pause_cost_s(node: Node, model: Model) -> float:
 
 
 def pause_victims(node: Node, placement: Placement) -> None:
-    """Pauses the busy victims of a placement whose time to drain is up."""
+    """Pauses those victims of a placement that still have running requests, because their time to drain is up."""
     for name in placement.victims:
         victim = node.models[name]
         if victim.running:

@@ -46,7 +46,8 @@ def registered(node: Node, event: ModelRegistered) -> None:
 
 
 def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
-    """Pins or unpins the model if the configured pin has changed; otherwise the operator's last command stays in force."""
+    """Pins or unpins the model if its configured pin differs from that in its old facts; otherwise the operator's last command
+    stays in force. old: None for a new model."""
     if old is not None and old.pinned == model.facts.pinned:
         return
     if not model.facts.pinned:
@@ -59,7 +60,8 @@ def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
 
 
 def removed(node: Node, event: ModelRemoved) -> None:
-    """Handles a removed folder: waiting requests are refused for good, running ones end, then nothing of the model is left."""
+    """Handles a removed folder: waiting requests are refused for good, running ones go on to their ends, and then the model is
+    evicted and forgotten."""
     model = node.models.get(event.model)
     if model is None:
         return

@@ -13,14 +13,16 @@ REPLICA_AT = 8
 
 
 def further(facts: ModelFacts, number: int, by_load: bool) -> tuple[ModelFacts, ...]:
-    """Returns the facts of the model's further replicas. number: how many replicas there are in all. by_load: whether a further one
-    is loaded only when REPLICA_AT requests run on each; else as soon as the model has a request."""
+    """Returns the facts of the model's further replicas, numbered from 2 to `number`, the number of replicas in all. by_load:
+    whether a further one is loaded only when REPLICA_AT requests run on each loaded one; if not, as soon as the model has a
+    request."""
     at = REPLICA_AT if by_load else 0
     names = (f"{facts.name}{MARK}{position}" for position in range(2, number + 1))
     return tuple(replace(facts, name=name, replica_of=facts.name, replica_at=at, pinned=False) for name in names)
 
 
 def model_of(name: str, models: Container[str]) -> str:
-    """Returns the model of which the name is a further replica, or the name itself. models: the names of all models."""
+    """Returns NAME for a further replica's name `NAME#2`, and any other name unchanged. models: the names of all models, whose own
+    names may contain the mark."""
     model, mark, _ = name.rpartition(MARK)
     return model if mark and name not in models else name

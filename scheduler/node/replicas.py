@@ -19,7 +19,8 @@ KV_SHORT_S = 30.0  # how long a device gets no further replica after requests th
 
 
 def spread(node: Node, model: Model) -> None:
-    """Spreads a model's waiting requests over its replicas, and begins to load a further one if it is wanted and there is room."""
+    """Submits a model's waiting requests to its replicas, or refuses them if the model cannot be served. Then begins to load a
+    further replica if one is wanted and there is room."""
     if model.queue:
         requests.submit_queued(node, model)
     if model.queue and (model.state in residency.CLOSED or model.removed) and not model.served_elsewhere:
@@ -48,7 +49,8 @@ def wanted(node: Node, model: Model) -> Model | None:
 
 
 def _grow(node: Node, model: Model, further: Model) -> None:
-    """Begins to load a further replica if it takes only free memory and no other model waits for that memory."""
+    """Begins to load the replica `further` of the model if that takes only free memory for which no other model waits. Otherwise
+    records what room there was, so that it is tried again when this has changed."""
     options = [option for option in look.options(node, further, may_force=False) if not option.victims]
     options = [option for option in options if all(_is_quiet(node, node.devices[name]) for name in option.devices)]
     option = device_choice.choose(options)
@@ -84,7 +86,7 @@ def _is_quiet(node: Node, device: Device) -> bool:
 
 
 def look_again(node: Node) -> None:
-    """Looks again at models whose further replicas found no room and whose devices have changed since."""
+    """Marks models whose further replicas found no room to be settled again, if their devices have changed since."""
     for name, room in node.crowded_replicas.items():
         if room != _room(node, node.models[name]):
             node.touched[name] = None

@@ -16,7 +16,8 @@ MAX_EXPIRED_PER_EVENT = 32
 
 
 def arrived(node: Node, event: RequestArrived) -> None:
-    """Handles a new request. Rule 4: a request for a ready model is submitted at once, whatever else is loading."""
+    """Handles a new request: it is rejected, submitted or queued. If the model is ready and its engine's window is not full, it is
+    submitted at once, whatever else is loading (rule 4). Raises ValueError if its id is known already."""
     facts = event.request
     if facts.request_id in node.requests:
         raise ValueError(f"request {facts.request_id} has arrived before")
@@ -56,8 +57,8 @@ def touch_used(node: Node, model: Model) -> None:
 
 
 def limit_wait(node: Node, request: Request) -> None:
-    """Sets how long a request may wait. If a client's request has several sequences, only the first is limited: once it runs, the
-    answer has begun, and the others wait for their turns."""
+    """Sets until when a request may wait, unless it was submitted before. If a client's request has several sequences, only the
+    first is limited: once it runs, the answer has begun, and the others wait for their turns."""
     if not request.resubmission and not request.facts.part_of:
         node.waits.set(request.facts.request_id, request.arrived + node.settings.max_wait_s)
 
@@ -74,7 +75,8 @@ def submit(node: Node, model: Model, request: Request) -> None:
 
 
 def submit_queued(node: Node, model: Model) -> None:
-    """Submits all waiting requests together, up to the engines' windows; tenants by their shares."""
+    """Submits a model's waiting requests to its replicas until the engines' windows are full, in the order of the tenants'
+    shares."""
     while model.queue and routing.has_room(node, model):
         request = model.dequeue_next()
         node.waits.discard(request.facts.request_id)
@@ -117,8 +119,8 @@ def leave(node: Node, request_id: int, how: str) -> Request | None:
 
 
 def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
-    """Puts requests whose copy is gone back at the front of the queue, in their order of arrival. They wait without limit, because
-    their clients have been promised an answer."""
+    """Queues requests again that ran on a copy that is gone: at the front, in their order of arrival. They wait without limit,
+    because their clients have been promised an answer. model: the replica that ran them."""
     for request in reversed(list(running)):
         model.stop(request.facts.request_id)
         request.device, request.resubmission = "", True
@@ -127,8 +129,8 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
 
 
 def recall(node: Node, model: Model) -> None:
-    """Puts the requests of a failed load back into the queue: they have had no token, and wait as if they had never been
-    submitted."""
+    """Puts the requests that were submitted to a load which has failed back into the queue: they have had no token, and wait as if
+    they had never been submitted."""
     for request in reversed(list(model.running.values())):
         model.stop(request.facts.request_id)
         request.device = ""
@@ -138,7 +140,8 @@ def recall(node: Node, model: Model) -> None:
 
 
 def pause(node: Node, model: Model) -> None:
-    """Pauses all running requests, because their copy is taken from them. They wait with open streams until the model is back."""
+    """Takes all running requests of a replica back into the queue, because its copy leaves the device, and reports them as paused.
+    They wait with open streams until the model is back."""
     paused = tuple(model.running.values())
     if not paused:
         return
@@ -149,15 +152,15 @@ def pause(node: Node, model: Model) -> None:
 
 
 def crashed(node: Node, model: Model, request: Request) -> None:
-    """Ends a request that was running in too many crashes of engines."""
+    """Rejects a request that was running in max_crashes crashes of engines."""
     model.stop(request.facts.request_id)
     message = f"the engine of {model.name} died {request.crashes} times while this request was running"
     node.reject(request, Refusal("crashed_twice", message))
 
 
 def expire(node: Node) -> None:
-    """Ends requests that have waited longer than max_wait_s and were never submitted. Time in which loads on their model's devices
-    waited for kernels does not count."""
+    """Rejects requests that have waited longer than max_wait_s and were never submitted. Time in which loads on their model's
+    devices waited for kernels does not count. At most MAX_EXPIRED_PER_EVENT requests are rejected in one call."""
     for _ in range(MAX_EXPIRED_PER_EVENT):
         request_id = node.waits.pop_due(node.now)
         if request_id is None:

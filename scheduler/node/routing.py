@@ -13,7 +13,7 @@ CACHED_SHARE, BUSIER_TIMES, BUSIER_BY = 0.5, 1.5, 4
 
 
 def has_room(node: Node, model: Model) -> bool:
-    """Returns whether one of the model's replicas takes a further request now."""
+    """Returns whether one of the model's replicas can be given a further request now."""
     return any(_has_room(node, one) for one in model.replicas) if model.others else _has_room(node, model)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class SchedulerSettings:
-    """The settings. All but chunk_bytes and host_tier_slots may change while the scheduler runs (`NodeScheduler.reconfigure`)."""
+    """The settings of a node scheduler, with units in the fields' names. All but chunk_bytes and host_tier_slots may change while
+    it runs (`NodeScheduler.reconfigure`)."""
 
     chunk_bytes: int = 2 * 1024 * 1024
     load_deadline_s: float | None = None  # None: max(20, 4 x predicted)

@@ -1,4 +1,5 @@
-"""Handles the consequences of an event: each touched model takes every step it can, then each stirred device is looked at."""
+"""Carries out what follows from an event: each model that the event has touched takes every step it can, then models are placed on
+each device whose room or demand has changed."""
 
 from __future__ import annotations
 

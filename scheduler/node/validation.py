@@ -116,7 +116,7 @@ def check_members(node: Node, model: Model, copy: Copy) -> None:
 
 
 def check_replicas(node: Node, model: Model) -> None:
-    """Checks that replicas have one queue and no device in common."""
+    """Checks that a model's replicas share one queue, that of the primary, and have no device in common."""
     name, first = model.name, model.primary
     assert node.models.get(first.name) is first, f"rule 13: {name} is a replica of a model that is forgotten"
     assert (model.facts.replica_of or name) == first.name, f"rule 13: {name} is a replica of {first.name}"
@@ -174,7 +174,8 @@ def check_host(node: Node) -> None:
 
 
 def check_listed(node: Node, model: Model) -> None:
-    """Checks that a model somebody waits for is on the list of every device it could go to, and no other model is."""
+    """Checks that a model which waits to be placed is in line for each of its devices or recorded as kept off it by pins, and that
+    any other model is in line for none."""
     listed = [device for device in node.devices.values() if model.name in device.by_age]
     assert all(model.name in device.by_work for device in listed), f"lists differ for {model.name}"
     waits = node.wanted(model) and node.resting(model) and model.retry_at <= node.now

@@ -30,7 +30,8 @@ class ModelView:
 
     @property
     def num_shares(self) -> int:
-        """The number of devices that hold the model together, or would if it were loaded; 1 for a model that is not split."""
+        """How many devices hold the model, or would if it were loaded. The model's bytes in all are those of a share times this
+        number."""
         return len(self.devices) or self.num_ranks
 
 
@@ -81,7 +82,7 @@ class VictimView:
 
 @dataclass(slots=True)
 class PlacementView:
-    """One placement from its decision to its end. Times are monotonic seconds."""
+    """One placement from its decision to its end, for `hearth history`. Times are monotonic seconds."""
 
     id: int
     model: str
@@ -117,7 +118,8 @@ class CandidateView:
 
 @dataclass(slots=True, frozen=True)
 class DevicePlan:
-    """What placing something on a device would take. verdict: fits, evicts, forces or waits."""
+    """What it would take to free room on a device. verdict: "fits" (there is room), "evicts" (idle models would leave), "forces"
+    (busy ones would be made to leave) or "waits" (not possible now)."""
 
     device: str
     verdict: str

@@ -37,8 +37,8 @@ class Resident:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A device and the models on it; the devices of a split model have one Resident. coming: the model that is being placed there,
-    "" if there is none."""
+    """A device and the models on it. A split model has one Resident, which is in `residents` of all of its devices. coming: the
+    model that is being placed there; "": none."""
 
     name: str
     total_chunks: int
@@ -46,8 +46,8 @@ class Place:
     coming: str = ""
 
     def free_chunks(self, work_space_chunks: int = 0, without: Sequence[Resident] = ()) -> int:
-        """Returns the number of chunks that would be free if the models in `without` were gone. The largest work space of the
-        models that stay, or work_space_chunks if that is more, counts as used."""
+        """Returns how many chunks would be free if the models in `without` were gone; negative if too few. The largest work space
+        of the models that stay, or work_space_chunks if that is more, counts as used."""
         gone = {one.name for one in without}
         staying = [one.size for one in self.residents.values() if one.name not in gone]
         work = max([work_space_chunks, *(size.work_space_chunks for size in staying)])
@@ -55,18 +55,20 @@ class Place:
 
 
 class Rule(Protocol):
-    """Decides which models leave first. max_residents: the most models on a device; 0: no limit. idle_s: an idle model leaves
-    after so many seconds; 0: never."""
+    """Decides which models leave first, on a device and in host memory. max_residents: the most models on a device; 0: no limit.
+    idle_s: an idle model leaves after so many seconds; 0: never."""
 
     name: str
     max_residents: int
     idle_s: float
 
     def rank(self, model: str, last_used: float, now: float) -> float | str:
-        """Returns the rank of a model on a device. The model with the lowest rank leaves first."""
+        """Returns the rank of a model on a device, comparable with other ranks of the rule. The model with the lowest rank leaves
+        first. last_used, now: seconds."""
 
     def rank_in_host(self, model: str, last_used: float, now: float) -> float:
-        """Returns the rank of a model whose weights are in host memory. Those with the lowest rank are dropped first."""
+        """Returns the rank of a model whose weights are in host memory. The weights with the lowest rank are dropped first.
+        last_used, now: seconds."""
 
 
 class LeastRecentlyUsed:
@@ -170,7 +172,8 @@ class OnDemand:
         return None if places is None else places[0].residents.get(name)
 
     def _groups(self, name: str, places: Iterable[Place]) -> list[list[Place]]:
-        """Returns those of the devices, or groups of them, that have room for a model when they are empty."""
+        """Returns those of the devices on which the model fits when they are empty, each as a list of one; for a split model,
+        groups of such devices, by rank."""
         size = self.sizes[name]
         roomy = [place.name for place in places if size.chunks + size.work_space_chunks <= place.total_chunks]
         return [[self.places[device] for device in group] for group in groups(roomy, self.num_ranks[name])]
@@ -253,8 +256,8 @@ class OnDemand:
         return True
 
     def _victims(self, place: Place, size: Size) -> list[Resident] | None:
-        """Returns the models that have to leave for a model of this size: idle ones first, each group by the rule's rank. Returns
-        None if not enough models can leave, because they are still loading or draining."""
+        """Returns the models that have to leave a device so that a model of this size fits, besides those that drain already: idle
+        ones before busy ones, each kind by the rule's rank. Returns None if too few can leave, because others are still loading."""
         order = sorted(
             (one for one in place.residents.values() if one.ready and not one.drains),
             key=self._rank,
@@ -275,8 +278,8 @@ class OnDemand:
         return one.busy, self.rule.rank(one.name, one.last_used, self.now)
 
     def _keep(self, name: str, num_slots: int) -> bool:
-        """Reserves host memory for a model's weights, and drops those that the rule ranks below it. Returns False, and drops
-        nothing, if there is not enough."""
+        """Reserves num_slots slots of host memory for a model's weights, and drops weights that the rule ranks below them. Returns
+        False, and drops nothing, if that does not free enough."""
         if not num_slots or num_slots > self.host_tier_slots:
             return False
         rank = {one: self.rule.rank_in_host(one, self.last_used.get(one, 0.0), self.now) for one in (*self.kept, name)}
@@ -342,7 +345,7 @@ class OnDemand:
             self.actions.append(GrantLease(cause="evict", device=place.name, lease_chunks=max(0, place.free_chunks())))
 
     def _expire(self) -> None:
-        """Evicts models that have been idle for longer than the rule allows."""
+        """Evicts models that have been idle for the rule's idle_s."""
         for one in self._residents():
             if one.ready and not one.busy and not one.drains and one.last_used + self.rule.idle_s <= self.now:
                 one.drains = True

@@ -26,7 +26,8 @@ POLICIES = (HEARTHD, *_RULES, ALL_RESIDENT)
 
 @dataclass(slots=True)
 class Comparison:
-    """The figures of all policies. fewest_loads: the fewest loads of any rule that loads on demand and in order."""
+    """The figures of all policies. fewest_loads: the fewest loads of any rule that loads on demand and in the trace's order.
+    num_events: the events of all runs together."""
 
     policies: list[Figures]
     fewest_loads: int
@@ -41,8 +42,8 @@ def compare(
     policies: Sequence[str] = POLICIES,
     told: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
-    """Runs the trace with each policy. told: called now and then with (policy, requests ended, requests in all). Raises
-    SimulationError."""
+    """Runs the trace with each policy. slo_s: a request attains its objective if its first token comes within so many seconds.
+    told: called now and then with (policy, requests ended, requests in all). Raises SimulationError as Simulation.run does."""
     found = []
     num_events = 0
     for policy in policies:

@@ -23,7 +23,8 @@ class ModelCosts:
 
 @dataclass(slots=True, frozen=True)
 class Costs:
-    """The costs of one device. The defaults are those of a data-centre GPU with one NVMe drive.
+    """The costs of one device. The defaults are those of a data-centre GPU with one NVMe drive. models: name -> what was measured
+    of it.
 
     A step reads the weights once, and takes decode_s_per_sequence for each sequence that decodes. A prompt's token takes two
     operations for each parameter, which is one for each byte of 16-bit weights."""
@@ -43,7 +44,8 @@ class Costs:
         return self.models.get(name, _NOT_MEASURED)
 
     def disk_load_s(self, facts: ModelFacts) -> float:
-        """Returns the seconds of a load from disk. Reading and copying overlap, so the slower of the two counts."""
+        """Returns the seconds of a load from disk: as measured, else computed. Reading and copying overlap, so the slower of the
+        two counts."""
         known = self.of(facts.costs_name).disk_load_s
         if known is not None:
             return known
@@ -54,7 +56,7 @@ class Costs:
         return self.load_overhead_s + self.host_copy_s(facts) if known is None else known
 
     def host_copy_s(self, facts: ModelFacts) -> float:
-        """Returns the part of host_load_s that the copy itself takes."""
+        """Returns how many of the seconds of a load from host memory (host_load_s) the copy itself takes."""
         known = self.of(facts.costs_name).host_load_s
         seconds = facts.weights_bytes / self.copy_bytes_per_s
         return seconds if known is None else min(seconds, known)
@@ -71,7 +73,7 @@ class Costs:
         )
 
     def without_loads(self) -> Costs:
-        """Returns the costs of the same node with loads and evictions that take no time."""
+        """Returns the same costs, except that loads and evictions take no time."""
         models = {name: replace(known, disk_load_s=0.0, host_load_s=0.0) for name, known in self.models.items()}
         endless = float("inf")
         return replace(self, disk_bytes_per_s=endless, copy_bytes_per_s=endless, load_overhead_s=0.0, evict_s=0.0, models=models)

@@ -39,9 +39,10 @@ class SimulatedSequence:
 
 @dataclass(slots=True, eq=False)
 class Hosted:
-    """A loaded model. followers: the engines of its other devices, if it is split. steps: the number of decode steps so far; a
-    sequence ends when it reaches the sequence's mark. A step without room for all decoding sequences counts as a fraction of a
-    step, because the sequences take turns."""
+    """A loaded model. reserved_bytes: its reserved KV. costs: how large its steps may be and how long they take. followers: the
+    engines of its other devices, if it is split. steps: the number of decode steps so far; a sequence ends when this number reaches
+    the sequence's mark. A step without room for all decoding sequences counts as a fraction of a step, because the sequences take
+    turns."""
 
     facts: ModelFacts
     reserved_bytes: int
@@ -95,7 +96,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Joined:
-    """Steps that other engines lead, which occupy this device until the time `until`."""
+    """The time until which this device is occupied by a step of a split model that another engine leads."""
 
     until: float
 
@@ -130,7 +131,8 @@ class SimulatedEngine:
     # ---- time
 
     def next_at(self) -> float | None:
-        """Returns when the current step or rounds will end; None if nothing runs."""
+        """Returns when the step or rounds under way will end, starting the next ones if the engine is free; None if there is
+        nothing to run."""
         if self._under_way is None:
             self._start(self._now)
         step = self._under_way
@@ -222,7 +224,7 @@ class SimulatedEngine:
         self.lease_bytes = lease_bytes
 
     def submit(self, outcome: RequestOutcome, replica: str = "") -> None:
-        """Takes a request. replica: the one that it goes to; "": the model itself."""
+        """Queues a request. replica: name of the replica that it goes to; "": the model itself."""
         self._interrupt()
         request = outcome.request
         hosted = self.hosted[replica or request.model]
@@ -236,8 +238,8 @@ class SimulatedEngine:
     # ---- steps of split models
 
     def free_at(self, now: float) -> float:
-        """Returns when the device is free for a step that another engine plans now. After a step of that kind, one of its own
-        models is first, if any has work."""
+        """Returns when the device is free for a step of a split model that another engine plans at the time `now`. If such a step
+        has just ended here, the device's own models run one step first, if any has work."""
         self._now = max(self._now, now)
         self._interrupt()
         if isinstance(self._under_way, _Joined) and self._under_way.until <= now:
@@ -245,8 +247,8 @@ class SimulatedEngine:
         return max(now, self.next_at() or now)
 
     def join(self, until: float) -> None:
-        """Occupies the device, from the end of its current step on, with a step that another engine leads and that ends at the time
-        `until`."""
+        """Occupies the device with a step of a split model that another engine leads, from the end of the current step until the
+        time `until`."""
         self._joined_until = until
 
     def _busy_followed(self) -> list[Hosted]:
@@ -266,9 +268,9 @@ class SimulatedEngine:
         self._under_way = self._rounds(busy.values()) or self._step(busy, now)
 
     def _rounds(self, busy: Iterable[Hosted]) -> _Rounds | None:
-        """Returns several rounds of decode steps as one event, because simulating every step would take too long. Possible only
-        while all busy models do nothing but decode. In a round every model has an equal share of time: as much as the longest
-        step among them. Returns None if a model has prompts or too few steps left, or if models that are split are busy here."""
+        """Returns several rounds of decode steps as one event, because simulating every step would take too long. In a round every
+        model has an equal share of time: as much as the longest step among them. Returns None, so that single steps are simulated,
+        if a model has prompts or too few steps left or could admit a request, or if a split model is busy here."""
         models = list(busy)
         if self._busy_followed():
             return None
@@ -365,7 +367,7 @@ class SimulatedEngine:
             rounds.num = min(rounds.num, ceil(passed * of_round - _DUE) / of_round)
 
     def _account(self, rounds: _Rounds) -> None:
-        """Accounts for the steps of the current rounds that are over by now."""
+        """Applies those steps of the current rounds that are over by now, and takes them off the rounds."""
         of_round = len(rounds.decoded)
         num = min(rounds.num, int((self._now - self._began) / rounds.round_s * of_round + _DUE) / of_round)
         self._decode(rounds, num)

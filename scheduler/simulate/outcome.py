@@ -25,7 +25,8 @@ class RequestOutcome:
 
     @property
     def wait_s(self) -> float:
-        """Seconds from arrival to first token. Infinite for a refused request, so that refusing does not look like serving fast."""
+        """Seconds from arrival to first token. Infinite for a request without a first token, so that refusing does not look like
+        serving fast."""
         return float("inf") if self.first_token_s is None else self.first_token_s - self.request.time_s
 
 
@@ -77,7 +78,8 @@ class Figures:
 
 
 def figures(policy: str, outcomes: Sequence[RequestOutcome], swaps: Swaps, slo_s: float) -> Figures:
-    """Computes the figures of a run. slo_s: a request attains its objective if its first token comes within so many seconds."""
+    """Computes the figures of a policy's run from the outcomes of all its requests. slo_s: a request attains its objective if its
+    first token comes within so many seconds."""
     by_model: dict[str, list[RequestOutcome]] = defaultdict(list)
     for outcome in outcomes:
         by_model[outcome.request.model].append(outcome)
@@ -116,7 +118,8 @@ def _model_figures(outcomes: Sequence[RequestOutcome], slo_s: float) -> ModelFig
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Returns the smallest of the ordered values that at least this share of them does not exceed; 0.0 if there are none."""
+    """Returns the smallest of the ordered values for which at least this share (0 to 1) of them is no larger; 0.0 if there are
+    none."""
     if not ordered:
         return 0.0
     return ordered[max(0, ceil(share * len(ordered)) - 1)]

@@ -24,7 +24,8 @@ NOTE_KV_EVERY_S, MEASURE_PREFILL_EVERY_S, MEASURED_PREFILL_TOKENS = 0.25, 0.5, 3
 
 
 class Decider(Protocol):
-    """The methods of NodeScheduler that a simulation calls. The rules of other systems have them, too."""
+    """Decides where models are loaded and where requests run. These are the methods of NodeScheduler that a simulation calls; the
+    rules of other systems (baselines.OnDemand) have them, too."""
 
     def handle(self, event: Event) -> list[actions.Action]: ...
 
@@ -67,7 +68,8 @@ class _Copy:
 
 
 class Simulation:
-    """One run of one decider over a trace. told: called now and then with (requests ended, requests in all)."""
+    """One run of one decider over a trace. told: called after every PROGRESS_EVERY ended requests with (requests ended, requests in
+    all)."""
 
     def __init__(
         self,
@@ -98,7 +100,8 @@ class Simulation:
         }
 
     def run(self) -> Run:
-        """Runs the trace to its end. Raises SimulationError."""
+        """Runs the trace to its end and returns the outcomes of its requests. Raises SimulationError if requests are left that
+        nothing will serve."""
         for name, budget_bytes in self.node.devices.items():
             self._post(events.EngineUp(now=0.0, cause="boot", device=name, budget_bytes=budget_bytes))
         for facts in self.node.models.values():
@@ -127,8 +130,8 @@ class Simulation:
         return Run(self.outcomes, self.swaps, self.num_events)
 
     def _measure(self, device: str, engine: SimulatedEngine) -> None:
-        """Posts the measurements that a real node reports: KV in use, and the speed of prompts. The decider decides on events
-        alone, so they are posted before the events that they should influence."""
+        """Posts the measurements of a device that a real node reports: KV in use, and the speed of prompts. The decider decides
+        only when it gets an event, so the caller posts these before the events that they should influence."""
         if self.now >= self._note_kv_at[device]:
             self._note_kv_at[device] = self.now + NOTE_KV_EVERY_S
             kv_bytes = {name: (num_bytes, 0) for name, num_bytes in engine.kv_bytes().items()}
@@ -157,7 +160,8 @@ class Simulation:
         engine.first_tokens.clear()
 
     def _next_event_at(self, arrival: RequestOutcome | None) -> float | None:
-        """Returns the time of the next event that does not come from an engine; None if there is none."""
+        """Returns the time of the next event that does not come from an engine; None if there is none. arrival: the request that
+        arrives next; None: all have arrived."""
         times = (
             self._due[0][0] if self._due else None,
             arrival.request.time_s if arrival is not None else None,
@@ -166,8 +170,8 @@ class Simulation:
         return min((at for at in times if at is not None), default=None)
 
     def _run_engines(self, until: float | None) -> float:
-        """Advances the engines until a request gets its first token or ends, or until the time `until`. Returns the time that is
-        reached."""
+        """Advances the engines until a request gets its first token or ends, or until the time `until` (None: no limit). Returns
+        the time that is reached. Raises SimulationError if no engine has work and there is no limit."""
         while True:
             at, first = until, None
             for engine in self.engines.values():
@@ -197,7 +201,7 @@ class Simulation:
         heappush(self._due, (self.now + seconds, self._num_due, event))
 
     def _happen(self, event: Event) -> None:
-        """Handles the end of a load or an eviction. The end of a load that was withdrawn meanwhile is not reported."""
+        """Carries out and posts the end of a load or an eviction. The end of a load that was withdrawn meanwhile is ignored."""
         if isinstance(event, events.LoadFinished):
             copy = self._copies.get(event.placement_id)
             if copy is None:

@@ -43,8 +43,8 @@ class StepSeconds:
 
 
 class ModelSteps:
-    """The limits of one model's steps. turns: how many turns of the device (time slices of a model) a step may take; 0: no other
-    model is busy."""
+    """How large the steps of one model may be, by the engine's own rules and the true costs of steps. In its methods, turns: how
+    many turns of the device (time slices of a model) a step may take; 0: no other model is busy."""
 
     def __init__(self, settings: StepSettings, seconds: StepSeconds) -> None:
         self.seconds = seconds.of
@@ -61,7 +61,7 @@ class ModelSteps:
         self._room: dict[tuple[int, int, int, bool], int] = {}  # (turns, rows, prompts, strict) -> result
 
     def max_rows(self, turns: int) -> int:
-        """Returns how many sequences may decode in one step."""
+        """Returns how many sequences may decode in one step that takes `turns` turns."""
         if not turns:
             return self._max_tokens
         found = self._max_rows.get(turns)
