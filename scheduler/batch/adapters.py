@@ -78,7 +78,7 @@ class Adapters:
             self._chunks.version += 1
 
     def undo(self, key: str) -> None:
-        """Takes back the latest `take` before its row has run; requests that wait for memory are not tried again."""
+        """Takes back one `take`. In contrast to `leave`, requests that wait for memory are not tried again."""
         self.resident[key].num_rows -= 1
 
     def retire(self, key: str) -> None:
@@ -92,7 +92,7 @@ class Adapters:
             self._drop(adapter)
 
     def keep(self, key: str) -> bool:
-        """Cancels `retire` for an adapter; returns whether it is resident."""
+        """Cancels an earlier `retire`, because requests will name the adapter again; returns whether it is resident."""
         adapter = self.resident.get(key)
         if adapter is not None:
             adapter.is_retired = False
@@ -104,9 +104,9 @@ class Adapters:
             adapter.is_new = False
 
     def place(self, key: str, num_chunks: int, make_room: Callable[[int], int] = lambda num_chunks: 0) -> ResidentAdapter | None:
-        """Draws adjacent chunks for an adapter that is not resident, and gives it a number. Idle adapters of this model are dropped
-        where that is needed; make_room(num_chunks) makes others give chunks back and returns how many. Returns None, and draws
-        nothing, if there is no room now."""
+        """Draws num_chunks adjacent chunks from the lease for an adapter that is not resident, and returns the adapter with its
+        number. Idle adapters of this model are dropped where that is needed; make_room(num_chunks) makes others give chunks back
+        and returns how many. Returns None, and draws nothing, if there is no room now."""
         self._without_room.add(key)
         if not self._free_numbers and not self._drop_idle(new_ones=False):
             return None

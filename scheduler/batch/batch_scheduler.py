@@ -103,7 +103,8 @@ class BatchScheduler:
 
     @property
     def runnable(self) -> bool:
-        """Whether `plan` may find work: sequences run, or memory changed since the head of the queue was tried."""
+        """Whether `plan` may find work: a sequence runs that is not held, or a request waits and memory has changed since the head
+        of the queue found none."""
         return len(self.running) > self._num_held or (len(self.waiting) > 0 and self._blocked_version != self.kv.chunks.version)
 
     def submit(self, request: BatchRequest) -> None:
@@ -208,9 +209,9 @@ class BatchScheduler:
         """Returns the next step; None if nothing can run now. Raises TokensNeeded if the next step depends on tokens that a started
         step has not reported yet.
 
-        max_tokens: bound on the step (default: max_num_batched_tokens, which it must not exceed where KV groups have windows).
-        room: bounds its rows and prompt tokens (None: unlimited). While as many sequences run as it has rows for, none is
-        admitted."""
+        max_tokens: the most tokens of the step (default: max_num_batched_tokens, which it must not exceed where KV groups have
+        windows). room: limits the step's rows and prompt tokens (None: no limits). Requests are admitted only while fewer sequences
+        run than the room has rows for."""
         room = room or StepRoom()
         plan = self._plan(step_id, room, max_tokens)
         if plan is None or self._drafts is None:
@@ -303,9 +304,9 @@ class BatchScheduler:
         return outcome
 
     def take_proposals(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
-        """Takes what the model's predictor drafted after the step whose results were taken in last: for the sequence in slots[q]
-        the first counts[q] tokens of tokens[q] (tokens: [Q, K]). Tokens for a sequence that ended while the step ran are
-        dropped."""
+        """Takes the tokens that the model's predictor drafted after the step for which `finish_step` was called last: for the
+        sequence in slots[q] the first counts[q] tokens of tokens[q] (tokens: [Q, K]). Tokens for a sequence that ended while the
+        step ran are dropped."""
         if self._drafts is not None and self._drafts.proposals is not None:
             there = np.isin(slots, self._taken_in)
             self._drafts.proposals.take(slots[there], counts[there], tokens[there])
@@ -343,7 +344,8 @@ class BatchScheduler:
         return int(np.count_nonzero(self._held)) if self._num_constrained else 0
 
     def _note_computed(self, plan: BatchPlan) -> IntArray:
-        """Records that the KV of a step with prefill chunks is stored; returns the slots that sampled."""
+        """Records that a step with chunks of prompts has run: its KV is stored, and full blocks are added to the prefix cache.
+        Returns the slots that sampled a token."""
         num_computed = self.table.num_computed
         num_computed[plan.slots] += plan.num_new
         for slot in plan.slots[plan.num_new > 1].tolist():

@@ -54,9 +54,10 @@ class Drafted:
 class Drafts:
     """The drafts of one model's sequences.
 
-    chance [S]: that a drafted token holds, if those before it do. next_plan [S]: the number of the first plan in which tokens are
-    drafted for a sequence again; pause [S]: the length of its latest pause, in plans. A masked sequence gets drafts only when there
-    is a proposal for it, and next_guess [S] is the number of the first plan whose proposal may contain guesses."""
+    chance [S]: that the model samples a drafted token, if it samples those before it. next_plan [S]: the number of the first plan
+    in which tokens are drafted for a sequence again; pause [S]: the length of its latest pause, in plans. A masked sequence (with a
+    grammar or token limits) gets drafts only when there is a proposal for it, and next_guess [S] is the number of the first plan
+    whose proposal may contain guesses."""
 
     def __init__(self, table: SequenceTable, drafter: Drafter | None, proposals: Proposals | None = None) -> None:
         """drafter: drafts from a sequence's own text; None: only tokens that are proposed for masked sequences and sure are
@@ -127,7 +128,7 @@ class Drafts:
     # ---- planning
 
     def count_plan(self) -> None:
-        """Counts a plan in which tokens may be drafted. Pauses are measured in such plans, also those of steps that start ahead."""
+        """Counts one more plan in which tokens may be drafted. The pauses of sequences are measured in such plans."""
         self._num_plans += 1
 
     def wanted(self, slots: IntArray) -> bool:
@@ -243,8 +244,9 @@ class Drafts:
                 self._pause[slot] = 0
 
     def _leave_alone(self, slot: int) -> None:
-        """Pauses drafting for a sequence for some plans. Pauses end together, at multiples of their length, because while tokens
-        are drafted for any sequence, no step of its model can start before the last one has ended."""
+        """Pauses drafting for the sequence in a slot for some plans, twice as many as the last time. Pauses end together, at
+        multiples of their length, because while tokens are drafted for any sequence, no step of its model can start before the last
+        one has ended."""
         pause = self._pause[slot] = min(MOST_PAUSE, max(1, 2 * int(self._pause[slot])))
         ends = self._next_guess if self._is_masked(slot) else self._next_plan
         ends[slot] = (self._num_plans // pause + 1) * pause

@@ -15,7 +15,7 @@ from scheduler.batch.plan import FINISH_LENGTH, FINISH_STOP, INT32_MAX, BoolArra
 
 
 class Endings:
-    """The end conditions of the sequences in a sequence table."""
+    """Finds which sequences of a sequence table end with their newest token. end_ids: the model's end ids."""
 
     def __init__(self, end_ids: Sequence[int], table: SequenceTable) -> None:
         self._end_ids, self._table = frozenset(end_ids), table

@@ -110,8 +110,8 @@ class GroupCache:
     # ---- prefixes
 
     def reachable(self, keys: Sequence[bytes]) -> BoolArray:
-        """Returns [len(keys) + 1]: whether a sequence can continue after n blocks, that is, all blocks its later queries attend
-        to are cached."""
+        """Returns [len(keys) + 1]: for each n whether a sequence can continue after its first n blocks, that is, whether all of
+        these blocks that later queries attend to are cached. keys: the keys of its blocks, in order."""
         num_blocks = np.arange(len(keys) + 1, dtype=np.int32)
         gaps = np.full(len(keys) + 1, -1)
         gaps[1:] = np.where(self.prefixes.are_known(keys), -1, num_blocks[:-1])
@@ -169,8 +169,8 @@ class GroupCache:
         return given
 
     def give_up_oldest(self, num_chunks: int = 1) -> bool:
-        """Drops the blocks of the oldest cached prefixes, as many as num_chunks chunks hold; returns False if that cannot free a
-        drawn chunk."""
+        """Drops as many of the oldest cached blocks as fit into num_chunks chunks; returns False, and drops none, if no block is
+        cached or no chunk is drawn."""
         if not self.prefixes.num_unheld or not self.pool.num_drawn_chunks:
             return False
         num = max(1, num_chunks * self.pool.chunks.chunk_bytes // self.pool.block_bytes)

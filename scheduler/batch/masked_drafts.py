@@ -19,8 +19,9 @@ from scheduler.batch.plan import BoolArray, IntArray
 @dataclass(slots=True, frozen=True)
 class Proposal:
     """D drafted tokens of one sequence. tokens [D]: their ids. sure [D]: whether the grammar allows no other token there, so that
-    the token is right if those before it are. guessed: whether tokens were allowed that the grammar does not force (Drafts.guess),
-    even if there are none. num_tokens: the number of the sequence's tokens before the drafted ones."""
+    the token is right if those before it are. guessed: whether the proposal was made with a guess (Drafts.guess) of tokens that the
+    grammar does not force, even if none of them was allowed. num_tokens: the number of the sequence's tokens before the drafted
+    ones."""
 
     tokens: IntArray
     sure: BoolArray
@@ -49,8 +50,8 @@ class MaskedDrafts:
         self._next[slot] = proposal
 
     def take(self, slot: int, num_tokens: int) -> Proposal | None:
-        """Takes the proposal for a slot into the step that is being planned, and returns it; None if there is none for the slot's
-        current num_tokens."""
+        """Returns the proposal for a slot, to be computed by the step that is being planned. Returns None if there is none, or if
+        it was made for another number of tokens than num_tokens, the slot's current number."""
         proposal = self._next.pop(slot, None)
         if proposal is None or proposal.num_tokens != num_tokens:
             return None

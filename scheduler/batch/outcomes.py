@@ -11,7 +11,8 @@ from scheduler.batch.request import BatchRequest
 
 
 class Outcomes:
-    """Makes the outcomes of a sequence table's steps. requests [S]: the request in each slot, shared with the batch scheduler."""
+    """Makes a StepOutcome from the tokens that each step of a sequence table sampled. end_ids: the model's end ids. requests [S]:
+    the request in each slot, a list that the batch scheduler owns."""
 
     def __init__(self, end_ids: Sequence[int], table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self._table = table

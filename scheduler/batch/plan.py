@@ -27,7 +27,8 @@ FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
 
 
 class Sampling(Protocol):
-    """The sampling settings that the batch scheduler reads; engine.protocol.SamplingParams has them."""
+    """The sampling settings of a request, as far as the batch scheduler reads them; engine.protocol.SamplingParams implements
+    this."""
 
     @property
     def max_tokens(self) -> int: ...

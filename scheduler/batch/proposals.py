@@ -48,8 +48,9 @@ class Proposals:
         self._num_slow = 0  # plans for which the predictor was too slow
 
     def join(self, slot: int, cached: Sequence[bytes]) -> None:
-        """Registers a sequence. cached: keys of the cached blocks that it begins with. (The predictor sees each position together
-        with the next token; at the last position of these blocks it may have seen another one than this sequence has.)"""
+        """Registers the sequence in a slot. cached: keys of the cached blocks that it begins with; the predictor drafts for it only
+        if it has seen all of their positions. (The predictor sees each position together with the next token; at the last position
+        of these blocks that may have been another token than this sequence has.)"""
         first = next((at for at, key in enumerate(cached) if key in self._holed), None) if self._holed else None
         self._hole[slot] = _NO_HOLE if first is None else first * self._block_tokens
         self._counts[slot], self._asked[slot] = 0, False
@@ -112,7 +113,8 @@ class Proposals:
         return replace(plan, to_propose=to_propose)
 
     def _is_too_slow(self, plan: BatchPlan, room: StepRoom) -> bool:
-        """Returns whether the predictor takes so long that drafts would not pay even if all of them held and cost no rows."""
+        """Returns whether the predictor takes so long that drafts would not pay even if all drafted tokens were right and cost no
+        rows. After RETRY_PLANS such plans its costs are forgotten, so that they are measured anew."""
         num_rows = len(np.unique(plan.slots))
         if not room.predictor_is_too_slow(num_rows, float(plan.num_computed.mean()), MOST_PROPOSED):
             return False
@@ -147,7 +149,7 @@ class Proposals:
         self._counts[slots], self._behind[slots] = counts, self._table.num_tokens[slots]
 
     def awaited(self, slots: IntArray) -> bool:
-        """Returns whether the predictor drafts for any of the slots after the latest planned step."""
+        """Returns whether the predictor was asked, in the latest planned step, to draft tokens for any of the slots."""
         return bool(self._asked[slots].any())
 
     def are_there(self, slots: IntArray, num_tokens: IntArray) -> BoolArray:

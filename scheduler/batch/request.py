@@ -42,8 +42,8 @@ class BatchRequest:
     resubmitted: bool = False  # it came with output, and its next token is not there yet
 
     def num_shareable_blocks(self, block_tokens: int) -> int:
-        """Number of leading blocks that the request may take from the prefix cache. The last token is always computed, because its
-        logits are what the request needs. With log-probabilities of the prompt every token is computed."""
+        """Returns how many leading blocks of the request's tokens may be taken from the prefix cache. The last token is always
+        computed, because its logits are what the request needs. With log-probabilities of the prompt every token is computed."""
         return 0 if self._owes_prompt_logprobs else (len(self.tokens) - 1) // block_tokens
 
     def tail_key(self, seed: bytes, block_tokens: int) -> Callable[[int], bytes] | None:
@@ -83,7 +83,7 @@ class WaitingQueue:
         return list(self._requests.values())
 
     def by_tenant(self) -> dict[str, tuple[int, float]]:
-        """Returns tenant -> (number of waiting requests, withdrawn ones included; weight)."""
+        """Returns tenant -> (number of its waiting requests, its weight). Requests that were withdrawn may still be counted."""
         firsts = [first for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
         return {first.tenant: (len(self._heaps[first.tenant]), first.weight) for first in firsts}
 

@@ -144,9 +144,10 @@ class SequenceBlocks:
     # ---- moving on
 
     def extend(self, slots: IntArray, num_computed: IntArray, ended: IntArray | None = None) -> bool:
-        """Allocates room for the next token of each of `slots`, at position num_computed[slot], which exceeds the slot's
-        `capacity`: at most one block in each group. Returns False, and no slot gets a block, if there are too few. Frees blocks
-        behind the windows of queries from position ended[slot] on (None: from num_computed[slot] on)."""
+        """Allocates room for the next token of each of `slots`, at position num_computed[slot], where their `capacity` ends: at
+        most one block in each group. Returns False, and no slot gets a block, if there are too few. In window groups, frees the
+        blocks that no query from position ended[slot] on attends to (None: from num_computed[slot] on). num_computed, ended:
+        [S]."""
         if self._is_simple:
             got = self.kv.groups[0].allocate(len(slots))
             if got is not None:

@@ -120,7 +120,8 @@ class StepCosts:
         return min(self._classes, default=0)
 
     def seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Returns the usual seconds of a step of num_tokens; 0.0 if no step is known."""
+        """Returns the usual seconds of a step of num_tokens with these contexts; 0.0 if no step is known. What makes the latest
+        steps slower is not included."""
         curve = self._known()
         return self._base_s(curve, num_tokens) + self._contexts_s(contexts) if curve else 0.0
 

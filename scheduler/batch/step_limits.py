@@ -56,7 +56,7 @@ class StepLimits:
     proposing: ProposingCosts = field(default_factory=ProposingCosts)
 
     def note(self, plan: BatchPlan, seconds: float) -> None:
-        """Learns from a step that took `seconds` of device time."""
+        """Learns from a step of this plan, which took `seconds` of device time, what such steps cost."""
         costs, num_tokens, contexts = self._kind(plan)
         costs.note(num_tokens, seconds, contexts)
 

@@ -1,4 +1,5 @@
-"""Keeps the room of one step: how many rows may decode and how many prompt tokens fit, each at the cost of its own context."""
+"""Keeps account of what still fits into one step of a model: how many rows may decode and how many tokens of prompts are computed,
+each at the cost of its own context."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class StepRoom:
         self._taken = False
 
     def rows(self, most: int, contexts: IntArray, running: IntArray, num_waiting: int = 0) -> int:
-        """Returns how many sequences may decode, at most `most`. contexts: number of positions of each slot; running: slots of the
-        running sequences."""
+        """Returns how many sequences may decode in the step, at most `most`. contexts [S]: number of positions of the sequence in
+        each slot. running: slots of the running sequences. num_waiting: requests that could be admitted."""
         if self._turns and self._limits is not None:
             context = float(contexts[running].mean()) if len(running) else 0.0
             of_one = self._limits.max_rows(most, context)

@@ -59,8 +59,9 @@ class StepsAhead:
         return self._table.num_tokens + self._num_sampled if self._steps else self._table.num_tokens
 
     def going_on(self, running: IntArray) -> IntArray:
-        """Returns the running slots that need another step after the started ones and may be in it now. Raises TokensNeeded if one
-        of them must wait for its token, or if the started step has drafted tokens or lets the predictor draft some."""
+        """Returns those of the running slots that need another step after the started ones and may be in the next one. Raises
+        TokensNeeded if one of them must wait for its token, or if the latest started step has drafted tokens or lets the predictor
+        draft some."""
         if not self._steps:
             return running
         if self.apart:

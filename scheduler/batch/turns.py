@@ -81,10 +81,11 @@ class Turns:
                 self._ahead_s[name] = ahead_s - due_s
 
     def next(self, busy: Collection[str], backlogged: Collection[str] = ()) -> str | None:
-        """Returns the busy model whose step is next; None if no model is busy.
+        """Returns the busy model whose step is next; None if no model is busy. backlogged: busy models with more work than fits
+        their turns; two or more of them pool their turns.
 
-        A model that is alone or not busy never falls behind its share; what it is ahead shrinks as time passes. backlogged: busy
-        models with more work than fits their turns; two or more of them pool their turns."""
+        Time that a model leaves unused while it is alone or not busy is not owed to it later. What it has used beyond its share
+        shrinks as time passes."""
         pooling = backlogged if len(backlogged) > 1 else ()
         for name, ahead_s in self._ahead_s.items():
             if ahead_s < 0 and (name not in busy or len(busy) == 1):

@@ -12,8 +12,8 @@ class Action:
 
 @dataclass(slots=True, frozen=True)
 class Refusal:
-    """The reason why something is not done, as a value. `code` is one of REFUSAL_CODES; `retry_after_s` is None if trying again
-    is pointless."""
+    """The reason why a request or a command is refused, as a value. code: one of REFUSAL_CODES. message: for people. retry_after_s:
+    in how many seconds to try again; None: that is pointless, or no time is known."""
 
     code: str
     message: str
@@ -146,7 +146,7 @@ class Submit(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Reject(Action):
-    """Ends a request, whether it was queued or running."""
+    """Ends a request, whether it was queued or running, and gives its client the reason."""
 
     request_id: int
     refusal: Refusal
@@ -162,7 +162,8 @@ class AbortInEngine(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RestartEngine(Action):
-    """Kills and restarts an engine because a load or a roll-back is stuck; EngineDown and EngineUp will follow."""
+    """Kills and restarts the engine of a device because an eviction or a roll-back is stuck; EngineDown and EngineUp will
+    follow."""
 
     device: str
     reason: str

@@ -11,7 +11,8 @@ from scheduler.node.node import Model, Node
 
 
 def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | None:
-    """Returns why a request is refused; None if it is accepted. O(devices)."""
+    """Returns why a new request is refused; None if it is accepted. model: the model that it names; None: there is none of this
+    name. O(devices)."""
     name = facts.model
     if model is None:
         return Refusal("model_not_found", f"no model {name!r} on this node")
@@ -35,7 +36,7 @@ def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | No
 
 
 def queue_full(node: Node, model: Model, tenant: str) -> Refusal | None:
-    """Returns the refusal if the model's queue, or the tenant's part of it, is full."""
+    """Returns a refusal if a new request finds the model's queue, or the tenant's part of it, full; else None."""
     most = max_queued(node, model)
     if num_waiting(node, model) >= most:
         message = f"{len(model.queue)} requests wait for {model.name}; max_queued is {most}"
@@ -95,8 +96,8 @@ def max_queued_per_tenant(node: Node, model: Model) -> int:
 
 
 def retry_after_s(node: Node, model: Model) -> float:
-    """Returns in how many seconds a place in the queue should be free: the queue's length over its service rate, or the time of a
-    load."""
+    """Returns in how many seconds, a whole number, to try again: when half of the queue should be served or, for a model that is
+    not loaded, after two load times. At most max_wait_s, rounded up."""
     wait = 1.0
     rate = model.served.recent_per_s(node.now)
     if rate > 0 and model.copy is not None:

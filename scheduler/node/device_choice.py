@@ -10,7 +10,7 @@ from scheduler.node.eviction import Resident
 
 @dataclass(slots=True)
 class Option:
-    """One device or group of devices for a model, and which other models would have to leave it."""
+    """One device, or group of devices, onto which a model could be loaded, and which other models would have to leave it."""
 
     devices: tuple[str, ...]  # by rank
     victims: list[Resident]

@@ -58,7 +58,7 @@ class ModelFacts:
 
     @property
     def costs_name(self) -> str:
-        """The name under which its costs are learned: that of the model, which all its replicas share."""
+        """The name under which the costs of its loads are learned: that of the model, which all its replicas share."""
         return self.replica_of or self.name
 
 
@@ -99,7 +99,7 @@ class ModelRemoved(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HostCopiesFound(Event):
-    """Host memory has outlived the daemon before this one, and these copies are in its slots. Posted before any engine is up.
+    """Reports copies in host memory that an earlier daemon left there and that this one found. Posted before any engine is up.
     Copies of unknown models, or of files that have changed, are ignored, and their slots stay free."""
 
     copies: tuple[tuple[str, HostCopy], ...]  # (model, KeptWeights or SavedKV)
@@ -174,8 +174,8 @@ class EvictFinished(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVNoted(Event):
-    """The KV in use by an engine's models. kv_bytes: model -> bytes of (running sequences, cached prefixes). waiting: model ->
-    requests in the engine that have not started."""
+    """Reports the KV of the models in a device's engine. kv_bytes: model -> (bytes of running sequences, bytes of cached prefixes).
+    waiting: model -> number of its requests in the engine that have not started."""
 
     device: str
     kv_bytes: dict[str, tuple[int, int]]
@@ -184,7 +184,8 @@ class KVNoted(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PrefillMeasured(Event):
-    """A request's first token came `seconds` after it was submitted; num_tokens of its prompt had to be computed."""
+    """Reports a measurement of a model's speed of computing prompts: a request's first token came `seconds` after it was submitted,
+    and num_tokens of its prompt had to be computed."""
 
     model: str
     device: str
@@ -248,8 +249,8 @@ class KeepAliveSet(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadRequested(Event):
-    """`hearth load`; answered by a CommandDone with this event's cause. The loaded model stays at least until it is requested,
-    whatever its keep_alive says."""
+    """`hearth load`: loads the model; answered by a CommandDone with this event's cause. The loaded model stays at least until it
+    is requested, whatever its keep_alive says."""
 
     model: str
 

@@ -9,7 +9,8 @@ from scheduler.node.node import VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, 
 
 
 def why(node: Node, name: str) -> list[str]:
-    """Returns the lines for a model's name or a request's id; [] if it is unknown."""
+    """Returns the lines that `hearth why` prints for a model's name or a request's id (42 or req-42): what has happened, and what
+    it waits for; [] if it is unknown."""
     model = node.models.get(name)
     if model is not None:
         return [

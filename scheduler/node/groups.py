@@ -19,8 +19,8 @@ def kind_of(device: str) -> str:
 
 
 def pools(devices: Iterable[str], num_ranks: int) -> list[tuple[str, ...]]:
-    """Returns sets of devices, in the given order; any num_ranks devices of a set may hold a model together. [] if there are too
-    few devices."""
+    """Returns sets of devices, each in the given order, of which any num_ranks may hold a model together: for a whole model all
+    devices, else those of each kind if they are enough. [] if there are too few devices."""
     if num_ranks == 1:
         return [alone] if (alone := tuple(devices)) else []
     by_kind: dict[str, list[str]] = {}
@@ -30,10 +30,10 @@ def pools(devices: Iterable[str], num_ranks: int) -> list[tuple[str, ...]]:
 
 
 def groups(preferred: Sequence[str], num_ranks: int) -> list[tuple[str, ...]]:
-    """Returns the groups of devices that may hold a model, each in the order of its ranks, which is the order of the devices'
-    names. preferred: the devices that could hold a share, the best first. The groups of the best devices come first: of three
-    devices these are (1, 2), (1, 3) and (2, 3). Of each kind of device at most MAX_GROUPS groups are returned, but all devices for
-    a whole model."""
+    """Returns the groups of num_ranks devices that may hold a split model, each in the order of its ranks, which is the order of
+    the devices' names. preferred: the devices that could hold a share, the best first. The groups of the best devices come first:
+    of three devices these are (1, 2), (1, 3) and (2, 3). Of each kind of device at most MAX_GROUPS groups are returned. For a whole
+    model (num_ranks 1) each device is a group."""
     if num_ranks == 1:
         return [(device,) for device in preferred]
     return [group for pool in pools(preferred, num_ranks) for group in _of_pool(pool, num_ranks)]

@@ -13,7 +13,8 @@ Slots = tuple[int, ...]
 
 @dataclass(slots=True)
 class HostCopy:
-    """One model's copy of one kind (weights or KV) in host memory. It is valid only for the checkpoint with this fingerprint."""
+    """One model's copy of one kind (weights or KV) in slots of host memory. It is valid only for the checkpoint with this
+    fingerprint. num_bytes: its size."""
 
     fingerprint: str
     slots: Slots
@@ -105,7 +106,8 @@ class HostTierAccount:
             self.weights[model] = copy
 
     def found(self, model: str, copy: HostCopy) -> bool:
-        """Records a copy that an earlier process left in the slots, and returns whether its slots exist and are free."""
+        """Records a copy that an earlier process left in the slots. Returns False, and records nothing, if its slots do not exist
+        or are not free, or if the model has a copy of this kind already."""
         if not copy.slots or model in (self.kv if isinstance(copy, SavedKV) else self.weights):
             return False
         wanted = set(copy.slots)

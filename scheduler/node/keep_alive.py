@@ -15,8 +15,8 @@ from scheduler.node.node import Model, Node
 
 
 def set_by_client(node: Node, event: KeepAliveSet) -> None:
-    """Sets how long the copy stays after its last request, for a client that asks for no answer. Ignored for a model that is on no
-    device and that nobody waits for."""
+    """Sets how long a model stays on its device after its last request, as a client's KeepAliveSet asks. Has no effect on a model
+    that is on no device and that nobody waits for."""
     model = node.models.get(event.model)
     if model is not None:
         model.asked_keep_alive_s = event.keep_alive_s
@@ -43,7 +43,8 @@ def because(model: Model) -> str:
 
 
 def story(node: Node, model: Model) -> list[str]:
-    """Returns the line of `hearth why` about a model that is on a device; [] if it may stay until its memory is needed."""
+    """Returns the line of `hearth why` that says when the model leaves by its keep_alive, in a list; [] if it is on no device or
+    may stay until its memory is needed."""
     copy = model.copy
     if copy is None or model.keep_alive_s == inf:
         return []

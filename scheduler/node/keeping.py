@@ -32,7 +32,7 @@ def same_files(one: ModelFacts, other: ModelFacts) -> bool:
 
 
 def found(node: Node, event: HostCopiesFound) -> None:
-    """Takes over what an earlier daemon left in host memory: the copies of models that are known and whose files are the same."""
+    """Takes over the copies that an earlier daemon left in host memory, if their models are known and the files are the same."""
     for name, copy in event.copies:
         model = node.models.get(name)
         if model is None or model.removed or model.facts.fingerprint != copy.fingerprint:
@@ -91,9 +91,9 @@ def value_of(node: Node, name: str, copy: HostCopy) -> float:
 
 
 def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
-    """Returns for a load that begins: slots in which to keep its weights while they are read, the copy in host memory to load from,
-    and the KV to restore. left: the weights are on the device already, so nothing is read that could be kept. A split model or a
-    further replica gets none of these."""
+    """Returns for a load that begins: slots in which to keep its weights while they are read, the copy in host memory to load from
+    (None: it reads from disk), and the saved KV to restore. left: whether the weights are on the device already, so that nothing is
+    read that could be kept. For a split model or a further replica all three are empty."""
     model, host = node.models[placement.model], node.host
     if not host.num_slots or not placement.facts.uses_host_tier:
         return (), None, None
@@ -150,7 +150,8 @@ def give_up(node: Node, name: str, copy: HostCopy, reason: str) -> None:
 
 
 def cool(node: Node, model: Model, reason: str) -> None:
-    """Sets the state of a model at rest: warm if its weights are in host memory, else cold."""
+    """Changes the state of a model at rest between cold and warm, according to whether its weights are in host memory; any other
+    state stays. reason: for operators."""
     if model.state == residency.WARM and not node.is_warm(model):
         node.set_state(model, residency.COLD, reason)
     elif model.state == residency.COLD and not model.removed and node.is_warm(model):

@@ -46,5 +46,5 @@ def apply(node: Node, model: Model) -> None:
 
 
 def story(node: Node, model: Model) -> list[str]:
-    """Returns the lines of `hearth why` about how long the model stays on its device."""
+    """Returns the lines of `hearth why`, from all rules, about how long the model stays on its device; [] if it is on none."""
     return [] if model.copy is None else [line for rule in RULES for line in rule.story(node, model)]

@@ -13,7 +13,8 @@ MIB = 1024 * 1024
 
 @dataclass(slots=True, frozen=True)
 class Size:
-    """The chunks that one copy of a model takes. The work space is shared by all models of the device: the largest counts."""
+    """The chunks that one copy of a model, or a share of a split model, takes on a device. The work space is shared by all models
+    of the device: the largest counts."""
 
     weights_chunks: int
     kv_chunks: int
@@ -21,7 +22,7 @@ class Size:
 
     @property
     def chunks(self) -> int:
-        """Chunks held by this copy alone."""
+        """Chunks of weights and reserved KV, which this copy alone holds."""
         return self.weights_chunks + self.kv_chunks
 
 

@@ -108,7 +108,8 @@ def _loading(node: Node, placement_id: int) -> Model | None:
 
 
 def load_overdue(node: Node, model: Model) -> None:
-    """Rolls an overdue load back and refuses those who waited for it (rule 6)."""
+    """Handles a load that has missed its deadline: begins to roll it back, and refuses the requests and commands that waited for it
+    (rule 6)."""
     copy = model.copy
     assert copy is not None
     reason = f"placement {copy.placement_id} on {joined(copy.devices)} missed its deadline"

@@ -19,11 +19,11 @@ _NUM_CANDIDATES = 8
 
 
 def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option] | None:
-    """Returns the placement to begin on a device. None: nothing can begin now; a deadline is set if that will change with time
-    alone.
+    """Returns which model to place next on this device, with the devices that it takes and the models that leave. None: nothing can
+    begin now; a deadline is set if that will change with time alone.
 
     Rule 8: the model that has been overdue longest comes first (it alone may force busy models out), else the one with most waiting
-    work per reload second. Nothing else begins on the device while the first one waits for other devices (see above)."""
+    work per reload second. Nothing else begins on the device while the first one waits for other devices."""
     oldest = device.by_age.peek()
     if oldest is None:
         return None
@@ -86,7 +86,7 @@ def waits_for_others(node: Node, model: Model) -> bool:
 
 @dataclass(slots=True)
 class _Member:
-    """One of the devices that a model could take together: what has to fit on it, and which models are there."""
+    """One of the devices that a model would take: the device, what has to fit on it, and the copies that are there."""
 
     device: Device
     target: Target

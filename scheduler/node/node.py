@@ -44,7 +44,8 @@ class Request:
 
     @property
     def waits_since(self) -> float:
-        """The time since which the request has waited: its arrival or, for a paused request, which has had its turn, the pause."""
+        """The time, in monotonic seconds, since which the request has waited: that of its pause if it was paused, else that of its
+        arrival."""
         return self.arrived if self.paused_at is None else self.paused_at
 
 
@@ -90,7 +91,8 @@ class Copy:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its devices still hold their share."""
+        """Whether the copy still has its share on each of the devices onto which it was loaded. A model that is not split has one
+        share."""
         return len(self.devices) == self.facts.num_ranks
 
 
@@ -164,7 +166,8 @@ class Model:
 
     @property
     def window(self) -> int:
-        """The most requests that it may have in its engine, before the factor window_per_sequence."""
+        """The most requests that the model may have in its engine, before the factor window_per_sequence: the sequences of a
+        batch."""
         return (self.copy.facts if self.copy else self.facts).max_sequences
 
     @property
@@ -194,7 +197,8 @@ class Model:
 
     @property
     def is_spare(self) -> bool:
-        """Whether another replica serves the model if this one leaves. Of the ready replicas all but the first are spare."""
+        """Whether another replica goes on serving the model if this one leaves. Of the ready replicas all but the first are spare;
+        a pinned one never is."""
         if not self.primary.others or self.pinned:
             return False
         return next((one for one in self.replicas if one.state == residency.READY and not one.leaves), self) is not self
@@ -208,12 +212,13 @@ class Model:
 
     @property
     def served_elsewhere(self) -> bool:
-        """Whether another replica takes requests."""
+        """Whether another replica of the model takes requests."""
         return bool(self.primary.others) and any(one.takes_requests for one in self.replicas if one is not self)
 
     @property
     def takes_requests(self) -> bool:
-        """Whether its requests are submitted to its engine at once."""
+        """Whether requests can be submitted to the engine of this replica: it is ready, or it is loading and prompts run as weights
+        arrive."""
         streams = self.state == residency.LOADING and self.copy is not None and self.copy.streams
         return self.state == residency.READY or streams
 
@@ -295,7 +300,8 @@ class Device:
 
     @property
     def available(self) -> bool:
-        """Whether a placement may begin: no other is under way, except one that waits for busy victims."""
+        """Whether a placement may begin on the device: its engine is up, and all placements under way there still wait for busy
+        models to drain."""
         return self.up and all(placement.stage == VICTIMS_DRAIN for placement in self.placements.values())
 
 
@@ -369,7 +375,7 @@ class Node:
         model.expected.clear()
 
     def grant(self, device: Device) -> None:
-        """Tells the engine its current lease."""
+        """Tells the engine of a device its current KV lease, by a GrantLease action."""
         device.lease_told_chunks = device.ledger.lease_chunks
         self.emit(GrantLease(cause=self.cause, device=device.name, lease_chunks=device.lease_told_chunks))
 
@@ -397,7 +403,7 @@ class Node:
         return model.window * (1 if model.primary.others else self.settings.window_per_sequence)
 
     def is_warm(self, model: Model) -> bool:
-        """Returns whether the host tier holds a complete copy of the weights that the model has now."""
+        """Returns whether the host tier holds a complete copy of the model's weights, made of the files that it has now."""
         kept = self.host.weights.get(model.name)
         return kept is not None and not kept.void and kept.fingerprint == model.facts.fingerprint
 

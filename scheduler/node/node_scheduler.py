@@ -46,7 +46,7 @@ __all__ = ["NodeScheduler", "SchedulerSettings"]
 
 
 def _time_passed(node: Node, event: events.TimePassed) -> None:
-    """Does nothing by itself: deadlines are checked after every event."""
+    """Handles TimePassed by doing nothing: deadlines are checked after every event."""
 
 
 _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
@@ -91,8 +91,8 @@ class NodeScheduler:
             engines.declare(self._node, name, budget_bytes)
 
     def handle(self, event: Event) -> list[Action]:
-        """Handles an event and returns the actions to carry out now, in order. Time never goes back: an older `now` counts as the
-        latest one."""
+        """Handles an event and returns the actions to carry out now, in order. Time never goes back: if the event's `now` is older
+        than an earlier event's, the earlier one's counts."""
         node = self._node
         node.now = max(node.now, event.now)
         node.cause = event.cause
@@ -108,8 +108,8 @@ class NodeScheduler:
         return min(first, default=None)
 
     def reconfigure(self, settings: SchedulerSettings) -> None:
-        """Sets new settings, from the next event on. Raises ValueError if chunk_bytes or the host tier's size changes, which needs
-        a restart."""
+        """Replaces the settings, which apply from the next event on. Raises ValueError if chunk_bytes or host_tier_slots differs,
+        which needs a restart."""
         if settings.host_tier_slots != self._node.settings.host_tier_slots:
             raise ValueError(f"host_tier_slots cannot change while running: it is {self._node.settings.host_tier_slots}")
         if settings.chunk_bytes != self._node.settings.chunk_bytes:
@@ -132,7 +132,7 @@ class NodeScheduler:
         return None if model is None else _model_view(self._node, model)
 
     def state(self, name: str) -> str | None:
-        """Returns one model's state without the rest of its view; None if it is unknown."""
+        """Returns the state of one model (residency.py), which is cheaper than its whole view; None if it is unknown."""
         model = self._node.models.get(name)
         return None if model is None else model.state
 

@@ -21,14 +21,15 @@ def fits_beside_pins(model: Model, device: Device) -> bool:
 
 
 def has_place(node: Node, model: Model) -> bool:
-    """Returns whether pins leave the model room on one of its devices, or on as many as it needs if it is split."""
+    """Returns whether pinned models leave this model room on one of its devices, or on as many as it needs if it is split. True if
+    it has no devices."""
     roomy = (name for name in model.devices if fits_beside_pins(model, node.devices[name]))
     return not model.devices or bool(pools(roomy, model.facts.num_ranks))
 
 
 def pin(node: Node, model: Model) -> Refusal | None:
-    """Keeps room for the model on the devices where it is or is being placed, else on those of its devices with the most room.
-    Returns why there is no room, or None."""
+    """Pins the model: keeps room for it on the devices where it is or is being placed, else on those of its devices where pinned
+    models leave the most room. Returns why there is no room; None if it is pinned."""
     if model.pinned:
         return None
     home = place_of(model) or most_room(node, model)
@@ -62,8 +63,8 @@ def unpin(node: Node, model: Model) -> None:
 
 
 def check_home(node: Node, model: Model) -> None:
-    """Checks the home of a pinned model without a whole copy, whose size may have changed: it keeps its home, gets another one, or
-    is unpinned."""
+    """Checks whether a pinned model without a whole copy, whose size or devices may have changed, still fits on its home, the
+    devices that keep room for it. If not, it gets another home or is unpinned."""
     if not model.pinned:
         return
     home = [node.devices[name] for name in model.home]

@@ -46,8 +46,9 @@ def place_next(node: Node, device: Device) -> None:
 
 
 def place_newcomer(node: Node, model: Model) -> None:
-    """Places a model whose demand has changed while its devices have not. Other models could not be placed when the devices last
-    changed, so only this one is considered."""
+    """Begins a placement of the model, whose demand has changed while its devices have not, if there is room. Otherwise sets
+    deadlines or marks devices, so that it is considered again in time. Other models could not be placed when the devices last
+    changed."""
     if not node.resting(model) or not any(model.name in node.devices[name].by_age for name in model.devices):
         return
     option = look.best_option(node, model, may_force=False)
@@ -106,7 +107,8 @@ def promise(node: Node, placement: Placement) -> None:
 
 
 def advance(node: Node, placement: Placement) -> None:
-    """Takes every step of a placement that can be taken now."""
+    """Takes a placement through all stages that are over by now: its victims have drained, its victims have left, the loaders are
+    free. Then it begins to load."""
     if placement.stage == VICTIMS_DRAIN:
         if any(node.models[name].running for name in placement.victims):
             return

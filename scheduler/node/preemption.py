@@ -28,7 +28,7 @@ def foresee(node: Node, placement: Placement) -> None:
 
 
 def _has_room_elsewhere(node: Node, victim: Model) -> bool:
-    """Returns whether other replicas of the model can take all of its requests at once."""
+    """Returns whether the other replicas of the victim's model can take all requests that run on the victim."""
     others = (one for one in victim.replicas if one is not victim and one.takes_requests)
     return sum(max(0, node.window(one) - len(one.running)) for one in others) >= len(victim.running)
 

@@ -10,8 +10,8 @@ from scheduler.node.placements import drop, unlist
 
 
 def registered(node: Node, event: ModelRegistered) -> None:
-    """Handles a new model, or new files or settings: an existing copy stays as it is, and the new facts apply from the next load
-    on. A further replica must be registered after its model; otherwise raises KeyError."""
+    """Handles a new model, or new files or settings of a known one: a copy on a device stays as it is, and the new facts apply from
+    the next load on. Raises KeyError for a further replica whose model is not registered yet."""
     facts = event.facts
     model = node.models.get(facts.name)
     if model is None:

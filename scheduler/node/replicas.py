@@ -34,8 +34,8 @@ def spread(node: Node, model: Model) -> None:
 
 
 def wanted(node: Node, model: Model) -> Model | None:
-    """Returns the replica that should be loaded beside those that are ready; None if none should, or if another one is being
-    loaded."""
+    """Returns the replica of the model that should be loaded next beside those that are ready; None if no further one should be, or
+    if one is being placed already."""
     if model.closed or model.removed or not model.enabled or not any(one.state == residency.READY for one in model.replicas):
         return None
     if any(one.placement is not None for one in model.replicas):
@@ -93,8 +93,8 @@ def look_again(node: Node) -> None:
 
 
 def _room(node: Node, model: Model) -> tuple[object, ...]:
-    """Returns the facts that decide whether a further replica of the model finds room. As long as they are the same as at a failed
-    attempt, another attempt would fail, too. O(devices)."""
+    """Returns values to compare with a later call's: as long as they are equal, a further replica of the model that found no room
+    would find none again. O(devices)."""
     devices = (node.devices[name] for name in model.devices)
     state = tuple((one.available, one.held_for, one.ledger.lease_chunks, one.pinned, _is_quiet(node, one)) for one in devices)
     return (*state, *(one.occupies for one in model.replicas))

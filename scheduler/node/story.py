@@ -8,7 +8,7 @@ _LINES, _REQUESTS = 48, 1024
 
 
 class Story:
-    """Lines about one model; the oldest are dropped first."""
+    """The latest events in the life of one model, as lines for operators; of more than 48 the oldest are dropped."""
 
     __slots__ = ("_lines",)
 

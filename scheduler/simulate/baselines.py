@@ -82,9 +82,9 @@ class LeastRecentlyUsed:
 
 
 class Ollama:
-    """Ollama's rule, with its defaults: victims by name (it sorts by keep-alive, which is the same for all, then by path), at
-    most three models on a device, five minutes for an idle one. Its process start is left out: a swap costs the same here.
-    Host memory stands for the page cache, which drops what was read longest ago."""
+    """Ollama's rule, with its defaults: victims in the order of their names (it sorts by keep-alive, which is the same for all,
+    then by path), at most three models on a device, and an idle model leaves after five minutes. The start of its process is left
+    out: a swap costs the same here. Host memory stands for the page cache, which drops what was read longest ago."""
 
     name = "ollama"
     max_residents, idle_s = 3, 300.0
@@ -117,8 +117,8 @@ class Clairvoyant:
 
 
 class OnDemand:
-    """A Decider that follows a Rule. It keeps the weights that it reads from disk in host memory, as far as there is room. It
-    preempts no running request and saves no KV."""
+    """A Decider that loads models on demand, with a Rule for which models leave. It keeps the weights that it reads from disk in
+    host memory, as far as there is room. It preempts no running request and saves no KV."""
 
     def __init__(self, rule: Rule, chunk_bytes: int, host_tier_slots: int = 0) -> None:
         self.rule, self.chunk_bytes = rule, chunk_bytes

@@ -77,8 +77,8 @@ def decider(policy: str, node: SimulatedNode, trace: Sequence[TraceRequest], set
 
 
 def settings_for(node: SimulatedNode, max_wait_s: float, max_queued: int) -> SchedulerSettings:
-    """Returns the node scheduler's default settings, with the bandwidths that are known of the simulated node before anything was
-    measured there."""
+    """Returns settings for the node scheduler: the defaults, except for the given limits and for chunk size, load overhead and
+    bandwidths, which are those of the simulated node."""
     costs = node.costs
     return SchedulerSettings(
         chunk_bytes=node.chunk_bytes,

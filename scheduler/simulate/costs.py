@@ -11,7 +11,7 @@ from scheduler.simulate.steps import StepSeconds
 
 @dataclass(slots=True, frozen=True)
 class ModelCosts:
-    """What was measured of one model. It replaces what would otherwise be computed from the model's bytes. None: not measured."""
+    """Measured costs of one model's loads and steps, which replace those that are computed from its bytes. None: not measured."""
 
     disk_load_s: float | None = None
     host_load_s: float | None = None

@@ -83,8 +83,8 @@ class Hosted:
 
 @dataclass(slots=True)
 class _Step:
-    """One step of one model. part: the fraction of the decoding sequences that take part in it. chunks: tokens of prompts. seconds:
-    its length, including the time in which it waits for other devices (wait_s)."""
+    """One step of one model. part: the fraction of the decoding sequences that take part in it. chunks: (sequence, number of its
+    prompt's tokens that the step computes). seconds: its length, including wait_s, the time in which it waits for other devices."""
 
     hosted: Hosted
     part: float
@@ -177,8 +177,9 @@ class SimulatedEngine:
         self.turns.add(facts.name)
 
     def end_step_of(self, name: str) -> float:
-        """Ends the current step of a model that is about to leave. The step counts now; returns the seconds it would still take.
-        A sequence that would end with this step keeps its last token until the model is back."""
+        """Ends the running step of a model that is about to leave, as if it were over, and returns the seconds that it would still
+        take; 0.0 if no step of the model runs. A sequence that would end with this step keeps its last token until the model is
+        back."""
         self._interrupt()
         step, hosted = self._under_way, self.hosted[name]
         if not isinstance(step, _Step) or step.hosted is not hosted:
@@ -350,7 +351,7 @@ class SimulatedEngine:
         return beyond + others <= self.lease_bytes
 
     def _admit(self, hosted: Hosted) -> bool:
-        """Admits the first waiting request if it fits. Returns whether it did."""
+        """Moves the first waiting request of a model to those whose prompts are computed, if it fits. Returns whether it did."""
         if not self._fits(hosted):
             return False
         sequence = hosted.waiting.popleft()

@@ -32,7 +32,7 @@ class RequestOutcome:
 
 @dataclass(slots=True)
 class Swaps:
-    """The number and bytes of loads and evictions of a run, and the tokens of KV saved and restored."""
+    """How many loads and evictions a run had, how many bytes the loads moved, and how many tokens of KV were saved and restored."""
 
     num_disk_loads: int = 0
     num_host_loads: int = 0

@@ -231,7 +231,8 @@ class Simulation:
     # ---- actions
 
     def _load(self, action: actions.Load) -> None:
-        """Starts a load: of the weights from host memory or disk, then of the KV that was saved."""
+        """Starts a load and schedules its end: first the weights are loaded, from host memory or disk, then KV that was saved is
+        restored."""
         copy = self._copies[action.placement_id] = _Copy(action, restored=self._saved_kv.pop(action.kv_index, {}))
         self._placement_of[action.device, action.model] = action.placement_id
         self._set_leases(action)
@@ -260,8 +261,8 @@ class Simulation:
         self._later(seconds, finished)
 
     def _evict(self, action: actions.Evict) -> None:
-        """Starts an eviction. KV of running requests is saved as far as the slots reach: whole requests, in the order of their
-        submission."""
+        """Starts an eviction and schedules its end. KV of running requests is saved as far as the slots reach: whole requests, in
+        the order of their submission."""
         copy = self._copies.pop(action.placement_id)
         engine, facts, chunk_bytes = self.engines[action.device], self.node.models[action.model], self.node.chunk_bytes
         self._set_leases(action)

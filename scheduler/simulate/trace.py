@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class TraceRequest:
-    """One request of a trace. time_s: seconds since the beginning of the trace."""
+    """One request of a trace. time_s: seconds since the beginning of the trace. input_tokens, output_tokens: the lengths of its
+    prompt and its answer."""
 
     time_s: float
     model: str
