@@ -38,7 +38,6 @@ _NEVER = np.iinfo(np.int64).max  # next_plan of a sequence for which nothing is 
 _PRIOR = 0.6  # the chance that a drafted token holds, before anything is learned
 _NEWEST = 0.25  # weight of a new result in a sequence's chance, and in that of the model's new sequences
 _NEWEST_OF_MODEL = 0.02
-_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ def declare(node: Node, name: str, budget_bytes: int) -> Device:
 def up(node: Node, event: EngineUp) -> None:
     device = node.devices.get(event.device)
     if device is not None and device.up:
-        end(node, device, (), "a new engine has come up")
+        end(node, device, (), "ended: a new one has come up")
     if device is None:
         device = declare(node, event.device, event.budget_bytes)
         judge_all(node)
