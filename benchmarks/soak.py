@@ -25,6 +25,7 @@ from benchmarks.checkpoints import make
 from benchmarks.load import drive
 from benchmarks.serve import STORE
 from benchmarks.server import Server
+from tests.e2e.processes import anonymous_bytes
 
 NAMES = ("first", "second", "third")
 SAMPLE_EVERY_S = 2.0
@@ -33,10 +34,9 @@ SAMPLE_EVERY_S = 2.0
 def sample(pid: int) -> dict[str, int]:
     """anonymous_bytes: the resident set without files and shared memory, the device's chunks among those."""
     process = psutil.Process(pid)
-    status = dict(line.split(":", 1) for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines())
     return {
         "rss_bytes": process.memory_info().rss,
-        "anonymous_bytes": int(status["RssAnon"].split()[0]) << 10,
+        "anonymous_bytes": anonymous_bytes(pid),
         "descriptors": process.num_fds(),
         "mappings": len(pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines()),
         "threads": process.num_threads(),

@@ -236,11 +236,8 @@ class _Readers:
             try:
                 item = self._done.get(timeout=LEAVE_AFTER_S)
             except Empty:
+                item = None
                 self._has_lost_threads()
-                continue
-            finally:
-                if time.monotonic() >= leave_s:
-                    self._leave_behind()
             if isinstance(item, Fetching):
                 self._alive.discard(item)
             elif isinstance(item, Fetched) and item.fence is not None:
@@ -248,6 +245,8 @@ class _Readers:
                     self._arrive(item)
                 except RuntimeError as error:  # the error that ended the load is being raised already
                     log.warning("%s: %s", item.read.file, error)
+            if time.monotonic() >= leave_s:
+                self._leave_behind()
         for thread in self._threads.values():
             thread.join()
 
@@ -257,14 +256,15 @@ class _Readers:
         left = [at for at in self._alive if at.call.leave()]
         for at in left:
             self._forget(at)
-            if at.slot is not None:
-                self._ring.replace(at.slot)
         if left:
             log.warning("%d reads do not return: the file system does not answer; they are left behind", len(left))
 
     def _forget(self, at: Fetching) -> None:
+        """Waits for a thread no more, and replaces its slot, which it may never give back."""
         self._alive.discard(at)
         del self._threads[at]
+        if at.slot is not None:
+            self._ring.replace(at.slot)
 
     def _has_lost_threads(self) -> bool:
         """Returns whether threads were not started, or have ended without putting anything into `_done`, which happens if there is
@@ -274,8 +274,6 @@ class _Readers:
             return False
         for at in ended:
             self._forget(at)
-            if at.slot is not None:
-                self._ring.replace(at.slot)
         return True
 
     def next_done(self, cancelled: Callable[[], bool]) -> Fetched:

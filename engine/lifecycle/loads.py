@@ -121,11 +121,7 @@ class Loads:
                 transfer.seconds = time.monotonic() - started_s
             self._report(transfer)
 
-        try:
-            Thread(target=work, name=f"KV of {transfer.served.spec.model}").start()
-        except MemoryError as error:
-            transfer.error = error
-            self._report(transfer)
+        self._begin(transfer, work, f"KV of {transfer.served.spec.model}")
 
     def read(self, read: AdapterRead) -> None:
         """Reads an adapter's files in a thread; `take` returns `read` when that has ended."""
@@ -134,11 +130,15 @@ class Loads:
             read.run()
             self._report(read)
 
+        self._begin(read, work, f"adapter {read.source.name}")
+
+    def _begin(self, job: KVTransfer | AdapterRead, work: Callable[[], None], name: str) -> None:
+        """Starts the thread of a job. If there is no memory for it, the job is reported with that error."""
         try:
-            Thread(target=work, name=f"adapter {read.source.name}").start()
+            Thread(target=work, name=name).start()
         except MemoryError as error:
-            read.error = error
-            self._report(read)
+            job.error = error
+            self._report(job)
 
     def sum_up(self, load: Load, checksum: Callable[[], int]) -> None:
         """Computes the checksum of the weights of a load that has ended, in a thread; `take` returns Summed when it is known. If

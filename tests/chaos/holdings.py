@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.chaos.world import MODELS, SCANNING, SPARE, TEXT
+from tests.e2e.processes import anonymous_bytes
 from tests.e2e.service_node import ServiceNode
 
 STATISTICS_S = 5.0  # KV that an engine uses is known from its last statistics, which follow an unload
@@ -84,15 +84,9 @@ def _of(process: psutil.Process) -> dict[str, Any]:
         "descriptors": process.num_fds(),
         "mappings": len(process.memory_maps(grouped=False)),
         "threads": process.num_threads(),
-        "anonymous_mib": _anonymous_mib(process.pid),
+        # An engine keeps mapped what it has touched of the host tier and of its device's chunks: shared memory with its own limits.
+        "anonymous_mib": round(anonymous_bytes(process.pid) / 2**20, 1),
     }
-
-
-def _anonymous_mib(pid: int) -> float:
-    """Returns a process's resident memory without files and shared memory, in MiB. Of the host tier and of a device's chunks, which
-    are shared memory, each engine keeps mapped what it has touched so far, and their limits are their own."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return round(int(next(line for line in status.splitlines() if line.startswith("RssAnon:")).split()[1]) / 1024, 1)
 
 
 def _kinds(daemon: psutil.Process) -> Counter[str]:

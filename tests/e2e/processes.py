@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -20,6 +21,12 @@ def fork_servers(pid: int) -> list[psutil.Process]:
 def with_word(pid: int, word: str) -> list[psutil.Process]:
     """Returns the living processes below this one whose command line has this word."""
     return _those(pid, lambda process: word in process.cmdline())
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Returns a process's resident memory without files and shared memory."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("RssAnon:")).split()[1]) << 10
 
 
 def _those(pid: int, is_one: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
