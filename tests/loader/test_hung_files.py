@@ -284,10 +284,10 @@ def test_readers_that_have_no_memory_left_are_not_waited_for(source: OpenCheckpo
 
 
 class Full(SimpleQueue):  # type: ignore[type-arg]
-    """A queue into which the second reader thread cannot put anything."""
+    """A queue into which the reader threads cannot put anything."""
 
     def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
-        if threading.current_thread().name == "reader 1":
+        if threading.current_thread().name.startswith("reader"):
             raise MemoryError
         super().put(item, block, timeout)
 
