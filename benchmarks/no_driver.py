@@ -35,7 +35,7 @@ from engine.cuda.launch_only import ARENA_BLOCKS, AddressRange
 from engine.cuda.launches import NoGpu
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
-from engine.ops.ops import Matrix
+from engine.ops.ops import Matrix, PackedMatrix
 from engine.protocol import LoadModel
 from loader import kv_layout
 from loader.layout import weights_bytes
@@ -163,7 +163,8 @@ class NoDriverOps(CudaOps):
     def __init__(self) -> None:
         """Leaves Triton's cache folder as it is."""
 
-    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0) -> Tensor:
+        assert isinstance(weight, Tensor)
         functional.linear(_one, _one)
         return weight.new_empty(len(ids), weight.shape[1])
 

@@ -37,6 +37,7 @@ CREDENTIAL = "credential:"  # prefix of a value that is not a path, but names a 
 TLS_VERSIONS = ("1.2", "1.3")
 RUNNERS = ("torch", "null")
 QUANTIZATIONS = ("int8", "none")
+RESIDENT_FORMS = ("plain", "packed")
 KV_CACHE_DTYPES = ("auto", "fp8")
 TOOL_PARSERS = (
     "deepseek_v3",
@@ -470,6 +471,7 @@ def _device_specs(value: Any) -> None:
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "dtype": _one_of(*DTYPES),
     "quantize": _one_of(*QUANTIZATIONS),
+    "resident": _one_of(*RESIDENT_FORMS),
     "kv_cache_dtype": _one_of(*KV_CACHE_DTYPES),
     "speculator": _not_empty,
     "log_level": _one_of(*LOG_LEVELS),

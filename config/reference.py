@@ -128,6 +128,7 @@ _EXAMPLES = {
     "chat_template": '"/etc/hearthd/llama.jinja"',
     "temperature": "0.7",
     "quantize": '"int8"',
+    "resident": '"packed"',
     "tool_parser": '"hermes"',
     "reasoning_parser": '"think"',
     "top_p": "0.9",

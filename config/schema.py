@@ -155,6 +155,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "or mixtures of experts"
         ),
     ] = None
+    resident: Annotated[
+        str,
+        key(
+            "plain or packed: with packed the matrices stay in memory in a lossless form of 0.72 of their bytes, which is decoded "
+            "where they are used. The model answers the same. On processors with AVX512-BF16 and AVX512-VBMI2 it is faster at 1 to "
+            "4 sequences, elsewhere slower; prompts and larger batches are slower everywhere (docs/performance.md). For bfloat16 "
+            "models on cpu devices; not with quantize, for encoders or mixtures of experts"
+        ),
+    ] = "plain"
     kv_cache_dtype: Annotated[
         str,
         key(

@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--int4", action="store_true", help="also what weights in INT4 need")
     parser.add_argument("--int4-zeros", action="store_true", help="also what weights in INT4 with zero points need")
     parser.add_argument("--fp8", action="store_true", help="also what FP8 weights need")
+    parser.add_argument("--packed", action="store_true", help="also what weights that stay packed need")
     parser.add_argument("--adapters", action="store_true", help="also what LoRA adapters need")
     parser.add_argument("--ranks", action="store_true", help="also what models need that are split over devices")
     parser.add_argument("--unit-by-unit", choices=("one", "all"), default="", help=argparse.SUPPRESS)
@@ -58,7 +59,7 @@ def main() -> int:
     if ops.kernels is None:
         print("numba is not installed: the cpu device will run torch operations only")
         return 0
-    sets = ("int8", "fp8", "mxfp4", "nvfp4", "int4", "int4_zeros", "adapters", "ranks")
+    sets = ("int8", "fp8", "mxfp4", "nvfp4", "int4", "int4_zeros", "packed", "adapters", "ranks")
     formats = [name for name in sets if getattr(options, name)]
     return _compile(ops, options.cache_dir, options.dtype or DTYPES, formats)
 

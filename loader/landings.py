@@ -1,5 +1,5 @@
-"""Determines which parts of a model's weight range are in place after each read. Reads of a tensor whose numbers are rearranged
-fill the same place, so it is reported as a whole, after its last read.
+"""Determines which parts of a model's weight range are in place after each read. Reads of a tensor whose numbers are rearranged,
+or of matrices that are packed as one, fill the same place, so it is reported as a whole, after the last read.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Landings:
             if self._left_bytes[name]:
                 return []
         slots = self._slots[name]
-        if slot.joint:
+        if slot.joint and slot.packed is None:
             self._order(list(slots.values()))
-        return [(one.offset_bytes, one.offset_bytes + one.num_bytes) for one in slots.values() if one.num_bytes]
+        return [place for one in slots.values() if one.num_bytes for place in one.places]
 
     def _order(self, slots: list[WeightSlot]) -> None:
         orders = [slot for slot in slots if slot.relayout == INPUT_ORDER]

@@ -20,16 +20,16 @@ from loader.architectures.architecture import Cut
 from loader.direct_io import BLOCK_BYTES, Alignment
 from loader.dtypes import DTYPE_OF, FP8, ITEM_BYTES, SCALES_IN
 from loader.errors import CheckpointError
-from loader.formats.int8 import SCALE_BYTES
-from loader.formats.weight_format import WeightSlot, without_ones
+from loader.formats.weight_format import SCALE_BYTES, WeightSlot, without_ones
 from loader.packed import Frame
+from loader.packed_rows import PANEL_ROWS
 from loader.safetensors import DTYPE_BYTES, Header, TensorRef
 
 # Shorter runs of columns are read together with the bytes between them: a few long reads are faster than many short ones.
 MIN_RUN_BYTES = 256 << 10
 MIN_DIRECT_BYTES = 32 << 10  # shorter spans are as cheap to copy, and a system call accepts 1,024 pieces at most
 ANY_ALIGNMENT = Alignment(1, 1)
-QUANTIZED, SCALES = "int8", "scales"
+QUANTIZED, SCALES, PACKED = "int8", "scales", "packed"
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,15 +39,15 @@ class Segment:
     target: the engine's dtype if it differs from the stored one, else "". Special values are: "int8" for whole rows to be
     quantised, whose scales belong at scales_at_bytes of the weight range; "scales" for all scales of a matrix, each row of which
     fills `repeats` rows of memory, in float32, held_bytes bytes in all (their inverses, if `inverse`); FP8 for codes, which are
-    stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; and the name of a Relayout. stage: the
-    part of a forward pass that first needs the tensor (WeightSlot.stage).
+    stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; the name of a Relayout; and "packed" for
+    rows that are packed (`whole` tells where). stage: the part of a forward pass that first needs the tensor (WeightSlot.stage).
 
     frame: the frame of a packed file that the segment consists of; None: the file is plain. content: the segment that this frame
     decodes to, with begin and end counted as though the file held the tensor unpacked. whole: the place of the whole tensor if its
-    numbers are rearranged (loader/formats/relayout.py), else None; the segment's numbers are then scattered in this place, and
-    place_bytes counts as though they were not. kept: for "scales", the part of them that is held (WeightSlot.kept). columns: the
-    part of each row that is kept, with the tensor regarded as a matrix whose rows have `columns.whole` elements; the segment then
-    consists of whole rows. None: all columns are kept."""
+    numbers are rearranged (loader/formats/relayout.py) or packed, else None; the segment's numbers are then scattered in this
+    place, and place_bytes counts as though they were not (for packed rows as WeightSlot.offset_bytes). kept: for "scales", the part
+    of them that is held (WeightSlot.kept). columns: the part of each row that is kept, with the tensor regarded as a matrix whose
+    rows have `columns.whole` elements; the segment then consists of whole rows. None: all columns are kept."""
 
     tensor: TensorRef
     begin: int
@@ -73,11 +73,13 @@ class Segment:
     @property
     def unit_bytes(self) -> tuple[int, int]:
         """The bytes, in the file and in the weight range, of the smallest unit that must not be divided: an element, a row (if it
-        is quantised or partly kept), all scales of a matrix, or the rows that are rearranged together."""
+        is quantised, packed or partly kept), all scales of a matrix, or the rows that are rearranged together."""
         if self.whole is not None and (relayout := self.whole.relayout) is not None:
             unit_rows = relayout.unit_rows(self.tensor.shape)
             unit_bytes = unit_rows * math.prod(self.tensor.shape[1:]) * DTYPE_BYTES[self.tensor.dtype]
             return unit_bytes, self.whole.num_bytes // (self.whole.shape[0] // unit_rows)
+        if self.whole is not None and (packed := self.whole.packed) is not None:
+            return self.width * DTYPE_BYTES[self.tensor.dtype], packed.row_body_bytes
         if self.target == SCALES:
             return math.prod(self.tensor.shape) * DTYPE_BYTES[self.tensor.dtype], self.held_bytes
         item = DTYPE_BYTES[self.tensor.dtype]
@@ -91,15 +93,27 @@ class Segment:
     @property
     def places(self) -> list[tuple[int, int]]:
         """The ranges [begin, end) of the weight range that the segment fills, in bytes: one for its values and, if it is quantised,
-        one for their scales. For a tensor that is rearranged, the range is the segment's share of the tensor's place."""
+        one for their scales. For a tensor that is rearranged, the range is the segment's share of the tensor's place. Packed rows
+        have no range for their escapes, whose place is known only when the rows are packed."""
         if self.content is not None:
             return self.content.places
+        if self.whole is not None and (packed := self.whole.packed) is not None:
+            first, last = self.rows
+            return packed.ranges(first // PANEL_ROWS, -(-last // PANEL_ROWS))
         unit, held_unit = self.unit_bytes
         num_units = (self.end - self.begin) // unit
         places = [(self.place_bytes, self.place_bytes + num_units * held_unit)]
         if self.target == QUANTIZED:
             places.append((self.scales_at_bytes, self.scales_at_bytes + num_units * SCALE_BYTES))
         return places
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The rows [first, last) of a packed matrix that the segment has. Only for a segment whose rows are packed."""
+        assert self.whole is not None
+        assert self.whole.packed is not None
+        first, (unit, _) = self.whole.packed.row_at(self.place_bytes), self.unit_bytes
+        return first, first + (self.end - self.begin) // unit
 
 
 @dataclass(slots=True, frozen=True)
@@ -182,11 +196,13 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
                 target = FP8
             if slot.relayout is not None:
                 target = slot.relayout.name
+            elif slot.packed is not None:
+                target = PACKED
             num_bytes = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
             begin, stage = tensor.offset_bytes, stage_of[tensor.name]
             held = (slot.repeats, slot.num_bytes)
             whole = Segment(tensor, begin, begin + num_bytes, slot.offset_bytes, target, slot.scales_at_bytes, stage, *held)
-            if slot.relayout is not None:
+            if slot.relayout is not None or slot.packed is not None:
                 whole = replace(whole, whole=slot)
             if slot.repeats:
                 whole = replace(whole, inverse=slot.inverse, kept=slot.kept)
@@ -227,7 +243,7 @@ def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
 
 def _framed(whole: Segment, read_bytes: int) -> Iterator[Segment]:
     """Yields a segment for each frame of a packed file's tensor. whole: the segment of the whole tensor as though the file held
-    it unpacked. Raises CheckpointError for a frame that is longer than a read, or that ends within a row to be quantised."""
+    it unpacked. Raises CheckpointError for a frame that is longer than a read, or that ends within a unit (Segment.unit_bytes)."""
     left: Segment | None = whole
     end = whole.begin
     for frame in whole.tensor.frames:

@@ -17,10 +17,11 @@ from loader.errors import CheckpointError
 from loader.formats.fp8_values import fill_scales, nan_at
 from loader.formats.int4_relayout import order_inputs, part_of, rearrange
 from loader.formats.int4_scales import narrow_scales
-from loader.formats.int8 import SCALE_BYTES
 from loader.formats.int8_rows import quantize_rows
-from loader.formats.weight_format import WeightSlot
-from loader.range_plan import QUANTIZED, SCALES, Segment, Span
+from loader.formats.weight_format import SCALE_BYTES, WeightSlot
+from loader.packed_rows import pack_rows
+from loader.panel_packer import PackRows, PanelPacker
+from loader.range_plan import PACKED, QUANTIZED, SCALES, Segment, Span
 from loader.safetensors import DTYPE_BYTES
 
 # Elements converted at a time: few enough that torch does not wake its thread pool, which belongs to the model whose step runs.
@@ -107,12 +108,19 @@ def _of_span(span: Span) -> Iterator[None]:
 
 class HostSink:
     """A sink whose weight range is this process's own memory. memory: the range, writable, laid out by layout.weight_layout.
-    prepare: called with [begin, end) in bytes of each part of the range before it is filled."""
+    prepare: called with [begin, end) in bytes of each part of the range before it is filled. pack_rows: the implementation of
+    loader.packed_rows.pack_rows for matrices that stay packed."""
 
-    def __init__(self, memory: memoryview, prepare: Callable[[int, int], None] = lambda begin_bytes, end_bytes: None) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        prepare: Callable[[int, int], None] = lambda begin_bytes, end_bytes: None,
+        pack_rows: PackRows = pack_rows,
+    ) -> None:
         self.memory: memoryview | None = memory
         self._prepare = prepare
         self._bytes = np.frombuffer(memory, np.uint8)
+        self._packer = PanelPacker(self._bytes, pack_rows)
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
         self._prepare(begin_bytes, end_bytes)
@@ -127,6 +135,9 @@ class HostSink:
             return
         if segment.target == QUANTIZED:
             self._quantize(span, read)
+            return
+        if segment.target == PACKED:
+            self._pack(span, read)
             return
         if segment.target == SCALES:
             self._fill_scales(span, read)
@@ -192,6 +203,24 @@ class HostSink:
         scales = torch.from_numpy(self._bytes[segment.scales_at_bytes : scales_end])
         with _of_span(span):
             quantize_rows(rows, values.view(torch.int8).view(rows.shape), scales.view(torch.float32))
+
+    def _pack(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
+        """Packs the rows of a span, which must be a whole segment. read: the span's bytes. Raises CheckpointError if the matrix
+        cannot stay packed."""
+        segment = span.segment
+        assert segment.whole is not None
+        assert segment.whole.packed is not None
+        width = segment.width if segment.columns is None else segment.columns.length
+        stored = torch.from_numpy(_kept(segment, read)).view(_STORED[segment.tensor.dtype])
+        if stored.dtype != torch.bfloat16:
+            held = torch.empty(stored.numel(), dtype=torch.bfloat16)
+            for at in range(0, stored.numel(), CONVERT_ELEMENTS):
+                some = slice(at, at + CONVERT_ELEMENTS)
+                held[some].copy_(stored[some])
+            stored = held
+        bits = np.require(stored.view(-1, width).view(torch.uint16).numpy(), requirements=("C", "ALIGNED", "WRITEABLE"))
+        with _of_span(span):
+            self._packer.add(segment.whole.packed, segment.rows[0], bits)
 
     def _fill_scales(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
         """Writes the scales of a matrix to their place, in float32. span: a whole segment. read: the span's bytes. Raises

@@ -225,8 +225,11 @@ def _unserved_kind(shape: ModelShape) -> str:
 
 
 def format_of(shape: ModelShape, at: int, group: TensorGroup, weight_format: WeightFormat) -> WeightFormat:
-    """Returns the format in which a group of tensors is held: weight_format, or PLAIN if the group is never quantised or the
-    checkpoint stores it plain. at: the group's index in the whole model."""
+    """Returns the format in which a group of tensors is held: weight_format, or PLAIN if that format does not hold such groups, or
+    if the checkpoint stores the group plain. at: the group's index in the whole model. Embeddings and heads of a model that is
+    split are plain, because a device may use only some rows of an embedding that it has whole."""
+    if group.may_be_packed:
+        return weight_format if weight_format.resident and shape.split is None else PLAIN
     return weight_format if group.may_be_quantized and at not in shape.plain_groups else PLAIN
 
 

@@ -21,7 +21,7 @@ def warm() -> None:
     "compiled", none are."""
     if os.environ.get(DONE) == "compiled":
         return
-    formats = ("--int8", "--fp8", "--mxfp4", "--nvfp4", "--int4", "--int4-zeros", "--adapters", "--ranks")
+    formats = ("--int8", "--fp8", "--mxfp4", "--nvfp4", "--int4", "--int4-zeros", "--packed", "--adapters", "--ranks")
     _compile(ROOT, *formats)
 
 

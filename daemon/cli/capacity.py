@@ -23,7 +23,7 @@ from loader import capacity, catalog
 from loader.described_model import CONFIG, HEADERS, INDEX, DescribedModel, described_model
 from loader.dtypes import computed_dtype
 from loader.errors import CheckpointError
-from loader.formats.registry import FORMATS, held_format
+from loader.formats.registry import FORMATS, held_format, why_not_resident
 from loader.kv_layout import KV_FP8, asked_kv_cache_dtype
 from loader.model_shape import ModelShape
 
@@ -155,7 +155,7 @@ def _check_division(
     checked, because models are not split over them yet."""
     if devices.kind != "cpu":
         return
-    asked = ModelConfig(quantize=options.quantize, speculator=options.speculator, parallel=division)
+    asked = ModelConfig(quantize=options.quantize, resident=options.resident, speculator=options.speculator, parallel=division)
     why = parallel.problem(asked, [f"cpu:{number}" for number in range(devices.num_devices)])
     if why := f"parallel: {why}" if why else capacity.why_not_split(shape, settings, devices):
         raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{options.config}: {why}", "details": {}})
@@ -179,10 +179,13 @@ def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capa
     if max_sequences < 1:
         raise _usage(f"--max-sequences: at least 1, not {max_sequences}")
     try:
-        weight_format = held_format(shape, options.quantize)
+        weight_format = held_format(shape, options.quantize, options.resident)
     except ValueError as error:
         raise _usage(f"--{error}") from None
+    dtype = computed_dtype(options.dtype, shape.dtype, (kind,))
+    unlike_resident = why_not_resident(options.resident, shape, dtype)
     for refused, why in (
+        (unlike_resident, f"--resident: {unlike_resident}"),
         (kind == "cuda" and not weight_format.runs_on_gpus, f"{weight_format.name} is not built for cuda devices"),
         (shape.is_encoder and kind == "cuda", "encoders are not built for cuda devices"),
         (shape.is_encoder and not weight_format.runs_encoders, f"{weight_format.name} is not built for encoders"),
@@ -192,7 +195,7 @@ def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capa
         if refused:
             raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{options.config}: {why}", "details": {}})
     return capacity.Settings(
-        dtype=computed_dtype(options.dtype, shape.dtype, (kind,)),
+        dtype=dtype,
         weight_format=weight_format,
         kv_cache_dtype=asked_kv_cache_dtype(options.kv_cache_dtype),
         max_model_len=max_model_len,

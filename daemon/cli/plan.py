@@ -38,6 +38,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--pipeline", metavar="N", type=int, default=None, help="with --devices: the pipeline of the model's parallel")
     add("--dtype", metavar="DTYPE", default="auto", help="with --config: the model's dtype (default: the checkpoint's)")
     add("--quantize", metavar="FORMAT", default=None, help="with --config: the model's quantize")
+    add("--resident", metavar="FORM", default="plain", help="with --config: the model's resident")
     add("--kv-cache-dtype", metavar="DTYPE", default="auto", help="with --config: the model's kv_cache_dtype")
     add("--speculator", metavar="NAME", default="auto", help="with --config: the model's speculator")
     add("--max-model-len", metavar="TOKENS", type=int, default=None, help="with --config: default: the checkpoint's")

@@ -47,7 +47,7 @@ class ModelEntry:
     scoring: str = ""  # for a cross-encoder, which only scores pairs of texts: how a score becomes a relevance (ModelShape.scoring)
     architecture: str = ""  # the architecture's name in config.json
     dtype: str = ""  # of the weights in memory
-    quantize: str = ""  # "int8" if the layers' matrices are quantized to it
+    quantize: str = ""  # weight format (loader/formats) of the layers' matrices if they are quantised; "": they are not
     weights_bytes: int = 0  # bytes in memory, on all devices together
     num_parameters: int = 0
     speculator: str = "none"  # how tokens are drafted for its requests, as in LoadModel.speculator

@@ -147,6 +147,8 @@ class Planner:
         if not checkpoint.complete or shape is None or misfit:
             return checkpoint.reason or checkpoint.error or misfit or "not a model"
         dtype = sizing.computed_dtype(settings.dtype or config.dtype, name, settings, shape)
+        if misfit := sizing.resident_misfit(name, settings, shape, dtype):
+            return misfit
         speculator = choice.chosen()
         facts = sizing.facts(config, checkpoint, settings, speculator, dtype)
         if speculator.predicts and not sizing.fits(facts, config, settings, shape):

@@ -27,7 +27,7 @@ class Registered:
     entry: ModelEntry | None
     dtype: str
     problem: str
-    quantize: str = ""  # "int8" if the layers' matrices are quantized to it
+    quantize: str = ""  # weight format (loader/formats) of the layers' matrices in memory; "": plain
     kv_cache_dtype: str = ""  # "fp8"; "": keys and values are kept in dtype
     shape: ModelShape | None = None  # the shape that is loaded: the checkpoint's, or that with its predictor
     division: Division = _WHOLE  # the division over devices

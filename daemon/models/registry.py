@@ -149,7 +149,8 @@ class Registry:
         if found is None or found.entry is None or found.shape is None or found.facts.is_split:
             return ""
         shape, settings = found.shape, self.config.models.get(name, ModelConfig())
-        return f"{self.config.runner}-{layout.layout_id(shape, found.dtype, held_format(shape, settings.quantize))}"
+        weight_format = held_format(shape, settings.quantize, settings.resident)
+        return f"{self.config.runner}-{layout.layout_id(shape, found.dtype, weight_format)}"
 
     # ---- scanning
 
@@ -303,7 +304,7 @@ class Registry:
         if isinstance(plan, str):
             return self._unusable(config, checkpoint, plan)
         shape, facts, speculator, dtype = plan.shape, plan.facts, plan.speculator, plan.dtype
-        quantize = held_format(shape, settings.quantize).name
+        weight_format = held_format(shape, settings.quantize, settings.resident)
         generation = checkpoint.generation
         given = settings.sampling
         defaults: dict[str, float | int | None] = {"max_tokens": given.max_tokens}
@@ -330,7 +331,7 @@ class Registry:
             cut_sizes=range(1, shape.hidden_size + 1) if shape.any_cut_size else shape.cut_sizes,
             architecture=shape.architecture,
             dtype=dtype,
-            quantize=quantize,
+            quantize="" if weight_format.resident else weight_format.name,
             weights_bytes=facts.weights_bytes * facts.num_ranks,
             num_parameters=layout.num_parameters(shape),
             speculator=speculator.name,
@@ -340,7 +341,8 @@ class Registry:
         kv_cache_dtype = kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype)
         number = self._sizing.num_replicas(name, plan.settings, shape, facts.num_ranks)
         replicas = further(facts, number, settings.replicas == config_replicas.AUTO)
-        return Registered(checkpoint, facts, entry, dtype, "", quantize, kv_cache_dtype, speculator.shape, plan.division, replicas)
+        held = (weight_format.name, kv_cache_dtype)
+        return Registered(checkpoint, facts, entry, dtype, "", *held, speculator.shape, plan.division, replicas)
 
     def _swap(self, config: NodeConfig, found: dict[str, Registered], adapters: dict[str, AdapterRecord]) -> list[events.Event]:
         before, after = _all_facts(self.models), _all_facts(found)

@@ -16,7 +16,7 @@ from daemon.models.speculators import Speculator
 from daemon.record.state import NodeState
 from loader import catalog, kv_layout, layout, slices, work_space
 from loader.dtypes import computed_dtype
-from loader.formats.registry import asked_format, held_format, stored_format
+from loader.formats.registry import asked_format, held_format, stored_format, why_not_resident
 from loader.gpu_sizing import gpu_work_space_bytes
 from loader.model_shape import Division, ModelShape
 from scheduler.node import events
@@ -53,7 +53,7 @@ class Sizing:
         """Returns the facts that the scheduler needs about a model, with the layers of its speculator. dtype: in which it is
         computed. For a model that is split over devices, the bytes are those of its largest share."""
         name, ranks, shape = checkpoint.name, parallel.num_ranks(settings), speculator.shape
-        weight_format = held_format(shape, settings.quantize)
+        weight_format = held_format(shape, settings.quantize, settings.resident)
         if ranks > 1:
             weights_bytes = layout.share_weights_bytes(shape, dtype, division_of(settings), weight_format)
             shape = slices.split(shape, 0, division_of(settings))
@@ -174,7 +174,7 @@ class Sizing:
         kinds = self.kinds(name, settings, shape)
         sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
         if kinds != {"cuda"}:
-            weight_format = held_format(shape, settings.quantize)
+            weight_format = held_format(shape, settings.quantize, settings.resident)
             sizes.append(work_space.work_space_bytes(shape, dtype, batch, sequences, max_model_len, weight_format))
         return max(sizes)
 
@@ -204,15 +204,24 @@ class Sizing:
                 return ""
             title = stored_format(shape).title
             return f"quantization_config: {title} is not built for cuda devices; give the node a cpu device for it"
-        asked = asked_format(settings.quantize)
+        try:
+            asked = asked_format(settings.quantize, settings.resident)
+        except ValueError as error:
+            return f'models."{name}".{error}'
+        key = f'models."{name}".{asked.setting}'
         gpus = [one.name for one in self._devices if one.name.startswith("cuda") and one.name in (settings.devices or [one.name])]
         if gpus and not asked.runs_on_gpus:
-            return f'models."{name}".quantize: {asked.name} is not built for {gpus[0]}; name cpu devices in its "devices"'
+            return f'{key}: {asked.name} is not built for {gpus[0]}; name cpu devices in its "devices"'
         if shape.is_encoder and not asked.runs_encoders:
-            return f'models."{name}".quantize: {asked.name} is not built for encoders'
+            return f"{key}: {asked.name} is not built for encoders; leave it out"
         if shape.experts is not None and not asked.runs_experts:
-            return f'models."{name}".quantize: {asked.name} is not built for mixtures of experts; leave it out'
+            return f"{key}: {asked.name} is not built for mixtures of experts; leave it out"
         return ""
+
+    def resident_misfit(self, name: str, settings: ModelConfig, shape: ModelShape, dtype: str) -> str:
+        """Returns why the model, computed in dtype, cannot be held in memory as the setting `resident` says; "" if it can."""
+        why = why_not_resident(settings.resident, shape, dtype)
+        return f'models."{name}".resident: {why}' if why else ""
 
     def _kv_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns why the model's KV cannot be kept in the configured type (kv_cache_dtype); "" if it can."""

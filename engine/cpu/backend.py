@@ -6,7 +6,9 @@ Until a model's kernels are compiled (once per machine, by other processes), it 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,6 +45,7 @@ log = logging.getLogger("engine")
 MAX_KEPT_MODELS = 32  # models kept with their recorded steps, which take some hundred KiB for each number of rows
 # In a model with fewer bytes of weights than this, matrix products end before a second thread has woken up.
 SINGLE_THREAD_WEIGHTS_BYTES = 32 << 20
+POLL_S = 0.05  # between looks whether kernels are in use
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
@@ -83,8 +86,22 @@ class CpuBackend:
     def steps_may_overlap(self) -> bool:
         return self._ops.threads_may_share()
 
-    def need_kernels(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
+    def need_kernels(
+        self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat
+    ) -> Callable[[Callable[[], None]], None] | None:
         self._need(needed_kernels(shape, spec.dtype, weight_format))
+        if not weight_format.waits_for_kernels:
+            return None
+        return partial(self._until_in_use, KernelSet(spec.dtype, weight_format.kernels))
+
+    def _until_in_use(self, kernel_set: KernelSet, waiting: Callable[[], None]) -> None:
+        """Waits until a set of kernels is in use. Calls `waiting` often; what it raises ends the wait. Raises RuntimeError if the
+        kernels cannot be compiled."""
+        while self._ops.awaited([kernel_set]):
+            waiting()
+            time.sleep(POLL_S)
+        if self._builds is not None and (problem := self._builds.problems.get(str(kernel_set))):
+            raise RuntimeError(f"kernels for {kernel_set}, without which it is too slow to be served: {problem}")
 
     def _need(self, sets: Sequence[KernelSet]) -> None:
         """Has sets of kernels compiled by other processes, unless they are compiled already. Does not wait. Does nothing without
@@ -100,10 +117,14 @@ class CpuBackend:
             Thread(target=self._builds.need, args=([kernel_set],), name="kernels").start()
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
+        if weight_format.waits_for_kernels and self._ops.kernels is None:
+            why = f"{weight_format.setting}: {spec.quantize} needs Numba, which is not installed; leave it out"
+            raise UnsupportedModel(CONFIG_NAME, None, why)
         if shape.is_encoder and not weight_format.runs_encoders:
-            raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built for encoders")
+            raise UnsupportedModel(CONFIG_NAME, None, f"{weight_format.setting}: {spec.quantize} is not built for encoders")
         if shape.experts is not None and not weight_format.runs_experts:
-            raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built for mixtures of experts")
+            why = f"{weight_format.setting}: {spec.quantize} is not built for mixtures of experts"
+            raise UnsupportedModel(CONFIG_NAME, None, why)
 
     def early_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CpuModel | None:
         return None if shape.is_encoder else self._decoder_model(spec, shape, weights)
@@ -146,7 +167,7 @@ class CpuBackend:
         return CpuModel(self._ops, spec, shape, weights, self.memory, self._scratch, *sizes, need, ranks, kv_memory, stages)
 
     def sink(self, weights: WeightRange) -> HostSink:
-        return HostSink(weights.buffer, weights.prepare)
+        return HostSink(weights.buffer, weights.prepare, self._ops.pack_rows)
 
     def decoder(self) -> Decoder:
         return weight_decoder(self._options.cache_dir)

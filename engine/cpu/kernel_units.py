@@ -31,6 +31,7 @@ from engine.cpu.kernels import (
     linear,
     logprobs,
     own_experts,
+    packed_linear,
     prefill,
     ranks,
     rows,
@@ -58,6 +59,7 @@ _SECONDS = {
     entry.widened_linear.serial: 5.0,
     entry.int8_linear.serial: 3.0,
     entry.fp8_linear.serial: 3.0,
+    entry.packed_linear.serial: 6.0,
     entry.grouped_fp8_linear.serial: 3.0,
     entry.few_rows_linear.serial: 2.0,
     entry.grouped_few_rows_linear.serial: 2.0,
@@ -228,6 +230,15 @@ def _wanted(dtype: str, name: str) -> list[tuple[Any, Any, Any]]:
                 _both(entry.fp8_linear, fp8_linear.fp8_linear_signature(element)),
                 _both(entry.grouped_fp8_linear, grouped_linear.grouped_fp8_linear_signature(element)),
                 _both(entry.fp8_rows, fp8_linear.fp8_rows_signature(element)),
+            ]
+        case "packed" if dtype != "bfloat16":  # only bfloat16 weights are packed
+            return []
+        case "packed":
+            return [
+                _both(entry.packed_linear, packed_linear.PACKED_LINEAR),
+                _both(entry.unpack_rows, packed_linear.UNPACK_ROWS),
+                _both(entry.gather_packed_rows, packed_linear.GATHER_PACKED_ROWS),
+                (entry.pack_rows, None, packed_linear.PACK_ROWS),
             ]
     raise ValueError(f"{name!r} is no set of kernels")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import reference
-from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Matrix, Nvfp4Matrix
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Matrix, Nvfp4Matrix, PackedMatrix
 from loader.formats.int8 import WIDENED_BYTES
 from loader.work_space import ABSORBED_TOKENS, PREFILL_TILE_TOKENS
 
@@ -152,4 +152,8 @@ def _widened(matrix: Matrix, some: slice) -> Tensor:
         return wide
     if isinstance(matrix, Int8Matrix):
         return matrix.values[some].float() * matrix.scales[some, None]
+    if isinstance(matrix, PackedMatrix):
+        wide = torch.empty(some.stop - some.start, matrix.num_inputs)
+        reference.packed_rows(matrix, some, wide)
+        return wide
     return matrix[some].float()

@@ -35,8 +35,10 @@ from engine.ops.ops import (
     Matrix,
     Mxfp4Matrix,
     Nvfp4Matrix,
+    PackedMatrix,
     Rotary,
 )
+from loader import packed_rows
 from loader.formats.int8 import WIDENED_BYTES
 from loader.kernel_sets import (
     ADAPTERS,
@@ -152,6 +154,11 @@ class CpuOps:
         if they are in use, else engine/ops/reference_inputs.py."""
         return self.kernels if self._is_in_use(PLAIN) else reference_inputs
 
+    def pack_rows(self, *arrays: Any) -> int:
+        """Implements loader.packed_rows.pack_rows: by the compiled kernel if it is in use, else by that function itself."""
+        packing: Callable[..., int] = self.kernels.pack_rows if self._is_in_use("packed") else packed_rows.pack_rows
+        return packing(*arrays)
+
     def gather_kernels(self, x: Tensor) -> Any:
         """Returns the module whose gather_ranks joins the ranks' parts of a tensor of x's dtype; None if its kernels are not in
         use, or there are none for this dtype."""
@@ -197,11 +204,21 @@ class CpuOps:
                 self._asks(one)
         return not missing
 
-    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0) -> Tensor:
+        if isinstance(weight, PackedMatrix):
+            return self._packed_embedding(ids, weight, scale)
         if not self._served(weight, PLAIN):
             return reference.gather_rows(weight, ids, scale)
         out = empty(weight, len(ids), weight.shape[1])
         call(self.kernels.gather_rows, ids.numpy(), array(weight), scale, array(out))
+        return out
+
+    def _packed_embedding(self, ids: Tensor, weight: PackedMatrix, scale: float) -> Tensor:
+        out = empty(weight.body, len(ids), weight.num_inputs, weight.dtype)
+        if self._served(out, PLAIN, "packed"):
+            call(self.kernels.gather_packed_rows, ids.numpy(), *reference.panels_of(weight), scale, array(out))
+        else:
+            call(into, out.view(out.shape), reference.gather_packed_rows, weight, ids, scale)
         return out
 
     def pick(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
@@ -232,6 +249,8 @@ class CpuOps:
         if isinstance(weight, Nvfp4Matrix):
             matrix = (weight.packed, weight.scales, weight.factors)
             return self._widened_linear("nvfp4", products.four_bits_linear, reference.nvfp4_linear, x, weight, matrix, bias)
+        if isinstance(weight, PackedMatrix):
+            return self._widened_linear("packed", products.packed_linear, reference.packed_linear, x, weight, (weight,), bias)
         if self._served(x, PLAIN) and (product := products.linear(self.kernels, x, weight, bias)) is not None:
             return product
         if is_recording():  # calls the functions inside torch's linear, which can be recorded
@@ -281,14 +300,14 @@ class CpuOps:
         product: Callable[[Any, Tensor, Any, Tensor | None], Tensor | None],
         twin: Callable[..., Tensor],
         x: Tensor,
-        weight: Fp8Matrix | Int4Matrix | Nvfp4Matrix,
+        weight: Fp8Matrix | Int4Matrix | Nvfp4Matrix | PackedMatrix,
         matrix: tuple[Any, ...],
         bias: Tensor | None,
     ) -> Tensor:
-        """Returns x times the transposed quantised matrix, plus bias. For many rows, and without kernels, the weights of a few
-        outputs at a time are converted to x's dtype, never all. quantize: the set of kernels that `product` calls. product:
+        """Returns x times the transposed quantised or packed matrix, plus bias. For many rows, and without kernels, the weights of
+        a few outputs at a time are converted to x's dtype, never all. quantize: the set of kernels that `product` calls. product:
         computes the result with kernels; it returns None if it cannot. twin: the reference implementation, called with `matrix`,
-        the parts of `weight`."""
+        the parts of `weight`, or `weight` itself."""
         if self._served(x, PLAIN, quantize) and (made := product(self.kernels, x, weight, bias)) is not None:
             return made
         if not is_recording():

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.cpu.recording.program import call, empty
-from engine.ops.ops import Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix, PackedMatrix
+from engine.ops.reference import panels_of
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.mxfp4 import GROUP
+from loader.packed_rows import PANEL_ROWS
 
 _PART_OUTPUTS = 64  # parts of a matrix have a multiple of so many outputs, which is a multiple of all kernels' panels
 _NO_SCALES = np.empty(0, np.float32)
@@ -64,6 +66,28 @@ def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: T
         to = array(out[first : first + at_once])
         call(kernel, array(rows), values.numpy(), scales.numpy(), _bias(x, bias), *scratch, to)
     return out
+
+
+def packed_linear(kernels: Any, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor | None:
+    """Returns x [R, K] @ the transpose of a packed matrix [N, K], plus bias [N] (None: no bias). Returns None if x is not
+    contiguous. Many rows are multiplied with weights that are unpacked a part at a time."""
+    if not x.is_contiguous():
+        return None
+    out = empty(x, len(x), len(weight))
+    if 0 < len(x) <= kernels.packed_rows(len(weight), weight.num_inputs):
+        call(kernels.packed_linear, array(x), *panels_of(weight), _bias(x, bias), kernels.num_shares(), array(out))
+    else:
+        call(packed_in_parts, kernels, x.view(x.shape), weight, bias, out.view(out.shape))
+    return out
+
+
+def packed_in_parts(kernels: Any, x: Tensor, weight: PackedMatrix, bias: Tensor | None, out: Tensor) -> None:
+    """Writes x [R, K] @ the transpose of a packed matrix, plus bias [N], to out [R, N]. The weights of a few outputs at a time are
+    unpacked, and multiplied as plain weights are."""
+    for some, part in widened_parts(x, *weight.shape):
+        panels = slice(some.start // PANEL_ROWS, -(-some.stop // PANEL_ROWS))
+        kernels.unpack_rows(*panels_of(weight, panels), array(part))
+        write_product(kernels, x, part, None if bias is None else bias[some], out[:, some])
 
 
 def fp8_linear(kernels: Any, x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor | None:
@@ -132,10 +156,10 @@ def four_bits_in_parts(
 
 def widened_parts(like: Tensor, num_outputs: int, num_inputs: int) -> list[tuple[slice, Tensor]]:
     """Divides the outputs of a matrix into slices, in order. Returns each slice, with memory of like's dtype for its widened
-    weights [outputs of the slice, num_inputs]. All slices use the same memory, of at most WIDENED_BYTES unless one output needs
-    more."""
-    at_once = max(1, WIDENED_BYTES // (num_inputs * like.element_size()))
-    at_once = at_once // _PART_OUTPUTS * _PART_OUTPUTS or at_once
+    weights [outputs of the slice, num_inputs]. All slices use the same memory, of at most WIDENED_BYTES unless a panel of
+    outputs needs more."""
+    at_once = max(PANEL_ROWS, WIDENED_BYTES // (num_inputs * like.element_size()))
+    at_once = at_once // _PART_OUTPUTS * _PART_OUTPUTS or at_once // PANEL_ROWS * PANEL_ROWS
     held = like.new_empty(min(at_once, num_outputs), num_inputs)
     places = [slice(first, min(first + at_once, num_outputs)) for first in range(0, num_outputs, at_once)]
     return [(some, held[: some.stop - some.start]) for some in places]

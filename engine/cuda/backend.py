@@ -110,7 +110,7 @@ class CudaBackend:
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
         if not weight_format.runs_on_gpus:
-            raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built on a GPU")
+            raise UnsupportedModel(CONFIG_NAME, None, f"{weight_format.setting}: {spec.quantize} is not built on a GPU")
         if shape.is_encoder:
             raise UnsupportedModel(CONFIG_NAME, None, "encoders are not served on a GPU")
         if spec.kv_cache_dtype and self.memory.arena.is_cuda:

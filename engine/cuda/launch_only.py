@@ -14,7 +14,7 @@ from engine.cuda.kernels import linear_choice, triton_linear
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.memory import mappings
-from engine.ops.ops import Matrix
+from engine.ops.ops import Matrix, PackedMatrix
 from engine.protocol import LoadModel
 from loader import kv_layout
 from loader.formats.registry import FORMATS
@@ -47,7 +47,8 @@ class LaunchOnlyOps(CudaOps):
     def __init__(self) -> None:
         """Skips CudaOps.__init__, which would set Triton's cache folder."""
 
-    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0) -> Tensor:
+        assert isinstance(weight, Tensor)
         return weight.new_empty(len(ids), weight.shape[1])
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:

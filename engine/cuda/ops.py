@@ -25,6 +25,7 @@ from engine.ops.ops import (
     LatentHeads,
     Matrix,
     Nvfp4Matrix,
+    PackedMatrix,
 )
 from loader.gpu_sizing import LATENT_HEADS, LATENT_TOKENS
 
@@ -36,20 +37,22 @@ class CudaOps:
     def __init__(self, cache_dir: str) -> None:
         entry.configure(str(Path(cache_dir or Path.home() / ".cache" / "hearthd") / "triton"))
 
-    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0) -> Tensor:
+        if isinstance(weight, PackedMatrix):
+            raise TypeError("there is no kernel for a PackedMatrix on a GPU")
         return reference.gather_rows(weight, ids, scale)
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        """Implements Ops.linear for all weight formats but int8: raises TypeError for an Int8Matrix, which loader/formats keeps
-        from GPUs."""
+        """Implements Ops.linear for all weight formats but those that loader/formats keeps from GPUs: raises TypeError for an
+        Int8Matrix and a PackedMatrix."""
         if isinstance(weight, Fp8Matrix):
             return entry.fp8_linear(x, weight, bias)
         if isinstance(weight, Int4Matrix):
             return entry.four_bits_linear(x if weight.order is None else self._ordered(x, weight.order), weight, bias)
         if isinstance(weight, Nvfp4Matrix):
             return entry.four_bits_linear(x, weight, bias)
-        if isinstance(weight, Int8Matrix):
-            raise TypeError("there is no kernel for int8 weights on a GPU")
+        if isinstance(weight, Int8Matrix | PackedMatrix):
+            raise TypeError(f"there is no kernel for a {type(weight).__name__} on a GPU")
         return entry.linear(x, weight, bias)
 
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ class Embedding:
     """A decoder's token embedding: looks up rows of `weight` [V, hidden] and scales them by the model's factor."""
 
     def __init__(self, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights) -> None:
-        self.ops, self.weight, self.scale = ops, weights.get(f"{family.names.embedding}.weight"), shape.embedding_scale
+        self.ops, self.weight, self.scale = ops, weights.table(f"{family.names.embedding}.weight"), shape.embedding_scale
         if family.scales_embeddings:  # the factor is rounded to the embeddings' dtype
             self.scale = torch.tensor(shape.hidden_size**0.5, dtype=self.weight.dtype).item()
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
-from engine.ops.ops import AdaptedProduct, Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix, Nvfp4Matrix
+from engine.ops.ops import AdaptedProduct, Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix, Nvfp4Matrix, PackedMatrix
 from loader.adapters.matrices import adapted_matrices, numbers_of
 from loader.dtypes import FLOAT_OF
 from loader.formats import mxfp4, nvfp4_settings, stored_nvfp4
 from loader.formats.int4_layout import BY_INPUT, COMPRESSED, IN_WORD, Names
+from loader.formats.packed_place import CODE_BYTES, START_BYTES, PackedPlace
 from loader.formats.plain import PLAIN
 from loader.formats.relayout import INPUT_ORDER
 from loader.formats.weight_format import WeightFormat, WeightSlot
@@ -48,10 +49,17 @@ class Weights:
         dtype: torch.dtype = getattr(torch, slot.held_as) if slot.held_as else self._dtype
         return dtype
 
-    def head_rows(self, name: str) -> Tensor:
+    def table(self, name: str) -> Tensor | PackedMatrix:
+        """Returns an embedding or a head [V, K], which may be packed."""
+        packed = self._slots[name].packed
+        return self.get(name) if packed is None else self._packed(packed)
+
+    def head_rows(self, name: str) -> Tensor | PackedMatrix:
         """Returns the rows of a head with which this rank computes logits: [V / size, K], or all rows [V, K] if the model is on one
         device. name: name of the head's tensor, or of the embedding if that is the head, too."""
-        stored = self.get(name)
+        stored = self.table(name)
+        if isinstance(stored, PackedMatrix):  # the model is on one device
+            return stored
         return stored if self._slots[name].cut is not None else stored[rows_of(len(stored), self._split)]
 
     def ones(self, width: int) -> Tensor:
@@ -82,6 +90,8 @@ class Weights:
             if stored.of(weights[0], stored.words) in self._slots:
                 return self._int4(stored, weights)
         slots = [self._slots[name] for name in weights]
+        if slots[0].packed is not None:
+            return self._packed(slots[0].packed)
         if slots[0].scales_at_bytes < 0:
             return self.fused(prefix, names, ".weight")
         num_outputs, num_inputs = sum(slot.shape[0] for slot in slots), slots[0].shape[1]
@@ -113,6 +123,18 @@ class Weights:
             order = self._memory.tensor(place.offset_bytes, (num_inputs,), torch.int32)  # one order for all of them
         return Int4Matrix(packed, scales, first.group_inputs, zeros, order)
 
+    def _packed(self, place: PackedPlace) -> PackedMatrix:
+        (body, codes, bases, starts), tensor = place.ranges(0, place.num_panels), self._memory.tensor
+        return PackedMatrix(
+            place.num_outputs,
+            place.num_inputs,
+            tensor(body[0], (body[1] - body[0],), torch.uint8),
+            tensor(codes[0], ((codes[1] - codes[0]) // CODE_BYTES,), torch.uint64),
+            tensor(bases[0], (bases[1] - bases[0],), torch.uint8),
+            tensor(starts[0], ((starts[1] - starts[0]) // START_BYTES,), torch.uint32),
+            tensor(place.escapes_at_bytes, (place.end_bytes - place.escapes_at_bytes,), torch.uint8),
+        )
+
     def _nvfp4(self, names: nvfp4_settings.Nvfp4, weights: list[str]) -> Nvfp4Matrix:
         """Returns NVFP4 matrices that lie end to end as one matrix. names: how the checkpoint names their parts. weights: names of
         the matrices."""
@@ -129,7 +151,7 @@ class Weights:
         """Returns the matrices of the names prefix + name, joined as by `matrix` and then divided into `num` equal parts [num, N,
         K], one for each expert."""
         joined = self.matrix(prefix, names)
-        assert not isinstance(joined, Int8Matrix)  # loader/formats keeps int8 from mixtures of experts
+        assert not isinstance(joined, Int8Matrix | PackedMatrix)  # loader/formats keeps these from mixtures of experts
         if isinstance(joined, Tensor):
             return joined.view(num, len(joined) // num, joined.shape[1])
 

@@ -117,6 +117,8 @@ class TorchRunner:
                 raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
             compilation = stack.enter_context(Compilation(backend.need_kernels(spec, source.shape, weight_format), task))
             task.kernels_seconds = time.perf_counter() - asked_s
+            if weight_format.waits_for_kernels:
+                compilation.wait()
             held_as = (spec.fingerprint, spec.dtype, spec.quantize, spec.predicts, share)
             weights = self._ranges.of(spec.model, held_as, num_bytes)
             started_s = time.perf_counter()

@@ -6,19 +6,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from loader.formats.int8 import SCALE_BYTES
 from loader.formats.weight_format import WeightSlot
 
 
 def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]:
     """Returns (begin, end, parameter name) for everything that a load fills: a parameter's values and, if the load quantises it,
     its scales. begin and end are bytes in the weight range, end exclusive. layout: as loader.layout.weight_layout returns it."""
-    places = []
-    for slot in layout:
-        places.append((slot.offset_bytes, slot.offset_bytes + slot.num_bytes, slot.name))
-        if slot.scales_at_bytes >= 0 and not slot.held_as:
-            places.append((slot.scales_at_bytes, slot.scales_at_bytes + slot.shape[0] * SCALE_BYTES, slot.name))
-    return places
+    return [(*place, slot.name) for slot in layout for place in slot.places]
 
 
 class WeightArrivals:

@@ -20,7 +20,7 @@ from engine.layers.weights import Weights
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.eagle import EagleDrafter
 from engine.models.predictor import Predictor
-from engine.ops.ops import BatchT, Ops
+from engine.ops.ops import BatchT, Ops, PackedMatrix
 from loader.architectures.decoder import Decoder
 from loader.model_shape import ModelShape
 
@@ -49,7 +49,7 @@ class DecoderModel(Generic[BatchT]):
         self.passes_updates = not names.layer_scalar  # a layer with such a scalar adds its update itself
         self.norm = Norm(ops, family, shape, weights, names.final_norm) if is_last else None
         self.logit_scale, self.logit_softcap = shape.logit_scale, shape.logit_softcap
-        self.head: Tensor | None = None  # None: the model embeds, or this stage computes no logits
+        self.head: Tensor | PackedMatrix | None = None  # None: the model embeds, or this stage computes no logits
         if is_last and not shape.pooling:
             self.head = weights.head_rows(f"{names.embedding if shape.tie_word_embeddings else names.head}.weight")
         self.makes_logits = self.head is not None
@@ -128,7 +128,8 @@ class DecoderModel(Generic[BatchT]):
     def state_memory(self, num_tokens: int) -> Tensor:
         """Returns new memory [num_tokens, hidden], in which `forward` can keep states for the predictor."""
         weight = self._own_embedding.weight
-        return weight.new_empty(num_tokens, weight.shape[1])
+        like = weight.body if isinstance(weight, PackedMatrix) else weight
+        return like.new_empty(num_tokens, weight.shape[1], dtype=weight.dtype)
 
     def predict(self, states: Tensor, batch: BatchT) -> Tensor:
         """Runs the predictor on a batch and returns its states [T, width of the predictor]. At each position the batch holds the

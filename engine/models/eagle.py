@@ -15,7 +15,7 @@ from engine.layers.attention import Attention
 from engine.layers.mlp import MLP
 from engine.layers.norms import Norm
 from engine.layers.weights import Weights
-from engine.ops.ops import BatchT, Ops
+from engine.ops.ops import BatchT, Ops, PackedMatrix
 from loader.architectures import eagle as names
 from loader.architectures.eagle import layer_family
 from loader.model_shape import ModelShape
@@ -26,7 +26,7 @@ class EagleDrafter(Generic[BatchT]):
     the token that follows. To predict further tokens it reads its own state in place of the model's. embedding [V, H]: the model's,
     used if the head has none."""
 
-    def __init__(self, ops: Ops[BatchT], shape: ModelShape, weights: Weights, embedding: Tensor) -> None:
+    def __init__(self, ops: Ops[BatchT], shape: ModelShape, weights: Weights, embedding: Tensor | PackedMatrix) -> None:
         assert shape.eagle is not None
         head, family = shape.eagle, layer_family(shape.eagle)
         own, number = head.layer, shape.num_layers

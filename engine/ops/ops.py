@@ -106,6 +106,36 @@ class Nvfp4Matrix:
 
 
 @dataclass(slots=True, frozen=True)
+class PackedMatrix:
+    """A matrix of N outputs and K inputs whose bfloat16 weights are packed without loss. body uint8, codes uint64, bases uint8,
+    starts uint32, escapes uint8: the arrays of the format (loader/packed_rows.py); not all bytes of escapes may be in use."""
+
+    num_outputs: int
+    num_inputs: int
+    body: Tensor
+    codes: Tensor
+    bases: Tensor
+    starts: Tensor
+    escapes: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.num_outputs, self.num_inputs))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return torch.bfloat16
+
+    @property
+    def num_panels(self) -> int:
+        return len(self.starts)
+
+    def __len__(self) -> int:
+        return self.num_outputs
+
+
+@dataclass(slots=True, frozen=True)
 class AdaptedProduct:
     """A matrix product of a layer that LoRA adapters may change. number: its index in loader.adapters.matrices.adapted_matrices.
     parts: the product may compute several of the checkpoint's matrices at once, such as those of queries, keys and values; the
@@ -115,7 +145,7 @@ class AdaptedProduct:
     parts: tuple[int, ...]
 
 
-Matrix = Tensor | Int8Matrix | Fp8Matrix | Int4Matrix | Nvfp4Matrix  # the weights of a product
+Matrix = Tensor | Int8Matrix | Fp8Matrix | Int4Matrix | Nvfp4Matrix | PackedMatrix  # the weights of a product
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -363,8 +393,8 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
     """The operations of one kind of device, of which models are made. BatchT_contra: the type of the inputs of a step on the
     device."""
 
-    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
-        """Returns rows [T, W] of the table weight [V, W], those with indices ids [T], times scale."""
+    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0) -> Tensor:
+        """Returns rows [T, W] of the table weight [V, W], those with indices ids [T] int64, times scale."""
         ...
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:

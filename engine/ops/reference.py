@@ -10,7 +10,9 @@ with scales [num_blocks, layers, 2, G, block_tokens], it is fp8 as quantize_fp8 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,10 +26,12 @@ from engine.ops.ops import (
     Int4Matrix,
     Mxfp4Matrix,
     Nvfp4Matrix,
+    PackedMatrix,
     SigmoidRouting,
 )
 from loader.formats.int8 import WIDENED_BYTES
 from loader.model_shape import TemperatureShape
+from loader.packed_rows import PANEL_BODY_BYTES, PANEL_CODES, PANEL_ROWS, num_blocks, unpack_rows
 
 # The smallest scale is 2**-24, which float16 can hold. If all numbers are below 448 times that, small ones are rounded more.
 MIN_FP8_SCALE = 127 - 24
@@ -116,6 +120,33 @@ def int4_linear(
         int4_rows(packed[some], scales[some], None if zeros is None else zeros[some], group_inputs, part)
 
     return _written_linear(x, torch.Size((len(packed), x.shape[1])), write, bias, held_bytes)
+
+
+def packed_rows(packed: PackedMatrix, some: slice, out: Tensor) -> None:
+    """Writes the weights of the outputs `some` to out [outputs, K] (bfloat16, or a dtype that holds them exactly)."""
+    first, panels = some.start // PANEL_ROWS, slice(some.start // PANEL_ROWS, -(-some.stop // PANEL_ROWS))
+    rows = np.empty((some.stop - first * PANEL_ROWS, packed.num_inputs), np.uint16)
+    body, codes, bases, starts, escapes = panels_of(packed, panels)
+    unpack_rows(body, codes, bases, starts, escapes, rows)
+    out.copy_(torch.from_numpy(rows[some.start - first * PANEL_ROWS :]).view(torch.bfloat16))
+
+
+def panels_of(packed: PackedMatrix, panels: slice | None = None) -> tuple[Any, Any, Any, Any, Any]:
+    """Returns the arrays of some panels of a packed matrix (None: of all), as loader.packed_rows.unpack_rows takes them."""
+    panels = slice(0, packed.num_panels) if panels is None else panels
+    blocks = num_blocks(packed.num_inputs)
+    sizes = (blocks * PANEL_BODY_BYTES, blocks * PANEL_CODES, PANEL_ROWS, 1)
+    parts = (packed.body, packed.codes, packed.bases, packed.starts)
+    body, codes, bases, starts = (
+        part.numpy()[panels.start * each : panels.stop * each] for part, each in zip(parts, sizes, strict=True)
+    )
+    return body, codes, bases, starts, packed.escapes.numpy()
+
+
+def packed_linear(x: Tensor, packed: PackedMatrix, bias: Tensor | None, held_bytes: int) -> Tensor:
+    """Returns x [T, K] times the transpose of a packed matrix, plus bias [N] (None: no bias). The weights are unpacked to x's dtype
+    in parts of at most held_bytes bytes (but at least one row)."""
+    return _written_linear(x, packed.shape, lambda some, part: packed_rows(packed, some, part), bias, held_bytes)
 
 
 def add_adapters(
@@ -852,8 +883,19 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Ten
 
 def gather_rows(table: Tensor, ids: Tensor, scale: float) -> Tensor:
     """Returns the rows of table [V, W] with the indices ids [T], as [T, W], multiplied with scale in float32."""
-    rows = functional.embedding(ids, table)
-    return rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
+    return _scaled_rows(functional.embedding(ids, table), scale)
+
+
+def _scaled_rows(rows: Tensor, scale: float) -> Tensor:
+    return rows if scale == 1.0 else (rows.float() * scale).to(rows.dtype)
+
+
+def gather_packed_rows(packed: PackedMatrix, ids: Tensor, scale: float) -> Tensor:
+    """Returns the rows of a packed table with the indices ids [T], as [T, K] bfloat16, multiplied with scale in float32."""
+    rows = torch.empty(len(ids), packed.num_inputs, dtype=packed.dtype)
+    for number, row in enumerate(ids.tolist()):
+        packed_rows(packed, slice(row, row + 1), rows[number : number + 1])
+    return _scaled_rows(rows, scale)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,8 @@ import math
 
 from loader.architectures.architecture import TensorGroup
 from loader.formats.stored_part import matrices_of
-from loader.formats.weight_format import Space, WeightFormat, WeightSlot, aligned
+from loader.formats.weight_format import SCALE_BYTES, Space, WeightFormat, WeightSlot, aligned
 
-SCALE_BYTES = 4  # float32
 WIDENED_BYTES = 4 << 20
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from loader.config_fields import Fields
 from loader.formats.int8 import INT8
 from loader.formats.mxfp4 import MXFP4
+from loader.formats.packed_in_memory import PACKED_IN_MEMORY
 from loader.formats.plain import PLAIN
 from loader.formats.stored_awq import STORED_AWQ
 from loader.formats.stored_fp8 import STORED_FP8
@@ -15,24 +16,41 @@ from loader.formats.stored_nvfp4 import STORED_NVFP4
 from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 
-FORMATS = {
-    one.name: one for one in (PLAIN, INT8, STORED_INT8, *STORED_FP8, *STORED_INT4, *STORED_GPTQ, *STORED_AWQ, MXFP4, *STORED_NVFP4)
-}
+_STORED = (STORED_INT8, *STORED_FP8, *STORED_INT4, *STORED_GPTQ, *STORED_AWQ, MXFP4, *STORED_NVFP4)
+FORMATS = {one.name: one for one in (PLAIN, INT8, PACKED_IN_MEMORY, *_STORED)}
 CONFIG_KEY = "quantization_config"
+AS_STORED = "plain"  # the value of `resident` that asks for no format
 
 
-def asked_format(quantize: str | None) -> WeightFormat:
-    """Returns the format that a value of the setting `quantize` asks for. Raises ValueError if there is none."""
+def asked_format(quantize: str | None, resident: str = AS_STORED) -> WeightFormat:
+    """Returns the format that the settings `quantize` and `resident` of a model ask for. Raises ValueError if there is none, or if
+    both ask for one."""
+    if resident != AS_STORED and quantize not in PLAIN.settings:
+        raise ValueError(f"quantize: {quantize} does not go with resident = {resident!r}; leave one of them out")
     for one in FORMATS.values():
-        if quantize in one.settings:
+        if one.resident == resident if resident != AS_STORED else quantize in one.settings:
             return one
-    raise ValueError(f"quantize: {quantize!r} is no weight format")
+    key, value = ("quantize", quantize) if resident == AS_STORED else ("resident", resident)
+    raise ValueError(f"{key}: {value!r} is no weight format")
 
 
-def held_format(shape: ModelShape, quantize: str | None) -> WeightFormat:
+def held_format(shape: ModelShape, quantize: str | None, resident: str = AS_STORED) -> WeightFormat:
     """Returns the weight format in which a model is held in memory: its checkpoint's own if that is quantised, else the one that
-    the setting `quantize` asks for. Raises ValueError if there is no such format."""
-    return stored_format(shape) if shape.stored_format else asked_format(quantize)
+    the settings `quantize` and `resident` ask for. Raises ValueError if there is no such format."""
+    return stored_format(shape) if shape.stored_format else asked_format(quantize, resident)
+
+
+def why_not_resident(resident: str, shape: ModelShape, dtype: str) -> str:
+    """Returns why a model that is computed in dtype cannot be held as the setting `resident` says, whatever the device; "" if it
+    can."""
+    if resident == AS_STORED:
+        return ""
+    if shape.stored_format:
+        return f"its checkpoint is quantised ({stored_format(shape).title}), and {resident} is for bfloat16 weights; leave it out"
+    if dtype != "bfloat16":
+        advice = 'leave it out, or set dtype = "bfloat16"'
+        return f"{resident} is for bfloat16 weights, and this model is computed in {dtype}; {advice}"
+    return ""
 
 
 def stored_format(shape: ModelShape) -> WeightFormat:

@@ -13,7 +13,7 @@ from typing import Any
 from loader.architectures.architecture import TensorGroup
 from loader.formats import int8
 from loader.formats.stored_part import EACH_OUTPUT, stored_part
-from loader.formats.weight_format import FLOATS, Space, StoredTensor, WeightFormat, WeightSlot
+from loader.formats.weight_format import FLOATS, SCALE_BYTES, Space, StoredTensor, WeightFormat, WeightSlot
 
 _SCALE = "_scale"
 _INT8 = ("I8",)
@@ -52,7 +52,7 @@ def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
         slots.append(slot._replace(held_as="int8"))
         name = slot.name + _SCALE
         shape, cut = stored_part(name, (slot.stored_shape[0], 1), EACH_OUTPUT, slot.cut)
-        scales = WeightSlot(name, shape, slot.scales_at_bytes, shape[0] * int8.SCALE_BYTES, stage=slot.stage, cut=cut)
+        scales = WeightSlot(name, shape, slot.scales_at_bytes, shape[0] * SCALE_BYTES, stage=slot.stage, cut=cut)
         slots.append(scales._replace(held_as="float32"))
     return slots, end
 

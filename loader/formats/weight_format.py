@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 from loader.architectures.architecture import Cut, TensorGroup
 from loader.config_fields import Fields
 from loader.direct_io import BLOCK_BYTES
+from loader.formats.packed_place import PackedPlace
 from loader.formats.relayout import Relayout
 from loader.model_shape import ALTERNATING, ModelShape
 
 ALIGN_BYTES = 64
 MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # smaller groups are copied into place instead of costing up to a block of padding
+SCALE_BYTES = 4  # of a float32 scale
 FLOATS = ("F32", "BF16", "F16")  # safetensors' names
 
 
@@ -45,7 +47,9 @@ class WeightSlot(NamedTuple):
     there are none. inverse: for repeated scales, whether their inverses are held. cut: for a split model, which part of the stored
     tensor the parameter is; `shape` is then the part's; None: the whole tensor. kept: for repeated scales of which only a part is
     held (`shape` is then the whole tensor's), which part of the numbers that the whole tensor would fill, with a row for each
-    output and a column for each group of inputs; None: all."""
+    output and a column for each group of inputs; None: all. packed: the place of the packed matrix that the parameter is a part of;
+    offset_bytes and num_bytes are then those of its rows' body, as though rows lay end to end, and `joint` is shared by all
+    parameters of the matrix; None: it is not packed in memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,6 +65,18 @@ class WeightSlot(NamedTuple):
     inverse: bool = False
     cut: Cut | None = None
     kept: Cut | None = None
+    packed: PackedPlace | None = None
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The ranges [begin, end) of the weight range, in bytes, that are complete once the parameter and all with the same `joint`
+        are in place. Of the parameters of a packed matrix the first one has the range of the whole matrix, the others have none."""
+        if (packed := self.packed) is not None:
+            return [(packed.begin_bytes, packed.end_bytes)] if self.offset_bytes == packed.begin_bytes else []
+        places = [(self.offset_bytes, self.offset_bytes + self.num_bytes)]
+        if self.scales_at_bytes >= 0 and not self.held_as:
+            places.append((self.scales_at_bytes, self.scales_at_bytes + self.shape[0] * SCALE_BYTES))
+        return places
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -108,9 +124,11 @@ def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
 
 @dataclass(slots=True, frozen=True)
 class WeightFormat:
-    """One way to hold the matrices of layers. All other parameters of a model are plain.
+    """One way to hold the matrices of layers and, if it is lossless (`resident`), embeddings and heads. All other parameters of a
+    model are plain.
 
-    name: used in messages and logs. settings: values of the setting `quantize` that ask for it. place: lays out one group, or a
+    name: used in messages and logs. settings: values of the setting `quantize` that ask for it. resident: the value of the setting
+    `resident` that asks for it; "": there is none. place: lays out one group, or a
     share of it (with cuts); returns its slots and the first free byte after them, and raises CheckpointError if its numbers cannot
     be cut in this way. stored: lists the tensors of one group that a checkpoint holds. recognises: whether a checkpoint with this
     `quantization_config` is in the format; None: no checkpoints have this format. title: the format's name for such checkpoints in
@@ -121,9 +139,10 @@ class WeightFormat:
     none. widened_bytes: bytes of a matrix that a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders,
     runs_experts: whether the format is supported on GPUs, for encoders, and for mixtures of experts. check: raises UnsupportedModel
     for a model that is not served in the format; its arguments are config.json and the shape. reorders: whether products copy their
-    inputs into another order. load_bytes: bytes of a GPU's memory that a load takes besides the weights. held_as: returns the dtype
-    of a group's first tensor in memory if it is also the stored one, so that the tensor may be read straight into place; "": the
-    model's dtype."""
+    inputs into another order. waits_for_kernels: whether loads to a cpu device wait until the format's kernels are compiled,
+    because the reference implementation is too slow to serve a model. load_bytes: bytes of a GPU's memory that a load takes besides
+    the weights. held_as: returns the dtype of a group's first tensor in memory if it is also the stored one, so that the tensor may
+    be read straight into place; "": the model's dtype."""
 
     name: str
     settings: tuple[str | None, ...]
@@ -141,9 +160,16 @@ class WeightFormat:
     runs_encoders: bool = True
     runs_experts: bool = True
     check: Callable[[Fields, ModelShape], None] = refuse_stacked_experts
+    resident: str = ""
     reorders: bool = False
+    waits_for_kernels: bool = False
     load_bytes: int = 0
     held_as: Callable[[TensorGroup], str] = lambda group: ""
+
+    @property
+    def setting(self) -> str:
+        """The setting that asks for the format, as in a configuration file, without its value."""
+        return "resident" if self.resident else "quantize"
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

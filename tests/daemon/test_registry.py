@@ -193,6 +193,51 @@ async def test_quantised_weights_are_counted_and_asked_for(tmp_path: Path) -> No
     assert "int8 matrices" in registry.describe("a")
 
 
+async def test_packed_weights_are_counted_and_asked_for(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_model(tmp_path / name, dtype="bfloat16", hidden_size=128, intermediate_size=256)
+    registry = make_registry(tmp_path, a=ModelConfig(resident="packed"), b=ModelConfig(resident="plain"))
+    facts = registered(await registry.rescan())
+    assert facts["a"].weights_bytes < 0.85 * facts["b"].weights_bytes
+    sources = [registry.source(name) for name in ("a", "b")]
+    assert [source.quantize for source in sources if source is not None] == ["packed", ""]
+    assert "bfloat16, packed matrices" in registry.describe("a")
+    assert registry.resolve("a").quantize == "", "nothing is quantised"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "wanted"),
+    [
+        (
+            "float32",
+            {},
+            "resident: packed is for bfloat16 weights, and this model is computed in float32; leave it out, or set dtype",
+        ),
+        ("float32", {"dtype": "bfloat16"}, ""),
+        ("bfloat16", {"quantize": "int8"}, "quantize: int8 does not go with resident = 'packed'; leave one of them out"),
+        ("bfloat16", {"quantize": "none"}, ""),
+        ("bfloat16", {"devices": ["cuda:0"]}, "resident: packed is not built for cuda:0"),
+    ],
+)
+async def test_what_cannot_stay_packed_is_refused_by_field(
+    tmp_path: Path, dtype: str, settings: dict[str, Any], wanted: str
+) -> None:
+    make_model(tmp_path / "a", dtype=dtype)
+    named = ModelConfig(**({"devices": ["cpu:0"]} | settings), resident="packed")
+    config = NodeConfig(models_dir=str(tmp_path), models={"a": named}, chunk_bytes=2 * MIB)
+    devices = [DeviceBudget("cpu:0", 256 * MIB), DeviceBudget("cuda:0", 256 * MIB)]
+    (facts,) = registered(await Registry(config, devices, NodeState(str(tmp_path / "s"))).rescan()).values()
+    assert facts.unusable.startswith(f'models."a".{wanted}' if wanted else "")
+    assert bool(facts.unusable) == bool(wanted)
+
+
+async def test_a_quantised_checkpoint_cannot_stay_packed(tmp_path: Path) -> None:
+    make_model(tmp_path / "plain", dtype="bfloat16")
+    compress(tmp_path / "plain", tmp_path / "small")
+    facts = registered(await make_registry(tmp_path, small=ModelConfig(resident="packed")).rescan())
+    assert facts["small"].unusable.startswith('models."small".resident: its checkpoint is quantised (compressed-tensors')
+
+
 async def test_float16_is_computed_as_bfloat16_where_only_cpu_devices_may_hold_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

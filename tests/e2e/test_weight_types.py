@@ -9,16 +9,20 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from engine.host.processor import this_processor
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
 
 CONFIG = """
 [models.int8]
 quantize = "int8"
+
+[models.packed]
+resident = "packed"
 """
 TEXT = "Why is the sky blue? "
 # how far log-probabilities with the same weights, rounded, are from float32's in the mean; those of other weights are 3 and more
-CLOSE = {"float32": 1e-5, "bfloat16": 0.3, "int8": 0.5}
+CLOSE = {"float32": 1e-5, "bfloat16": 0.3, "int8": 0.5, "packed": 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +61,22 @@ def test_each_type_of_weights_is_served(node: Node, client: openai.OpenAI, model
 def test_each_type_of_weights_takes_its_own_room(node: Node) -> None:
     sizes = {row["name"]: row["weights_bytes"] for row in node.json("models")}
     assert sizes["float32"] > 1.9 * sizes["bfloat16"] > 1.5 * 1.9 * sizes["int8"]
+    assert sizes["packed"] < 0.75 * sizes["bfloat16"]
+
+
+def test_packed_weights_say_what_plain_ones_say(node: Node, client: openai.OpenAI) -> None:
+    """The same text, before and after they have left memory, and the same log-probabilities of a prompt. With AMX, some products of
+    few rows with plain weights are added up in another order."""
+    held = ("bfloat16", "packed")
+    packed, plain = logprobs(client, "packed"), logprobs(client, "bfloat16")
+    if "amx" in this_processor().features:
+        assert sum(abs(one - other) for one, other in zip(packed, plain, strict=True)) / len(plain) < 0.05
+        return
+    assert packed == plain
+    texts = {}
+    for turn in range(2):
+        for model in held:
+            answer = client.completions.create(model=model, prompt=TEXT, max_tokens=40, temperature=0)
+            texts[model, turn] = answer.choices[0].text
+        assert node.cli("unload", "packed").returncode == 0
+    assert len(set(texts.values())) == 1

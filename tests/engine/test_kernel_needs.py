@@ -79,6 +79,8 @@ def check(folder: Path, dtype: str, **how: Any) -> set[KernelSet]:
     """Asserts that a model asks for just the kernels that it is said to need, and returns these."""
     runner = make_runner(make_memory())
     ops = without_kernels(runner)
+    if (held_in := FORMATS[how.get("quantize", "")]).waits_for_kernels:
+        ops.give_up(KernelSet(dtype, held_in.kernels))
     model = load(runner, folder, dtype, **how)
     run(model)
     needed = needed_kernels(model.shape, dtype, FORMATS[model._quantize])
@@ -126,6 +128,11 @@ def test_a_format_of_weights(case: str, quantize: Callable[[Path, Path], Any], n
 def test_int8(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, **CASES["llama"])
     assert KernelSet("bfloat16", "int8") in check(tmp_path, "bfloat16", quantize="int8")
+
+
+def test_packed_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, **CASES["llama"])
+    assert KernelSet("bfloat16", "packed") in check(tmp_path, "bfloat16", quantize="packed")
 
 
 def test_a_head_that_drafts_adds_what_its_layer_calls(tmp_path: Path) -> None:

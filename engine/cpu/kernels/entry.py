@@ -39,6 +39,16 @@ from engine.cpu.kernels.int8 import int8_linear_parallel, int8_linear_serial
 from engine.cpu.kernels.linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.cpu.kernels.logprobs import penalise, top_logprobs
 from engine.cpu.kernels.own_experts import clear, clear_behind, keep_own_experts
+from engine.cpu.kernels.packed_linear import MOST_ROWS as PACKED_ROWS
+from engine.cpu.kernels.packed_linear import (
+    gather_packed_rows_parallel,
+    gather_packed_rows_serial,
+    pack_rows,
+    packed_linear_parallel,
+    packed_linear_serial,
+    unpack_rows_parallel,
+    unpack_rows_serial,
+)
 from engine.cpu.kernels.prefill import prefill_attention_parallel, prefill_attention_serial
 from engine.cpu.kernels.ranks import gather_ranks, sum_ranks
 from engine.cpu.kernels.sampling import sample_parallel, sample_serial
@@ -88,6 +98,7 @@ __all__ = [
     "layer_norm",
     "linear_kernel",
     "num_shares",
+    "pack_rows",
     "paged_attention",
     "penalise",
     "prefill_attention",
@@ -287,6 +298,14 @@ def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: 
     return few_rows_linear if num_rows <= FEW_ROWS_INT8[dtype] else None
 
 
+def packed_rows(num_outputs: int, num_inputs: int) -> int:
+    """Returns up to how many rows packed_linear multiplies with a packed matrix of bfloat16 weights; more are faster with a matrix
+    that is unpacked for all of them."""
+    if num_outputs < linear.MIN_OUTPUTS:
+        return 0
+    return _VECTOR_ROWS if _fits_panels(num_inputs * 2, num_outputs) else PACKED_ROWS
+
+
 def fp8_linear_kernel(num_rows: int, num_outputs: int, dtype: str) -> Any:
     """Returns the kernel that multiplies rows of dtype with FP8 weights as they are, or None where widening the weights is
     faster."""
@@ -371,6 +390,9 @@ delta_rule = Forms(delta.delta_rule_serial, delta.delta_rule_parallel, _shares_s
 combine = Forms(experts.combine_serial, experts.combine_parallel, lambda args: _deals_out_rows(args[-1]))
 int8_linear = Forms(int8_linear_serial, int8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 fp8_linear = Forms(fp8_linear_serial, fp8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+packed_linear = Forms(packed_linear_serial, packed_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+gather_packed_rows = Forms(gather_packed_rows_serial, gather_packed_rows_parallel, lambda args: _deals_out_rows(args[-1]))
+unpack_rows = Forms(unpack_rows_serial, unpack_rows_parallel, lambda args: _shares_widening(args[0]))
 fp8_rows = Forms(fp8_rows_serial, fp8_rows_parallel, lambda args: _shares_widening(args[0]))
 amx_linear = Forms(amx_linear_serial, amx_linear_parallel, lambda args: _shares_tiles(args[1]))
 amx_int8_linear = Forms(amx_int8_linear_serial, amx_int8_linear_parallel, lambda args: _shares_tiles(args[1]))

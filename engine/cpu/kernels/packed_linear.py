@@ -1,10 +1,10 @@
-"""Multiplies a few rows with a packed matrix (loader/packed_rows.py) on the CPU, and unpacks such a matrix (Numba).
+"""Multiplies rows with a packed matrix (loader/packed_rows.py) on the CPU, and packs and unpacks such a matrix (Numba).
 
-Results have the bits that vectors give with the plain matrix (linear.py, widened_linear.py). Where the processor allows it, weights
-are decoded in the registers of the product's tile. Elsewhere a few outputs' weights at a time are decoded into memory that stays in
-the caches, and multiplied there as plain ones.
+Results have the bits that vectors give with the plain matrix (linear.py, widened_linear.py). Up to FUSED_ROWS rows, where the
+processor allows it, weights are decoded in the registers of the product's tile. Otherwise a few outputs' weights at a time are
+decoded into memory that stays in the caches, and multiplied there as plain ones.
 
-Shapes: R rows, K inputs, N outputs, P panels of 4 outputs, B blocks of 64 inputs.
+Shapes: R rows, K inputs, N outputs, P panels of 4 outputs, B blocks of 64 inputs, E escapes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import int64, njit, prange, uint8, uint16, uint32, uint64, void
+from numba import float32, float64, int32, int64, njit, prange, uint8, uint16, uint32, uint64, void
 
 from engine.cpu.kernels.bits import FASTMATH, HAS_BFLOAT16_PRODUCTS, named, narrow, widen
 from engine.cpu.kernels.linear import linear_stripe
@@ -21,14 +21,16 @@ from engine.cpu.kernels.packed_tiles import (
     IS_FUSED,
     count_bits,
     lowest_bit,
+    pack_block,
     packed_tile,
     unpack_block,
 )
 from engine.cpu.kernels.vectors import LANES
 from engine.cpu.kernels.widened_linear import STRIPE_FLOATS, padded_inputs_of, widen_rows, widened_stripe, widened_tiles
-from loader.packed_rows import BLOCK, ORDER, PANEL_ROWS
+from loader.packed_rows import BLOCK, ESCAPE, MOST_BASE, ORDER, PANEL_ROWS
 
-MOST_ROWS = 4
+FUSED_ROWS = 4
+MOST_ROWS = 16  # of a call; more are faster with a matrix that is unpacked for all of them
 _ORDER = np.array(ORDER)
 _OUTPUTS = 12  # whose weights are unpacked at a time: whole panels, and whole tiles of widened_tiles.py
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
@@ -136,47 +138,141 @@ def _widened(x: Any) -> Any:
 
 
 _multiply, _words_of = (_multiply_pairs, _no_words) if HAS_BFLOAT16_PRODUCTS else (_multiply_widened, _widened)
-_share = _fused_share if IS_FUSED else _unpacked_share
 _PACKED = (uint8[::1], uint64[::1], uint8[::1], uint32[::1], uint8[::1])
 PACKED_LINEAR = void(uint16[:, ::1], *_PACKED, uint16[::1], int64, uint16[:, ::1])
 UNPACK_ROWS = void(*_PACKED, uint16[:, ::1])
+GATHER_PACKED_ROWS = void(int64[::1], *_PACKED, float64, uint16[:, ::1])
+PACK_ROWS = int64(uint16[:, ::1], *_PACKED)
 
 
 def _packed_linear(
-    x: Any,  # [R, K] bfloat16 bits; R is MOST_ROWS at most
+    x: Any,  # [R, K] bfloat16 bits; R is at most MOST_ROWS
     body: Any,  # [P * B * 256]
     codes: Any,  # [P * B * 12]
     bases: Any,  # [P * 4]
-    starts: Any,  # [P + 1]
+    starts: Any,  # [P]
     escapes: Any,  # [E + 64]
     bias: Any,  # [N], or [0] for none
     num_shares: int,  # number of shares that the outputs are cut into, one for each thread
     out: Any,  # [R, N]
 ) -> None:
-    panels = starts.shape[0] - 1
+    panels = starts.shape[0]
+    is_fused = IS_FUSED and x.shape[0] <= FUSED_ROWS
     words = _words_of(x)
     for share in prange(num_shares):
         begin, end = panels * share // num_shares, panels * (share + 1) // num_shares
-        _share(x, (body, codes, bases, starts, escapes), bias, words, int64(begin), int64(end), out)
+        packed = (body, codes, bases, starts, escapes)
+        if is_fused:
+            _fused_share(x, packed, bias, words, int64(begin), int64(end), out)
+        else:
+            _unpacked_share(x, packed, bias, words, int64(begin), int64(end), out)
 
 
 def _unpack_rows(
-    body: Any,  # [P * B * 256]
+    body: Any,  # [P * B * 256], of consecutive panels
     codes: Any,  # [P * B * 12]
     bases: Any,  # [P * 4]
-    starts: Any,  # [P + 1]
-    escapes: Any,  # [E + 64]
+    starts: Any,  # [P]
+    escapes: Any,  # [E + 64], of the whole matrix
     out: Any,  # [N, K] bfloat16 bits
 ) -> None:
     num_inputs = out.shape[1]
     blocks = (num_inputs + BLOCK - 1) // BLOCK
-    for panel in prange(starts.shape[0] - 1):
+    for panel in prange(starts.shape[0]):
         last = np.empty(BLOCK, np.uint16)
         packed = (body, codes, bases, starts, escapes)
         _unpack_panel(packed, int64(panel), blocks, num_inputs, last, out, panel * PANEL_ROWS)
+
+
+def _gather_packed_rows(
+    ids: Any,  # [T]: indices of rows
+    body: Any,  # [P * B * 256]
+    codes: Any,  # [P * B * 12]
+    bases: Any,  # [P * 4]
+    starts: Any,  # [P]
+    escapes: Any,  # [E + 64]
+    scale: float,  # factor of the rows, applied in float32
+    out: Any,  # [T, K] bfloat16 bits
+) -> None:
+    num_inputs, factor = out.shape[1], float32(scale)
+    blocks = (num_inputs + BLOCK - 1) // BLOCK
+    for token in prange(ids.shape[0]):
+        last, rows = np.empty(BLOCK, np.uint16), np.empty((PANEL_ROWS, num_inputs), np.uint16)
+        packed = (body, codes, bases, starts, escapes)
+        panel = int64(ids[token]) // PANEL_ROWS
+        _unpack_panel(packed, panel, blocks, num_inputs, last, rows, 0)
+        found, to = rows[ids[token] - panel * PANEL_ROWS], out[token]
+        for i in range(num_inputs):
+            to[i] = narrow(widen(found[i]) * factor, found[i])
+
+
+@njit(**_HELPER)
+def _base_of(weights: Any, row: int, num_inputs: int, counts: Any) -> int:
+    """Returns the base of a row: the lowest of the seven exponents that most of its weights [.., K] have. counts: [4, 256] int32,
+    work space."""
+    counts[:] = 0
+    for i in range(num_inputs):
+        counts[i & 3, (weights[row, i] >> 7) & 255] += 1  # four counters each, so that equal neighbours do not wait for each other
+    within = int32(0)
+    for exponent in range(ESCAPE):
+        within += counts[0, exponent] + counts[1, exponent] + counts[2, exponent] + counts[3, exponent]
+    base, most = 0, within
+    for first in range(1, MOST_BASE + 1):
+        last = first + ESCAPE - 1
+        within += counts[0, last] + counts[1, last] + counts[2, last] + counts[3, last]
+        within -= counts[0, first - 1] + counts[1, first - 1] + counts[2, first - 1] + counts[3, first - 1]
+        if within > most:
+            base, most = first, within
+    return base
+
+
+@njit(**_OPTIONS)
+def pack_rows(
+    weights: Any,  # [N, K] bfloat16 bits
+    body: Any,  # [P * B * 256]
+    codes: Any,  # [P * B * 12]
+    bases: Any,  # [P * 4]
+    starts: Any,  # [P], counted from the first of these escapes
+    escapes: Any,  # [N * K + 64]
+) -> int:
+    """Packs the weights of consecutive panels into their arrays, and returns the number of their escapes. The equivalent without
+    Numba is loader.packed_rows.pack_rows."""
+    num_rows, num_inputs = weights.shape
+    blocks = (num_inputs + BLOCK - 1) // BLOCK
+    counts, last = np.empty((4, 256), np.int32), np.empty(BLOCK, np.uint16)
+    flat = weights.reshape(-1)
+    at = int64(0)
+    for panel in range(starts.shape[0]):
+        starts[panel] = at
+        for n in range(PANEL_ROWS):
+            row = panel * PANEL_ROWS + n
+            bases[row] = _base_of(weights, row, num_inputs, counts) if row < num_rows else 0
+        for block in range(blocks):
+            k = block * BLOCK
+            some = min(BLOCK, num_inputs - k)
+            for n in range(PANEL_ROWS):
+                row = panel * PANEL_ROWS + n
+                number = (panel * blocks + block) * PANEL_ROWS + n
+                source, source_at = flat, row * num_inputs + k
+                if row >= num_rows or some < BLOCK:
+                    last[:] = uint16(bases[row]) << 7  # code 0, which takes no escape
+                    if row < num_rows:
+                        last[:some] = flat[source_at : source_at + some]
+                    source, source_at = last, 0
+                escaped = pack_block(source, source_at, bases[row], number, body, codes, escapes, at)
+                if HAS_EXPANSION:
+                    at += count_bits(escaped)
+                else:
+                    while escaped != 0:
+                        escapes[at] = (source[source_at + _ORDER[lowest_bit(escaped)]] >> 7) & 255
+                        at += 1
+                        escaped &= escaped - 1
+    return at
 
 
 packed_linear_serial = njit(**_OPTIONS)(_packed_linear)
 packed_linear_parallel = njit(**_OPTIONS, parallel=True)(named("_packed_linear_parallel", _packed_linear))
 unpack_rows_serial = njit(**_OPTIONS)(_unpack_rows)
 unpack_rows_parallel = njit(**_OPTIONS, parallel=True)(named("_unpack_rows_parallel", _unpack_rows))
+gather_packed_rows_serial = njit(**_OPTIONS)(_gather_packed_rows)
+gather_packed_rows_parallel = njit(**_OPTIONS, parallel=True)(named("_gather_packed_rows_parallel", _gather_packed_rows))

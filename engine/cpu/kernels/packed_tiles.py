@@ -1,4 +1,5 @@
-"""Weights of a packed matrix (loader/packed_rows.py): decoded 64 at a time, into memory or into the registers of a product's tile.
+"""Weights of a packed matrix (loader/packed_rows.py): encoded 64 at a time, and decoded 64 at a time, into memory or into the
+registers of a product's tile.
 
 A mask of each plane of codes adds 1, 2 or 4 to the exponents in those lanes; where the processor has it (AVX512-VBMI2), one
 instruction brings the escapes from their list to their places. Exponents and bytes are interleaved and rotated by a bit. Elsewhere
@@ -19,7 +20,7 @@ from numba.extending import intrinsic
 from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS, prefetch_line
 from engine.cpu.kernels.vectors import I32, I64, PAIRS, SUMS, Loader, add_products, fenced, fold, shuffle, splat, vector
 from engine.host import processor
-from loader.packed_rows import BLOCK, NUM_PLANES, ORDER, PANEL_ROWS
+from loader.packed_rows import BLOCK, ESCAPE, NUM_PLANES, ORDER, PANEL_ROWS
 
 HAS_EXPANSION = processor.runs("escapes_in_place")
 IS_FUSED = HAS_EXPANSION and HAS_BFLOAT16_PRODUCTS
@@ -32,6 +33,8 @@ _BYTE = ir.IntType(8)
 _BYTES, _BITS = ir.VectorType(_BYTE, BLOCK), ir.VectorType(ir.IntType(1), BLOCK)
 _WORDS = ir.VectorType(ir.IntType(16), BLOCK // 2)
 _PLACES = [ORDER.index(weight) for weight in range(BLOCK)]
+# of weights whose sign was rotated to the lowest end: the bytes of their mantissas, and of their exponents, in the order of places
+_MANTISSAS, _EXPONENTS = [2 * weight for weight in ORDER], [2 * weight + 1 for weight in ORDER]
 # of a vector of bytes and one of exponents, those of the first 32 weights, and of the others
 _HALVES = [[number for place in places for number in (place, BLOCK + place)] for places in (_PLACES[:32], _PLACES[32:])]
 
@@ -117,6 +120,47 @@ def unpack_block(
 
     one = types.int64
     return one(body, codes, one, types.uint8, escapes, one, out, one), generate
+
+
+@intrinsic
+def pack_block(
+    typing_context: Any, weights: Any, at: Any, base: Any, number: Any, body: Any, codes: Any, escapes: Any, escapes_at: Any
+) -> Any:
+    """Packs the 64 weights (uint16) from index `at` on as a row's block. base: the row's. number: the block's, of all panels' and
+    rows' in order. Returns a mask (int64) of the places (of ORDER) of escapes. With HAS_EXPANSION their exponents are written to
+    escapes from escapes_at on, and up to 64 bytes behind are overwritten; otherwise they are yet to be written."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, bytes_data, planes_data, escapes_data = (
+            context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 4, 5, 6)
+        )
+        rotated = []
+        for half in range(2):
+            words = _load(builder, source, builder.add(args[1], I64(half * _WORDS.count)), _WORDS, 2)
+            args_of_turn = [words, words, vector(_WORDS, 1)]
+            rotated.append(builder.bitcast(_call(builder, f"llvm.fshl.v{_WORDS.count}i16", _WORDS, args_of_turn), _BYTES))
+        exponents = shuffle(builder, rotated[0], rotated[1], _EXPONENTS)
+        target = builder.gep(bytes_data, [builder.mul(args[3], I64(BLOCK))])
+        builder.store(shuffle(builder, rotated[0], rotated[1], _MANTISSAS), builder.bitcast(target, _BYTES.as_pointer()), align=1)
+        above = builder.sub(exponents, splat(builder, args[2], _BYTES))
+        most = vector(_BYTES, ESCAPE)
+        above = builder.select(builder.icmp_unsigned("<", above, most), above, most)
+        planes_at = builder.mul(args[3], I64(NUM_PLANES))
+        escaped = I64(-1)
+        for plane in range(NUM_PLANES):
+            is_set = builder.icmp_unsigned("!=", builder.and_(above, vector(_BYTES, 1 << plane)), vector(_BYTES, 0))
+            own = builder.bitcast(is_set, I64)
+            builder.store(own, builder.gep(planes_data, [builder.add(planes_at, I64(plane))]))
+            escaped = builder.and_(escaped, own)
+        if HAS_EXPANSION:
+            args_of_list = [exponents, vector(_BYTES, 0), builder.bitcast(escaped, _BITS)]
+            listed = _call(builder, "llvm.x86.avx512.mask.compress.v64i8", _BYTES, args_of_list)
+            place = builder.gep(escapes_data, [args[7]])
+            builder.store(listed, builder.bitcast(place, _BYTES.as_pointer()), align=1)
+        return escaped
+
+    one = types.int64
+    return one(weights, one, types.uint8, one, body, codes, escapes, one), generate
 
 
 def packed_tile(num_rows: int) -> Any:

@@ -44,6 +44,7 @@ from engine.ops.ops import (
     Int8Matrix,
     LatentHeads,
     Nvfp4Matrix,
+    PackedMatrix,
     Rotary,
 )
 
@@ -315,8 +316,8 @@ def _product_by_head(
     if isinstance(heads.up, Fp8Matrix | Int4Matrix | Nvfp4Matrix):
         triton_latent.product_by_head(x, heads, of_values, INTERPRETED, out)
         return
-    if isinstance(heads.up, Int8Matrix):
-        raise TypeError("there is no kernel for int8 weights on a GPU")
+    if isinstance(heads.up, Int8Matrix | PackedMatrix):
+        raise TypeError(f"there is no kernel for a {type(heads.up).__name__} on a GPU")
     matrices = heads.up.view(heads.num_heads, heads.plain_dim + heads.value_dim, heads.rank)
     own = matrices[:, heads.plain_dim :].transpose(1, 2) if of_values else matrices[:, : heads.plain_dim]
     product(x.transpose(0, 1), own, out.transpose(0, 1))

@@ -332,6 +332,18 @@ def test_shares_have_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--config", "{}", "--dtype", "int8"], 2, "--dtype: one of auto, float32"),
         (["--config", "{}", "--quantize", "int7"], 2, "--quantize: 'int7' is no weight format"),
         (["--config", "{}", "--quantize", "int8", "--devices", "cuda=80GiB"], 4, "int8 is not built for cuda devices"),
+        (["--config", "{}", "--resident", "pickled"], 2, "--resident: 'pickled' is no weight format"),
+        (
+            ["--config", "{}", "--resident", "packed", "--quantize", "int8"],
+            2,
+            "--quantize: int8 does not go with resident = 'packed'",
+        ),
+        (["--config", "{}", "--resident", "packed", "--devices", "cuda=80GiB"], 4, "packed is not built for cuda devices"),
+        (
+            ["--config", "{}", "--resident", "packed", "--dtype", "float32"],
+            4,
+            "--resident: packed is for bfloat16 weights, and this",
+        ),
         (["--config", "{}", "--kv-cache-dtype", "fp8", "--devices", "cpu=80GiB"], 4, "is built for cuda devices only"),
     ],
 )

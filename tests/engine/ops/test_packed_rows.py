@@ -1,5 +1,5 @@
 """Packed matrices unpack to the same bits, and their products have the bits that those of plain matrices have, by the kernels that
-this processor can run."""
+this processor can run. Kernels pack what loader/packed_rows.py packs."""
 
 from __future__ import annotations
 
@@ -82,6 +82,42 @@ def test_weights_come_back(num_outputs: int, num_inputs: int, outliers: float) -
     np.testing.assert_array_equal(unpacked(packed_rows.pack(weights)), weights)
 
 
+@pytest.mark.parametrize("outliers", [0.0, 0.03, 1.0])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [*SHAPES, (1, 1), (3, 63), (4096 + 5, 320)])
+def test_the_reference_and_the_kernel_pack_alike(num_outputs: int, num_inputs: int, outliers: float) -> None:
+    """The reference unpacks what it has packed, too, in parts as well."""
+    weights = drawn(num_outputs, num_inputs, outliers=outliers)
+    wanted = packed_rows.pack(weights)
+    *found, escapes = (np.full_like(one, 99) for one in (*wanted.arrays[:4], np.empty(weights.size + 64, np.uint8)))
+    num_escapes = packed_linear.pack_rows(weights, *found, escapes)
+    assert num_escapes == wanted.num_escapes
+    for one, other in zip((*found, escapes[:num_escapes]), (*wanted.arrays[:4], wanted.escapes[:num_escapes]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    blocks, out = packed_rows.num_blocks(num_inputs), np.zeros_like(weights)
+    sizes = (256 * blocks, 12 * blocks, 4, 1)
+    for first in range(0, len(wanted.starts), 3):
+        last = min(first + 3, len(wanted.starts))
+        parts = [one[first * each : last * each] for one, each in zip(wanted.arrays, sizes, strict=False)]
+        packed_rows.unpack_rows(*parts, wanted.escapes, out[4 * first : 4 * last])
+    np.testing.assert_array_equal(out, weights)
+
+
+def test_panels_are_packed_apart() -> None:
+    """As by a load, whose parts come in any order: their escapes lie in that order."""
+    weights = drawn(24, 200, outliers=0.05)
+    whole, escapes, used = packed_rows.pack(weights), np.zeros(24 * 200 + 64, np.uint8), 0
+    body, codes, bases, starts = (np.zeros_like(one) for one in whole.arrays[:4])
+    for panel in (3, 0, 5, 1, 4, 2):
+        own, listed = slice(4 * panel, 4 * panel + 4), np.zeros(4 * 200 + 64, np.uint8)
+        to = [one.reshape(6, -1)[panel] for one in (body, codes, bases, starts)]
+        count = packed_linear.pack_rows(weights[own], *to, listed)
+        escapes[used : used + count], starts[panel], used = listed[:count], used, used + count
+    packed = packed_rows.PackedRows(24, 200, body, codes, bases, starts, escapes)
+    np.testing.assert_array_equal(unpacked(packed), weights)
+    x = drawn(2, 200, scale=1.0)
+    np.testing.assert_array_equal(product(x, packed, NONE), plain(x, weights, NONE))
+
+
 def test_escapes_come_back_from_any_place() -> None:
     """One in a row's block at each place, in each row of a panel; all of a row's block; none."""
     weights = np.full((BLOCK + PANEL_ROWS, 2 * BLOCK), 0x3F80, np.uint16)
@@ -91,14 +127,14 @@ def test_escapes_come_back_from_any_place() -> None:
     weights[BLOCK, :BLOCK] = 0
     packed = packed_rows.pack(weights)
     assert packed.num_escapes >= 2 * BLOCK
-    assert packed.starts[-1] - packed.starts[-2] >= BLOCK - ESCAPE
+    assert packed.num_escapes - packed.starts[-1] >= BLOCK - ESCAPE
     np.testing.assert_array_equal(unpacked(packed), weights)
     x = drawn(2, 2 * BLOCK, scale=1.0)
     np.testing.assert_array_equal(product(x, packed, NONE), plain(x, weights, NONE))
 
 
 @pytest.mark.parametrize("outliers", [0.0, 0.03])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 15, 16])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 def test_products_have_the_bits_of_plain_ones(num_outputs: int, num_inputs: int, num_rows: int, outliers: float) -> None:
     """With and without a bias, by one thread and in shares."""

@@ -1,0 +1,81 @@
+"""Describes where a matrix that stays packed in memory (loader/packed_rows.py) lies in a model's weight range.
+
+How many escapes a matrix has is known only when it has been read. There is room for one in every ESCAPE_SHARE weights: normally
+distributed weights have one in 47, and weights with much heavier tails (Student's t with three degrees of freedom) one in 23. A
+load of a matrix with more ends with an error.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from loader.packed_rows import ESCAPES_BEHIND, PANEL_BODY_BYTES, PANEL_CODES, PANEL_ROWS, num_blocks, num_panels
+
+ESCAPE_SHARE = 16
+CODE_BYTES, START_BYTES = 8, 4
+_ALIGN_BYTES = 64
+
+
+class PackedPlace(NamedTuple):
+    """The place of a packed matrix [num_outputs, num_inputs] in the weight range. It holds all matrices of a group of tensors,
+    which one product reads together. begin_bytes: where it begins, a multiple of 64."""
+
+    begin_bytes: int
+    num_outputs: int
+    num_inputs: int
+
+    @property
+    def num_panels(self) -> int:
+        return num_panels(self.num_outputs)
+
+    @property
+    def row_body_bytes(self) -> int:
+        """The bytes of a row in the body. Those of a panel's rows lie among each other."""
+        return num_blocks(self.num_inputs) * PANEL_BODY_BYTES // PANEL_ROWS
+
+    @property
+    def _panel_codes_bytes(self) -> int:
+        return num_blocks(self.num_inputs) * PANEL_CODES * CODE_BYTES
+
+    @property
+    def codes_at_bytes(self) -> int:
+        return _aligned(self.begin_bytes + self.num_panels * PANEL_ROWS * self.row_body_bytes)
+
+    @property
+    def bases_at_bytes(self) -> int:
+        return _aligned(self.codes_at_bytes + self.num_panels * self._panel_codes_bytes)
+
+    @property
+    def starts_at_bytes(self) -> int:
+        return _aligned(self.bases_at_bytes + self.num_panels * PANEL_ROWS)
+
+    @property
+    def escapes_at_bytes(self) -> int:
+        return _aligned(self.starts_at_bytes + self.num_panels * START_BYTES)
+
+    @property
+    def most_escapes(self) -> int:
+        return -(-self.num_outputs * self.num_inputs // ESCAPE_SHARE)
+
+    @property
+    def end_bytes(self) -> int:
+        return self.escapes_at_bytes + self.most_escapes + ESCAPES_BEHIND
+
+    def row_at(self, place_bytes: int) -> int:
+        """Returns the index of a row. place_bytes: where its body would begin in the weight range if rows lay end to end."""
+        return (place_bytes - self.begin_bytes) // self.row_body_bytes
+
+    def ranges(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Returns the ranges [begin, end) of the weight range, in bytes, that the panels from `first` to below `last` fill: those
+        of their body, codes, bases and starts, in this order. Their escapes may lie anywhere among the matrix's."""
+        sizes = (
+            (self.begin_bytes, PANEL_ROWS * self.row_body_bytes),
+            (self.codes_at_bytes, self._panel_codes_bytes),
+            (self.bases_at_bytes, PANEL_ROWS),
+            (self.starts_at_bytes, START_BYTES),
+        )
+        return [(begin + first * each, begin + last * each) for begin, each in sizes]
+
+
+def _aligned(offset_bytes: int) -> int:
+    return -(-offset_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
