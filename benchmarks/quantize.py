@@ -1,11 +1,13 @@
-"""What int8 weights give and cost: the same model as it is and with quantize = "int8", in turn.
+"""What int8 weights, or weights that stay packed in memory, give and cost: the same model as it is and with quantize = "int8" or
+resident = "packed", in turn.
 
 Given: bytes of weights, milliseconds of decode steps and of prompts, by rows and tokens. Cost: docstrings of the standard library
 (the like of what the demo's models were trained on) through both; perplexity of each, divergence of the next token's distribution
 (KL, nats, mean and 99th percentile), how often the likeliest token is the same, and the largest difference of a logit beside the
 logits' standard deviation. Of a checkpoint with random weights, as `mid` is, perplexity says nothing and divergence still does.
 
-usage: python -m benchmarks.quantize [MODEL_DIR ...] [--tokens N] [--dtype D]: two JSON lines a model, and tables.
+usage: python -m benchmarks.quantize [MODEL_DIR ...] [--held int8|packed] [--tokens N] [--dtype D] [--threads N]: two JSON lines a
+model, and tables.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.host.process import prepare_process
+from engine.host.process import num_cores, prepare_process
 
 prepare_process()  # before torch is imported
 
@@ -35,7 +37,7 @@ from scheduler.batch.plan import BatchPlan, SequenceTable  # noqa: E402
 
 DEMO_MODELS = ROOT / "demo" / "models"
 CONTEXT = 256
-ROWS = (1, 4, 8, 32)
+ROWS = (1, 4, 8, 16, 32)
 PROMPTS = (64, 128, CONTEXT)
 ROUNDS, STEPS = 5, 8  # of each, in turn; the fastest round counts
 
@@ -60,8 +62,8 @@ def text_pieces(path: Path, num_tokens: int) -> np.ndarray:
     return np.array(ids[: min(num_tokens, len(ids)) // CONTEXT * CONTEXT], np.int32).reshape(-1, CONTEXT)
 
 
-def quality(models: list[CpuModel], sequences: SequenceTable, pieces: np.ndarray, rounded_name: str = "int8") -> dict[str, Any]:
-    """models: as it is, rounded. A few pieces at a time, so that the logits take no memory to speak of."""
+def quality(models: list[CpuModel], sequences: SequenceTable, pieces: np.ndarray, rounded_name: str) -> dict[str, Any]:
+    """models: as it is, rounded or packed. A few pieces at a time, so that the logits take no memory to speak of."""
     followed = [0.0, 0.0]  # log-likelihood of the text
     divergence, same, worst, spread = [], 0, 0.0, []
     at_once = MAX_BATCHED_TOKENS // CONTEXT
@@ -101,7 +103,7 @@ def quality(models: list[CpuModel], sequences: SequenceTable, pieces: np.ndarray
     }
 
 
-def speed(models: list[CpuModel], sequences: SequenceTable) -> list[dict[str, Any]]:
+def speed(models: list[CpuModel], sequences: SequenceTable, held: str) -> list[dict[str, Any]]:
     """Milliseconds of a step of each kind."""
     kinds = [(f"decode {rows}", rows, CONTEXT, 1) for rows in ROWS] + [(f"prefill {length}", 1, 0, length) for length in PROMPTS]
     found = []
@@ -114,36 +116,38 @@ def speed(models: list[CpuModel], sequences: SequenceTable) -> list[dict[str, An
                 for _ in range(STEPS if num_new == 1 else 1):
                     step(model, sequences, slots, start, num_new)
                 fastest[at] = min(fastest[at], (time.perf_counter() - begin) / (STEPS if num_new == 1 else 1))
-        plain_ms, rounded_ms = (round(1000 * one, 3) for one in fastest)
-        found.append({"step": kind, "plain_ms": plain_ms, "int8_ms": rounded_ms, "faster": round(plain_ms / rounded_ms, 2)})
+        plain_ms, held_ms = (round(1000 * one, 3) for one in fastest)
+        found.append({"step": kind, "plain_ms": plain_ms, f"{held}_ms": held_ms, "faster": round(plain_ms / held_ms, 2)})
     return found
 
 
-def compare(path: Path, dtype: str, num_tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    loaded = [load_model(path, dtype, max(ROWS), CONTEXT + 8, quantize=quantize) for quantize in ("", "int8")]
+def compare(path: Path, dtype: str, num_tokens: int, held: str, threads: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    loaded = [load_model(path, dtype, max(ROWS), CONTEXT + 8, threads, one) for one in ("", held)]
     models, shape = [one[0] for one in loaded], loaded[0][1]
     sequences = make_table(max(ROWS), CONTEXT + 8, shape.vocab_size)
-    about = {"benchmark": "quantize", "model": path.name, "dtype": dtype}
+    about = {"benchmark": "quantize", "model": path.name, "dtype": dtype, "held": held, "threads": threads or num_cores()}
     sizes = {
         "weights_mb": round(models[0].weights_bytes / 1e6, 1),
-        "int8_mb": round(models[1].weights_bytes / 1e6, 1),
+        f"{held}_mb": round(models[1].weights_bytes / 1e6, 1),
         "load_s": round(loaded[0][2], 2),
-        "int8_load_s": round(loaded[1][2], 2),
+        f"{held}_load_s": round(loaded[1][2], 2),
     }
-    fast = {**about, "kind": "speed", **sizes, "steps": speed(models, sequences)}
-    return {**about, "kind": "quality", **quality(models, sequences, text_pieces(path, num_tokens))}, fast
+    fast = {**about, "kind": "speed", **sizes, "steps": speed(models, sequences, held)}
+    return {**about, "kind": "quality", **quality(models, sequences, text_pieces(path, num_tokens), held)}, fast
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.quantize", description=__doc__)
     parser.add_argument("models", type=Path, nargs="*", help="checkpoint folders; default: the demo's")
+    parser.add_argument("--held", default="int8", choices=("int8", "packed"))
+    parser.add_argument("--threads", type=int, default=0, help="0: the machine's cores")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     options = parser.parse_args()
     print(json.dumps({"benchmark": "quantize", **machine()}))
     costs, gains = [], []
     for path in options.models or sorted(one for one in DEMO_MODELS.iterdir() if (one / "config.json").exists()):
-        cost, gain = compare(path, options.dtype, options.tokens)
+        cost, gain = compare(path, options.dtype, options.tokens, options.held, options.threads)
         print(json.dumps(cost))
         print(json.dumps(gain), flush=True)
         costs.append(cost)

@@ -1,8 +1,8 @@
 """Multiplies rows with a packed matrix (loader/packed_rows.py) on the CPU, and packs and unpacks such a matrix (Numba).
 
-Results have the bits that vectors give with the plain matrix (linear.py, widened_linear.py). Up to FUSED_ROWS rows, where the
-processor allows it, weights are decoded in the registers of the product's tile. Otherwise a few outputs' weights at a time are
-decoded into memory that stays in the caches, and multiplied there as plain ones.
+Results have the bits that vectors give with the plain matrix (linear.py, widened_linear.py). Where the processor allows it, weights
+are decoded in the registers of the product's tile. Elsewhere a few outputs' weights at a time are decoded into memory that stays in
+the caches, and multiplied there as plain ones.
 
 Shapes: R rows, K inputs, N outputs, P panels of 4 outputs, B blocks of 64 inputs, E escapes.
 """
@@ -19,8 +19,10 @@ from engine.cpu.kernels.linear import linear_stripe
 from engine.cpu.kernels.packed_tiles import (
     HAS_EXPANSION,
     IS_FUSED,
+    MOST_TILE_ROWS,
     count_bits,
     lowest_bit,
+    outputs_of,
     pack_block,
     packed_tile,
     unpack_block,
@@ -29,13 +31,14 @@ from engine.cpu.kernels.vectors import LANES
 from engine.cpu.kernels.widened_linear import STRIPE_FLOATS, padded_inputs_of, widen_rows, widened_stripe, widened_tiles
 from loader.packed_rows import BLOCK, ESCAPE, MOST_BASE, ORDER, PANEL_ROWS
 
-FUSED_ROWS = 4
 MOST_ROWS = 16  # of a call; more are faster with a matrix that is unpacked for all of them
 _ORDER = np.array(ORDER)
+_OUTPUTS_OF = np.array([outputs_of(num_rows) for num_rows in range(MOST_TILE_ROWS + 1)])  # of a tile
 _OUTPUTS = 12  # whose weights are unpacked at a time: whole panels, and whole tiles of widened_tiles.py
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 _one_row, _two_rows, _three_rows, _four_rows = (packed_tile(num_rows) for num_rows in (1, 2, 3, 4))
+_up_to_six, _up_to_eight = (packed_tile(num_rows) for num_rows in (6, 8))
 
 
 @njit(**_HELPER)
@@ -74,21 +77,30 @@ def _fused_share(x: Any, packed: Any, bias: Any, words: Any, begin: int, end: in
     folded = np.empty(LANES, np.float32)
     for panel in range(begin, end):
         at = int64(starts[panel])
-        if num_rows == 1:
-            _one_row(x, num_inputs, body, codes, bases, panel, blocks, escapes, at, folded)
-        elif num_rows == 2:
-            _two_rows(x, num_inputs, body, codes, bases, panel, blocks, escapes, at, folded)
-        elif num_rows == 3:
-            _three_rows(x, num_inputs, body, codes, bases, panel, blocks, escapes, at, folded)
-        else:
-            _four_rows(x, num_inputs, body, codes, bases, panel, blocks, escapes, at, folded)
-        first = panel * PANEL_ROWS
-        for r in range(num_rows):
-            for n in range(min(PANEL_ROWS, num_outputs - first)):
-                total = folded[PANEL_ROWS * r + n]
-                if bias.shape[0] > 0:
-                    total += widen(bias[first + n])
-                out[r, first + n] = narrow(total, out[0, 0])
+        for row in range(0, num_rows, MOST_TILE_ROWS):  # the panel is in the caches when it is decoded again
+            some = x[row : row + MOST_TILE_ROWS]
+            num_some = some.shape[0]
+            outputs = _OUTPUTS_OF[num_some]
+            for first in range(0, PANEL_ROWS, outputs):
+                if num_some == 1:
+                    _one_row(some, num_some, num_inputs, body, codes, bases, panel, blocks, escapes, at, first, folded)
+                elif num_some == 2:
+                    _two_rows(some, num_some, num_inputs, body, codes, bases, panel, blocks, escapes, at, first, folded)
+                elif num_some == 3:
+                    _three_rows(some, num_some, num_inputs, body, codes, bases, panel, blocks, escapes, at, first, folded)
+                elif num_some == 4:
+                    _four_rows(some, num_some, num_inputs, body, codes, bases, panel, blocks, escapes, at, first, folded)
+                elif num_some <= 6:
+                    _up_to_six(some, num_some, num_inputs, body, codes, bases, panel, blocks, escapes, at, first, folded)
+                else:
+                    _up_to_eight(some, num_some, num_inputs, body, codes, bases, panel, blocks, escapes, at, first, folded)
+                first_output = panel * PANEL_ROWS + first
+                for r in range(num_some):
+                    for n in range(min(outputs, num_outputs - first_output)):
+                        total = folded[outputs * r + n]
+                        if bias.shape[0] > 0:
+                            total += widen(bias[first_output + n])
+                        out[row + r, first_output + n] = narrow(total, out[0, 0])
 
 
 @njit(**_HELPER)
@@ -138,6 +150,7 @@ def _widened(x: Any) -> Any:
 
 
 _multiply, _words_of = (_multiply_pairs, _no_words) if HAS_BFLOAT16_PRODUCTS else (_multiply_widened, _widened)
+_share = _fused_share if IS_FUSED else _unpacked_share
 _PACKED = (uint8[::1], uint64[::1], uint8[::1], uint32[::1], uint8[::1])
 PACKED_LINEAR = void(uint16[:, ::1], *_PACKED, uint16[::1], int64, uint16[:, ::1])
 UNPACK_ROWS = void(*_PACKED, uint16[:, ::1])
@@ -157,15 +170,10 @@ def _packed_linear(
     out: Any,  # [R, N]
 ) -> None:
     panels = starts.shape[0]
-    is_fused = IS_FUSED and x.shape[0] <= FUSED_ROWS
     words = _words_of(x)
     for share in prange(num_shares):
         begin, end = panels * share // num_shares, panels * (share + 1) // num_shares
-        packed = (body, codes, bases, starts, escapes)
-        if is_fused:
-            _fused_share(x, packed, bias, words, int64(begin), int64(end), out)
-        else:
-            _unpacked_share(x, packed, bias, words, int64(begin), int64(end), out)
+        _share(x, (body, codes, bases, starts, escapes), bias, words, int64(begin), int64(end), out)
 
 
 def _unpack_rows(

@@ -23,6 +23,7 @@ from engine.host import processor
 from loader.packed_rows import BLOCK, ESCAPE, NUM_PLANES, ORDER, PANEL_ROWS
 
 HAS_EXPANSION = processor.runs("escapes_in_place")
+MOST_TILE_ROWS = 2 * PANEL_ROWS
 IS_FUSED = HAS_EXPANSION and HAS_BFLOAT16_PRODUCTS
 _AHEAD = 8192  # bytes of the body between what is prefetched and what is used
 _AHEAD_PLANES = _AHEAD // BLOCK * NUM_PLANES  # the same of the codes
@@ -164,16 +165,20 @@ def pack_block(
 
 
 def packed_tile(num_rows: int) -> Any:
-    """Returns a function (x, width, body, codes, bases, panel, blocks, escapes, escapes_at, folded) that multiplies num_rows
-    rows of x with a panel's weights, and writes the result of row r and output n to folded[4 r + n]. For processors with IS_FUSED.
+    """Returns a function (x, count, width, body, codes, bases, panel, blocks, escapes, escapes_at, first, folded) that multiplies
+    num_rows rows of x with the weights of a panel's outputs from `first` on. There are outputs_of(num_rows) of them; the result of
+    row r and output n of these goes to folded[r * outputs + n]. For processors with IS_FUSED.
 
-    x: bfloat16 bits; the rows lie end to end, `width` elements each. blocks: of a panel. Products are
-    added up in the order in which dot_tile (tiles.py) adds them, and the lanes as fold_sums does."""
+    x: bfloat16 bits; the rows lie end to end, `width` elements each. count: number of rows in x, num_rows at most; results of
+    further rows have no meaning. blocks: of a panel. escapes_at: where the panel's escapes begin. Products are added up in the
+    order in which dot_tile (tiles.py) adds them, and the lanes as fold_sums does."""
+    num_outputs = outputs_of(num_rows)
 
     @intrinsic
     def tile(
         typing_context: Any,
         x: Any,
+        count: Any,
         width: Any,
         body: Any,
         codes: Any,
@@ -182,56 +187,90 @@ def packed_tile(num_rows: int) -> Any:
         blocks: Any,
         escapes: Any,
         escapes_at: Any,
+        first: Any,
         folded: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             rows, bytes_data, planes_data, bases_data, escapes_data, out = (
-                context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 2, 3, 4, 7, 9)
+                context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 3, 4, 5, 8, 11)
             )
             load_x = Loader(builder, rows, x.dtype, True)
-            _, row_width, _, _, _, number, count, _, escapes_begin, _ = args
-            rows_at = [builder.mul(row_width, I64(r)) for r in range(num_rows)]
-            first_base = builder.mul(number, I64(PANEL_ROWS))
+            _, rows_there, row_width, _, _, _, number, of_panel, _, escapes_begin, first_output, _ = args
+            last_row, rows_at = builder.sub(rows_there, I64(1)), []
+            for r in range(num_rows):  # rows that are not there are the last one again
+                own_row = builder.select(builder.icmp_signed("<", I64(r), last_row), I64(r), last_row)
+                rows_at.append(builder.mul(row_width, own_row))
+            first_base = builder.add(builder.mul(number, I64(PANEL_ROWS)), first_output)
             base_lanes = []
-            for n in range(PANEL_ROWS):
+            for n in range(num_outputs):
                 base = builder.load(builder.gep(bases_data, [builder.add(first_base, I64(n))]))
                 base_lanes.append(splat(builder, base, _BYTES))
-            first_block = builder.mul(builder.mul(number, count), I64(PANEL_ROWS))
-            totals = [cgutils.alloca_once(builder, SUMS) for _ in range(num_rows * PANEL_ROWS)]
+            first_block = builder.mul(builder.mul(number, of_panel), I64(PANEL_ROWS))
+            totals = [cgutils.alloca_once(builder, SUMS) for _ in range(num_rows * num_outputs)]
             for total in totals:
                 builder.store(vector(SUMS, 0.0), total)
             place = cgutils.alloca_once(builder, I64)
             builder.store(escapes_begin, place)
 
+            def planes_of(row: Any) -> list[Any]:
+                at = builder.mul(row, I64(NUM_PLANES))
+                return [_load(builder, planes_data, builder.add(at, I64(plane)), I64, 8) for plane in range(NUM_PLANES)]
+
+            def count_others(own: Any) -> tuple[Any, Any]:
+                """Returns how many escapes those of the block's rows have that are before the tile's, and those behind. own: the
+                first row of the block."""
+                before = behind = I64(0)
+                for n in range(num_outputs, PANEL_ROWS):
+                    other = builder.and_(builder.add(first_output, I64(n)), I64(PANEL_ROWS - 1))
+                    low, middle, high = planes_of(builder.add(own, other))
+                    escaped = builder.and_(builder.and_(low, middle), high)
+                    found = _call(builder, "llvm.ctpop.i64", I64, [escaped])
+                    is_before = builder.icmp_signed("<", other, first_output)
+                    before = builder.add(before, builder.select(is_before, found, I64(0)))
+                    behind = builder.add(behind, builder.select(is_before, I64(0), found))
+                return before, behind
+
+            def load_inputs(r: int, k: Any, some: Any) -> list[Any]:
+                loaded = []
+                for half in range(2):
+                    left = None if some is None else builder.sub(some, I32(half * load_x.step))
+                    loaded.append(load_x(builder.add(rows_at[r], builder.add(k, I64(half * load_x.step))), left))
+                return loaded
+
             def add(k: Any, some: Any = None) -> None:
                 """Adds the products of the block at input k, of which only the first `some` (i32) inputs are there."""
                 own = builder.add(first_block, builder.mul(builder.udiv(k, I64(BLOCK)), I64(PANEL_ROWS)))
-                bytes_at, planes_at = builder.mul(own, I64(BLOCK)), builder.mul(own, I64(NUM_PLANES))
-                for n in range(PANEL_ROWS):
+                planes_at, own_first = builder.mul(own, I64(NUM_PLANES)), builder.add(own, first_output)
+                bytes_at = builder.mul(own_first, I64(BLOCK))
+                for n in range(num_outputs):
                     prefetch_line(builder, builder.gep(bytes_data, [builder.add(bytes_at, I64(_AHEAD + n * BLOCK))]))
                 for line in range(0, PANEL_ROWS * NUM_PLANES, _LINE_PLANES):
                     prefetch_line(builder, builder.gep(planes_data, [builder.add(planes_at, I64(_AHEAD_PLANES + line))]))
                 prefetch_line(builder, builder.gep(escapes_data, [builder.add(builder.load(place), I64(_AHEAD_ESCAPES))]))
-                inputs = []
-                for row_at in rows_at:
-                    at = builder.add(row_at, k)
-                    for half in range(2):
-                        left = None if some is None else builder.sub(some, I32(half * load_x.step))
-                        inputs.append(load_x(builder.add(at, I64(half * load_x.step)), left))
-                for n in range(PANEL_ROWS):
-                    planes = [
-                        _load(builder, planes_data, builder.add(planes_at, I64(n * NUM_PLANES + plane)), I64, 8)
-                        for plane in range(NUM_PLANES)
-                    ]
+                inputs = [load_inputs(r, k, some) for r in range(num_rows)] if num_outputs == PANEL_ROWS else []
+                before, behind = count_others(own)
+                begin = builder.add(builder.load(place), before)
+                decoded = []
+                for n in range(num_outputs):
+                    planes = planes_of(builder.add(own_first, I64(n)))
                     own_bytes = _load(builder, bytes_data, builder.add(bytes_at, I64(n * BLOCK)), _BYTES)
-                    begin = builder.load(place)
                     weights, escaped = _decoded(builder, own_bytes, planes, base_lanes[n], escapes_data, begin)
-                    builder.store(builder.add(begin, _call(builder, "llvm.ctpop.i64", I64, [escaped])), place)
-                    for half, part in enumerate(weights):
-                        for r in range(num_rows):
-                            total = totals[r * PANEL_ROWS + n]
-                            own_inputs, pairs = inputs[2 * r + half], builder.bitcast(part, PAIRS)
-                            builder.store(add_products(builder, builder.load(total), own_inputs, pairs, True), total)
+                    begin = builder.add(begin, _call(builder, "llvm.ctpop.i64", I64, [escaped]))
+                    decoded.append([builder.bitcast(part, PAIRS) for part in weights])
+                    if inputs:
+                        multiply(n, decoded[n], inputs)
+                builder.store(builder.add(begin, behind), place)
+                if not inputs:  # registers hold the weights, and each row's inputs in turn
+                    for r in range(num_rows):
+                        loaded = load_inputs(r, k, some)
+                        for n in range(num_outputs):
+                            multiply(n, decoded[n], [loaded], r)
+
+            def multiply(n: int, weights: list[Any], inputs: list[Any], first_row: int = 0) -> None:
+                for half, part in enumerate(weights):
+                    for r, own_inputs in enumerate(inputs, first_row):
+                        total = totals[r * num_outputs + n]
+                        builder.store(add_products(builder, builder.load(total), own_inputs[half], part, True), total)
 
             whole = builder.and_(row_width, I64(-BLOCK))
             with cgutils.for_range_slice(builder, I64(0), whole, I64(BLOCK)) as (k, _):
@@ -239,11 +278,17 @@ def packed_tile(num_rows: int) -> Any:
             with builder.if_then(builder.icmp_signed("<", whole, row_width), likely=False):
                 add(whole, builder.trunc(builder.sub(row_width, whole), I32))
             sums = fold(builder, [builder.load(total) for total in totals])
-            part = shuffle(builder, sums, sums, list(range(num_rows * PANEL_ROWS)))
+            part = shuffle(builder, sums, sums, list(range(num_rows * num_outputs)))
             builder.store(part, builder.bitcast(out, part.type.as_pointer()), align=4)
             return context.get_dummy_value()
 
         one = types.int64
-        return types.void(x, one, body, codes, bases, one, one, escapes, one, folded), generate
+        return types.void(x, one, one, body, codes, bases, one, one, escapes, one, one, folded), generate
 
     return tile
+
+
+def outputs_of(num_rows: int) -> int:
+    """Returns how many outputs a tile of up to MOST_TILE_ROWS rows has: a panel's, or half of them, so that the sums stay in
+    registers. Tiles of 16 rows and one output were measured to be slower than two of 8 rows: x is read once for each output."""
+    return PANEL_ROWS if num_rows <= PANEL_ROWS else PANEL_ROWS // 2
