@@ -61,6 +61,7 @@ from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
 from loader import open_files
 from loader.catalog import Checkpoint
+from loader.ready_threads import ReadyThreads
 from scheduler.node import events
 
 log = logging.getLogger("hearthd")
@@ -511,7 +512,10 @@ def serve(
     faulthandler.enable()  # at a watchdog's SIGABRT the log shows where each thread was
 
     async def main() -> int:
-        return await DaemonRun(config, devices, config_path, flags, files, inventory, forks).run()
+        # its end gives back the memory for the thread that the runner starts to end a loop's executor
+        with ReadyThreads("work beside the loop") as threads:
+            asyncio.get_running_loop().set_default_executor(threads)
+            return await DaemonRun(config, devices, config_path, flags, files, inventory, forks).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -10,9 +10,7 @@ import os
 import select
 import socket
 import subprocess
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
 import msgspec
@@ -22,6 +20,8 @@ from daemon.engines.engine_process import EngineProcess, kill
 from daemon.process import socket_child
 from engine.forks.messages import PACKET_BYTES, Forked, ForkEngine
 from engine.host.child_process import child_environment
+from loader.ready_threads import ReadyThreads
+from loader.threads import Thread
 
 log = logging.getLogger("hearthd.engine")
 FIRST_LIMIT_S = 110.0  # for the first answer, before which the server imports torch, perhaps from a cold disk
@@ -38,7 +38,7 @@ def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> i
 
 class ForkServer:
     """The client of one fork server, from which it gets the engines of cpu devices. runner, cache_dir: the node's settings.
-    threads: the number for each engine.
+    threads: the number for each engine. Raises OSError if there is no thread to be had.
 
     Calls to the server run in one thread of this object, because starting the server and waiting for its first answer take
     seconds."""
@@ -47,7 +47,7 @@ class ForkServer:
         self.threads = threads
         self._arguments = ["--runner", runner, "--cache-dir", cache_dir]
         self._variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}
-        self._thread = ThreadPoolExecutor(1, "fork server")
+        self._thread = ReadyThreads("fork server", 1)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ended = False
@@ -55,11 +55,14 @@ class ForkServer:
     @classmethod
     def ahead(cls, config: NodeConfig, devices: Sequence[DeviceBudget]) -> ForkServer | None:
         """Returns a ForkServer whose process is already starting, because importing torch takes the largest part of hearthd's
-        start. Returns None if the node has no cpu device."""
+        start. Returns None if the node has no cpu device, or there is no thread to be had."""
         if not any(device.name.startswith("cpu") for device in devices):
             return None
-        made = cls(config.runner, config.cache_dir, threads_per_engine(config, devices))
-        with contextlib.suppress(OSError):  # the first request for an engine meets the same error and reports it
+        try:
+            made = cls(config.runner, config.cache_dir, threads_per_engine(config, devices))
+        except OSError:  # who makes one later meets the same error and reports it
+            return None
+        with contextlib.suppress(OSError):  # and so does the first request for an engine
             made._start_if_gone()
         return made
 
@@ -143,8 +146,12 @@ class ForkServer:
         module, environment = ["engine", "--fork-server"], child_environment(**self._variables)
         self._process, self._control = socket_child.spawn(module, self._arguments, environment, process_group=0)
         self._control.settimeout(FIRST_LIMIT_S)
-        ended = os.pidfd_open(self._process.pid)
-        threading.Thread(target=_reap, args=(self._process, ended), name="fork server's end", daemon=True).start()
+        try:
+            _reap_at_end(self._process)
+        except BaseException:
+            self._process.kill()
+            self._end()
+            raise
 
     def _end(self) -> None:
         if self._control is not None:
@@ -152,6 +159,16 @@ class ForkServer:
         if self._process is not None:
             socket_child.wait(self._process, STOP_LIMIT_S, self._process.kill)  # it may still be importing, or hang
         self._control = self._process = None
+
+
+def _reap_at_end(process: subprocess.Popen[bytes]) -> None:
+    """Starts the thread of `_reap`. Raises OSError if there is no descriptor or no thread to be had."""
+    ended = os.pidfd_open(process.pid)
+    try:
+        Thread(target=_reap, args=(process, ended), name="fork server's end").start()
+    except MemoryError as error:
+        os.close(ended)
+        raise OSError(str(error)) from None
 
 
 def _reap(process: subprocess.Popen[bytes], pidfd: int) -> None:

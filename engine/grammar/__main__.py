@@ -17,12 +17,12 @@ import signal
 import socket
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from engine.grammar.matchers import GrammarError, Matchers
 from engine.grammar.messages import Advance, Broken, Draft, Ended, Forget, Open, Opened, Ready, Start, ToGrammar, row_bytes
 from engine.protocol import FrameReader, Message, encode
+from loader.ready_threads import ReadyThreads
 
 log = logging.getLogger("grammar")
 
@@ -35,7 +35,7 @@ class GrammarProcess:
         self._connection, self._masks_fd = connection, masks_fd
         self._sending = threading.Lock()
         self._starting: set[int] = set()  # keys of requests whose matcher is still being built
-        self._builder = ThreadPoolExecutor(1, "build")
+        self._builder = ReadyThreads("build", 1)
         self._matchers: Matchers | None = None
 
     def run(self) -> None:

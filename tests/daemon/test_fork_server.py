@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from daemon.errors import EXIT_USAGE
 from daemon.main import main
 from engine import protocol
 from engine.host import child_process
+from tests.daemon.no_thread import no_thread
 from tests.e2e import processes
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
@@ -225,6 +227,26 @@ control.recv(1)
     with pytest.raises(OSError, match="fork server of engines has ended"):
         await Forked.by(server)
     await server.end()
+
+
+async def test_one_whose_end_no_thread_can_wait_for_is_ended(server: ForkServer) -> None:
+    children, opened = psutil.Process().children(), len(os.listdir("/proc/self/fd"))
+    with no_thread(), pytest.raises(OSError, match="thread fork server's end: it did not begin"):
+        await Forked.by(server)
+    assert (psutil.Process().children(), len(os.listdir("/proc/self/fd"))) == (children, opened)
+    engine = await Forked.by(server)
+    engine.channel.close()
+    assert await engine.ended() == (0, "")
+
+
+async def test_no_thread_for_one_that_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert ForkServer.ahead(NodeConfig(runner="null", threads=1), [DeviceBudget("cpu:0", 1 << 30)]) is None
+    with pytest.raises(OSError, match="threads for fork server: can't start new thread"):
+        ForkServer("null", "", 1)
 
 
 def test_a_node_without_its_fork_server_serves_on(tmp_path: Path) -> None:

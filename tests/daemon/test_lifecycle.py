@@ -1,0 +1,69 @@
+"""What the daemon prepares before any of its parts runs."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from config.schema import NodeConfig
+from daemon import lifecycle
+from daemon.operate.named_files import NamedFiles
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    interval_s = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(interval_s)
+
+
+@pytest.mark.usefixtures("as_before")
+def test_work_beside_the_loop_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start might hang the loop where memory has run out."""
+    seen: list[set[threading.Thread]] = []
+
+    class Run:
+        def __init__(self, *about: Any) -> None: ...
+
+        async def run(self) -> int:
+            seen.append(set(threading.enumerate()))
+            seen.append(set(await asyncio.gather(*(asyncio.to_thread(threading.current_thread) for _ in range(100)))))
+            seen.append(set(threading.enumerate()))
+            return 0
+
+    monkeypatch.setattr(lifecycle, "DaemonRun", Run)
+    assert lifecycle.serve(NodeConfig(), [], None, {}, NamedFiles(None, None, {}, {})) == 0
+    before, used, after = seen
+    assert used <= before == after
+
+
+NO_MORE_MEMORY = """
+import asyncio, resource
+from config.schema import NodeConfig
+from daemon import lifecycle
+from daemon.operate.named_files import NamedFiles
+
+class Run:
+    def __init__(self, *about): ...
+
+    async def run(self):
+        with open("/proc/self/statm") as file:
+            size_bytes = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size_bytes, size_bytes))
+        await asyncio.gather(*(asyncio.to_thread(int) for _ in range(100)))
+        return 0
+
+lifecycle.DaemonRun = Run
+raise SystemExit(lifecycle.serve(NodeConfig(), [], None, {}, NamedFiles(None, None, {}, {})))
+"""
+
+
+def test_a_daemon_that_may_map_no_more_memory_works_on_and_ends() -> None:
+    ended = subprocess.run([sys.executable, "-c", NO_MORE_MEMORY], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
