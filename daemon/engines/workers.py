@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from daemon.process.long_tasks import LongTasks
 from engine import protocol
 from engine.loop.pulse import Pulse, read_pulse
 from loader.kernel_sets import KernelSet
+from loader.threads import Thread
 
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
 START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch takes a while if the disk's cache is cold
@@ -220,9 +220,11 @@ class EngineWorker:
         self._came_up = self._distrusted = False
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        handover = _Handover(self._left, self.device) if self._left is not None else None
-        journal_fd = os.memfd_create(f"journal-{self.device[:64]}")  # a memfd's name may have at most some 240 characters
+        handover, journal_fd = None, -1
         try:
+            if self._left is not None:
+                handover = _Handover(self._left, self.device)
+            journal_fd = os.memfd_create(f"journal-{self.device[:64]}")  # a memfd's name may have at most some 240 characters
             os.ftruncate(journal_fd, protocol.JOURNAL_BYTES)
             journal = mmap.mmap(journal_fd, protocol.JOURNAL_BYTES)
             process = await self._start_process(theirs.fileno(), journal_fd, handover.fd if handover else -1)
@@ -231,7 +233,8 @@ class EngineWorker:
             raise
         finally:
             theirs.close()
-            os.close(journal_fd)
+            if journal_fd >= 0:
+                os.close(journal_fd)
             if handover is not None:
                 handover.spawned()
         self._process, self.pid, self._kill_reason, self._fault = process, process.pid, "", None
@@ -336,13 +339,18 @@ class EngineWorker:
 
 class _Handover:
     """The daemon's end of the socketpair over which an engine asks for the memory that the previous engine left. A thread answers
-    (LeftMemory.exchange). fd: the engine's end."""
+    (LeftMemory.exchange). fd: the engine's end. Raises OSError if there is no descriptor or no thread to be had."""
 
     def __init__(self, left: LeftMemory, device: str) -> None:
         ours, self._theirs = socket.socketpair()
         self.fd = self._theirs.fileno()
-        self._thread = threading.Thread(target=left.exchange, args=(ours,), name=f"memory of {device}", daemon=True)
-        self._thread.start()
+        self._thread = Thread(target=left.exchange, args=(ours,), name=f"memory of {device}")
+        try:
+            self._thread.start()
+        except MemoryError as error:
+            ours.close()
+            self._theirs.close()
+            raise OSError(str(error)) from None
 
     def spawned(self) -> None:
         """Closes the daemon's copy of the engine's end. Called when the engine has its own copy, or could not be started."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from config.devices import NoGpus
 from config.schema import DeviceBudget
 from daemon.gpu.inventory import GpuFault, Inventory
+from loader.threads import Thread
 
 log = logging.getLogger("hearthd")
 LISTEN_S = 5.0
@@ -39,7 +40,11 @@ class GpuWatch:
         if self._devices:
             loop = asyncio.get_running_loop()
             # a daemon thread ends with the process, even while the driver holds it for LISTEN_S
-            threading.Thread(target=self._listen, args=(loop,), name="gpu faults", daemon=True).start()
+            thread = Thread(target=self._listen, args=(loop,), name="gpu faults")
+            try:
+                thread.start()
+            except MemoryError as error:
+                _warn(error)
 
     def stop(self) -> None:
         self._stop.set()
@@ -56,7 +61,7 @@ class GpuWatch:
                 if not hit:  # the fault was already reported; the driver may repeat it at once
                     self._stop.wait(LISTEN_S)
             except NoGpus as error:
-                log.warning("faults of GPUs will not be told of: %s", error)
+                _warn(error)
                 return
             with contextlib.suppress(RuntimeError):  # the event loop has ended meanwhile
                 for uuid in hit:
@@ -78,3 +83,7 @@ class GpuWatch:
         for device in self._devices:
             if uuid in (device.uuid, self._divided.get(device.uuid)):  # the driver reports the GPU, whose slices may be devices
                 self._on_fault(device, fault)
+
+
+def _warn(error: Exception) -> None:
+    log.warning("faults of GPUs will not be told of: %s", error)

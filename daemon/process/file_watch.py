@@ -8,6 +8,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+from loader.threads import Thread
+
 log = logging.getLogger("hearthd.config")
 DEBOUNCE_MS, STEP_MS = 300, 150
 
@@ -48,9 +50,12 @@ class FileWatch:
         self.is_stale = False
         self._stop = threading.Event()
         self._in_place = False
-        self._thread = threading.Thread(target=self._run, name="watch settings", daemon=True)
+        self._thread = Thread(target=self._run, name="watch settings")
         if self.folders:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except MemoryError as error:
+                self._failed(error)
 
     def is_set(self) -> bool:
         """Returns whether the watch is to end. The library watchfiles calls this as the method of an Event; its first call means
@@ -69,9 +74,12 @@ class FileWatch:
                 self.is_stale = self.is_stale or any(path in self.folders for _, path in changes)
                 self._tell()
         except (OSError, RuntimeError) as error:
-            self.is_stale = True
-            if not self._stop.is_set():
-                log.warning("%s cannot be watched (%s); `hearth reload` reads again", ", ".join(sorted(self.folders)), error)
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self.is_stale = True
+        if not self._stop.is_set():
+            log.warning("%s cannot be watched (%s); `hearth reload` reads again", ", ".join(sorted(self.folders)), error)
 
     def _tell(self) -> None:
         if not self._stop.is_set():

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from config.load import AUDIT_IN_LOG, ConfigError, located_setting
 from daemon.record.line_file import LineFile
+from loader.threads import Thread
 
 log = logging.getLogger("hearthd")
 own_log = logging.getLogger("hearthd.audit")
@@ -29,6 +30,7 @@ MAX_WAITING = 8192  # the most acts in the queue
 AT_ONCE = 256  # the most acts in one write
 REFUSALS_A_MINUTE = 100  # of one kind; further ones are only counted, because strangers must not be able to fill the disk
 TELL_EVERY_S = 60.0
+THREAD_AGAIN_S = 60.0  # after the thread could not be started; each try may hold the event loop for a second
 CLOSE_S = 2.0  # how long the stop of the daemon waits for the disk
 
 
@@ -68,7 +70,8 @@ class AuditLog:
         self.problem = ""
         self._target = ""
         self._queue: queue.Queue[_Entry | None] = queue.Queue(max_waiting)
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None  # None: there is none yet, or no memory for it
+        self._tried_s = -THREAD_AGAIN_S
         self._closing = self._cannot_open = False
         self._reopen = threading.Event()
         self._minutes: dict[str, _Minute] = {}
@@ -92,10 +95,22 @@ class AuditLog:
         self._target, self.with_requests = target, with_requests and bool(target)
         if target in AUDIT_IN_LOG:
             own_log.setLevel(logging.INFO)  # whatever log_level is
-        if target and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="audit log", daemon=True)
-            self._thread.start()
+        if self._thread is None and (target or self.problem):
+            self._start_thread()
         self.reopen()
+
+    def _start_thread(self) -> None:
+        self._tried_s = time.monotonic()
+        thread = Thread(target=self._run, name="audit log")
+        try:
+            thread.start()
+        except MemoryError as error:
+            problem = f"has no thread that writes it: {error}"
+            if problem != self.problem:
+                log.error("audit_log %s; up to %d acts wait for one", problem, self._queue.maxsize)
+            self.problem, self._cannot_open = problem, True  # until the thread has opened the file
+        else:
+            self._thread = thread
 
     def reopen(self) -> None:
         """Asks the writing thread to reopen the file after it has written the acts in the queue."""
@@ -116,7 +131,10 @@ class AuditLog:
             now = time.monotonic()
             if now - self._told_s >= TELL_EVERY_S:
                 self._told_s = now
-                log.error("audit log: %d acts dropped so far, for its disk is too slow", self.num_dropped)
+                why = "its disk is too slow" if self._thread is not None else "it has no thread that writes it"
+                log.error("audit log: %d acts dropped so far, for %s", self.num_dropped, why)
+        if self._thread is None and time.monotonic() - self._tried_s >= THREAD_AGAIN_S:
+            self._start_thread()
 
     def write_refusal(self, kind: str, act: str, result: str, **about: Any) -> None:
         """Writes a refusal, an act that strangers can cause any number of times: at most REFUSALS_A_MINUTE of each `kind` in a
@@ -150,7 +168,12 @@ class AuditLog:
         self._closing = True
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
-        if self._thread is not None:
+        if self._thread is None and self.problem:
+            self._start_thread()
+        if self._thread is None:
+            if num_left := sum(entry is not None for entry in self._queue.queue):
+                log.error("audit log: it has no thread that writes it; %d acts were not written", num_left)
+        else:
             await asyncio.to_thread(self._thread.join, CLOSE_S)
             if self._thread.is_alive():
                 log.error("audit log: its disk hangs; %d acts were not written", self._queue.qsize())

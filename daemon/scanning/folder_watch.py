@@ -13,6 +13,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 
+from loader.threads import Thread
+
 log = logging.getLogger("hearthd.models")
 DEBOUNCE_MS, STEP_MS = 300, 150  # STEP_MS is also how often the thread looks whether it is to stop
 POLL_MS = 2000  # if the kernel gives no watches
@@ -29,16 +31,20 @@ class FolderWatch:
         self._changed = changed
         self._folders: frozenset[str] = frozenset()
         self._stopped, self._replaced = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._polling = False
 
     async def run(self) -> None:
         """Watches the folders until `stop` is called. Calls `changed` once at the beginning, because of changes before the watch.
-        Raises OSError or RuntimeError if the folders can be neither watched nor polled."""
+        Raises OSError or RuntimeError if the folders can be neither watched nor polled, MemoryError if there is no memory for the
+        thread that does it."""
         ended: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(ended,), name="watch models", daemon=True)
-        self._thread.start()
-        self._changed()
+        thread = Thread(target=self._run, args=(ended,), name="watch models")
+        try:
+            thread.start()
+        finally:
+            self._changed()  # without a watch, too: who calls `run` again and again then sees changes as often
+        self._thread = thread
         await ended
 
     def look_at(self, folders: Iterable[str]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import socket
 import threading
 from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -37,15 +38,18 @@ from daemon.text.jobs import (
 from engine.host.child_process import limit_memory
 from engine.protocol import FrameReader, Message, encode
 from loader.errors import shortened
+from loader.threads import Thread
 
 OOM_SCORE_ADJ = 900  # if memory runs out, the kernel kills a worker before the scanning process, the daemon and its engines
+
+_LongJobs = SimpleQueue[tuple[Job, Callable[[], list[bytes]]]]  # a job, and the function that does it
 
 
 class TextWorker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
-        self._long = ThreadPoolExecutor(1)
+        self._long: _LongJobs | None = None  # None: no thread takes long jobs yet
         self._opening = Open("", "", None)
         self._text: CheckpointText | None = None
 
@@ -135,12 +139,22 @@ class TextWorker:
 
     def _in_turn(self, job: Job, num_chars: int, work: Callable[[], list[bytes]]) -> list[bytes] | None:
         """Does a job now and returns the answer's parts. A job of more than LONG_TEXT characters is announced to the daemon as
-        deferred and left to a thread; then the result is None. num_chars: the length of the job's texts. work: does the job."""
-        if num_chars > LONG_TEXT:
-            self._send(Deferred(job.job_id))
-            self._long.submit(self._answer, job, work)
-            return None
-        return work()
+        deferred and left to a thread; then the result is None. num_chars: the length of the job's texts. work: does the job. Raises
+        MemoryError if there is no memory for the thread."""
+        if num_chars <= LONG_TEXT:
+            return work()
+        if self._long is None:
+            jobs: _LongJobs = SimpleQueue()
+            Thread(target=self._do_long, args=(jobs,), name="long texts").start()
+            self._long = jobs
+        self._send(Deferred(job.job_id))
+        self._long.put((job, work))
+        return None
+
+    def _do_long(self, jobs: _LongJobs) -> None:
+        with contextlib.suppress(OSError):  # the daemon has closed the socket, so the process ends
+            while True:
+                self._answer(*jobs.get())
 
     def _send(self, message: Message) -> None:
         with self._lock:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from typing import Any
 
 from aiohttp.abc import AbstractResolver, ResolveResult
+
+from loader.threads import Thread
 
 
 class DaemonThreadResolver(AbstractResolver):
@@ -23,9 +24,13 @@ class DaemonThreadResolver(AbstractResolver):
         answer = self._asked.get(key)
         if answer is None:
             loop = asyncio.get_running_loop()
-            answer = self._asked[key] = loop.create_future()
+            answer = loop.create_future()
+            try:
+                Thread(target=_look_up, args=(loop, answer, *key), name="looking up a name").start()
+            except MemoryError as error:
+                raise OSError(f"{host}: {error}") from None
+            self._asked[key] = answer
             answer.add_done_callback(lambda _: self._asked.pop(key, None))
-            threading.Thread(target=_look_up, args=(loop, answer, *key), name="looking up a name", daemon=True).start()
         return await asyncio.shield(answer)
 
     async def close(self) -> None:

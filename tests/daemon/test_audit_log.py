@@ -17,6 +17,7 @@ import pytest
 from config.load import ConfigError
 from daemon.record import audit_log
 from daemon.record.audit_log import AuditLog
+from tests.daemon.no_thread import no_thread
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -148,6 +149,42 @@ async def test_a_hanging_disk_delays_nobody(
     assert thread is not None
     thread.join(60)
     assert [act["act"] for act in lines(path)] == ["first", "dropped", *(10 * ["more"])]
+
+
+@pytest.mark.parametrize("ends", ["with the next act", "with the next reload", "at the stop"])
+async def test_acts_wait_for_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: str
+) -> None:
+    path, audit = tmp_path / "audit.log", AuditLog(max_waiting=5)
+    problem = "audit_log has no thread that writes it: thread audit log: it did not begin within 1 s, as where no memory is left"
+    with no_thread():
+        audit.use(str(path), False)
+        for _ in range(7):
+            audit.write("waited")
+        monkeypatch.setattr(audit_log, "THREAD_AGAIN_S", 0.0)
+        audit.write("lost")
+        assert audit.problems() == [f"{problem}; 4 acts were dropped"]
+    assert caplog.text.count(f"{problem}; up to 5 acts wait for one") == 1
+    assert caplog.text.count("acts dropped so far, for it has no thread that writes it") == 1
+    if ends == "with the next act":
+        audit.write("lost")
+    elif ends == "with the next reload":
+        audit.use(str(path), False)
+    if ends != "at the stop":
+        await wait_for(lambda: not audit.problem)
+    await audit.close()
+    assert [act["act"] for act in lines(path)] == ["dropped", *(4 * ["waited"])]
+    assert lines(path)[0]["count"] == audit.num_dropped == 4 + (ends == "with the next act")
+
+
+async def test_acts_that_no_thread_ever_wrote_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    audit = AuditLog()
+    with no_thread():
+        audit.use(str(tmp_path / "audit.log"), False)
+        audit.write("start")
+        audit.write("stop")
+        await audit.close()
+    assert "audit log: it has no thread that writes it; 2 acts were not written" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["folder", "missing/audit.log"])

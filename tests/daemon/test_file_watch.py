@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from daemon.process.file_watch import FileWatch, folders_of, signature
+from tests.daemon.no_thread import no_thread
 
 
 def edit(folder: Path) -> None:
@@ -77,3 +78,11 @@ def test_nothing_to_watch() -> None:
 
     asyncio.run(run())
     assert signature(["/nowhere/x"]) == (None,)
+
+
+async def test_no_thread_to_watch_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with no_thread():
+        watch = FileWatch([str(tmp_path)], lambda: None)
+    assert watch.is_stale, "the next reload tries again"
+    assert f"{tmp_path} cannot be watched (thread watch settings: it did not begin" in caplog.text
+    watch.stop()

@@ -20,6 +20,7 @@ from config.schema import DeviceBudget
 from daemon.gpu.inventory import Gpu, GpuFault, GpuProcess, holders, remarks, rows_of, why_no_memory
 from daemon.gpu.nvml import Nvml
 from daemon.gpu.watch import GpuWatch
+from tests.daemon.no_thread import no_thread
 
 GIB = 1 << 30
 DEVICE = DeviceBudget("cuda:0", 79 * GIB, "GPU-a")
@@ -82,6 +83,13 @@ async def test_faults_are_told_on_the_loop_of_the_nodes_gpus_only() -> None:
     assert told == [("cuda:0", 13), ("cuda:0", 48), ("cuda:0", 79)], "a GPU that is not there any more is the lost one"
     assert watch.xids == {"GPU-a": [13, 48, 79], "GPU-b": [79]}
     assert [GpuFault("", xid).is_fatal for xid in (13, 31, 43, 48, 79, 119)] == [False, False, False, True, True, True]
+
+
+async def test_no_thread_to_listen_with(caplog: pytest.LogCaptureFixture) -> None:
+    watch = GpuWatch(Scripted([], []), [DEVICE], lambda device, fault: None)
+    with no_thread():
+        watch.start()
+    assert "faults of GPUs will not be told of: thread gpu faults: it did not begin" in caplog.text
 
 
 @pytest.fixture

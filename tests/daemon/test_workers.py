@@ -15,10 +15,12 @@ import pytest
 from config.schema import DeviceBudget, NodeConfig
 from daemon.engines import workers
 from daemon.engines.fork_client import threads_per_engine
+from daemon.engines.left_memory import LeftMemory
 from daemon.engines.workers import EngineSpec, EngineWorker
 from daemon.process.long_tasks import LongTasks
 from engine import protocol
 from engine.host import child_process
+from tests.daemon.no_thread import no_thread
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
@@ -270,6 +272,23 @@ async def test_back_off_grows_while_an_engine_cannot_start(monkeypatch: pytest.M
     await worker.stop()
     assert reasons == ["ended with exit code 1"] * 4
     assert pauses[:3] == [0.01, 0.02, 0.04]
+
+
+async def test_no_thread_to_hand_memory_over_with_is_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "BACK_OFF_S", 0.01)
+    told, spec = Told(), EngineSpec(DeviceBudget("cpu:0", 64 << 20), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
+    worker = EngineWorker("cpu:0", 1, lambda: spec, told, LongTasks(), left=LeftMemory("cpu:0", True))
+    worker.configure()
+    async with asyncio.timeout(60):
+        with no_thread():
+            worker.start()
+            reasons = [(await told.downs.get())[1]]
+            opened = len(os.listdir("/proc/self/fd"))
+            reasons += [(await told.downs.get())[1] for _ in range(2)]
+            assert len(os.listdir("/proc/self/fd")) == opened
+        await told.ups.get()
+    assert set(reasons) == {"could not be started: thread memory of cpu:0: it did not begin within 1 s, as where no memory is left"}
+    await worker.stop()
 
 
 async def test_a_device_out_of_memory_is_explained_by_who_holds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import watchfiles
 
 from daemon.process.long_tasks import LongTasks
 from daemon.scanning.folder_watch import FolderWatch
+from tests.daemon.no_thread import no_thread
 
 
 class Told:
@@ -102,6 +103,20 @@ async def test_what_happens_while_no_watch_runs_is_looked_for(tmp_path: Path) ->
         await changed.wait()
         await asyncio.to_thread(watch.stop)
         await running
+
+
+async def test_changes_are_looked_for_at_each_try_to_start_a_thread(tmp_path: Path) -> None:
+    changed, tasks = asyncio.Queue[None](), LongTasks(pause_s=0.01)
+    watch = FolderWatch(lambda: changed.put_nowait(None))
+    with no_thread():
+        tasks.start("watching", watch.run)
+        async with asyncio.timeout(30):
+            for _ in range(3):
+                await changed.get()
+        watch.stop()
+    (problem,) = tasks.problems()
+    assert "MemoryError: thread watch models" in problem
+    tasks.cancel()
 
 
 async def test_links_are_not_followed(tmp_path: Path, told: Told) -> None:

@@ -24,9 +24,11 @@ from daemon.text.connection import WorkerDied
 from daemon.text.deaths import from_report
 from daemon.text.detokenizer import decode
 from daemon.text.helper_messages import Ended
+from daemon.text.job_parts import LONG_TEXT
 from daemon.text.jobs import LIMIT_BYTES, Encode, Open
 from daemon.text.service import TextService
 from daemon.text.worker import OOM_SCORE_ADJ, TextWorker
+from tests.daemon.no_thread import no_thread
 from tests.daemon.text.tokenizers_made import CHATML, byte_level, checkpoint, model
 
 MESSAGES = msgspec.msgpack.encode([{"role": "user", "content": "The fox"}])
@@ -198,6 +200,20 @@ async def test_a_worker_is_limited_and_is_ended_before_others_when_memory_is_sho
     (pid,) = await until(lambda: service.worker_pids)
     assert psutil.Process(pid).rlimit(psutil.RLIMIT_AS)[0] == LIMIT_BYTES
     assert oom_score_adj(pid) == OOM_SCORE_ADJ
+
+
+def test_a_long_text_that_no_thread_can_be_started_for_is_refused(tmp_path):
+    ours, theirs = socket.socketpair()
+    worker, sent = TextWorker(theirs), list[Any]()
+    worker._send = sent.append  # type: ignore[method-assign]
+    worker._open(Open("m", str(checkpoint(tmp_path / "m", byte_level())), None))
+    job = Encode(7, msgspec.msgpack.encode(["The fox " * LONG_TEXT]), True)
+    with no_thread():
+        worker._answer(job, lambda: worker._do(job))
+    (failed,) = sent
+    assert failed.message == "model m: the text of this request needs more than the 1024 MiB that a text worker may take"
+    ours.close()
+    theirs.close()
 
 
 # ---- crashes

@@ -10,6 +10,7 @@ import pytest
 
 from daemon.traces import exporter, resolver
 from daemon.traces.resolver import DaemonThreadResolver
+from tests.daemon.no_thread import no_thread
 from tests.daemon.traces.test_exporter import Sending
 
 
@@ -52,3 +53,10 @@ async def test_a_name_server_that_hangs_holds_up_no_end(monkeypatch: pytest.Monk
     assert (made.counts.num_dropped, len(asked), asked[0].daemon) == (2, 1, True)
     go.set()
     await asyncio.to_thread(asked[0].join, 60)
+
+
+async def test_one_for_which_there_is_no_thread() -> None:
+    asked = DaemonThreadResolver()
+    with no_thread(), pytest.raises(OSError, match="localhost: thread looking up a name"):
+        await asked.resolve("localhost", 80, socket.AF_INET)
+    assert len(await asked.resolve("localhost", 80, socket.AF_INET)) == 1, "the next one does not wait for it"
