@@ -130,8 +130,8 @@ class Helper:
     # ---- the helper's messages
 
     def _send(self, message: ToHelper, descriptor: int | None = None) -> bool:
-        """Sends a message to the helper, with a duplicate of `descriptor` if there is one. Returns whether it was sent. A helper
-        that has ended, or takes no messages and has left a Fork unanswered, is killed and given up."""
+        """Sends a message to the helper, with a duplicate of `descriptor` if there is one. Returns whether it was sent. If it
+        was not, the helper has ended or reads nothing; then it is killed and given up, which ends its workers, too."""
         control = self._control
         if control is None:
             return False
@@ -141,8 +141,9 @@ class Helper:
                 control.send(data)
             else:
                 socket.send_fds(control, [data], [descriptor])
-        except BlockingIOError:
-            self._hangs(control)
+        except BlockingIOError:  # some hundred messages are unread
+            log.error("the text helper (pid %d) does not read its messages; it is killed", self.pid)
+            self._gone(control)
         except OSError:
             self._gone(control)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -23,9 +24,9 @@ from daemon.text import deaths, helper
 from daemon.text.connection import WorkerDied
 from daemon.text.deaths import from_report
 from daemon.text.detokenizer import decode
-from daemon.text.helper_messages import Ended
+from daemon.text.helper_messages import Ended, Kill
 from daemon.text.job_parts import LONG_TEXT
-from daemon.text.jobs import LIMIT_BYTES, Encode, Open
+from daemon.text.jobs import LIMIT_BYTES, Encode, EncodeChat, Open
 from daemon.text.service import TextService
 from daemon.text.worker import OOM_SCORE_ADJ, TextWorker
 from tests.daemon.no_thread import no_thread
@@ -374,6 +375,28 @@ async def test_a_helper_that_hangs_is_killed_and_another_one_started(service, tm
     assert decode(await service.table(tiny), ids) == "The fox"
     assert "has forked no worker for" in caplog.text
     await until(lambda: not psutil.pid_exists(before))
+
+
+@pytest.mark.parametrize("message", ["a Fork", "a Kill"])
+async def test_a_helper_that_reads_no_messages_is_killed_and_another_one_started(service, tmp_path, caplog, message):
+    spinning = model(checkpoint(tmp_path / "spinning", byte_level(), chat_template=SPIN))
+    tiny = model(checkpoint(tmp_path / "tiny", byte_level()))
+    alone = await service._helper.connect(Open(spinning.name, spinning.path, None))
+    asking = asyncio.create_task(alone.call(EncodeChat(1, MESSAGES, msgspec.msgpack.encode({}), 100)))
+    await until(lambda: alone.pid)
+    before = service._helper.pid
+    os.kill(before, signal.SIGSTOP)
+    with contextlib.suppress(BlockingIOError):
+        while True:  # until the socket is full
+            service._helper._control.send(msgspec.msgpack.encode(Kill(99)))
+    if message == "a Kill":
+        service._helper.release(alone)
+    (ids,) = await within(service.encode(tiny, "The fox"))
+    assert len(ids) > 0
+    await until(lambda: not psutil.pid_exists(before) and not psutil.pid_exists(alone.pid))
+    with pytest.raises(WorkerDied):
+        await within(asking)
+    assert f"the text helper (pid {before}) does not read its messages; it is killed" in caplog.text
 
 
 async def test_a_helper_that_does_not_start_says_so_each_time(service, monkeypatch, tmp_path):
