@@ -1,10 +1,13 @@
-"""What LoRA adapters add to a product, for the rows of a step, each with an adapter of its own or none (Numba).
+"""What LoRA adapters add to a product, for the tokens of a step, each with an adapter of its own or none (Numba): out += (x @
+down.T) @ up.
 
-Tokens of one adapter that follow one another are computed together, a tile of them at a time, so that its matrices are read from
-the caches for all but the first. First all tiles' inputs are multiplied with their adapters' "down", then the results with "up".
-Each share is an equal part of the work of each: the reading of the matrices, and the multiplying.
+Tokens of one adapter that follow one another are computed together, a tile of at most TILE_TOKENS, so that the adapter's matrices
+come from memory for the first token only, and from the caches for the others. First all tiles' inputs are multiplied with their
+adapters' "down", then the results with "up". Each of these two stages is cut into shares of equal cost, one for each thread; a
+tile's cost is that of reading its adapter's matrices and of multiplying them with its tokens.
 
-Shapes: T tokens, K inputs, N outputs in P parts, S adapters, r ranks. Reference implementation: reference.add_adapters.
+Shapes: T tokens, K inputs, N outputs in P parts (matrices that are joined to one, such as queries, keys and values), S adapters, r
+ranks. Reference implementation: reference.add_adapters.
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ _up_one, _up_some = up_tile(1, ONE_VECTORS), up_tile(UP_ROWS, SOME_VECTORS)
 
 @njit(**_HELPER)
 def _tiles_of(numbers: Any, places: Any, ranks: Any) -> Any:
-    """Returns [tiles, 4] int64: of each tile its first token, its number of tokens, and where its adapter's matrices lie and their
-    rank. Tokens without an adapter of this product are in none."""
+    """Returns the tiles of a step, [tiles, 4] int64: the index of a tile's first token, its number of tokens, the index in `memory`
+    where its adapter's matrices begin, and the adapter's rank. Tokens without an adapter, or whose adapter has no matrices of this
+    product, are in no tile. The arguments are those of _add_adapters."""
     num_tokens = numbers.shape[0]
     found = np.empty((num_tokens, 4), np.int64)
     num_tiles = token = 0
@@ -63,13 +67,15 @@ def _tiles_of(numbers: Any, places: Any, ranks: Any) -> Any:
 
 @njit(**_HELPER)
 def _items_up_to(cost: int, of_item: int, num_items: int) -> int:
-    """Returns how many items begin before `cost`, the first at 0 and each of_item after the one before."""
+    """Returns how many of num_items items of work begin before `cost`, where item i begins at i * of_item, in the same unit of
+    cost. A share takes the items from this number for its own begin to that for its end."""
     return min(max(0, (cost + of_item - 1) // of_item), num_items)
 
 
 @njit(**_HELPER)
 def _down_block(x: Any, first: int, count: int, memory: Any, at: int, made: Any, column: int) -> None:
-    """Multiplies a tile's inputs with the RANKS rows of memory from index `at` on into columns of made."""
+    """Computes the products of `count` tokens of x [T, K], from token `first` on, with the RANKS rows of "down" from index `at` of
+    memory on, and writes them to made [T, P * r] from `column` on."""
     num_inputs, width = x.shape[1], made.shape[1]
     step = _down_step(memory.itemsize)
     whole = num_inputs // step * step
@@ -91,7 +97,8 @@ def _down_block(x: Any, first: int, count: int, memory: Any, at: int, made: Any,
 
 @njit(**_HELPER)
 def _down_share(x: Any, memory: Any, tiles: Any, num_parts: int, share: int, num_shares: int, made: Any) -> None:
-    """Computes one share of all tiles' products with "down"."""
+    """Writes one share (`share` of num_shares) of all tiles' products with "down" to made [T, P * largest rank] float32: part p of
+    a token begins at column p * rank of its adapter. tiles: as _tiles_of returns them."""
     total = 0
     for tile in range(tiles.shape[0]):
         total += tiles[tile, 3] * (_ROWS_AS_READING + tiles[tile, 1])
@@ -108,8 +115,10 @@ def _down_share(x: Any, memory: Any, tiles: Any, num_parts: int, share: int, num
 
 @njit(**_HELPER)
 def _up_columns(made: Any, rows: Any, column: int, rank: int, memory: Any, at: int, width: int, out: Any, begin: int) -> None:
-    """Adds a tile's products with COLUMNS columns of memory, from index `at` on, to its rows of out, from the first to below the
-    last, from column `begin` on. column: of made, where the part begins. width: the part's columns."""
+    """Adds one tile's products with COLUMNS columns of "up" to out, from column `begin` on.
+
+    rows: the tile's first token, and the token after its last. column: where the part begins in a row of made. at: the index in
+    memory of the first of these columns in the first row of "up". width: the columns of the part, and so of a row of "up"."""
     first, end = rows
     made_width, out_width = made.shape[1], out.shape[1]
     in_tiles = first + (end - first) // UP_ROWS * UP_ROWS
@@ -127,7 +136,8 @@ def _up_columns(made: Any, rows: Any, column: int, rank: int, memory: Any, at: i
 def _up_rest(
     made: Any, rows: Any, column: int, rank: int, memory: Any, at: int, width: int, out: Any, begin: int, num: int
 ) -> None:
-    """Does the same with the last `num` columns of a part, fewer than COLUMNS."""
+    """Adds one tile's products with the last `num` columns of a part to out, where `num` is below COLUMNS. The other arguments are
+    those of _up_columns."""
     for row in range(rows[0], rows[1]):
         for n in range(num):
             total = np.float32(0.0)
@@ -138,7 +148,8 @@ def _up_rest(
 
 @njit(**_HELPER)
 def _up_share(made: Any, memory: Any, tiles: Any, parts: Any, num_inputs: int, share: int, num_shares: int, out: Any) -> None:
-    """Computes one share of all tiles' products with "up", and adds it."""
+    """Adds one share (`share` of num_shares) of all tiles' products with "up" to out. made: what _down_share wrote. parts [P]:
+    outputs of each part. num_inputs: K, which tells where "up" begins behind "down"."""
     num_parts, stripes = parts.shape[0], 0
     for part in range(num_parts):
         stripes += (parts[part] + COLUMNS - 1) // COLUMNS

@@ -43,7 +43,8 @@ def may_use_tiles() -> bool:
 
 
 def fits_tiles(block_tokens: int, head_dim: int) -> bool:
-    """Returns whether the keys in blocks of this size are whole tiles."""
+    """Returns whether the bfloat16 keys of a block, block_tokens positions of head_dim elements, are whole tiles: a multiple of 16
+    positions and of 32 elements."""
     return block_tokens % TILE_ROWS == 0 and head_dim * 2 % TILE_ROW_BYTES == 0
 
 
@@ -63,8 +64,9 @@ def _call(builder: ir.IRBuilder, name: str, args: list[Any]) -> None:
 
 @intrinsic
 def configure_tiles(typing_context: Any, configuration: Any) -> Any:
-    """Configures the tile registers. A thread must call it before it uses tiles, and release_tiles afterwards, so that the system
-    does not have to save them."""
+    """Configures the tile registers of the calling thread. configuration: [64] uint8, the operand of ldtilecfg (see
+    tile_configuration). A thread must call this before it uses tiles, and release_tiles afterwards, so that the system does not
+    have to save the registers whenever it switches threads."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -98,13 +100,14 @@ def _at_array(name: str, tile: int) -> Callable[..., None]:
 
 
 def load(tile: int) -> Callable[..., None]:
-    """Returns a function (array, at, stride) that loads the tile: rows of 64 bytes, from element `at` of an array on, `stride`
-    bytes apart."""
+    """Returns a function (array, at, stride) for kernels that loads tile register number `tile`, each of its rows from the row's
+    bytes in memory: the first row from element `at` of the array on, the next ones `stride` bytes apart."""
     return _at_array("llvm.x86.tileloadd64", tile)
 
 
 def store(tile: int) -> Callable[..., None]:
-    """Returns a function (array, at, stride) that stores the tile: the reverse of `load`."""
+    """Returns a function (array, at, stride) for kernels that stores tile register number `tile`: its first row from element `at`
+    of the array on, the next ones `stride` bytes apart."""
     return _at_array("llvm.x86.tilestored64", tile)
 
 
@@ -121,7 +124,8 @@ def zero(tile: int) -> Callable[..., None]:
 
 
 def dot(total: int, left: int, right: int) -> Callable[..., None]:
-    """Returns a function () that adds tile `left` times tile `right` to tile `total`."""
+    """Returns a function () for kernels that adds the product of tile registers `left` and `right` to tile register `total` (all
+    three are numbers from 0 to 7; for the layout see the module)."""
 
     @intrinsic
     def operation(typing_context: Any) -> Any:

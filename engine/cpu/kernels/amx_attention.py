@@ -42,8 +42,9 @@ _four_rows, _eight_rows, _sixteen_rows = by_rows(4), by_rows(8), by_rows(16)
 
 @njit(**HELPER)
 def pack_queries(qkv: Any, at: int, num_rows: int, row: int, head_dim: int, queries: Any) -> None:
-    """Writes num_rows rows of qkv that begin at index `at` to queries [tile, C, 16, 16] uint32 (flat) from row `row` on. Element
-    [tile, c, i, r] is pair i of the c-th 32 dimensions of row r."""
+    """Copies num_rows query heads of D elements, which lie end to end from flat index `at` of qkv on, to the rows from `row` on of
+    queries [tiles, C, 16, 16] uint32 (flat). Element [tile, c, i, r] is the pair of dimensions 32 c + 2 i and 32 c + 2 i + 1 of row
+    16 tile + r."""
     chunks = head_dim // 32
     flat = qkv.reshape(-1)
     for r in range(num_rows):
@@ -65,10 +66,12 @@ def place_chunk(
     head_dim: int,
     places: Any,  # [4 + 64], result: where the tiles of 16 positions begin, then where the positions do
 ) -> None:
-    """Fills `places` with the indices in kv of the chunk's keys, for the layer's first head, relative to the layer's beginning in a
-    block.
+    """Fills `places` with the flat indices in kv where the keys of a chunk of 64 positions begin, for the first KV head of the
+    first layer; the caller adds the offset of its layer and head in a block. blocks: the sequence's block table. block_stride:
+    elements from one block to the next.
 
-    A position that is not read gets the index of one that is, because its own memory may hold anything."""
+    A position outside of begin to end, which is not read, gets the index of one inside, because its own memory may hold
+    anything."""
     for number in range(CHUNK_TOKENS // TILE_TOKENS):
         at = base + number * TILE_TOKENS
         tile = min(max(at, begin), end - 1) // TILE_TOKENS * TILE_TOKENS
@@ -81,8 +84,9 @@ def place_chunk(
 
 @njit(**HELPER)
 def place_ahead(places: Any, layer_at: int, kv_heads: int, plane: int, head_dim: int, ahead: Any) -> None:
-    """Fills ahead [G * D / 2] with the indices in kv of all keys and values of the chunk that place_chunk placed, FETCHED elements
-    each.
+    """Fills ahead [G * D / 2] with the indices in kv of all keys and values of a chunk, one for each FETCHED elements, as what is
+    to be prefetched. places: what place_chunk found for the chunk. layer_at: where the layer begins in a block. plane: elements
+    from one KV head's keys to the next's.
 
     They take the chunk's four tiles by turns, so that several pages are read at a time and the memory's delay in beginning one
     passes while it reads the others."""
@@ -98,7 +102,11 @@ def place_ahead(places: Any, layer_at: int, kv_heads: int, plane: int, head_dim:
 def _score(
     queries: Any, queries_at: int, kv: Any, places: Any, keys_at: int, head_dim: int, scores: Any, ahead: Any, number: int
 ) -> None:
-    """Computes the scores [64, 16] of the chunk's positions with one tile of rows. Meanwhile prefetches kv at ahead[number ...]."""
+    """Computes scores [64, 16] (position, row) as the dot products, not yet scaled, of a chunk's keys with one tile of 16 query
+    heads.
+
+    queries_at: the index of that tile in the result of pack_queries. places: as place_chunk fills them. keys_at: added to each of
+    them. Meanwhile prefetches kv at SCORE_FETCHES * C indices from ahead[number] on, unless `ahead` is None."""
     stride = 2 * head_dim
     for half in range(2):
         _zero_0()
@@ -121,8 +129,11 @@ def _score(
 
 @njit(**HELPER)
 def add_rows(weights: Any, pairs: Any, head_dim: int, sums: Any, row: int, kv: Any, ahead: Any, number: int) -> None:
-    """Adds weights [2, 16, 16] times the chunk's values to sums [rows, width] from row `row` on. Meanwhile prefetches kv at
-    ahead[number ...]."""
+    """Adds the product of weights [2, 16, 16] uint32 (pairs of bfloat16, as weigh_row writes them) and the chunk's values to the 16
+    rows of sums [rows, width] from `row` on. pairs: the values, as pair_values writes them. Of each 32 columns of sums, those of
+    even dimensions come first.
+
+    Meanwhile prefetches kv at ADD_FETCHES * C indices from ahead[number] on, unless `ahead` is None."""
     _load_6(weights, 0, 64)
     _load_7(weights, _TILE, 64)
     width = sums.shape[1]
@@ -156,8 +167,11 @@ def add_rows(weights: Any, pairs: Any, head_dim: int, sums: Any, row: int, kv: A
 
 @njit(**HELPER)
 def pair_values(kv: Any, places: Any, values_at: int, head_dim: int, pairs: Any, ahead: Any, number: int) -> None:
-    """Fills pairs [32, D] uint32 (flat) with the chunk's values of positions 32 half + i and 32 half + i + 16. Meanwhile prefetches
-    kv at ahead[number ...]."""
+    """Fills pairs [32, D] uint32 (flat) with a chunk's values in bfloat16: row 16 half + i, for half 0 and 1, pairs the values of
+    positions 32 half + i and 32 half + i + 16. Of each 32 columns, those of even dimensions come first. places: as place_chunk
+    fills them. values_at: added to each of them.
+
+    Meanwhile prefetches kv at PAIR_FETCHES * C indices from ahead[number] on, unless `ahead` is None."""
     begin, num_fetches = number, head_dim // 32 * PAIR_FETCHES
     for half in range(2):
         for i in range(16):
@@ -183,8 +197,9 @@ def score_rows(
     ahead: Any,
     number: int,
 ) -> None:
-    """Fills spread [rows, 64] with the scores of num_rows (16 at most) rows from row `row` on, a multiple of 16. Meanwhile
-    prefetches kv at ahead[number ...]."""
+    """Fills spread [rows, 64] with the scores, not yet scaled, of num_rows query heads (16 at most) with a chunk's 64 positions.
+    row: the first of these heads in `queries`, a multiple of 16. scores [64 * 16] float32 is work space; the other arguments are
+    those of _score."""
     _score(queries, row * (head_dim // 2), kv, places, keys_at, head_dim, scores, ahead, number)
     if num_rows <= 4:
         _four_rows(scores, spread)

@@ -54,7 +54,10 @@ def attend_tiles(
     totals: Any,  # [H], result
     sums: Any,  # [H, width], result
 ) -> None:
-    """Computes the attention of one query token with AMX tiles. Arguments and results are those of cpu_attention._attend."""
+    """Computes the attention of one query token to blocks begin_block to below end_block of its block table with AMX tiles, and
+    prefetches the first chunk of blocks next_begin to below next_end of next_blocks. Arguments and results are those of
+    attention._attend, where comments say what each one is. tops, totals and sums must still be merged with other parts and
+    divided."""
     heads = tops.shape[0]
     group = heads // kv_heads
     plane, pieces = block_tokens * head_dim, head_dim // 32

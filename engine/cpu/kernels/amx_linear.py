@@ -54,7 +54,8 @@ _one_packed_column, _two_packed_columns = tile_products(1, True), tile_products(
 
 
 def _columns(tiles: int, of_int8: bool) -> tuple[int, bool]:
-    """Returns how many tiles of columns `tiles` tiles of rows become, and whether weights are packed for them."""
+    """Returns how many tiles of 16 columns `tiles` tiles of 16 rows of x become (with int8 weights two, one for each digit, unless
+    weights are packed), and whether the weights are packed for them."""
     columns = 2 * tiles if of_int8 else tiles
     packs = columns > _UNPACKED_COLUMNS
     return (tiles, True) if packs else (columns, False)
@@ -64,8 +65,9 @@ _columns_of = njit(_columns)
 
 
 def scratch_words(num_rows: int, num_inputs: int, of_int8: bool, num_shares: int) -> int:
-    """Returns how many 32-bit words of scratch a product needs: all columns, and for each share two packed panels (if weights are
-    packed) and its sums."""
+    """Returns how many 32-bit words of scratch a product of num_rows rows with num_inputs inputs needs: room for all columns, and
+    for each of num_shares shares two packed panels (if weights are packed) and its sums. of_int8: the weights are int8, else
+    bfloat16."""
     tiles = (num_rows + TILE - 1) // TILE
     columns, packs = _columns(tiles, of_int8)
     panel_sums = (columns + 1) // 2 * _PAIR_WORDS
@@ -76,7 +78,8 @@ def scratch_words(num_rows: int, num_inputs: int, of_int8: bool, num_shares: int
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _factors(scale: Any, bias: Any, at: int, factors: Any) -> None:
-    """Fills factors with the scales of a panel's outputs, then with their biases."""
+    """Fills factors [64] with the scales of the 32 outputs of a panel, from output `at` on, and then with their biases. scale: [N],
+    or [0] for 1. bias: [N], or [0] for 0."""
     for n in range(PANEL):
         factors[n] = scale[at + n] if scale.shape[0] > 0 else float32(1.0)
         factors[PANEL + n] = widen(bias[at + n]) if bias.shape[0] > 0 else float32(0.0)
@@ -86,7 +89,11 @@ def _factors(scale: Any, bias: Any, at: int, factors: Any) -> None:
 def _write(
     weight: Any, sums: Any, sums_at: int, units: Any, factors: Any, at: int, column: int, num_columns: int, digits: int, out: Any
 ) -> None:
-    """Writes the sums of a panel and num_columns columns to out. With two digits both columns belong to the same rows."""
+    """Writes the finished sums of a panel's 32 outputs, from output `at` on, to out [R, N]. The sums begin at sums_at and belong to
+    num_columns tiles of columns (1 or 2) from number `column` on.
+
+    digits: 2 if both tiles of columns are the digits of the same 16 rows of x, which are joined with their units, else 1. factors:
+    as _factors fills it."""
     num_rows, num_outputs = out.shape
     for half in range(2):
         for tile in range(num_columns // digits):
@@ -102,7 +109,8 @@ def _write(
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _outputs_of(share: int, num_shares: int, num_outputs: int) -> tuple[int, int]:
-    """Returns the first output of a share and the output after its last. Shares are whole panels."""
+    """Returns the first output that a share (of num_shares) computes, and the output after its last. Shares are whole panels of 32
+    outputs; only the last panel may be smaller."""
     panels = (num_outputs + PANEL - 1) // PANEL
     return PANEL * (panels * share // num_shares), min(PANEL * (panels * (share + 1) // num_shares), num_outputs)
 
@@ -111,7 +119,9 @@ def _outputs_of(share: int, num_shares: int, num_outputs: int) -> tuple[int, int
 def _share(
     words: Any, columns: int, packs: bool, units: Any, weight: Any, scale: Any, bias: Any, share: int, num_shares: int, out: Any
 ) -> None:
-    """Computes one share of the outputs. words: the columns [C, S, 16, 16], then each share's work space (see scratch_words)."""
+    """Computes one share of the outputs, for all rows. words: the inputs as columns [C, S, 16, 16], then each share's work space
+    (see scratch_words). columns, packs: the results of _columns. units [rows]: the units of digits (see int8.py). The other
+    arguments are those of the two kernels below."""
     begin, end = _outputs_of(share, num_shares, out.shape[1])
     num_outputs, width = weight.shape
     packed_at = 0
@@ -167,7 +177,8 @@ def _share(
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _pack(inputs: Any, tile: int, step: int, words: Any) -> None:
-    """Interleaves one step of 16 rows of inputs [R, words of K] into words."""
+    """Interleaves step number `step` (64 bytes of K) of the 16 rows of tile number `tile` into its place in words [C, S, 16, 16].
+    inputs: [R, words in a row], x with four bytes a word."""
     num_rows, width = inputs.shape
     begin, count = TILE * (tile * width + step), min(TILE, num_rows - TILE * tile)
     interleave(inputs, begin, width, count, words, (tile * (width // TILE) + step) * TILE_WORDS)
@@ -175,8 +186,8 @@ def _pack(inputs: Any, tile: int, step: int, words: Any) -> None:
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _split_and_pack(x: Any, units: Any, tile: int, step: int, words: Any) -> None:
-    """Splits elements 64 step to 64 step + 63 of 16 rows of x [R, K] into digits: high ones go to column 2 tile, low ones to the
-    next."""
+    """Splits elements 64 step to 64 step + 63 of the 16 rows of x [R, K] in tile number `tile` into two int8 digits (see int8.py,
+    units: of each row), and interleaves these in words: high digits to column 2 tile, low ones to the next."""
     num_rows, width = x.shape
     digits = np.empty((2, TILE, STEP_BYTES), np.int8)
     count = min(TILE, num_rows - TILE * tile)

@@ -115,8 +115,9 @@ def _attend_share(
     num_shares: int,
     out: Any,
 ) -> None:
-    """Computes the share's part of the attention. The rows' tokens are cut into items of a few tokens and one KV head each, which
-    are dealt out to the shares in turn."""
+    """Computes the attention that falls to one share (`share` of num_shares) and writes it to out. The rows' tokens are cut into
+    items of a few tokens and one KV head each, which are dealt out to the shares in turn. The other arguments are those of
+    _prefill_attention_tiles; group: query heads that share a KV head."""
     at_once = max(1, _ROWS // group)
     num_rows = (at_once * group + 15) // 16 * 16
     plane = block_tokens * head_dim
@@ -189,7 +190,8 @@ def _prefill_attention_tiles(
     num_shares: int,
     out: Any,
 ) -> None:
-    """Computes the attention of rows with many new tokens with AMX tiles. Arguments are those of cpu_prefill._prefill_attention."""
+    """Computes the attention of rows with more than longer_than new tokens with AMX tiles, in bfloat16. The arguments are those of
+    prefill._prefill_attention, where comments say what each one is."""
     for share in prange(num_shares):
         _attend_share(
             qkv,

@@ -24,7 +24,7 @@ _LOG2_E = 1.4426950408889634
 
 
 def _capped(builder: ir.IRBuilder, scores: Any, cap: Any) -> Any:
-    """Returns cap * tanh(score / cap) of the scores, multiplied by log2(e)."""
+    """Returns cap * tanh(score / cap) * log2(e) of 16 float32 scores. cap: a positive float32."""
     # tanh(x) = 1 - 2 / (e**2x + 1); above 2**126 it is 1
     power = builder.fmul(scores, splat(builder, builder.fdiv(FLOAT(2.0 * _LOG2_E), cap), SUMS))
     limit = vector(SUMS, 126.0)
@@ -39,15 +39,15 @@ def _larger(builder: ir.IRBuilder, left: Any, right: Any) -> Any:
 
 
 def _largest(builder: ir.IRBuilder, values: Any) -> Any:
-    """Returns the largest lane."""
+    """Returns the largest of the 16 lanes of a float32 vector as a scalar."""
     for half in (8, 4, 2, 1):
         values = _larger(builder, shuffle(builder, values, values, [lane ^ half for lane in range(LANES)]), values)
     return builder.extract_element(values, I32(0))
 
 
 def by_rows(num_rows: int) -> Callable[..., None]:
-    """Returns a function (scores, spread) that transposes the first num_rows (4, 8 or 16) rows of scores [64, 16] (position, row)
-    into spread [rows, 64]."""
+    """Returns a function (scores, spread) for kernels that transposes the first num_rows columns (4, 8 or 16) of scores [64
+    positions, 16 rows] into spread [num_rows, 64]."""
 
     @intrinsic
     def transpose(typing_context: Any, scores: Any, spread: Any) -> Any:
@@ -79,8 +79,8 @@ def by_rows(num_rows: int) -> Callable[..., None]:
 
 
 def _exchanged(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
-    """Returns 2**n vectors transposed in blocks of 2**n lanes: lane j of a block of vector i is lane i of that block of vector j
-    before."""
+    """Returns 2**n vectors transposed in blocks of 2**n lanes: lane j of a block in the returned vector i is lane i of the same
+    block in the given vector j."""
     distance = len(rows) // 2
     while distance:
         left = [LANES + lane - distance if lane & distance else lane for lane in range(LANES)]
@@ -110,12 +110,13 @@ def weigh_row(
     sums: Any,
     width: Any,
 ) -> Any:
-    """Turns one row's scores of a chunk into weights and adds these to the row's total.
+    """Turns the scores of one query head with a chunk's 64 positions into weights, and adds these to the head's total.
 
-    The scores are spread[number] [64] times scale, which includes the factor log2(e) unless they are capped. Only positions from
-    begin to below end count. weights: [2, 16, 16], where [half, number, i] becomes the bfloat16 pair of 2**(score - tops[row]) of
-    positions 32 half + i and 32 half + i + 16. totals[row, lane]: the sums of the weights. If the row's top grows, its totals and
-    its sums [rows, width] are rescaled. Tops must be finite at the start."""
+    The scores are spread[number] [64] times scale, which includes the factor log2(e) unless they are capped. softcap: scores become
+    softcap * tanh(score / softcap); 0: they stay. Only positions from begin to below end count; the others weigh 2**-126, as good
+    as nothing. weights: [2, 16, 16] uint32, where [half, number, i] becomes the bfloat16 pair of 2**(score - tops[row]) of
+    positions 32 half + i and 32 half + i + 16. totals[row] [16]: sums of the weights, one for each lane. If the head's top grows,
+    its totals and its sums [rows, width] are rescaled. Tops must be finite at the start."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         arrays = {n: context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 6, 8, 9, 10)}
@@ -177,8 +178,8 @@ def weigh_row(
 
 @intrinsic
 def pair_positions(typing_context: Any, values: Any, left_at: Any, right_at: Any, length: Any, pairs: Any, at: Any) -> Any:
-    """Writes pairs of the elements at left_at + d and right_at + d, for d below length, a multiple of 32, to pairs from index `at`
-    on. Of each 32 pairs those with even d come first."""
+    """Writes pairs of the bfloat16 elements at left_at + d and right_at + d of values, for d below length, a multiple of 32, to
+    pairs (uint32) from index `at` on. Of each 32 pairs those with even d come first."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 4))

@@ -1,7 +1,9 @@
-"""Attention to one block after another on the CPU (Numba): the steps that decode (attention.py) and prompts (prefill.py)
-share.
+"""Attention to one block after another on the CPU (Numba): what the kernels for steps that decode (attention.py) and for prompts
+(prefill.py) have in common.
 
-Shapes: D head size. Rows are query heads, of one token or several. Arrays hold elements: float32, or bfloat16 as uint16 bits.
+Shapes: H query heads, which are rows of one token or of several, D head size. Arrays hold elements: float32, or bfloat16 as uint16
+bits. kv is the arena, flat; a block's keys, or values, of one KV head are [block_tokens, D]. An attention is kept as tops [H]
+(largest scores so far), totals [H] (sums of e**(score - top)) and sums [H, width] (values weighted with the same), all float32.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 @njit(**HELPER)
 def first_seen(context: int, reach: int) -> int:
-    """Returns the first position that the last of `context` positions sees. reach R > 0: the last R up to itself; below 0: those of
-    its own chunk of -R; 0: all."""
+    """Returns the first position that the last of `context` positions sees. reach R > 0: it sees the last R positions, itself
+    included; R < 0: those of its own chunk, when positions are cut into chunks of -R; 0: all."""
     if reach > 0:
         return max(0, context - reach)
     return max(0, context - 1) // -reach * -reach if reach < 0 else 0
@@ -36,10 +38,12 @@ def first_seen(context: int, reach: int) -> int:
 def score_block(
     qkv: Any, query_at: int, kv: Any, at: int, ahead: int, tokens: int, head_dim: int, scale: float, scores: Any, scores_at: int
 ) -> None:
-    """Writes the scores of a block's first `tokens` positions, rounded up to four, to scores[g, scores_at ...] for each query head
-    g.
+    """Writes the scores of `group` query heads with a block's first `tokens` positions to scores [group, chunk], from column
+    scores_at on: dot products times scale. `tokens` is rounded up to a multiple of four, so scores behind the last position may be
+    meaningless.
 
-    at: the index in kv where the block's keys begin."""
+    query_at: the index in qkv of the first head; the others follow end to end. at: the index in kv where the block's keys begin.
+    The keys `ahead` elements further are prefetched meanwhile."""
     group, stride = scores.shape
     for t in range(0, tokens, 4):
         keys_at = at + t * head_dim
@@ -60,9 +64,11 @@ def score_block(
 def add_block(
     weights: Any, begin: int, end: int, from_at: int, kv: Any, at: int, ahead: int, head_dim: int, sums: Any, head: int
 ) -> None:
-    """Adds weights[g, from_at + t - begin] * (values of the block's position t) to sums[head + g], for t from begin to below end.
+    """Adds weights[g, from_at + t - begin] * (values of the block's position t) to sums[head + g], for all rows g of weights and
+    for positions t from begin to below end.
 
-    at: the index in kv where the block's values begin."""
+    at: the index in kv where the block's values begin. The values `ahead` elements further are prefetched meanwhile. Of bfloat16,
+    each 32 sums have those of even dimensions first (see write_heads)."""
     group, stride = weights.shape
     width = sums.shape[1]
     num = end - begin
@@ -108,9 +114,10 @@ def add_block(
 def soften_row(
     scores: Any, g: int, begin: int, end: int, softcap: float, weights: Any, head: int, tops: Any, totals: Any, sums: Any
 ) -> None:
-    """Turns scores[g] from begin to below end into the weights e**(score - top), which it writes to weights[g] as elements.
+    """Turns scores[g] from begin to below end into the weights e**(score - top), writes these to the same places of weights[g], as
+    elements, and adds them to totals[head]. softcap: scores become softcap * tanh(score / softcap) first; 0: they stay.
 
-    top is the largest score so far. The sums that `head` has so far are rescaled if it grows."""
+    top is the head's largest score so far, tops[head]. If it grows, totals[head] and sums[head] are rescaled."""
     own = scores[g]
     if softcap > 0.0:
         cap, twice = float32(softcap), float32(2.0 / softcap)
@@ -144,8 +151,8 @@ def soften_row(
 
 @njit(**HELPER)
 def add_sinks(sinks: Any, head: int, tops: Any, totals: Any) -> None:
-    """Adds to totals [heads] the weights of the sinks of `head` and those behind it, relative to tops [heads]. sinks: [H], or [0]
-    for none."""
+    """Adds e**(sink - top) to totals [h], for the h query heads from number `head` on, whose tops are tops [h]. sinks: one score
+    without a value for each of all query heads, or [0] for none."""
     if sinks.shape[0] > 0:
         for h in range(totals.shape[0]):
             totals[h] += exp(sinks[head + h] - tops[h])
@@ -153,8 +160,8 @@ def add_sinks(sinks: Any, head: int, tops: Any, totals: Any) -> None:
 
 @njit(**HELPER)
 def write_heads(sums: Any, totals: Any, out: Any, head_dim: int) -> None:
-    """Writes sums [H, width] / totals [H] to out [H * D]. With bfloat16, each 32 sums have those of even places first, which is
-    undone here."""
+    """Writes sums [H, width] divided by totals [H] to out [H * D], rounded to its elements. If these are bfloat16, each 32 sums
+    have those of even dimensions first, which is undone here."""
     for head in range(totals.shape[0]):
         share = float32(1.0) / totals[head]
         own, at = sums[head], head * head_dim

@@ -27,8 +27,8 @@ from engine.cpu.kernels.vectors import (
 
 
 def score_tile(num_rows: int, num_keys: int) -> Any:
-    """Returns a function (x, x_at, keys, keys_at, ahead, length, scale, scores, scores_at, scores_stride) that computes the scores
-    of num_rows query heads with num_keys keys. num_rows * num_keys must be at most 16.
+    """Returns a function (x, x_at, keys, keys_at, ahead, length, scale, scores, scores_at, scores_stride) for kernels that computes
+    the scores of num_rows query heads with num_keys keys. num_rows * num_keys must be at most 16.
 
     The score at scores_at + r * scores_stride + t is scale times the dot product of `length` elements of x from x_at + r * length
     on with those of keys from keys_at + t * length on. The keys that lie `ahead` elements after these are prefetched meanwhile."""
@@ -91,7 +91,7 @@ def score_tile(num_rows: int, num_keys: int) -> Any:
 
 def value_tile(num_rows: int, whole: bool) -> Any:
     """Returns a function (weights, weights_at, weights_stride, values, values_at, stride, ahead, num_tokens, count, sums, sums_at,
-    sums_stride) that adds weighted values to the sums of num_rows query heads.
+    sums_stride) for kernels that adds weighted values to the sums of num_rows query heads.
 
     To the sums from sums_at + r * sums_stride on it adds, for each of num_tokens tokens t, weights[weights_at + r * weights_stride
     + t] times the elements of values from values_at + t * stride on: 64 elements if whole, else `count` of at most 32. The values
@@ -137,7 +137,8 @@ def value_tile(num_rows: int, whole: bool) -> Any:
             left = builder.trunc(some, I32)
 
             def add(first: Any, num: int) -> None:
-                """Adds `num` tokens from `first` on: two, whose values are combined into pairs, or one."""
+                """Emits the addition of the weighted values of `num` tokens, from token number `first` on, to `totals`: of two
+                tokens, whose values are combined into pairs, or of one."""
                 token_at = [builder.add(values_begin, builder.mul(builder.add(first, I64(t)), token_stride)) for t in range(num)]
                 vectors: list[Any] = []
                 for piece in range(num_vectors // 2 if paired else num_vectors):

@@ -27,7 +27,7 @@ _LINE_BYTES = 64
 
 
 class BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's scalar type bfloat, for which llvmlite has no class."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -51,7 +51,7 @@ def named(name: str, function: Any) -> Any:
 
 @intrinsic
 def widen(typing_context: Any, value: Any) -> Any:
-    """Returns an element as float32, which is exact."""
+    """Returns an element (float32, or bfloat16 as uint16 bits) as float32, which is exact."""
 
     def identity(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return args[0]
@@ -69,7 +69,7 @@ def constant(kind: ir.Type, value: int | float) -> ir.Constant:
 
 
 def as_many(kind: ir.Type, scalar: ir.Type) -> ir.Type:
-    """Returns the type that has as many of this scalar as `kind` has: a vector of the same count, or the scalar itself."""
+    """Returns a vector of `scalar` with as many lanes as the vector type `kind` has, or `scalar` itself if `kind` is no vector."""
     return ir.VectorType(scalar, kind.count) if isinstance(kind, ir.VectorType) else scalar
 
 
@@ -101,8 +101,8 @@ def narrow(typing_context: Any, value: Any, like: Any) -> Any:
 
 
 def prefetch_line(builder: ir.IRBuilder, address: Any, nearness: int = 2) -> None:
-    """Emits a prefetch of the cache line at an address, for reading, into the second-level cache. nearness 3: into the first-level
-    cache. The address may be out of range, because nothing is read."""
+    """Emits a prefetch, for reading, of the cache line at an address. nearness: 3 for the first-level cache, 2 for the second. The
+    address may be out of range, because nothing is read."""
     kind = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
     read, is_data = ir.Constant(_I32, 0), ir.Constant(_I32, 1)
@@ -110,8 +110,8 @@ def prefetch_line(builder: ir.IRBuilder, address: Any, nearness: int = 2) -> Non
 
 
 def _ask_for(offsets: Iterable[int], nearness: int, context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> None:
-    """Prefetches the cache lines at `offsets` bytes after array[index], for reading. nearness: 3 for the first-level cache, 2 for
-    the second."""
+    """Emits prefetches, for reading, of the cache lines at `offsets` bytes after array[index]. nearness: 3 for the first-level
+    cache, 2 for the second."""
     data = context.make_array(array_type)(context, builder, array).data
     begin = builder.bitcast(builder.gep(data, [index]), _BYTES)
     for offset in offsets:
@@ -147,7 +147,7 @@ def fetch_lines(typing_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def float_of_bits(typing_context: Any, bits: Any) -> Any:
-    """Returns int32 bits as the float32 that they encode."""
+    """Returns the float32 that int32 bits encode."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
@@ -215,7 +215,7 @@ def magnitude(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def _clamped(typing_context: Any, value: Any) -> Any:
-    """Returns the value clamped to between -87 and 88."""
+    """Returns float32, one or in lanes, clamped to between -87 and 88. NaN becomes 88."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for sign, limit in (("<", 88.0), (">", -87.0)):
@@ -238,7 +238,7 @@ def _floor(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def _power_of_two(typing_context: Any, exponent: Any) -> Any:
-    """Returns 2**exponent for a whole exponent from -126 to 127."""
+    """Returns 2**exponent as float32, for float32 that are whole numbers from -126 to 127, one or in lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = as_many(args[0].type, _I32)
@@ -272,14 +272,14 @@ UNMIXED_BITS = 17  # number of low bits of a hash that its last step changes
 
 
 def mixed(builder: ir.IRBuilder, h: Any, shift: int = 32 - UNMIXED_BITS) -> Any:
-    """Returns a word, or a vector of words, xored with its own high bits shifted down. With the default shift it is the last step
-    of hash_words."""
+    """Returns h ^ (h >> shift) for a word, or a vector of words, of 32 bits without sign. With the default shift it is the last
+    step of hash_words."""
     return builder.xor(h, builder.lshr(h, constant(h.type, shift)))
 
 
 def unmixed_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> Any:
-    """Returns hash_words without its last step, for an index that is already multiplied by HASH_STEP (modulo 2**32). Only the bits
-    above UNMIXED_BITS are final."""
+    """Returns hash_words without its last step, for an index that is already multiplied by HASH_STEP (modulo 2**32). Its lowest
+    UNMIXED_BITS bits still change in the last step; those above are final."""
 
     def times(h: Any, factor: int) -> Any:
         return builder.mul(h, constant(h.type, factor))
@@ -293,13 +293,14 @@ def unmixed_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> An
 
 
 def hash_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> Any:
-    """Returns 32 well mixed bits of (index, key0, key1), each one word or a vector: two rounds of a multiply-xorshift finaliser."""
+    """Returns 32 well mixed bits of (index, key0, key1), where each argument and the result are one word of 32 bits or a vector of
+    words: two rounds of a multiply-xorshift finaliser."""
     return mixed(builder, unmixed_words(builder, builder.mul(index, constant(index.type, HASH_STEP)), key0, key1))
 
 
 @intrinsic
 def hash32(typing_context: Any, index: Any, key0: Any, key1: Any) -> Any:
-    """Returns hash_words of uint32 arguments."""
+    """Returns hash_words of three uint32 numbers as uint32, for kernels."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return hash_words(builder, *args)
@@ -309,7 +310,7 @@ def hash32(typing_context: Any, index: Any, key0: Any, key1: Any) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def uniform(bits: int) -> float:
-    """Returns (bits + 1/2) / 2**32 in float32, for bits uint32: never 0, and 1 at most."""
+    """Returns (bits + 1/2) / 2**32 in float32, for 32 uniform bits (uint32): a uniform random number, never 0, and 1 at most."""
     return (float32(bits) + float32(0.5)) * float32(2.3283064365386963e-10)
 
 

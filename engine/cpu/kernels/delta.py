@@ -1,11 +1,12 @@
-"""The gated delta rule on the CPU (Numba), token by token: a head's matrix stays in the nearest cache meanwhile. Reference
-implementation: reference.gated_delta.
+"""The gated delta rule on the CPU (Numba), token by token, while a head's matrix stays in the first-level cache: linear attention
+(https://arxiv.org/abs/2412.06464), whose layers keep a state of a sequence instead of keys and values. Reference implementation:
+reference.gated_delta.
 
-Two kernels: the convolution over queries, keys and values, which also keeps its last columns, and the rule itself with the norm and
-the gate of its output. Each has a serial form and one that is parallel over rows and heads.
+Two kernels: the convolution over queries, keys and values, which also keeps its last columns in the state, and the rule itself with
+the norm and the gate of its output. Each has a serial form and one that is parallel over rows and heads.
 
 Shapes: T tokens, R rows, B blocks of a row, K key heads, V value heads, C columns of queries, keys and values, N tokens that the
-convolution sees, D dimensions of values.
+convolution sees, D dimensions of values. A state is [V, dimensions of keys, D], then the last N - 1 columns [N - 1, C], in float32.
 """
 
 from __future__ import annotations
@@ -40,14 +41,16 @@ def delta_rule_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _silu(x: Any, like: Any) -> Any:
-    """Returns silu of lanes, as exact as the element type of `like` can represent."""
+    """Returns silu(x) = x * sigmoid(x) of 16 float32, as exact as elements of `like`'s type (float32 or bfloat16 bits) can
+    represent."""
     power = exp_for_bfloat16(float32(0.0) - x) if like.itemsize == 2 else exp(float32(0.0) - x)
     return x / (power + float32(1.0))
 
 
 @njit(**_HELPER)
 def _place(block: int, layers: int, layer: int, state_values: int) -> int:
-    """Returns the index of a layer's state in a block."""
+    """Returns the index in the flat array of states where a layer's state in a block begins. state_values: float32 numbers of one
+    state."""
     return (int64(block) * layers + layer) * state_values
 
 
@@ -55,8 +58,11 @@ def _place(block: int, layers: int, layer: int, state_values: int) -> int:
 def _convolve_lanes(
     x: Any, own: int, first: int, width: int, weights: Any, seen: Any, i: int, count: int, mixed: Any, to: int
 ) -> None:
-    """Convolves `count` columns of one token. own: the index in x of its first column. first: how many tokens before it are in x,
-    N - 1 at most; `seen` has those before them."""
+    """Convolves `count` columns (16 at most), from number i on, of one token, and writes silu of the result to mixed from index to
+    + i on.
+
+    own: the index in x of the token's first column. first: how many tokens before it are in x, N - 1 at most; `seen` [N - 1, width]
+    has the columns of those before them. weights: [N, width], flat."""
     before = weights.shape[0] // width - 1
     total = load(x, own + i, count) * load(weights, before * width + i, count)
     for n in range(before):
@@ -85,7 +91,9 @@ def _convolve(
     width: int,
     mixed: Any,
 ) -> None:
-    """Convolves `width` columns of a row's tokens, and keeps the last of them in each state that the row has a block for."""
+    """Convolves `width` columns of one row's tokens into mixed, and writes the last N - 1 columns to each state that the row has a
+    block for. start: the row's first token in the step. num: its tokens in the step. context: its positions after the step. The
+    other arguments are those of _delta_convolve."""
     conv_width, before = mixed.shape[1], convolution.shape[1] - 1
     whole, first = width - width % LANES, context - num
     weights, seen = np.empty((before + 1) * width, np.float32), np.zeros(before * width, np.float32)
@@ -164,7 +172,7 @@ def _delta_convolve(
 
 @njit(**_HELPER)
 def _unit(values: Any, at: int, factor: Any, out: Any) -> None:
-    """Writes to out [n] the n values from index `at` on, divided by their length, times factor."""
+    """Writes to out [n] the n values from index `at` on, divided by their Euclidean length, times factor."""
     squares = lanes_of(float32(0.0))
     for i in range(0, out.shape[0], LANES):
         part = load(values, at + i, out.shape[0] - i)
@@ -178,8 +186,11 @@ def _unit(values: Any, at: int, factor: Any, out: Any) -> None:
 def _advance_lanes(
     states: Any, place: int, width: int, query: Any, key: Any, mixed: Any, at: int, update: Any, keeps: Any, i: int, count: int
 ) -> Any:
-    """Brings `count` columns of a head's matrix, which is at index `place`, to the state after one token. Returns what the query
-    reads of them. at: the index in mixed of the token's values."""
+    """Brings `count` columns, from number i on, of a head's matrix [len(key), width], which begins at index `place` of states, to
+    the state after one token. Returns what the query reads of these columns, in lanes.
+
+    at: the index in mixed of the token's values of this head. keeps: the factor by which the matrix decays. update: the factor of
+    what is written."""
     read = lanes_of(float32(0.0))
     for d in range(key.shape[0]):
         read += load(states, place + d * width + i, count) * key[d]
@@ -227,7 +238,8 @@ def _row_of_head(
     columns: Any,
     out: Any,
 ) -> None:
-    """Computes a row's tokens of one value head."""
+    """Computes the outputs of one row's tokens of one value head, and brings the row's states up to date. The arguments are those
+    of _delta_rule, but those of the row and the head alone: blocks [B], and start, num and context as in _convolve."""
     key_dim, width = sizes[2], sizes[3]
     served = sizes[1] // sizes[0]
     key_head, number = head // served, head % served

@@ -159,7 +159,7 @@ _SHARED_STATES = 1 << 17  # numbers of states that tokens change
 
 
 class _Thread(threading.local):
-    """The settings of a calling thread. num_threads: how many threads share its kernels' work."""
+    """The settings of a calling thread. num_threads: how many threads share the work of the kernels that it calls."""
 
     num_threads = 1
 
@@ -168,7 +168,8 @@ _thread = _Thread()
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Sets how many threads share the work of the calling thread's kernels, at most the number of cores that Numba started with."""
+    """Sets how many threads share the work of the kernels that the calling thread calls. A number above the count of cores that
+    Numba started with is lowered to that."""
     num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
     if _thread.num_threads != num_threads:
         _thread.num_threads = num_threads
@@ -177,21 +178,22 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def _uses_tiles(out: Any, block_tokens: int, head_dim: int) -> bool:
-    """Returns whether AMX computes attention to blocks of this size. It does so only for bfloat16."""
+    """Returns whether AMX computes attention with keys in blocks of block_tokens positions of head_dim elements. It does so only
+    for bfloat16, which the results `out` tell."""
     return out.itemsize == 2 and fits_tiles(block_tokens, head_dim) and may_use_tiles()
 
 
 @dataclass(slots=True, frozen=True)
 class Forms:
-    """A kernel in two forms, for one thread and for all of them. is_shared: tells from a call's arguments whether the call is worth
-    waking the other threads."""
+    """A kernel compiled in two forms: `serial` for one thread and `parallel` for all threads that share work. A call runs one of
+    them. is_shared: tells from a call's arguments whether the call is worth waking the other threads."""
 
     serial: Any
     parallel: Any
     is_shared: Callable[[Sequence[Any]], bool]
 
     def due(self, args: Sequence[Any]) -> Any:
-        """Returns the form that a call with these arguments runs, now and whenever it is repeated."""
+        """Returns the form that a call with these arguments runs. It is the same each time a recorded call is repeated."""
         return self.parallel if self.is_shared(args) else self.serial
 
     def __call__(self, *args: Any) -> None:
@@ -199,7 +201,7 @@ class Forms:
 
 
 def num_shares() -> int:
-    """Returns into how many parts the calling thread's kernels cut work that they share: one for each thread."""
+    """Returns the number of parts into which kernels that the calling thread calls cut their shared work: one for each thread."""
     return _thread.num_threads
 
 
@@ -212,7 +214,8 @@ def _shares_widening(weight: Any) -> bool:
 
 
 def _shares_experts(x: Any, weight: Any) -> bool:
-    """Tells whether the products of sorted rows with experts are shared; there are at most as many experts as rows."""
+    """Tells whether the threads share the products of rows x [P, K], sorted by expert, with experts' weights [E, N, K], from the
+    bytes of the weights that are read: of E experts, or of P if there are fewer rows."""
     return _thread.num_threads > 1 and weight[0].nbytes * min(len(weight), len(x)) >= _SHARED_WEIGHTS
 
 
@@ -221,11 +224,11 @@ def _shares_tiles(weight: Any) -> bool:
 
 
 class Attention:
-    """A kernel of attention. It is called with the kernel's arguments except use_tiles and num_shares, which follow from the
-    others.
+    """A kernel of attention in its forms for one thread and for all. It is called with the compiled kernel's arguments, except
+    use_tiles and num_shares, which follow from the others.
 
-    One argument is added before out: attended [1], the number of positions that all tokens of the step together attend to. Whether
-    threads share the work depends on it and may change from step to step."""
+    Before `out`, the last one, a further argument is given: attended [1] int64, the number of positions that all tokens of the step
+    together attend to. It decides whether threads share the work, so this may change from step to step."""
 
     def __call__(self, *args: Any) -> None:
         kernel, own = self.forms(args)[self.is_shared(args)]
@@ -236,17 +239,19 @@ class Attention:
         return _thread.num_threads > 1 and int(attended[0]) * out.shape[1] >= _SHARED_ATTENTION
 
     def depends_on(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Returns a key: calls with the same key are shared or not shared in the same steps."""
+        """Returns a key of what is_shared depends on, besides the thread's settings: calls with equal keys are, in every step,
+        either all shared or none of them."""
         attended, out = args[-2:]
         return attended.ctypes.data, out.shape[1]
 
     def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
-        """Returns the kernel and its arguments for one thread, and the same for all threads."""
+        """Returns (kernel, arguments) for one thread, and (kernel, arguments) for all threads. args: what the object is called
+        with."""
         raise NotImplementedError
 
 
 class PagedAttention(Attention):
-    """Attention that is computed token by token (attention.py)."""
+    """Attention that is computed for each query token alone (attention.py), as decode needs it."""
 
     def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
         *before, _, out = args
@@ -259,7 +264,8 @@ class PagedAttention(Attention):
 
 
 class PrefillAttention(Attention):
-    """Attention of rows with many new tokens, each row as a whole (prefill.py, or amx_prefill.py where tiles are used)."""
+    """Attention of rows with many new tokens, tiles of several tokens at a time (prefill.py, or amx_prefill.py where AMX tiles
+    fit)."""
 
     def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
         *before, _, out = args
@@ -270,7 +276,8 @@ class PrefillAttention(Attention):
 
 
 def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
-    """Returns the kernel that multiplies rows of dtype with weights of the same dtype, or None where torch's linear is faster."""
+    """Returns the kernel (Forms) that multiplies num_rows rows with weights [num_outputs, num_inputs], both of dtype ("bfloat16" or
+    "float32"), or None where torch's linear is faster."""
     by_tiles = num_rows > _VECTOR_ROWS or num_outputs >= _WIDE * num_inputs
     if dtype == "bfloat16" and by_tiles and num_rows <= MOST_ROWS and _fits_panels(num_inputs * 2, num_outputs):
         return amx_linear
@@ -280,8 +287,8 @@ def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) 
 
 
 def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
-    """Returns the kernel that multiplies rows of dtype with int8 weights, or None if no kernel serves this many rows or so few
-    outputs."""
+    """Returns the kernel (Forms) that multiplies num_rows rows of dtype ("bfloat16" or "float32") with int8 weights [num_outputs,
+    num_inputs], or None if no kernel serves so many rows or so few outputs, and the weights must be widened."""
     if not num_rows or num_outputs < linear.MIN_OUTPUTS:
         return None
     if dtype == "bfloat16":
@@ -307,14 +314,14 @@ def packed_rows(num_outputs: int, num_inputs: int) -> int:
 
 
 def fp8_linear_kernel(num_rows: int, num_outputs: int, dtype: str) -> Any:
-    """Returns the kernel that multiplies rows of dtype with FP8 weights as they are, or None where widening the weights is
-    faster."""
+    """Returns the kernel (Forms) that multiplies num_rows rows of dtype with FP8 weights as they are, or None where it is faster to
+    widen the weights first, or where there are no rows or fewer outputs than the kernel can take."""
     return fp8_linear if 0 < num_rows <= FEW_ROWS_FP8[dtype] and num_outputs >= linear.MIN_OUTPUTS else None
 
 
 def grouped_linear_kernel(num_outputs: int, dtype: str) -> tuple[Any, int]:
-    """Returns the kernel that multiplies sorted rows of dtype with their experts' weights, and the most rows of an expert that it
-    multiplies: none where there are so few outputs."""
+    """Returns the kernel (Forms) that multiplies rows of dtype, sorted by expert, with their experts' weights, and the most rows of
+    an expert that it multiplies: 0 if num_outputs is less than the kernel can take."""
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
         kernel, most_rows = grouped_widened_linear, FEW_WIDENED_ROWS
     else:
@@ -323,14 +330,14 @@ def grouped_linear_kernel(num_outputs: int, dtype: str) -> tuple[Any, int]:
 
 
 def grouped_four_bits_rows(num_outputs: int, dtype: str) -> int:
-    """Returns the most rows of an expert that grouped_four_bits_linear multiplies faster than wide products after widening: none
-    where there are so few outputs."""
+    """Returns up to how many rows of an expert grouped_four_bits_linear is faster than widening the expert's weights first: 0 if
+    num_outputs is less than the kernel can take."""
     return FOUR_BITS_ROWS[dtype] if num_outputs >= four_bits_tiles.OUTPUTS else 0
 
 
 def grouped_fp8_rows(num_outputs: int, dtype: str) -> int:
-    """Returns the most rows of an expert with FP8 weights that grouped_fp8_linear multiplies: none where there are so few
-    outputs."""
+    """Returns up to how many rows of an expert grouped_fp8_linear multiplies FP8 weights as they are: 0 if num_outputs is less than
+    the kernel can take."""
     return FEW_ROWS_FP8[dtype] if num_outputs >= linear.MIN_OUTPUTS else 0
 
 
@@ -352,7 +359,8 @@ def _deals_out_rows(x: Any) -> bool:
 
 
 def _shares_states(args: Sequence[Any]) -> bool:
-    """Tells whether the threads share a delta rule, from the tokens' results and the numbers that a layer keeps of a sequence."""
+    """Tells whether the threads share the work of delta_rule with these arguments, from the number of tokens times the numbers of
+    one layer's state."""
     state_values, out = args[10], args[-1]
     return _thread.num_threads > 1 and len(out) * state_values >= _SHARED_STATES
 

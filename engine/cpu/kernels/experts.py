@@ -32,8 +32,11 @@ ROUTE_BY_SIGMOID = void(
 
 @njit(**_HELPER)
 def _insert(score: Any, number: int, found: int, chosen: Any, best: Any) -> int:
-    """Puts a number among those of the highest scores: chosen [C], with their scores in best [C], the highest first. found: how
-    many there are so far; returns how many there are then. A NaN is higher than nothing, so of C or more numbers C are chosen."""
+    """Inserts `number`, whose score is `score`, into chosen [C] if the score is among the C highest so far. best [C] holds the
+    scores of those chosen, and both are sorted, the highest first; of equal scores the earlier insertion stays first.
+
+    found: how many are chosen so far. Returns how many are chosen then. While fewer than C are chosen, every number is, even with a
+    score that is NaN, so of C or more numbers C are chosen."""
     num_chosen = best.shape[0]
     if found < num_chosen:
         at, found = found, found + 1
@@ -50,8 +53,8 @@ def _insert(score: Any, number: int, found: int, chosen: Any, best: Any) -> int:
 
 @njit(**_HELPER)
 def _choose(scores: Any, token: int, num_experts: int, chosen: Any, best: Any) -> None:
-    """Writes the experts with the highest scores of a token to its row of chosen [T, C], and these scores to best [C], the highest
-    first."""
+    """Writes the C experts with the highest of a token's scores [token, :num_experts] to its row of chosen [T, C], and their scores
+    to best [C], the highest first."""
     found = 0
     for expert in range(num_experts):
         found = _insert(widen(scores[token, expert]), expert, found, chosen[token], best)
@@ -79,8 +82,9 @@ def _count(chosen: Any, following: Any) -> None:
 
 @njit(**_HELPER)
 def _sort_pairs(slots: Any, places: Any, following: Any, firsts: Any, tokens: Any) -> None:
-    """Fills firsts and tokens, and replaces the experts in places by rows, as `_route` says. following [E]: how many rows each
-    expert has; used up."""
+    """Sorts the pairs of a token and an expert by expert: fills firsts [E + 1] and tokens [P], and replaces the experts in places
+    [T, C] by the rows that their pairs got, as comments in _route say. following [E]: how many rows each expert has; it is
+    overwritten."""
     num_tokens, num_chosen = places.shape
     num_rows, num_experts = int32(0), following.shape[0]
     for expert in range(num_experts):
@@ -126,8 +130,8 @@ def _route(
 
 @njit(**_HELPER)
 def _choose_groups(merits: Any, by_best: bool, chosen: Any, best: Any) -> None:
-    """Writes the groups whose two highest merits have the highest sums to chosen [C], these sums to best [C]. merits [G, E / G].
-    by_best: the highest merit of a group counts alone."""
+    """Writes to chosen [C] the C groups whose two highest merits have the highest sums, the best first, and these sums to best [C].
+    merits: [groups, experts of a group]. by_best: the highest merit of a group counts alone."""
     found = 0
     for group in range(merits.shape[0]):
         first, second = merits[group, 0], merits[group, 1]
@@ -144,7 +148,7 @@ def _choose_groups(merits: Any, by_best: bool, chosen: Any, best: Any) -> None:
 
 @njit(**_HELPER)
 def _score(logits: Any, by_softmax: bool, scores: Any) -> None:
-    """Writes the sigmoids of logits [E], or their softmax, to scores [E]."""
+    """Writes the sigmoids of logits [E], or with by_softmax their softmax, to scores [E], in float32."""
     if not by_softmax:
         for expert in range(scores.shape[0]):
             scores[expert] = float32(1.0) / (float32(1.0) + np.exp(-logits[expert]))

@@ -1,11 +1,11 @@
-"""Products with weights of four bits, MXFP4, NVFP4 or INT4 (Numba): of rows that are sorted by expert with the matrices of their
-experts, for few rows of each; and the widening of matrices for many rows, which other kernels then multiply. A matrix that is no
-expert's is that of the only one.
+"""Products with weights of four bits, MXFP4, NVFP4 or INT4 (Numba): of few rows, which are sorted by expert, with the matrices of
+their experts; and the widening of such matrices for many rows, which other kernels then multiply. A matrix outside of a mixture of
+experts is passed as that of a single expert.
 
 Weights are read once, as they are stored, and widened in registers (four_bits_tiles.py). Work is shared as in grouped_linear.py.
 
-Shapes: P rows, E experts, K inputs (a multiple of 32), N outputs (4 at least), G scales of an output.
-Reference implementations: reference.experts, reference.mxfp4_values, reference.nvfp4_rows, reference.int4_rows.
+Shapes: P rows, E experts, K inputs (a multiple of 32), N outputs (4 at least), G scales of an output. Reference implementations:
+reference.experts, reference.mxfp4_values, reference.nvfp4_rows, reference.int4_rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _spread_rows(x: Any, rows: Any) -> None:
 
 
 def _rows_for_tiles(x: Any) -> Any:
-    """Returns rows [R, K] as four_bits_tile takes them: themselves, or spread in float32."""
+    """Returns rows [R, K] as four_bits_tile takes them: the same array if the processor multiplies its bfloat16, else a float32
+    copy in the order of spread_group. Numba compiles calls of this function as _rows_for_tiles_of says."""
 
 
 @overload(_rows_for_tiles, jit_options=_HELPER)
@@ -66,8 +67,9 @@ def _rows_for_tiles_of(x: Any) -> Any:
 
 
 def _weigh(factors: Any, num: int, scales: Any, zeros: Any, output: int) -> None:
-    """Multiplies the factors of OUTPUTS outputs, `num` of each, with what NVFP4 has for all scales of an output. output: the index
-    of the first."""
+    """Multiplies the factors of an output, `num` each, by zeros[output], for all outputs in `factors` from number `output` on, if
+    the weights are NVFP4, whose outputs have a factor each; else does nothing. Numba compiles calls of this function as _weigh_of
+    says."""
 
 
 @overload(_weigh, jit_options=_HELPER)
@@ -90,8 +92,8 @@ def _weigh_of(factors: Any, num: int, scales: Any, zeros: Any, output: int) -> A
 
 @njit(**_HELPER)
 def _shift(group: int, num_inputs: int) -> int:
-    """Returns by how many bits the number of a group of 32 inputs is shifted to that of its scale. group: the inputs that share
-    one, a power of two from 32 on, or all of a row; 16, of NVFP4, is not shifted."""
+    """Returns by how many bits the number of a group of 32 inputs is shifted right to give the number of its scale. group: how many
+    inputs share a scale: a power of two from 32 on, or num_inputs, for which all numbers become 0; 16 (NVFP4): no shift."""
     if group >= num_inputs:
         return 63
     shift = 0
@@ -117,7 +119,8 @@ def _multiply(
     ahead: int,
     folded: Any,
 ) -> int:
-    """Multiplies some of the next num_rows rows with a panel's weights. Returns how many."""
+    """Multiplies the next 1 to 4 of num_rows rows of x, from index x_at on, with a panel of OUTPUTS outputs' weights, and writes
+    the results to folded. Returns how many rows these are. The other arguments are those of four_bits_tile."""
     if num_rows == 1 or ROWS == 1:
         _one_row(x, x_at, blocks, at, scales, zeros, zeros_at, factors, num_factors, shift, groups, ahead, folded)
         return 1
@@ -146,8 +149,9 @@ def _stripe(
     begin: int,
     out: Any,
 ) -> None:
-    """Computes _STRIPE outputs from `begin` on, or as many as there are, of an expert's rows. at: the index of the expert's first
-    output among all experts'. bias: [N], or [0] for none. factors: [OUTPUTS * G]."""
+    """Computes _STRIPE outputs from `begin` on, or as many as there are, of one expert's rows into out [R, N]. at: the index of the
+    expert's first output among all experts' outputs. bias: [N], or [0] for none. factors [OUTPUTS * G] and folded [ROWS * OUTPUTS]
+    are work space. The other arguments are those of _grouped_four_bits_linear."""
     num_rows, groups = rows.shape[0], rows.shape[1] // GROUP
     num_factors, shift = factors.shape[0] // OUTPUTS, _shift(group, rows.shape[1])
     panel_bytes = OUTPUTS * groups * GROUP_BYTES
@@ -185,7 +189,8 @@ def _share(
     num_shares: int,
     out: Any,
 ) -> None:
-    """Computes one share of the outputs of all experts."""
+    """Computes one share (`share` of num_shares) of the outputs of all experts with at most most_rows rows. The arguments are those
+    of _grouped_four_bits_linear."""
     num_experts, num_outputs = firsts.shape[0] - 1, out.shape[1]
     mine = stripes_of_share(firsts, most_rows, (num_outputs + _STRIPE - 1) // _STRIPE, share, num_shares)
     factors = np.empty(OUTPUTS * (x.shape[1] // group), np.float32)

@@ -1,15 +1,17 @@
-"""Products with weights of four bits, which are widened in registers, and the widening of whole matrices. The type of their scales
-tells what they are: MXFP4 (uint8; loader/formats/mxfp4.py), INT4 (16 bits; loader/formats/int4_layout.py), or NVFP4 (int8, codes of
-e4m3; loader/formats/stored_nvfp4.py). The type of zero points tells whether INT4 has any: they are uint8, and int8 where there are
-none, which is not read. In their place NVFP4 has an output's factor, float32.
+"""Generates the inner loops of products with weights of four bits, which are widened in registers, and of widening whole matrices.
+The element type of the array of scales tells what the weights are: MXFP4 (uint8; loader/formats/mxfp4.py), INT4 (16 bits;
+loader/formats/int4_layout.py), or NVFP4 (int8, codes of e4m3; loader/formats/stored_nvfp4.py). The element type of the array of
+zero points tells whether INT4 has any: uint8 if so, and int8 if there are none, when the array is not read. With NVFP4 this array
+holds each output's own factor, in float32.
 
-A group of 32 weights is 16 bytes: those of even index in the low halves, those of odd index in the high ones. In NVFP4, which has a
-scale for each 16, the first scale is that of the first 8 bytes. Half a byte becomes its number by a table of 16 float32 or 32
-bfloat16 with AVX-512, of which there is one for each zero point. Elsewhere INT4's is a subtraction, and that of the others a table
-of 16 bytes with AVX2 and NEON, or comparisons. Tables hold twice the numbers of MXFP4 and NVFP4, which are whole, and their factors
-are half of the scales. The dot product of a group is multiplied with the factor of its scale, in NVFP4 each half with its own.
+A group of 32 weights is 16 bytes: weights of even index are in the low halves of the bytes, those of odd index in the high halves.
+In NVFP4, which has a scale for each 16 weights, the first of a group's two scales belongs to the first 8 bytes. Half a byte is
+turned into its number by a table of 16 float32 or 32 bfloat16 with AVX-512 (for INT4 one table for each zero point). Elsewhere INT4
+takes a subtraction, and the other two a table of 16 bytes with AVX2 and NEON, or comparisons. Tables hold twice the numbers of
+MXFP4 and NVFP4, which are whole, and the factors made of their scales are halved. The dot product of a group is multiplied with the
+factor of its scale, in NVFP4 each half with its own.
 
-They are generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see vectors.py).
+The code is generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see vectors.py).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _BYTES, _WORDS = ir.VectorType(_BYTE, LANES), ir.VectorType(ir.IntType(16), 2 * 
 
 
 def _bfloat16_bits(value: float) -> int:
-    """Returns the bits of a whole number below 256."""
+    """Returns the bfloat16 bits of a whole number whose magnitude is below 256."""
     if value == 0:
         return 0
     exponent = abs(int(value)).bit_length() - 1
@@ -66,7 +68,8 @@ def _has_zeros(zeros: types.Array) -> bool:
 
 
 def _tables(builder: ir.IRBuilder, paired: bool) -> Any:
-    """Returns a pointer to the tables of INT4, one for each zero point: [17] of 32 bfloat16 if paired, else of 16 float32."""
+    """Emits the tables of INT4's numbers as a global constant and returns a pointer to it: for each of 17 zero points 32 bfloat16
+    (the 16 numbers twice) if paired, else 16 float32."""
     numbers = [[code - zero for code in range(16)] for zero in range(_MOST_ZERO + 1)]
     if paired:
         tables = [ir.Constant(_WORDS, [_bfloat16_bits(value) for value in table * 2]) for table in numbers]
@@ -82,13 +85,13 @@ def _table(builder: ir.IRBuilder, tables: Any, zero: Any) -> Any:
 
 
 def _load_zero(builder: ir.IRBuilder, zeros: Any, at: Any) -> Any:
-    """Returns a zero point, a byte."""
+    """Emits the load of the zero point at index `at` of zeros, and returns it as a byte."""
     return builder.load(builder.gep(zeros, [at]))
 
 
 def _pairs(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero: Any) -> Any:
-    """Returns the numbers of 16 bytes, twice those of MXFP4 and NVFP4, as 16 pairs of bfloat16. tables and zero are None where
-    there are no zero points."""
+    """Returns the 32 numbers that 16 bytes (packed) hold as 16 pairs of bfloat16; of MXFP4 and NVFP4 twice the numbers. tables:
+    what _tables returned; zero: the zero point. Both are None where there are no zero points."""
     words = builder.zext(packed, PAIRS)
     index = builder.bitcast(builder.or_(words, builder.shl(words, vector(PAIRS, 12))), _WORDS)
     # of an index the lowest five bits count, of which the fifth is another number's
@@ -101,8 +104,9 @@ def _pairs(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero:
 
 
 def _floats(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero: Any) -> tuple[Any, Any]:
-    """Returns the numbers of 16 bytes, twice those of MXFP4 and NVFP4, as float32: those of even index, then those of odd index.
-    tables and zero are None where there are no zero points."""
+    """Returns the 32 numbers that 16 bytes (packed) hold as two vectors of float32, those of even index and those of odd index; of
+    MXFP4 and NVFP4 twice the numbers. tables: what _tables returned, or None without AVX-512; zero: the zero point. Both are None
+    where there are no zero points."""
     if _HAS_WIDE_TABLES:
         table = ir.Constant(SUMS, [float(value) for value in (_INT4 if is_int4 else _DOUBLED)])
         if zero is not None:
@@ -122,7 +126,8 @@ def _floats(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero
 
 
 def _doubled_bytes(builder: ir.IRBuilder, index: Any) -> Any:
-    """Returns twice the numbers that 16 bytes from 0 to 15 stand for in MXFP4 and NVFP4, as signed bytes."""
+    """Returns twice the numbers that 16 codes of four bits (index, a byte from 0 to 15 each) stand for in MXFP4 and NVFP4, as
+    signed bytes."""
     table = ir.Constant(_BYTES, list(_DOUBLED))
     kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
     for kernel, name in (
@@ -143,7 +148,7 @@ def _doubled_bytes(builder: ir.IRBuilder, index: Any) -> Any:
 
 
 def _halved_powers(builder: ir.IRBuilder, words: Any, floats: ir.VectorType) -> Any:
-    """Returns half of 2**(word - 127) for words from 0 to 254."""
+    """Returns half of 2**(word - 127), the factors of MXFP4's scales, for words from 0 to 254, as a vector of type floats."""
     bits = builder.shl(words, vector(words.type, 23))
     # 2**-127 has no exponent of its own
     bits = builder.select(builder.icmp_unsigned("==", bits, vector(words.type, 0)), vector(words.type, 0x00400000), bits)
@@ -151,7 +156,8 @@ def _halved_powers(builder: ir.IRBuilder, words: Any, floats: ir.VectorType) -> 
 
 
 def _halved_codes(builder: ir.IRBuilder, words: Any, floats: ir.VectorType) -> Any:
-    """Returns half of the numbers that words stand for, codes of e4m3 that are not NaN."""
+    """Returns half of the numbers that words stand for as codes of e4m3, the factors of NVFP4's scales, as a vector of type floats.
+    NaN is not allowed."""
     # the bias of float32's exponent is 120 more; numbers without a leading one follow the same rule
     size = builder.bitcast(builder.shl(builder.and_(words, vector(words.type, 0x7F)), vector(words.type, 20)), floats)
     sign = builder.shl(builder.and_(words, vector(words.type, 0x80)), vector(words.type, 24))
@@ -160,7 +166,8 @@ def _halved_codes(builder: ir.IRBuilder, words: Any, floats: ir.VectorType) -> A
 
 
 def _short_floats(builder: ir.IRBuilder, words: Any, halves: Any, floats: ir.VectorType) -> Any:
-    """Returns numbers that are neither NaN nor infinite as float32. words: their bits, of float16 if `halves`, else of bfloat16."""
+    """Returns the numbers with these bits, one number of 16 bits in each word, as float32. halves (i1): they are float16, else
+    bfloat16. NaN and infinity are not allowed."""
     longer = builder.bitcast(builder.shl(words, vector(words.type, 16)), floats)
     # the bias of float32's exponent is 112 more; numbers without a leading one follow the same rule
     size = builder.bitcast(builder.shl(builder.and_(words, vector(words.type, 0x7FFF)), vector(words.type, 13)), floats)
@@ -170,8 +177,8 @@ def _short_floats(builder: ir.IRBuilder, words: Any, halves: Any, floats: ir.Vec
 
 
 def _group_factors(builder: ir.IRBuilder, factors: Any, at: Any, scales: types.Array) -> Any:
-    """Returns what the lanes of a group are multiplied with: the factor at this index, or of NVFP4 that and the next one, for the
-    first half of the lanes and for the others."""
+    """Returns the 16 lanes by which the products of a group are multiplied: all of them the factor at index `at`, or with NVFP4
+    that factor in the first 8 lanes and the next one in the others."""
     if not is_nvfp4(scales):
         return splat(builder, builder.load(builder.gep(factors, [at])), SUMS)
     both = builder.load(_pointer(builder, factors, at, ir.VectorType(FLOAT, 2)), align=4)
@@ -180,8 +187,9 @@ def _group_factors(builder: ir.IRBuilder, factors: Any, at: Any, scales: types.A
 
 @intrinsic
 def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves: Any, factors: Any, to: Any) -> Any:
-    """Writes the factors of `count` scales from index `at` on to factors from index `to` on, those of NVFP4 without their output's.
-    halves: scales of 16 bits are float16, else bfloat16."""
+    """Writes the factors (float32) of `count` scales from index `at` on to factors from index `to` on: the scales themselves with
+    INT4, and half of them with MXFP4 and NVFP4. With NVFP4 they must still be multiplied with each output's own factor. halves:
+    scales of 16 bits are float16, else bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 4))
@@ -211,13 +219,13 @@ def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves:
 
 def four_bits_tile(num_rows: int) -> Any:
     """Returns a function (x, x_at, blocks, blocks_at, scales, zeros, zeros_at, factors, num_factors, shift, num_groups, ahead,
-    folded). It multiplies num_rows rows with the weights of OUTPUTS outputs, and writes the result of row r and output n to
-    folded[r * OUTPUTS + n].
+    folded) for kernels. It multiplies num_rows rows with the weights of OUTPUTS outputs, and writes the result of row r and output
+    n, float32, to folded[r * OUTPUTS + n].
 
-    x: the rows lie end to end from index x_at on, num_groups * 32 elements each; bfloat16 bits, or float32 as spread_rows leaves
+    x: the rows lie end to end from index x_at on, num_groups * 32 elements each; bfloat16 bits, or float32 as spread_group leaves
     them. blocks: bytes, those of the outputs end to end from index blocks_at on. scales: not read; their type tells the weights'.
-    factors: [OUTPUTS, num_factors], of which group g of 32 weights has number g >> shift, or in NVFP4 2 g and the next one. zeros:
-    likewise, from index zeros_at on. As many bytes as the weights take that lie `ahead` after them are prefetched meanwhile."""
+    factors: [OUTPUTS, num_factors]; group g of 32 weights has number g >> shift, or in NVFP4 2 g and the next one. zeros: likewise,
+    from index zeros_at on. As many bytes as the weights take that lie `ahead` bytes after them are prefetched meanwhile."""
 
     @intrinsic
     def tile(
@@ -289,7 +297,8 @@ def four_bits_tile(num_rows: int) -> Any:
 
 @intrinsic
 def spread_group(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any) -> Any:
-    """Writes 32 elements of x from index `at` on to `to` as float32: those of even index, then those of odd index."""
+    """Writes 32 elements of x (float32, or bfloat16 bits) from index `at` on to `to` as float32, from index to_at on: those of even
+    index, then those of odd index."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 2))
@@ -322,8 +331,9 @@ def widen_group(
     out: Any,
     to: Any,
 ) -> Any:
-    """Writes the 32 weights of a group, whose bytes begin at index `at`, to out from index `to` on. scales, zeros: as in
-    four_bits_tile. zero_at: the index of their zero point. factor_at: that of their factor, or of the first of them."""
+    """Writes the 32 weights of a group, whose 16 bytes begin at index `at` of blocks, to out (float32, or bfloat16 bits) from index
+    `to` on. scales, zeros: as in four_bits_tile. zero_at: the index in zeros of the group's zero point. factor_at: the index in
+    factors of its factor, or with NVFP4 of the first of its two."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, zero_points, made, target = (
@@ -352,7 +362,8 @@ def widen_group(
 
 
 def _alternating(builder: ir.IRBuilder, even: Any, odd: Any, rounds: bool) -> Any:
-    """Returns float32 of even and of odd index as pairs of bfloat16. rounds: they may have more digits."""
+    """Returns two vectors of float32, the numbers of even and of odd index, as one vector of bfloat16 pairs in the order of the
+    index. rounds: round the numbers to bfloat16; else they must be exact in it."""
     if rounds:
         low, high = (builder.zext(narrow_bits(builder, part), PAIRS) for part in (even, odd))
         return builder.or_(low, builder.shl(high, vector(PAIRS, 16)))
@@ -362,5 +373,6 @@ def _alternating(builder: ir.IRBuilder, even: Any, odd: Any, rounds: bool) -> An
 
 
 def takes_pairs(element: types.Type) -> bool:
-    """Returns whether tiles take rows of this element type as they are; others are spread first."""
+    """Returns whether four_bits_tile takes rows of this element type as they are (bfloat16 where the processor multiplies that);
+    others are copied by spread_group first."""
     return HAS_BFLOAT16_PRODUCTS and element == types.uint16

@@ -1,5 +1,6 @@
-"""Converts FP8 codes (float8_e4m3fn) in LLVM vectors. What they are converted to is exact and FACTOR times too small, because the
-biases of the exponents differ; whoever multiplies with a scale multiplies with FACTOR, too.
+"""Converts FP8 codes (float8_e4m3fn) in LLVM vectors to bfloat16 or float32. The results are exact, but FACTOR times smaller than
+the numbers that the codes stand for, because the biases of the exponents differ; callers multiply with FACTOR together with a
+scale.
 
 A code's exponent and mantissa move to their places in a wider type by a shift. Numbers below 2**-6, whose exponent is 0, have no
 leading one: there float16 has the same rule, a permutation looks bfloat16 bits up, and elsewhere a subtraction takes the one away.
@@ -36,7 +37,8 @@ _SMALL = [_bfloat16_bits(m * 2.0**-9 / FACTOR) - (m << 4) for m in range(8)] + [
 
 
 def codes_as_pairs(builder: ir.IRBuilder, codes: Any) -> Any:
-    """Returns 32 codes as 16 pairs of bfloat16, for processors that multiply these (and so have AVX-512)."""
+    """Returns the numbers of 32 codes, divided by FACTOR, as 16 pairs of bfloat16, for processors that multiply these (and so have
+    AVX-512)."""
     wide = builder.sext(codes, _SHORTS)
     bits = builder.and_(builder.shl(wide, vector(_SHORTS, 4)), vector(_SHORTS, 0x87F0))
     is_small = builder.icmp_signed("==", builder.and_(wide, vector(_SHORTS, 0x78)), vector(_SHORTS, 0))
@@ -47,7 +49,7 @@ def codes_as_pairs(builder: ir.IRBuilder, codes: Any) -> Any:
 
 
 def codes_as_floats(builder: ir.IRBuilder, codes: Any) -> Any:
-    """Returns 16 codes as float32."""
+    """Returns the numbers of 16 codes, divided by FACTOR, as float32."""
     if _HAS_HALVES:
         wide = builder.sext(codes, _HALF_SHORTS)
         bits = builder.and_(builder.shl(wide, vector(_HALF_SHORTS, 7)), vector(_HALF_SHORTS, 0xBF80))
@@ -63,7 +65,8 @@ def codes_as_floats(builder: ir.IRBuilder, codes: Any) -> Any:
 
 
 class CodeLoader(Loader):
-    """Loads one step's codes as a Loader of the other side of the product does: 32 as bfloat16 pairs, or 16 as float32."""
+    """Emits loads of FP8 codes as the other side's Loader loads its elements: 32 as bfloat16 pairs if paired, else 16 as float32,
+    in both cases divided by FACTOR. It is called with an index and a count, as Loader is."""
 
     def __init__(self, builder: ir.IRBuilder, data: Any, paired: bool) -> None:
         super().__init__(builder, data, types.uint8, paired)
@@ -75,8 +78,8 @@ class CodeLoader(Loader):
 
 @intrinsic
 def widen_codes(typing_context: Any, codes: Any, at: Any, count: Any, factor: Any, out: Any, out_at: Any) -> Any:
-    """Writes `count` codes from index `at` on, times factor * FACTOR in float32, to out (float32, or bfloat16 bits) from out_at
-    on."""
+    """Writes the numbers of `count` FP8 codes from index `at` on, times `factor` (float32), to out (float32, or bfloat16 bits) from
+    index out_at on. They are computed in float32 and rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source = context.make_array(signature.args[0])(context, builder, args[0]).data

@@ -37,12 +37,12 @@ _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 def fp8_tile(num_rows: int) -> Any:
     """Returns a function (x, x_at, weight, weight_at, width, length, ahead, fetched, scales, scales_at, num_groups, group, sums,
-    sums_at) that multiplies num_rows rows of x with four outputs' weights.
+    sums_at) for kernels that multiplies num_rows rows of x with four outputs' weights.
 
     For row r and output n it adds the products of `length` elements of x from x_at + r * width on with those of weight from
-    weight_at + n * width on to the 16 partial sums at sums_at + 16 * (4 r + n). The products of each `group` elements are
-    multiplied with a scale of their own, the first of output n with that at scales_at + n * num_groups. Meanwhile `fetched` (1 to
-    4) weight rows that lie `ahead` elements after these are prefetched."""
+    weight_at + n * width on to the 16 partial sums at sums_at + 16 * (4 r + n), which are FACTOR times too small. The products of
+    each `group` elements are multiplied with a scale of their own, the first of output n with that at scales_at + n * num_groups.
+    Meanwhile `fetched` (1 to 4) weight rows that lie `ahead` elements after these are prefetched."""
 
     @intrinsic
     def tile(
@@ -160,7 +160,8 @@ def _add_tile(
 
 @njit(**_HELPER)
 def _write_outputs(folded: Any, num_rows: int, row: int, first: int, bias: Any, out: Any) -> None:
-    """Writes folded [4 rows, 4 outputs] times FACTOR, plus bias, to out from row `row` and output `first` on."""
+    """Writes folded [4 rows, 4 outputs] times FACTOR, plus bias, to out [R, N] from row `row` and output `first` on, but only rows
+    below num_rows. bias: [N], or [0] for none."""
     for r in range(min(4, num_rows - row)):
         for n in range(_OUTPUTS):
             total = folded[4 * r + n] * float32(FACTOR)
@@ -171,7 +172,8 @@ def _write_outputs(folded: Any, num_rows: int, row: int, first: int, bias: Any, 
 
 @njit(**_HELPER)
 def fp8_stripe(x: Any, weight: Any, scales: Any, group: int, bias: Any, out: Any, begin: int, end: int) -> None:
-    """Computes the outputs from begin to below end. group: the inputs that share a scale, a multiple of 128, or all of a row."""
+    """Computes the outputs from begin to below end of all rows x [R, K] into out [R, N]. weight: [N, K] codes. scales: [N, G].
+    group: the inputs that share a scale, a multiple of 128, or all of a row. bias: [N], or [0] for none."""
     num_rows, num_inputs = x.shape
     num_outputs, num_groups = scales.shape
     row_tiles = (num_rows + 3) // 4

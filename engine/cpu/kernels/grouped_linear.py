@@ -1,7 +1,7 @@
 """Products of rows that are sorted by expert with the matrices of their experts, for few rows of each (Numba).
 
-Only those experts' weights are read that have rows. Each share is an equal part of the work, in whole stripes of outputs: the
-reading of their weights, and the multiplying with an expert's rows.
+Only those experts' weights are read that have rows. Work is cut into shares of equal cost, one for each thread, which are whole
+stripes of outputs; a stripe's cost is that of reading its weights and of multiplying them with the expert's rows.
 
 Shapes: P rows, E experts, K inputs, N outputs (4 at least). Reference implementation: reference.experts.
 """
@@ -33,15 +33,16 @@ _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 @njit(**_HELPER)
 def _rows_of(firsts: Any, expert: int, most_rows: int) -> int:
-    """Returns how many rows the expert has; 0 if it has more than most_rows."""
+    """Returns how many rows the expert has, from firsts [E + 1], the first row of each expert; 0 if it has more than most_rows."""
     num_rows = firsts[expert + 1] - firsts[expert]
     return num_rows if num_rows <= most_rows else 0
 
 
 @njit(**_HELPER)
 def stripes_of_share(firsts: Any, most_rows: int, stripes: int, share: int, num_shares: int) -> Any:
-    """Returns [E, 2] int64: which of each expert's stripes one share computes, from the first number to below the second. They are
-    equal where it computes none, as of an expert that has no rows, or more than most_rows."""
+    """Returns [E, 2] int64: which stripes of each expert's outputs share number `share` of num_shares computes, from the first
+    number to below the second. Both are equal where it computes none of an expert, as of one that has no rows, or more than
+    most_rows. firsts: [E + 1], the first row of each expert. stripes: how many stripes the outputs of each expert have."""
     num_experts = firsts.shape[0] - 1
     found = np.zeros((num_experts, 2), np.int64)
     total = 0  # the cost of all products
@@ -63,7 +64,8 @@ def stripes_of_share(firsts: Any, most_rows: int, stripes: int, share: int, num_
 
 @njit(**_HELPER)
 def _stripes_up_to(cost: int, of_stripe: int, stripes: int) -> int:
-    """Returns how many stripes begin before `cost`, the first at 0 and each of_stripe after the one before."""
+    """Returns how many of an expert's stripes begin before `cost`, where stripe i begins at i * of_stripe, in the same unit of
+    cost."""
     return min(max(0, (cost + of_stripe - 1) // of_stripe), stripes)
 
 
@@ -73,7 +75,8 @@ def grouped_linear_signature(element: types.Type) -> Any:
 
 @njit(**_HELPER)
 def _share(x: Any, weight: Any, bias: Any, firsts: Any, most_rows: int, share: int, num_shares: int, out: Any) -> None:
-    """Computes one share of the outputs of all experts."""
+    """Computes one share (`share` of num_shares) of the outputs of all experts. The other arguments are those of
+    _grouped_linear."""
     num_experts, num_outputs = weight.shape[:2]
     mine = stripes_of_share(firsts, most_rows, (num_outputs + STRIPE - 1) // STRIPE, share, num_shares)
     none = np.empty(0, np.float32)
@@ -108,7 +111,8 @@ def grouped_fp8_linear_signature(element: types.Type) -> Any:
 def _fp8_share(
     x: Any, weight: Any, scales: Any, group: int, firsts: Any, most_rows: int, share: int, num_shares: int, out: Any
 ) -> None:
-    """Computes one share of the outputs of all experts with FP8 weights."""
+    """Computes one share (`share` of num_shares) of the outputs of all experts with FP8 weights. The other arguments are those of
+    _grouped_fp8_linear."""
     num_experts, num_outputs = weight.shape[:2]
     mine = stripes_of_share(firsts, most_rows, (num_outputs + FP8_STRIPE - 1) // FP8_STRIPE, share, num_shares)
     no_bias = np.empty(0, x.dtype)
@@ -141,13 +145,15 @@ def grouped_widened_linear_signature(element: types.Type) -> Any:
 
 
 def widened_scratch_floats(num_rows: int, num_inputs: int, num_shares: int) -> int:
-    """Returns how many float32 of scratch grouped_widened_linear needs: the widened inputs, and the work space of each share."""
+    """Returns how many float32 of scratch grouped_widened_linear needs for num_rows rows of num_inputs inputs: the widened inputs,
+    and the work space of each of num_shares shares."""
     return num_rows * padded_inputs(num_inputs) + num_shares * STRIPE_FLOATS
 
 
 @njit(**_HELPER)
 def _widen(x: Any, weight: Any, firsts: Any, most_rows: int, expert: int, words: Any) -> None:
-    """Widens an expert's rows into their place among the words."""
+    """Widens an expert's rows of x [P, K] to float32, into their place in words (the widened rows of all experts, end to end).
+    weight: tells the order, see widened_linear.widen_rows. An expert with more than most_rows rows is left out."""
     num_rows, first, width = _rows_of(firsts, expert, most_rows), firsts[expert], padded_inputs_of(x.shape[1])
     if num_rows:
         widen_rows(x[first : first + num_rows], weight[expert], words[first * width :])
@@ -157,7 +163,8 @@ def _widen(x: Any, weight: Any, firsts: Any, most_rows: int, expert: int, words:
 def _widened_share(
     x: Any, weight: Any, bias: Any, firsts: Any, most_rows: int, words: Any, share: int, num_shares: int, out: Any
 ) -> None:
-    """Computes one share of the outputs of all experts. words: the widened inputs, then each share's work space."""
+    """Computes one share (`share` of num_shares) of the outputs of all experts. words: the widened inputs, then each share's work
+    space. The other arguments are those of _grouped_widened_linear."""
     num_experts, num_outputs = weight.shape[:2]
     mine = stripes_of_share(firsts, most_rows, (num_outputs + WIDENED_STRIPE - 1) // WIDENED_STRIPE, share, num_shares)
     none, width = np.empty(0, np.float32), padded_inputs_of(x.shape[1])

@@ -1,7 +1,8 @@
-"""Computes the inputs of a recorded step from the sequence table (Numba). Done array by array in Python this takes a third of a
-millisecond a step, because products that stream weights through the caches leave none of the interpreter's data there.
+"""Computes the inputs of a recorded step from the sequence table, the arrays in which each running sequence has a slot (Numba).
+Done array by array in Python this takes a third of a millisecond a step, because products that stream weights through the caches
+leave none of the interpreter's data there.
 
-Shapes and reference implementations are in reference_inputs.py.
+engine/ops/reference_inputs.py has the reference implementations and says what each argument is.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def step_blocks(
 
 @njit(**_HELPER)
 def _mixed(x: Any) -> Any:
-    """Returns the splitmix64 hash of x (uint64); see reference_inputs.noise_keys."""
+    """Returns the splitmix64 hash of x (both uint64), of which reference_inputs.noise_keys makes the keys of a token's noise."""
     x += uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB)
@@ -139,9 +140,10 @@ def sampling_settings(
 
 @njit(**_OPTIONS)
 def rotary_turns(positions: Any, inv_freq: Any, scale: float, turns: Any) -> None:
-    """Fills turns with cosines and sines, see reference_inputs.rotary_turns.
+    """Fills turns [T, 2 P] float32 with the cosines, then the sines, of position * inv_freq, times scale, of positions [T] int32
+    and inv_freq [P] float32. The angle is rounded to float32 first.
 
-    Computed in float64 within a quarter turn, by Taylor series whose first omitted term is below 1e-11."""
+    Cosine and sine are computed in float64 within a quarter turn, by Taylor series whose first omitted term is below 1e-11."""
     factor, pairs = float32(scale), inv_freq.shape[0]
     for row in range(positions.shape[0]):
         position = float32(positions[row])

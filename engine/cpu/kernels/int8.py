@@ -34,12 +34,13 @@ HAS_INT8_PRODUCTS = processor.runs("int8_linear")
 
 
 def digit_tile(num_columns: int) -> Any:
-    """Returns a function (digits, at, weight, weight_at, width, length, ahead, fetched, sums, sums_at) that multiplies num_columns
-    rows of digits with four outputs' weights.
+    """Returns a function (digits, at, weight, weight_at, width, length, ahead, fetched, sums, sums_at) for kernels that multiplies
+    num_columns rows of digits with four outputs' weights.
 
-    It adds the products of `length` digits of each row, from index `at` on, with the weights from weight_at on to 16 partial sums
-    (int32) for each pair of row and output, which begin at sums_at, row of digits by row of digits. width: elements from one row to
-    the next, in both arrays. Meanwhile `fetched` (1 to 4) weight rows that lie `ahead` elements after these are fetched."""
+    It adds the products of `length` digits of each row, from index `at` on, with the weights plus 128, from weight_at on, to 16
+    partial sums (int32) for each pair of row and output: those of row c and output n begin at sums_at + 16 * (4 c + n). width:
+    elements from one row to the next, in both arrays. Meanwhile `fetched` (1 to 4) weight rows that lie `ahead` elements after
+    these are prefetched."""
 
     @intrinsic
     def tile(
@@ -108,7 +109,8 @@ _one_row, _two_rows = digit_tile(2), digit_tile(4)
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def unit_of(row: Any) -> float:
-    """Returns the value of one unit of the row's digits. It is NaN or infinity if an element is."""
+    """Returns the unit of a row of elements [K]: its largest magnitude divided by LARGEST, float32. It is NaN or infinity if an
+    element is."""
     largest = int32(0)
     for k in range(row.shape[0]):  # compared as bits, which sort as magnitudes do, NaN above all
         largest = max(largest, magnitude(bits_of_float(widen(row[k]))))
@@ -117,7 +119,9 @@ def unit_of(row: Any) -> float:
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def split(row: Any, begin: int, end: int, unit: float, high: Any, low: Any) -> tuple[int, int]:
-    """Writes the digits of elements begin to below end to high and low. Returns the sums of the high digits and of the low ones."""
+    """Rounds the elements begin to below end of a row to whole numbers of `unit`, and writes each one's two digits (256 * high +
+    low, int8) to high and low, from their index 0 on. Returns the sums of the high digits and of the low ones. A unit of 0 gives
+    zeros."""
     inverse = float32(1.0) / unit if unit > float32(0.0) else float32(0.0)
     high_sum, low_sum = int32(0), int32(0)
     for k in range(begin, end):
@@ -139,7 +143,9 @@ def _digits(x: Any, row: int, units: Any, digits: Any, offsets: Any) -> None:
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _stripe(digits: Any, units: Any, offsets: Any, weight: Any, scale: Any, bias: Any, out: Any, begin: int, end: int) -> None:
-    """Computes the outputs from begin to below end."""
+    """Computes the outputs from begin to below end for all rows into out [R, N]. digits: [2 R, K] int8, each row's high digits and
+    then its low ones. units [R]: the rows' units. offsets [2 R] int32: 128 times the sum of each row of digits. weight, scale,
+    bias: as for _int8_linear."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     row_tiles = (num_rows + 1) // 2
     fetched = (3 + row_tiles) // row_tiles
