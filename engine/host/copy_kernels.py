@@ -44,7 +44,7 @@ def copy_and_sum(target: Any, source: Any, sums: Any) -> None:
 
 @intrinsic
 def _words_at(typing_context: Any, address: Any) -> Any:
-    """Returns a pointer to the 8-byte words at an address."""
+    """Returns a pointer to 8-byte words (uint64) at an address (int64)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -54,8 +54,8 @@ def _words_at(typing_context: Any, address: Any) -> Any:
 
 @njit(void(int64[::1], int64[::1], int64[::1], uint64[:, ::1]), error_model="numpy", cache=True, nogil=True)
 def copy_and_sum_each(targets: Any, sources: Any, num_words: Any, sums: Any) -> None:
-    """Calls copy_and_sum for each of P pieces. targets, sources [P]: addresses of the pieces. num_words [P]: their sizes in 8-byte
-    words. sums [P, 2]: each piece's sums, to which is added."""
+    """Copies P pieces of memory and adds up their checksums, as copy_and_sum does with each. targets, sources [P] int64: addresses
+    of the pieces. num_words [P]: their sizes in 8-byte words. sums [P, 2] uint64: each piece's sums, to which is added."""
     for piece in range(targets.shape[0]):
         extent = (num_words[piece],)
         copy_and_sum(carray(_words_at(targets[piece]), extent), carray(_words_at(sources[piece]), extent), sums[piece])

@@ -1,6 +1,6 @@
 """Decodes packed weights on the CPU (Numba), 64 values at a time. Each value's exponent is selected from vectors by the bits of its
-code. Escapes, one value in forty, are filled in afterwards. The reference implementation is loader.codec; the format is in
-loader.frame.
+code. Exponents of escapes (code 7, one value in forty) are filled in afterwards. The reference implementation is loader.codec; the
+format is in loader.frame.
 
 Shapes: N values, W words of 64 values, E escapes, G groups.
 """
@@ -37,8 +37,9 @@ def _wide(value: int) -> Any:
 
 @intrinsic
 def _decode_word(typing_context: Any, out: Any, body: Any, at: Any, low: Any, middle: Any, high: Any, table: Any) -> Any:
-    """Decodes 64 values into out[at : at + 64], from 64 bytes of sign and mantissa and one word of each of the three planes of
-    codes. Escaped values get exponent 0."""
+    """Decodes 64 values into out[at : at + 64] (uint16, the bits of bfloat16), from the 64 bytes of sign and mantissa at body[at]
+    and one uint64 word of each of the three planes of codes (low, middle, high). table [7]: the exponents of codes 0 to 6. Escaped
+    values get exponent 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         out_at, body_at, entries = (context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 1, 6))
@@ -72,9 +73,9 @@ def _lowest_bit(typing_context: Any, word: Any) -> Any:
 
 @njit(inline="always")
 def _put_escapes(escaped: int, escapes: Any, taken: int, out: Any, at: int) -> int:
-    """Fills in the exponents of values whose code is an escape. escaped: 64 bits, of which bit i is set if value at + i is such a
-    value. escapes: all exponents of the frame. taken: how many of them are used already. Returns how many are used by then, or -1
-    if there are not enough."""
+    """Fills in the exponents of those of 64 values, from out[at] on, whose code is an escape: value at + i if bit i of `escaped` is
+    set. escapes: the exponents of all escaped values of the frame, in order. taken: how many of them are used already. Returns how
+    many are used afterwards, or -1 if there are not enough."""
     while escaped != 0:
         if taken >= escapes.shape[0]:
             return -1
@@ -88,11 +89,11 @@ def _put_escapes(escaped: int, escapes: Any, taken: int, out: Any, at: int) -> i
     int64(uint8[::1], uint64[:, ::1], uint32[::1], uint8[::1], uint8[::1], uint16[::1]), error_model="numpy", cache=True, nogil=True
 )
 def _decode(body: Any, words: Any, offsets: Any, escapes: Any, table: Any, out: Any) -> int:
-    """Decodes the parts of a frame into out [N], the bits of bfloat16 values. body [64 W]: sign and mantissa of each value. words
-    [3, W]: the bits of the exponents' codes, in three planes. offsets [G]: number of escapes before each group. escapes [E]:
+    """Decodes the parts of a frame into out [N] uint16, the bits of bfloat16 values. body [64 W]: sign and mantissa of each value.
+    words [3, W]: the bits of the exponents' codes, in three planes. offsets [G]: number of escapes before each group. escapes [E]:
     exponents of the escaped values. table [7]: the exponents of codes 0 to 6.
 
-    Returns the number of escapes in the codes, or -1 if it is more than E or disagrees with the offsets."""
+    Returns the number of escapes in the codes, or -1 if it is more than E or disagrees with the offsets; out is then worthless."""
     taken = 0
     num_whole = out.shape[0] // _VALUES
     for word in range(num_whole):
@@ -117,7 +118,7 @@ def _decode(body: Any, words: Any, offsets: Any, escapes: Any, table: Any, out: 
 
 @njit(void(uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
 def _sum(words: Any, sums: Any) -> None:
-    """Adds the sum of the words to sums[0] and the sum of index * word to sums[1], both modulo 2**64."""
+    """Adds the sum of the words (uint64) to sums[0] and the sum of index * word to sums[1], both modulo 2**64."""
     plain, weighted = np.uint64(0), np.uint64(0)
     for index in range(words.shape[0]):
         plain += words[index]
@@ -138,7 +139,7 @@ def decode(data: Any, out: Any) -> None:
 
 
 def sum_of(data: Any) -> int:
-    """Returns the checksum of data (uint8), as codec.sum_of does."""
+    """Returns the checksum of data (uint8, of any length), as loader.codec.sum_of does."""
     whole = len(data) // 8 * 8
     if data.ctypes.data % 8:
         return codec.sum_of(data)

@@ -22,7 +22,8 @@ from engine.cpu.kernels.vectors import I32, LANES, PAIRS, SUMS, exp2, shuffle, s
 
 
 class _Lanes(types.Type):
-    """The Numba type of 16 numbers that are one value in a kernel."""
+    """The Numba type of a kernel's value that consists of 16 numbers (lanes). backend: its type in LLVM. scalar: the Numba type of
+    one of the numbers."""
 
     def __init__(self, name: str, backend: ir.VectorType, scalar: types.Type) -> None:
         super().__init__(name)
@@ -40,8 +41,8 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def _define(operation: Any, kind: _Lanes, generate: Callable[..., Any]) -> None:
-    """Defines `operation` (an operator) for two values of this kind, and for one and a scalar of its element type, which is applied
-    to all lanes."""
+    """Defines `operation` (such as operator.add) in kernels for two values of type `kind`, and for one such value and a scalar of
+    its element type, which is applied to all lanes. generate(builder, left, right) returns the LLVM value of the result."""
     sides = [(kind, kind), (kind, kind.scalar), (kind.scalar, kind)]
     cases = [signature(kind, *pair) for pair in sides]
     infer_global(operation)(type("Template", (ConcreteTemplate,), {"cases": cases}))
@@ -65,7 +66,7 @@ _define(operator.sub, WORDS, lambda builder, left, right: builder.sub(left, righ
 
 @intrinsic
 def lanes_of(typing_context: Any, value: Any) -> Any:
-    """Returns a float32 or int32 in all lanes."""
+    """Returns 16 lanes that all hold a float32, or an int32."""
     kind = FLOATS if value == types.float32 else WORDS
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -75,7 +76,8 @@ def lanes_of(typing_context: Any, value: Any) -> Any:
 
 
 def _address(context: Any, builder: Any, kind: Any, array: Any, at: Any, count: Any) -> tuple[Any, Any, Any]:
-    """Returns a pointer to the 16 elements from index `at` on, their vector type, and the mask of those among the first `count`."""
+    """Returns a pointer to the 16 elements of an array (of Numba type `kind`) from index `at` on, the LLVM type of a vector of
+    these, and a mask [16] of the first `count` of them."""
     data = context.make_array(kind)(context, builder, array).data
     raw = ir.VectorType(context.get_data_type(kind.dtype), LANES)
     places = ir.Constant(PAIRS, list(range(LANES)))
@@ -89,8 +91,8 @@ def _suffix(raw: ir.VectorType) -> str:
 
 @intrinsic
 def load(typing_context: Any, array: Any, at: Any, count: Any) -> Any:
-    """Returns `count` elements from index `at` on, with 0 in the other lanes. Elements become float32 (bfloat16 bits are widened),
-    but int32 stays as it is.
+    """Returns `count` elements of an array (16 at most) from index `at` on in the first lanes, and 0 in the others. float32 and
+    bfloat16 bits (uint16) become float32; int32 stays as it is.
 
     The array's rows must lie end to end; indices are not checked. A count that is known to be 16 needs no mask. For one row of
     many, an index is cheaper than a slice, whose references Numba counts."""
@@ -142,7 +144,7 @@ load_even, load_odd = _alternate(0), _alternate(1)
 
 @intrinsic
 def limited(typing_context: Any, values: Any, least: Any, most: Any) -> Any:
-    """Returns the lanes clamped to between least and most (float32). NaN stays NaN."""
+    """Returns float32 lanes clamped to between least and most (float32). NaN stays NaN."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         values, *bounds = args
@@ -156,7 +158,8 @@ def limited(typing_context: Any, values: Any, least: Any, most: Any) -> Any:
 
 @intrinsic
 def store(typing_context: Any, array: Any, at: Any, count: Any, values: Any) -> Any:
-    """Stores the first `count` lanes from index `at` on, rounded as `narrow` does if the elements are bfloat16 bits."""
+    """Stores the first `count` lanes to elements of an array from index `at` on. Elements that are bfloat16 bits (uint16) get
+    float32 lanes rounded as `narrow` does; others must have the lanes' type."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         address, raw, mask = _address(context, builder, sig.args[0], *args[:3])
@@ -174,7 +177,7 @@ def store(typing_context: Any, array: Any, at: Any, count: Any, values: Any) -> 
 
 @intrinsic
 def rounded(typing_context: Any, values: Any, like: Any) -> Any:
-    """Returns the lanes as they would be after storing them in elements of `like`'s type (float32 or bfloat16 bits) and loading
+    """Returns float32 lanes as they would be after storing them in elements of `like`'s type (float32 or bfloat16 bits) and loading
     them again."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -188,7 +191,8 @@ def rounded(typing_context: Any, values: Any, like: Any) -> Any:
 
 @intrinsic
 def kept(typing_context: Any, values: Any, bits: Any, cutoff: Any, other: Any) -> Any:
-    """Returns values in the lanes whose bits (int32) are at least cutoff, and `other` in all other lanes."""
+    """Returns `values` in the lanes in which `bits` (int32, signed) are at least cutoff, and the scalar `other` in all other
+    lanes."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         backend = args[0].type
@@ -215,7 +219,7 @@ def _reduction(name: str, kind: _Lanes) -> Any:
 
 @intrinsic
 def total_of(typing_context: Any, lanes: Any) -> Any:
-    """Returns the sum of all 16 float32."""
+    """Returns the sum of 16 float32 lanes, added up in an order that the compiler chooses."""
     return _reduction("fadd", FLOATS)
 
 
@@ -231,7 +235,7 @@ def bits_of(typing_context: Any, values: Any) -> Any:
 
 @intrinsic
 def unmixed_hashes(typing_context: Any, first: Any, key0: Any, key1: Any) -> Any:
-    """Returns cpu_bits.unmixed_words of the 16 numbers from `first` (int64) on, with the same keys (uint32)."""
+    """Returns bits.unmixed_words of the 16 numbers from `first` (int64) on as words, all with the same keys (uint32)."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         first, *keys = args
@@ -245,7 +249,7 @@ def unmixed_hashes(typing_context: Any, first: Any, key0: Any, key1: Any) -> Any
 
 @intrinsic
 def hashes(typing_context: Any, unmixed: Any) -> Any:
-    """Applies the last step of cpu_bits.hash_words to the result of unmixed_hashes."""
+    """Returns the finished hashes (bits.hash_words) of words that unmixed_hashes returned, by its last step."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return mixed(builder, args[0])
@@ -255,7 +259,7 @@ def hashes(typing_context: Any, unmixed: Any) -> Any:
 
 @intrinsic
 def float_of_hashes(typing_context: Any, words: Any) -> Any:
-    """Returns unsigned words, from 0 to 2**32, as float32."""
+    """Returns lanes of words as float32, where the words count as unsigned, from 0 to below 2**32."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.uitofp(args[0], SUMS)
@@ -265,7 +269,7 @@ def float_of_hashes(typing_context: Any, words: Any) -> Any:
 
 @intrinsic
 def lower_hashes(typing_context: Any, left: Any, right: Any) -> Any:
-    """Returns the smaller of the two unsigned words in each lane."""
+    """Returns the smaller word of both arguments in each lane, where words count as unsigned."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.select(builder.icmp_unsigned("<", *args), *args)
@@ -274,13 +278,13 @@ def lower_hashes(typing_context: Any, left: Any, right: Any) -> Any:
 
 
 def _marks(builder: ir.IRBuilder, comparison: Any) -> Any:
-    """Returns the outcome of a comparison as int64, with bit i for lane i."""
+    """Returns the result of a comparison of lanes (a vector of 16 i1) as int64, whose bit i is that of lane i."""
     return builder.zext(builder.bitcast(comparison, ir.IntType(LANES)), ir.IntType(64))
 
 
 @intrinsic
 def hashes_up_to(typing_context: Any, words: Any, limit: Any) -> Any:
-    """Returns an int64 whose bit i tells whether lane i, an unsigned word, is at most limit (uint32)."""
+    """Returns an int64 whose bit i tells whether lane i of words, which count as unsigned, is at most limit (uint32)."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _marks(builder, builder.icmp_unsigned("<=", args[0], splat(builder, args[1], PAIRS)))
@@ -290,7 +294,8 @@ def hashes_up_to(typing_context: Any, words: Any, limit: Any) -> Any:
 
 @intrinsic
 def up_to(typing_context: Any, values: Any, limits: Any) -> Any:
-    """Returns an int64 whose bit i tells whether lane i of values is at most lane i of limits (float32). For NaN it is not."""
+    """Returns an int64 whose bit i tells whether lane i of values is at most lane i of limits (both float32). With NaN it is
+    not."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _marks(builder, builder.fcmp_ordered("<=", *args))
@@ -300,7 +305,7 @@ def up_to(typing_context: Any, values: Any, limits: Any) -> Any:
 
 @intrinsic
 def at_least(typing_context: Any, words: Any, limit: Any) -> Any:
-    """Returns an int64 whose bit i tells whether lane i (int32) is at least limit."""
+    """Returns an int64 whose bit i tells whether lane i of words, which count as signed, is at least limit (int32)."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _marks(builder, builder.icmp_signed(">=", args[0], splat(builder, args[1], PAIRS)))
@@ -321,7 +326,7 @@ def kept_up_to(typing_context: Any, values: Any, keys: Any, limit: Any) -> Any:
 
 @intrinsic
 def first_lanes(typing_context: Any, values: Any, count: Any) -> Any:
-    """Returns the first `count` lanes, and 0 in the others."""
+    """Returns float32 lanes of which the first `count` stay and the others are 0."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         places = ir.Constant(PAIRS, list(range(LANES)))
@@ -333,8 +338,8 @@ def first_lanes(typing_context: Any, values: Any, count: Any) -> Any:
 
 @intrinsic
 def exp_for_bfloat16(typing_context: Any, values: Any) -> Any:
-    """Returns e**x with a relative error below 1e-5, in two thirds of the instructions of cpu_bits.exp. Results are limited to
-    between 2**-126 and 2**127."""
+    """Returns e**x of float32 lanes with a relative error below 1e-5, in two thirds of the instructions of bits.exp. Results are
+    limited to between 2**-126 and 2**127."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         power, most = builder.fmul(args[0], vector(SUMS, 1.4426950408889634)), vector(SUMS, 127.0)
@@ -350,8 +355,8 @@ _ROUGH_EXP2 = (1.00044314, 0.70344803, 0.23842894)
 
 @intrinsic
 def rough_exp2(typing_context: Any, values: Any) -> Any:
-    """Returns 2**x for x up to 127 with a relative error below ROUGH_ERROR, at a third of the cost of an exact one. Below -126 it
-    returns 2**-126."""
+    """Returns 2**x of float32 lanes up to 127 with a relative error below ROUGH_ERROR, at a third of the cost of an exact one.
+    Below -126 it returns 2**-126."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return exp2(builder, args[0], _ROUGH_EXP2)

@@ -31,8 +31,9 @@ def _ordered(value: Any) -> Any:
 
 @njit(**_OPTIONS)
 def top_logprobs(logits: Any, rows: Any, chosen: Any, picked: Any, top_ids: Any, top: Any) -> None:
-    """Computes the log-softmax of rows [M] of logits [N, V]: at `chosen` [M] to picked [M], and of the K most likely tokens to
-    top_ids and top [M, K]. The most likely comes first, and of equal logits the lower id."""
+    """Computes log-softmax values of M rows of logits [N, V], whose indices are rows [M]. Writes that of each row's token chosen
+    [M] to picked [M], and the K most likely tokens and their values to top_ids and top [M, K]. The most likely comes first, and of
+    equal logits the lower id. K may be 0."""
     vocab, num_top = logits.shape[1], top.shape[1]
     for m in range(rows.shape[0]):
         row = logits[rows[m]]
@@ -74,10 +75,12 @@ PENALISE = void(float32[::1], int32[::1], int64, float64, float64, float64, int3
 
 @njit(**_OPTIONS)
 def penalise(row: Any, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float, counts: Any) -> None:
-    """Applies penalties to the logits row [V] float32 in place, see reference.penalise. tokens: those of the prompt, then those of
-    the output.
+    """Applies penalties to the logits row [V] float32 in place, as reference.penalise does. tokens: the num_prompt tokens of the
+    prompt, then those of the output.
 
-    counts: [V], zeros before and after the call. The work grows with the tokens of the sequence, not with the vocabulary."""
+    The logits of all these tokens are divided by `repetition` where positive, else multiplied by it. Then `frequency` times the
+    token's count in the output is subtracted, and `presence` if that is not 0. Logits that are not finite stay. counts: [V] int32,
+    work space of zeros, which is zeros again afterwards. The work grows with the tokens, not with V."""
     limit = float32(1e30)  # a strong penalty must not make an infinity, which would mark the row's logits as bad
     for i in range(num_prompt, tokens.shape[0]):
         counts[tokens[i]] += 1

@@ -1,5 +1,5 @@
-"""Mixtures of experts of which a rank has some (Numba): which pairs of a token and an expert are the rank's own, and what stands
-for the others in sums over the ranks.
+"""Mixtures of experts whose experts are divided among ranks, the devices of a group (Numba): which pairs of a token and an expert
+are a rank's own, and what it uses in place of the others' in sums over the ranks.
 
 Shapes: T tokens, W width, E experts, C experts that each token passes through, P = T * C pairs, sorted by expert (experts.py).
 Reference implementation: reference.experts.
@@ -18,8 +18,11 @@ KEEP_OWN_EXPERTS = void(int64, int64, int64[::1], int32[:, ::1], int32[::1], int
 
 @njit(**_OPTIONS)
 def keep_own_experts(first: int, num_own: int, slots: Any, places: Any, firsts: Any, tokens: Any) -> None:
-    """Brings the pairs of the experts [first, first + num_own) to the front. Arguments from `slots` on: as `route` has filled them.
-    Afterwards firsts [:num_own + 1] are of these experts alone, and the places of all other pairs are the row behind theirs."""
+    """Reduces a routing of all experts to a rank's own experts [first, first + num_own), in place. slots [T], places [T, C], firsts
+    [E + 1] and tokens [P]: as experts._route takes and fills them.
+
+    Afterwards firsts [:num_own + 1] are the first rows of these experts, whose pairs begin at row 0, tokens are those of these rows
+    (0 behind them), and the places of all other pairs are the row behind the last of these."""
     begin = firsts[first]
     num_rows = firsts[first + num_own] - begin
     for expert in range(num_own + 1):
@@ -41,8 +44,9 @@ def clear_behind_signature(element: types.Type) -> Any:
 
 @njit(**_OPTIONS)
 def clear_behind(firsts: Any, made: Any) -> None:
-    """Fills the row of made [P, W] behind those of a rank's experts with 0, if there is one: `combine` adds it for the pairs of
-    others. firsts [E + 1]: of the rank's experts."""
+    """Fills the row of made [P, W] behind the last one of a rank's own experts with 0, if there is one. keep_own_experts has set
+    the places of all other pairs to this row, so `combine` adds 0 for them. firsts: of the rank's experts; its last entry is the
+    number of their rows."""
     row = firsts[firsts.shape[0] - 1]
     if row < made.shape[0]:
         for column in range(made.shape[1]):
@@ -55,7 +59,8 @@ def clear_signature(element: types.Type) -> Any:
 
 @njit(**_OPTIONS)
 def clear(x: Any) -> None:
-    """Fills x [T, W] with 0: scores of a rank that goes by another one's."""
+    """Fills x [T, W] with 0. Ranks other than the first do so with their scores of experts before the sum over the ranks, so that
+    all get the first rank's."""
     for row in range(x.shape[0]):
         for column in range(x.shape[1]):
             x[row, column] = 0

@@ -1,4 +1,5 @@
-"""Runs the exponential race over a row's tokens (Numba): finds the token that comes first, and whether it is within top_p.
+"""Runs the exponential race over the tokens of one row of logits (Numba): finds the token that comes first, and whether it is
+within top_p.
 
 Token i's time is an exponential random number keyed by (key0, key1, i), divided by its weight e**((logit - largest) / temperature).
 The token with the earliest time wins. For nearly all tokens the weight need not be computed. A uniform random number is below the
@@ -8,7 +9,9 @@ numbers: a hash of each token's number.
 
 Weights are added up only for top_p, first roughly, with a known error that hardly ever matters.
 
-Shapes: V vocabulary.
+Arguments of the functions below: row [V] logits (float32 or bfloat16 bits), V vocabulary; tops [S] float32, the largest logit of
+each of S stripes of STRIPE tokens; largest, that of the row; factor, 1 / temperature; heaviest [S] float32, an upper bound of the
+weights in each stripe; floor, the bits (int32) of the least weight that takes part, 0 for all.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ _INFINITY_BITS = 0x7F800000
 
 @njit(**_HELPER)
 def stripe_tops(row: Any, tops: Any) -> bool:
-    """Fills tops with the largest logit of each stripe. Returns whether all logits are finite; if not, tops has no meaning."""
+    """Fills tops [S] with the largest logit of each stripe of STRIPE tokens. Returns whether all logits of the row are finite; if
+    not, tops has no meaning."""
     size = magnitude(bits_of_element(row[0]))
     for stripe in range(tops.shape[0]):
         own = row[STRIPE * stripe : min(STRIPE * (stripe + 1), row.shape[0])]
@@ -80,7 +84,7 @@ def stripe_tops(row: Any, tops: Any) -> bool:
 
 @njit(**_HELPER)
 def first_of(row: Any, tops: Any, largest: Any) -> int:
-    """Returns the first token with the largest logit."""
+    """Returns the lowest token whose logit is `largest`, the largest of the row. tops: as stripe_tops has filled it."""
     stripe = 0
     while tops[stripe] != largest:
         stripe += 1
@@ -92,7 +96,7 @@ def first_of(row: Any, tops: Any, largest: Any) -> int:
 
 @njit(**_HELPER)
 def weigh_stripes(tops: Any, largest: Any, factor: Any, heaviest: Any) -> None:
-    """Fills `heaviest` with an upper bound of the weights in each stripe."""
+    """Fills `heaviest` [S] with an upper bound of the weights in each stripe, from the stripes' largest logits, tops [S]."""
     for stripe in range(tops.shape[0]):
         heaviest[stripe] = exp((tops[stripe] - largest) * factor) * float32(_ROUNDING)
 
@@ -104,8 +108,8 @@ def _weights(row: Any, at: int, count: int, largest: Any, factor: Any) -> Any:
 
 @njit(inline="always", **_HELPER)
 def _latest(best: Any, heaviest: Any) -> Any:
-    """Returns the largest hash (uint32) that a token of a weight up to `heaviest` may have to be as early as `best`, with the low
-    bits, which are unmixed, all set."""
+    """Returns the largest hash (uint32) with which a token of a weight up to `heaviest` can be as early as time `best`. Its low
+    UNMIXED_BITS bits are all set, because it is compared with hashes that lack their last step."""
     limit = float64(best) * float64(heaviest) * float64(2.0**32) * _ROUNDING
     if not limit < 2.0**32 - 2.0**UNMIXED_BITS:
         return uint32(0xFFFFFFFF)
@@ -125,8 +129,8 @@ def _look(
     best: Any,
     winner: int,
 ) -> tuple[Any, int]:
-    """Returns the earliest time and its token: of `count` tokens from index `at` on, or `best` and `winner` if none of them is
-    earlier."""
+    """Returns the earlier of two (time, token): that of the earliest of `count` tokens from index `at` on whose weight is at least
+    `floor`, and (best, winner). Of equal times the lower token counts."""
     own, words = _weights(row, at, count, largest, factor), hashes(unmixed)
     uniform = (float_of_hashes(words) + float32(0.5)) * float32(2.0**-32)
     marks = up_to(uniform, own * (best * float32(_ROUNDING))) & at_least(bits_of(own), floor) & ((int64(1) << count) - int64(1))
@@ -157,8 +161,8 @@ def _race_stripe(
     best: Any,
     winner: int,
 ) -> tuple[Any, int]:
-    """Returns the earliest time and its token, as _look does, of the tokens from begin to below end, none of which weighs more than
-    `heaviest`."""
+    """Returns the earliest time and its token among (best, winner) and the tokens from begin to below end, none of which weighs
+    more than `heaviest`, a scalar. first, second: the keys key0 and key1. drawn: work space, as in _look."""
     latest = _latest(best, heaviest)
     whole = end - (end - begin) % _AT_ONCE
     for at in range(begin, whole, _AT_ONCE):
@@ -183,8 +187,8 @@ def _race_stripe(
 
 @njit(**_HELPER)
 def _in_order(heaviest: Any, floor: Any, order: Any) -> int:
-    """Fills `order` with the stripes that may hold weights of at least `floor`, and returns how many there are. Stripes heavier
-    than the mean come first: heavy tokens give early times, which let more of the other tokens be skipped."""
+    """Writes to `order` [S] int32 the numbers of the stripes that may hold weights of at least `floor`, and returns how many these
+    are. Stripes heavier than the mean come first: heavy tokens give early times, which let more of the other tokens be skipped."""
     mean, num_heavy, num_light, last = heaviest.mean(), 0, 0, heaviest.shape[0] - 1
     for stripe in range(heaviest.shape[0]):  # without branches, because which stripe is heavy cannot be predicted
         order[num_heavy], order[last - num_light] = stripe, stripe
@@ -209,7 +213,8 @@ def race(
     drawn: Any,  # [2, 16] int32, work space
     ahead: int,  # elements from this row to the row that is raced next, which is fetched meanwhile
 ) -> int:
-    """Returns the token that wins the race."""
+    """Returns the token that wins the race among those of a weight of at least `floor`. first, second: the keys key0 and key1 of
+    the random numbers. 0 if no token takes part."""
     vocab = row.shape[0]
     best, winner = float32(np.inf), 0
     for number in range(_in_order(heaviest, floor, order)):
@@ -224,15 +229,16 @@ def race(
 
 @njit(**_HELPER)
 def bits_of_weight(logit: Any, largest: Any, factor: Any, drawn: Any) -> Any:
-    """Returns the bits (int32) of the weight that a token with this logit has. drawn: [2, 16] int32, work space."""
+    """Returns the bits (int32) of the weight of a token with this logit, as the race computes it. drawn: [2, 16] int32, work
+    space."""
     store(drawn, 0, LANES, bits_of(exp((lanes_of(logit) - largest) * factor)))
     return drawn[0, 0]
 
 
 @njit(inline="always", **_HELPER)
 def _rough_masses(row: Any, begin: int, end: int, largest: Any, unit: Any, limit: Any) -> tuple[Any, Any]:
-    """Returns the approximate sum of 2 ** ((logit - largest) * unit) of a row's tokens from begin to below end, and the sum for
-    those whose logit is at most `limit`."""
+    """Returns two sums of 2 ** ((logit - largest) * unit), each factor with a relative error up to ROUGH_ERROR, over a row's tokens
+    from begin to below end: of all, and of those whose logit is at most `limit`."""
     total, light = lanes_of(float32(0.0)), lanes_of(float32(0.0))
     whole = end - (end - begin) % LANES
     for at in range(begin, whole, LANES):
@@ -250,8 +256,8 @@ def _rough_masses(row: Any, begin: int, end: int, largest: Any, unit: Any, limit
 
 @njit(**_HELPER)
 def _roughly_within(row: Any, heaviest: Any, largest: Any, factor: Any, top_p: Any, winner: int) -> int:
-    """Returns 1 if the tokens heavier than the winner hold less than top_p of the mass, 0 if they hold more, and -1 if it is too
-    close to tell."""
+    """Returns whether the tokens heavier than `winner` hold less than top_p of the mass (the sum of all weights), from approximate
+    weights: 1 if so, 0 if not, and -1 if it is too close to tell."""
     limit = widen(row[winner])
     unit, rest = factor * float32(_LOG2_E), 1.0 - float64(top_p)
     vocab = row.shape[0]
@@ -272,7 +278,7 @@ def _roughly_within(row: Any, heaviest: Any, largest: Any, factor: Any, top_p: A
 
 @njit(**_HELPER)
 def _mass(row: Any, heaviest: Any, largest: Any, factor: Any, floor: Any) -> Any:
-    """Returns the sum of the weights whose bits are at least `floor`."""
+    """Returns the sum (float64) of those of a row's weights whose bits are at least `floor`."""
     mass = float64(0.0)
     for stripe in range(heaviest.shape[0]):
         if bits_of_float(heaviest[stripe]) < floor:
@@ -289,7 +295,8 @@ def _mass(row: Any, heaviest: Any, largest: Any, factor: Any, floor: Any) -> Any
 
 @njit(**_HELPER)
 def is_within(row: Any, heaviest: Any, largest: Any, factor: Any, floor: Any, top_p: Any, winner: int, winner_bits: Any) -> bool:
-    """Returns whether the tokens heavier than the winner hold less than top_p of the mass of the weights of at least `floor`."""
+    """Returns whether the tokens heavier than `winner` hold less than top_p of the sum of all weights of at least `floor`, which
+    makes the winner one of the tokens that top_p leaves. winner_bits: the bits of its weight."""
     if floor == int32(0):
         found = _roughly_within(row, heaviest, largest, factor, top_p, winner)
         if found >= 0:
@@ -300,7 +307,7 @@ def is_within(row: Any, heaviest: Any, largest: Any, factor: Any, floor: Any, to
 
 @njit(**_HELPER)
 def _kth(values: Any, num: int, k: int) -> Any:
-    """Returns the k-th largest of the first num values (float32), where equal values count separately."""
+    """Returns the k-th largest of the first num values (float32), where equal values count separately. k is from 1 to num."""
     low, high = ordered(bits_of_float(values[0])), ordered(bits_of_float(values[0]))
     for i in range(num):
         bits = ordered(bits_of_float(values[i]))
@@ -319,7 +326,8 @@ def _kth(values: Any, num: int, k: int) -> Any:
 
 @njit(**_HELPER)
 def _gather_from(row: Any, tops: Any, bound: Any, values: Any) -> int:
-    """Copies the logits of at least `bound` to the start of values. Returns how many there are."""
+    """Copies the logits of at least `bound` to the start of values [V + 1] float32, in the order of their tokens. Returns how many
+    there are."""
     num, bounds = 0, lanes_of(bound)
     for stripe in range(tops.shape[0]):
         if tops[stripe] >= bound:
@@ -334,10 +342,11 @@ def _gather_from(row: Any, tops: Any, bound: Any, values: Any) -> int:
 
 @njit(**_HELPER)
 def kth_logit(row: Any, tops: Any, k: int) -> Any:
-    """Returns the k-th largest of a row's logits, for k from 1 to V.
+    """Returns the k-th largest of a row's logits, for k from 1 to V, where equal logits count separately. tops: as stripe_tops
+    fills it.
 
-    It reads few of them in full if at least k logits are as large as the k-th largest of the stripes' tops (or as the least top, if
-    there are fewer than k stripes)."""
+    It looks only at the logits that are at least the k-th largest of tops (the least, if there are fewer), unless these are fewer
+    than k."""
     values = np.empty(row.shape[0] + 1, np.float32)
     bound = _kth(tops, tops.shape[0], min(k, tops.shape[0]))
     num = _gather_from(row, tops, bound, values)

@@ -1,5 +1,5 @@
-"""The words by which ranks exchange their parts (engine/cpu/kernels/ranks.py), for the compiled kernels and for what does the same
-without Numba.
+"""The indices of the words (int64) through which ranks, the devices of a group, exchange their parts of a tensor, for the compiled
+kernels (engine/cpu/kernels/ranks.py) and for the code that does the same without Numba.
 """
 
 from __future__ import annotations

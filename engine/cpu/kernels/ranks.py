@@ -36,7 +36,8 @@ _HELPER: dict[str, Any] = {"error_model": "numpy"}
 
 
 def _place(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Returns a pointer to word `index` of an int64 array whose rows lie end to end."""
+    """Returns a pointer to word `index` of an int64 array, for the arguments of an intrinsic. The array's rows must lie end to
+    end."""
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
 
 
@@ -56,7 +57,8 @@ _load_acquire, _load_in_order, _load_relaxed = _atomic_load("acquire"), _atomic_
 
 @intrinsic
 def _store_in_order(typing_context: Any, words: Any, index: Any, value: Any) -> Any:
-    """Stores a word with release, and before any later load in order: a sleeper is either seen, or sees the word."""
+    """Stores a value to words[index] (int64), sequentially consistent: no later load in order comes before it. So either this rank
+    sees that another one sleeps, or that one sees the value before it sleeps."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[2], _place(context, builder, signature.args[0], *args[:2]), "seq_cst", 8)
@@ -67,7 +69,7 @@ def _store_in_order(typing_context: Any, words: Any, index: Any, value: Any) -> 
 
 @intrinsic
 def _add_in_order(typing_context: Any, words: Any, index: Any, value: Any) -> Any:
-    """Adds to a word, before any later load in order."""
+    """Adds a value to words[index] (int64) atomically, sequentially consistent: no later load in order comes before it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.atomic_rmw("add", _place(context, builder, signature.args[0], *args[:2]), args[2], "seq_cst")
@@ -78,7 +80,7 @@ def _add_in_order(typing_context: Any, words: Any, index: Any, value: Any) -> An
 
 @intrinsic
 def _pause(typing_context: Any) -> Any:
-    """Tells the processor that this is a loop that waits."""
+    """Tells the processor that the surrounding loop waits for another core (PAUSE on x86, YIELD on Arm)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if platform.machine() == "x86_64":
@@ -93,7 +95,7 @@ def _pause(typing_context: Any) -> Any:
 
 @intrinsic
 def _now_ns(typing_context: Any) -> Any:
-    """Returns the nanoseconds of the system's monotonic clock."""
+    """Returns the time of the system's monotonic clock in nanoseconds, int64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         time = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
@@ -106,7 +108,8 @@ def _now_ns(typing_context: Any) -> Any:
 
 
 def _futex(builder: Any, place: Any, operation: int, value: Any, timeout: Any) -> None:
-    """Calls futex(2) on the low half of a word, which comes first on the processors that are served."""
+    """Emits a futex(2) call with `operation` on the low 32 bits of the word at `place`, which are its first bytes on the processors
+    that are served. value: that which the operation takes. timeout: the address of a timespec, or 0 for none."""
     kind = ir.FunctionType(_I64, [_I64], var_arg=True)
     function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
     builder.call(function, [_I64(FUTEX), builder.ptrtoint(place, _I64), _I64(operation), value, timeout, _I64(0), _I64(0)])
@@ -114,7 +117,8 @@ def _futex(builder: Any, place: Any, operation: int, value: Any, timeout: Any) -
 
 @intrinsic
 def _sleep(typing_context: Any, words: Any, index: Any, seen: Any) -> Any:
-    """Sleeps while the word is what was seen of it, for SLEEP_NS at most."""
+    """Sleeps while the low 32 bits of words[index] are those of `seen`, until _wake is called for the word, or for SLEEP_NS at
+    most."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         time = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
@@ -130,7 +134,7 @@ def _sleep(typing_context: Any, words: Any, index: Any, seen: Any) -> Any:
 
 @intrinsic
 def _wake(typing_context: Any, words: Any, index: Any) -> Any:
-    """Wakes all that sleep on a word."""
+    """Wakes all threads of all processes that sleep on words[index]."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = _place(context, builder, signature.args[0], *args)
@@ -142,7 +146,8 @@ def _wake(typing_context: Any, words: Any, index: Any) -> Any:
 
 @njit(**_HELPER)
 def _publish(counters: Any, rank: int, turn: int) -> None:
-    """Tells all ranks that this one's buffer for this turn is filled."""
+    """Tells all ranks that rank `rank` has filled its buffer for this turn, and wakes those that sleep. counters: [S, LINE_WORDS],
+    flat."""
     line = LINE_WORDS * rank
     _store_in_order(counters, line + PUBLISHED, turn)
     if _load_in_order(counters, line + SLEEPERS) > 0:
@@ -151,7 +156,8 @@ def _publish(counters: Any, rank: int, turn: int) -> None:
 
 @njit(**_HELPER)
 def _wait_for(counters: Any, other: int, turn: int, broken: Any) -> bool:
-    """Waits until a rank has published this turn. Returns False if the group is broken."""
+    """Waits until rank `other` has published this turn: spins for SPIN_NS, then sleeps. Returns False if the group is broken, else
+    True."""
     word = LINE_WORDS * other + PUBLISHED
     spins, begin_ns = 0, int64(0)
     while _load_acquire(counters, word) < turn:
@@ -175,8 +181,8 @@ def _wait_for(counters: Any, other: int, turn: int, broken: Any) -> bool:
 
 @njit(**_HELPER)
 def _exchange(values: Any, at: int, count: int, own: Any, broken: Any, counters: Any, buffers: Any, rank: int) -> int:
-    """Publishes `count` values from index `at` on and waits for the other ranks' pieces. Returns the number of the turn, whose
-    parity tells the buffers; 0 if the group is broken."""
+    """Copies `count` values from index `at` on to this rank's buffer, publishes that, and waits for all other ranks' pieces.
+    Returns the number of the turn, 1 or more, or 0 if the group is broken. Rank r's piece is then in buffers[2 r + turn % 2]."""
     turn = own[PIECES] + 1
     own[PIECES] = turn
     to = buffers[2 * rank + (turn & 1)]
@@ -191,7 +197,8 @@ def _exchange(values: Any, at: int, count: int, own: Any, broken: Any, counters:
 
 @njit(inline="always", **_HELPER)
 def _add_lanes(values: Any, at: int, buffers: Any, first: int, step: int, num: int) -> None:
-    """Adds `num` elements of all ranks' buffers: those from index `first` on, and from `step` later for each further rank."""
+    """Writes to values, from index `at` on, the sums over the ranks of `num` elements (16 at most) of their buffers, in float32, in
+    the order of the ranks. The first rank's elements are at flat index `first` of buffers, and each next rank's `step` further."""
     total = load(buffers, first, num)
     for other in range(1, buffers.shape[0] // 2):
         total += load(buffers, first + other * step, num)
@@ -205,9 +212,11 @@ def sum_ranks_signature(element: types.Type) -> Any:
 @njit(**_OPTIONS)
 def sum_ranks(x: Any, own: Any, broken: Any, counters: Any, buffers: Any, rank: int) -> None:
     """Replaces the first own[SUM_ROWS] rows of x [T, W] by the sum of all ranks' x: in float32, in the order of the ranks, and
-    rounded once.
+    rounded once. If the group is broken, x is worthless.
 
-    own [OWN_WORDS]: of this rank. broken [1]: not 0 once the group is broken. counters [S, LINE_WORDS]. buffers [2 S, elements]."""
+    own [OWN_WORDS] int64: this rank's words (rank_words.py). broken [1] int64: not 0 once the group is broken. counters [S,
+    LINE_WORDS] int64 and buffers [2 S, elements]: in memory that the ranks share; rank r has line r, and buffers 2 r and 2 r + 1.
+    rank: this one's number."""
     values = x.reshape(-1)
     total, room = min(own[SUM_ROWS], x.shape[0]) * x.shape[1], buffers.shape[1]
     for at in range(0, total, room):
@@ -228,8 +237,8 @@ def gather_ranks_signature(element: types.Type) -> Any:
 
 @njit(**_OPTIONS)
 def gather_ranks(part: Any, own: Any, broken: Any, counters: Any, buffers: Any, rank: int, out: Any) -> None:
-    """Writes the first own[GATHER_ROWS] rows of all ranks' parts [T, W] side by side to out [T, S * W]. The other arguments are
-    those of sum_ranks."""
+    """Writes the first own[GATHER_ROWS] rows of all ranks' parts [T, W] side by side, in the order of the ranks, to out [T, S * W].
+    If the group is broken, out is worthless. The other arguments are those of sum_ranks."""
     values, width = part.reshape(-1), part.shape[1]
     total, room = min(own[GATHER_ROWS], part.shape[0]) * width, buffers.shape[1]
     for at in range(0, total, room):

@@ -1,6 +1,8 @@
-"""Row-wise work on the CPU (Numba): RMS norms, rotary embedding with the write into the KV cache, and gated activations.
+"""Row-wise work on the CPU (Numba): embeddings, RMS norms and LayerNorms, rotary embedding with the write into the KV cache, and
+gated activations.
 
 Each kernel has a serial form and one that is parallel over rows. The reference implementations in reference.py have the same names.
+Elements are float32, or bfloat16 as uint16 bits; work is done in float32.
 
 Shapes: T tokens, W width, H query heads, G KV heads, D head size.
 """
@@ -25,7 +27,7 @@ _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 
 def _compiled(function: Any) -> tuple[Any, Any]:
-    """Returns the function compiled in its serial and its parallel form."""
+    """Returns a kernel's Python function compiled in two forms: for one thread, and with its prange loop parallel."""
     return njit(**_OPTIONS)(function), njit(**_OPTIONS, parallel=True)(named(function.__name__ + "_parallel", function))
 
 
@@ -34,7 +36,7 @@ def gather_rows_signature(element: types.Type) -> Any:
 
 
 def _gather_rows(ids: Any, weight: Any, scale: float, out: Any) -> None:
-    """Copies the rows `ids` [T] of weight [V, W], times scale, to out [T, W]."""
+    """Writes the rows `ids` [T] of weight [V, W], times scale, to out [T, W], rounded to its elements."""
     factor = float32(scale)
     for row in prange(ids.shape[0]):
         found, to = weight[ids[row]], out[row]
@@ -63,7 +65,8 @@ def _scale_lanes(values: Any, at: int, factor: Any, weight: Any, around_one: boo
 
 @njit(**_HELPER)
 def _scale(values: Any, at: int, total: Any, eps: float, weight: Any, around_one: bool, out: Any) -> None:
-    """Writes to out the values at indices `at` to at + W divided by the root of their mean square, times weight [W].
+    """Writes to out (at the same indices) the values at indices `at` to at + W divided by the root of their mean square plus eps,
+    times weight [W].
 
     total: the sum of their squares. The values are rounded to the element type before the weight is applied, as in transformers.
     around_one (Gemma): they are multiplied with 1 + weight instead, and rounded once."""
@@ -87,7 +90,8 @@ def _norm_vector(values: Any, at: int, weight: Any, around_one: bool, eps: float
 
 
 def _rms_norm(x: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
-    """Writes the norm of each row of x [T, W] to out [T, W]. The mean is computed in float32."""
+    """Writes the RMS norm of each row of x [T, W] to out [T, W]: x / sqrt(mean(x**2) + eps) * weight [W]. The mean is computed in
+    float32. around_one: the factor is 1 + weight (see _scale)."""
     for row in prange(x.shape[0]):
         _norm_vector(x, row * x.shape[1], weight, around_one, eps, out)
 
@@ -98,7 +102,8 @@ def add_rms_norm_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _add_lanes(x: Any, residual: Any, at: int, count: int, scale: Any, weight: Any) -> Any:
-    """Adds `count` elements of x, times scale, to residual in place. Returns the sums. weight: tells the dtype to round to."""
+    """Adds `count` elements of x from index `at` on, times scale, to those of residual in place, rounded. Returns the sums in
+    float32 lanes. weight: read for its element type alone, to which the sums are rounded."""
     values = rounded(load(residual, at, count) + load(x, at, count) * scale, weight[0])
     store(residual, at, count, values)
     return values
@@ -106,7 +111,7 @@ def _add_lanes(x: Any, residual: Any, at: int, count: int, scale: Any, weight: A
 
 @njit(inline="always", fastmath=FASTMATH)
 def _add_squares(x: Any, residual: Any, at: int, count: int, scale: Any, weight: Any) -> Any:
-    """Does what _add_lanes does; returns the squares of the sums."""
+    """Adds as _add_lanes does, with the same arguments, and returns the squares of the sums."""
     values = _add_lanes(x, residual, at, count, scale, weight)
     return values * values
 
@@ -122,7 +127,8 @@ def _add_norm_vector(x: Any, residual: Any, at: int, scale: Any, weight: Any, ar
 
 
 def _add_rms_norm(x: Any, residual: Any, scale: float, weight: Any, around_one: bool, eps: float, out: Any) -> None:
-    """Adds x, times scale, to residual in place, then writes the norm of the sum to out."""
+    """Adds x [T, W], times scale, to residual [T, W] in place, rounded, then writes the RMS norm of each row of the sum to out [T,
+    W] as _rms_norm does."""
     factor = float32(scale)
     for row in prange(x.shape[0]):
         _add_norm_vector(x, residual, row * x.shape[1], factor, weight, around_one, eps, out)
@@ -134,7 +140,8 @@ def layer_norm_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _spread(values: Any, at: int, count: int, mean: Any) -> Any:
-    """Returns the squares of the differences from the mean."""
+    """Returns the squares of the differences between `count` values from index `at` on and `mean`, in float32 lanes. In lanes from
+    `count` on they have no meaning."""
     own = load(values, at, count) - mean
     return own * own
 
@@ -151,8 +158,9 @@ def _even_lanes(
 
 @njit(**_HELPER)
 def _even(values: Any, at: int, total: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
-    """Writes to out the values at indices `at` to at + W, less their mean, divided by the root of their variance, times weight [W],
-    plus bias. total: the sum of the values."""
+    """Writes to out (at the same indices) the LayerNorm of the values at indices `at` to at + W: the values less their mean,
+    divided by the root of their variance plus eps, times weight [W], plus bias. bias: [W], or [0] for none. total: the sum of the
+    values."""
     width, has_bias = weight.shape[0], bias.shape[0] > 0
     mean, whole = float32(total / float32(width)), width - width % LANES
     squares = first_lanes(_spread(values, at + whole, width - whole, mean), width - whole)
@@ -182,8 +190,9 @@ def _layer_norm_vector(x: Any, residual: Any, at: int, scale: Any, weight: Any, 
 
 
 def _layer_norm(x: Any, residual: Any, scale: float, weight: Any, bias: Any, eps: float, out: Any) -> None:
-    """Writes the LayerNorm of each row of x [T, W] to out, or, with a residual [T, W], adds x times scale to it in place and writes
-    the norm of the sum. bias: [W], or [0] for none. Everything is computed in float32 and rounded once."""
+    """Writes the LayerNorm of each row of x [T, W] to out [T, W]; with a residual [T, W] adds x times scale to the residual in
+    place, and writes the norm of that sum. residual: [0, W] for none. bias: [W], or [0] for none. The norm is computed in float32
+    and rounded once."""
     factor = float32(scale)
     for row in prange(x.shape[0]):
         _layer_norm_vector(x, residual, row * x.shape[1], factor, weight, bias, eps, out)
@@ -197,7 +206,8 @@ def rope_and_store_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _turn_lanes(qkv: Any, at: int, turns: Any, turns_at: int, half: int, d: int, count: int) -> None:
-    """Rotates `count` pairs (d, half + d) of a head's dimensions, from dimension d on."""
+    """Rotates `count` pairs (d, half + d) of a head's dimensions, from dimension d on, in place. at: the index in qkv of the head.
+    turns, from turns_at on: `half` cosines, then `half` sines."""
     left, right = load(qkv, at + d, count), load(qkv, at + half + d, count)
     cosine, sine = load(turns, turns_at + d, count), load(turns, turns_at + half + d, count)
     store(qkv, at + d, count, left * cosine - right * sine)
@@ -215,7 +225,8 @@ def _turn(qkv: Any, at: int, turns: Any, turns_at: int, half: int) -> None:
 
 @njit(**_HELPER)
 def _turn_neighbours(qkv: Any, token: int, begin: int, turns: Any, half: int) -> None:
-    """Rotates `half` pairs of neighbouring columns of a token's row, from column `begin` on."""
+    """Rotates `half` pairs of neighbouring columns of a token's row of qkv, from column `begin` on, in place. turns: [T, 2 half],
+    cosines, then sines."""
     for d in range(half):
         left, right = widen(qkv[token, begin + 2 * d]), widen(qkv[token, begin + 2 * d + 1])
         cosine, sine = turns[token, d], turns[token, half + d]
@@ -234,7 +245,8 @@ def _copy(values: Any, at: int, out: Any, out_at: int, width: int) -> None:
 
 @njit(inline="always")
 def _place_of(slot: int, layers: int, layer: int, kv_heads: int, block_tokens: int, head_dim: int) -> int:
-    """Returns the index in the arena where the key of a token's first KV head begins."""
+    """Returns the index in the flat arena where the key of a token's first KV head begins in this layer. slot: the token's block
+    times block_tokens, plus its place in the block."""
     block, place = slot // block_tokens, slot % block_tokens
     return ((block * layers + layer) * 2 * kv_heads * block_tokens + place) * head_dim
 
@@ -293,7 +305,7 @@ def gate_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _exp(x: Any, out: Any) -> Any:
-    """Returns e**x, as exact as the element type of `out` can represent."""
+    """Returns e**x of float32 lanes, with an error that elements of `out`'s type do not show."""
     return exp_for_bfloat16(x) if out.itemsize == 2 else exp(x)
 
 
@@ -305,7 +317,8 @@ def _silu_lanes(gate_up: Any, at: int, width: int, out: Any, out_at: int, count:
 
 
 def _silu_and_mul(gate_up: Any, out: Any) -> None:
-    """Writes silu(gate) * up to out [T, W], of gate and up side by side in gate_up [T, 2 W]."""
+    """Writes silu(gate) * up to out [T, W]. gate_up [T, 2 W]: each row has W gates, then W ups. silu(gate) is rounded to the
+    element type before the product."""
     width = out.shape[1]
     whole = width - width % LANES
     for row in prange(out.shape[0]):
@@ -317,7 +330,8 @@ def _silu_and_mul(gate_up: Any, out: Any) -> None:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _gelu_of(x: Any, out: Any) -> Any:
-    """Returns the tanh approximation of gelu, computed as x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3))."""
+    """Returns the tanh approximation of gelu of float32 lanes, computed as x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)). out:
+    read for its element type alone, which decides how exact the exponential is."""
     twice = (x + x * x * x * float32(0.044715)) * float32(1.5957691216057308)
     return x / (_exp(float32(0.0) - twice, out) + float32(1.0))
 
@@ -330,7 +344,7 @@ def _gelu_lanes(gate_up: Any, at: int, width: int, out: Any, out_at: int, count:
 
 
 def _gelu(x: Any, out: Any) -> None:
-    """Writes gelu(x) to out, both [T, W]."""
+    """Writes gelu(x), in its form with tanh, to out, both [T, W]."""
     width = out.shape[1]
     whole = width - width % LANES
     for row in prange(out.shape[0]):
@@ -342,7 +356,8 @@ def _gelu(x: Any, out: Any) -> None:
 
 
 def _gelu_and_mul(gate_up: Any, out: Any) -> None:
-    """Writes gelu(gate) * up to out [T, W], of gate and up side by side in gate_up [T, 2 W]."""
+    """Writes gelu(gate) * up to out [T, W], gelu in its form with tanh. gate_up [T, 2 W]: each row has W gates, then W ups.
+    gelu(gate) is rounded to the element type before the product."""
     width = out.shape[1]
     whole = width - width % LANES
     for row in prange(out.shape[0]):
@@ -365,8 +380,8 @@ def _clamped_lanes(gate_up: Any, at: int, limit: Any, alpha: Any, out: Any, out_
 
 
 def _clamped_swiglu(gate_up: Any, limit: float, alpha: float, out: Any) -> None:
-    """Writes (up + 1) * gate * sigmoid(alpha * gate) to out [T, W], of gate and up that alternate in gate_up [T, 2 W] and are
-    clamped first: gates to at most limit, ups to between -limit and limit."""
+    """Writes (up + 1) * gate * sigmoid(alpha * gate) to out [T, W]. gate_up [T, 2 W]: gates and ups alternate. They are clamped
+    first: gates to at most limit, ups to between -limit and limit."""
     width, most, factor = out.shape[1], float32(limit), float32(alpha)
     whole = width - width % LANES
     for row in prange(out.shape[0]):

@@ -56,7 +56,8 @@ def _greedy_float32(logits: Any, ids: Any, bad: Any) -> None:
 
 
 def _greedy_bfloat16(logits: Any, ids: Any, bad: Any) -> None:
-    """Finds each row's most likely token in logits [N, V], which are bfloat16 bits as int16."""
+    """Writes the most likely token of each row of logits [N, V], which are bfloat16 bits as int16, to ids [N], of equal ones the
+    lowest, and to bad [N] whether the row holds NaN or an infinity."""
     vocab = logits.shape[1]
     for n in prange(logits.shape[0]):
         row = logits[n]
@@ -97,7 +98,9 @@ def _sample_row(
     drawn: Any,  # [2, 16] int32, work space
     ahead: int,  # elements from this row to the next, which is prefetched
 ) -> int:
-    """Returns the row's token, or -1 if the row holds NaN or an infinity."""
+    """Returns the token that is sampled from a row of logits [V], or -1 if the row holds NaN or an infinity. first, second: the
+    keys of its random numbers. temperature 0 or less: the most likely token. top_p 1 or more, top_k 0 or V and more, min_p 0: no
+    cut."""
     tops, heaviest = stripes[0], stripes[1]
     if not stripe_tops(row, tops):
         return -1
@@ -140,10 +143,11 @@ def _sample(
     ids: Any,
     bad: Any,
 ) -> None:
-    """Samples a token for each of [N] rows of logits; see reference.sample, which describes the settings and the exponential race.
+    """Samples a token for each row of logits [N, V] and writes it to ids [N]; see reference.sample, which describes the settings
+    ([N] each, as are key0 and key1) and the exponential race.
 
-    num_shares: the number of shares that the rows are dealt out to. bad: [N], set where a row holds NaN or an infinity; its id is
-    0.
+    num_shares: the number of shares that the rows are dealt out to, one for each thread. bad: [N], set where a row holds NaN or an
+    infinity; its id is 0.
 
     The token depends on the row alone, and hardly ever on the last bits of the logits."""
     for share in prange(num_shares):

@@ -16,8 +16,8 @@ from engine.cpu.kernels.vectors import I64, LANES, PAIRS, SUMS, Loader, add_prod
 
 
 def dot_tile(num_rows: int, num_outputs: int) -> Any:
-    """Returns a function (x, x_at, x_stride, weight, weight_at, weight_stride, length, ahead, fetched, sums, sums_at) that
-    multiplies num_rows rows of x with num_outputs rows of weight.
+    """Returns a function (x, x_at, x_stride, weight, weight_at, weight_stride, length, ahead, fetched, sums, sums_at) for kernels
+    that multiplies num_rows rows of x with num_outputs rows of weight.
 
     For row r and output n it adds the products of `length` elements of x from x_at + r * x_stride on with those of weight from
     weight_at + n * weight_stride on to the 16 partial sums at sums_at + 16 * (r * num_outputs + n).
@@ -87,7 +87,8 @@ def dot_tile(num_rows: int, num_outputs: int) -> Any:
 
 @intrinsic
 def fold_sums(typing_context: Any, sums: Any, at: Any, out: Any) -> Any:
-    """Adds up each of 16 groups of 16 partial sums (float32 or int32) from index `at` on, and writes the 16 results to out."""
+    """Adds up each of 16 groups of 16 partial sums (float32 or int32), which lie end to end from index `at` of sums on, and writes
+    the 16 results to out, from index 0 on, in the same type."""
     kind = PAIRS if sums.dtype == types.int32 else SUMS
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -42,7 +42,9 @@ def vector(kind: ir.Type, value: int | float) -> ir.Constant:
 
 
 class Loader:
-    """Loads one step's elements of an array: 32 as bfloat16 pairs if both sides are at most 16 bits wide, else 16 as float32."""
+    """Emits the loads of one step's elements of an array: with paired 32 elements as 16 bfloat16 pairs (where both sides of the
+    product have at most 16 bits), else 16 elements as float32. data: a pointer to the array's first element. element: float32,
+    uint16 (bfloat16 bits) or int8."""
 
     def __init__(self, builder: ir.IRBuilder, data: Any, element: types.Type, paired: bool) -> None:
         self._builder, self._element, self._paired = builder, element, paired
@@ -54,8 +56,8 @@ class Loader:
         prefetch_line(self._builder, self._builder.gep(self._data, [at]), nearness)
 
     def __call__(self, at: Any, count: Any = None) -> Any:
-        """Returns the step's elements from index `at` on. count (i32): only the first `count` of them are read and the others are
-        0."""
+        """Returns the step's elements from index `at` on, converted as the class says. count (i32): only the first `count` of them
+        are read and the others are 0; None: all are read."""
         builder, loaded = self._builder, self.raw(at, count)
         if self._element == types.int8:
             wide = builder.sitofp(loaded, ir.VectorType(FLOAT, self.step))
@@ -70,7 +72,7 @@ class Loader:
         return builder.bitcast(loaded, SUMS)
 
     def raw(self, at: Any, count: Any = None) -> Any:
-        """Returns the bits of the same elements."""
+        """Returns the stored bits of the step's elements from index `at` on as a vector of integers. count: as for a call."""
         builder = self._builder
         bits = ir.IntType(32 if self._element == types.float32 else 16 if self._element == types.uint16 else 8)
         raw = ir.VectorType(bits, self.step)
@@ -103,7 +105,7 @@ def fma(builder: ir.IRBuilder, left: Any, right: Any, total: Any) -> Any:
 
 
 def fenced(builder: ir.IRBuilder, values: Any) -> Any:
-    """Returns the values, but keeps the compiler from reordering their computation with what uses them."""
+    """Returns the same 16 float32, but the compiler may not reorder their computation with what uses them."""
     kind = ir.FunctionType(SUMS, [SUMS])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.arithmetic.fence.v{LANES}f32"), [values])
 
@@ -123,7 +125,8 @@ def exp2(builder: ir.IRBuilder, x: Any, coefficients: tuple[float, ...] = EXP2) 
 
 
 def add_products(builder: ir.IRBuilder, total: Any, left: Any, right: Any, paired: bool) -> Any:
-    """Returns total + left * right in each lane. A lane of pairs adds both products."""
+    """Returns total + left * right for 16 float32 lanes. paired: left and right are bfloat16 pairs, and each lane adds both
+    products of its pair."""
     if not paired:
         return fma(builder, left, right, total)
     if HAS_BFLOAT16_PRODUCTS:
@@ -158,8 +161,9 @@ def shuffle(builder: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> A
 
 
 def token_pairs(builder: ir.IRBuilder, loaded: list[Any]) -> list[Any]:
-    """Rearranges pairs (places 2 i and 2 i + 1 of one token) of one or two tokens into pairs of the two tokens' values: first those
-    at even places, then those at odd places. Without a second token its values are 0."""
+    """Turns vectors of pairs (dimensions 2 i and 2 i + 1 of one token) of one or two tokens into two vectors of pairs (one
+    dimension of both tokens): first those of the even dimensions, then those of the odd ones. Without a second token its values are
+    0."""
     lower, sixteen = vector(PAIRS, 0xFFFF), vector(PAIRS, 16)
     even, odd = builder.and_(loaded[0], lower), builder.lshr(loaded[0], sixteen)
     if len(loaded) == 2:
@@ -169,7 +173,8 @@ def token_pairs(builder: ir.IRBuilder, loaded: list[Any]) -> list[Any]:
 
 
 def for_pieces(builder: ir.IRBuilder, count: Any, step: int, body: Any) -> None:
-    """Calls body(k) for each whole step below count, then body(k, rest) if there is a rest (i32)."""
+    """Emits body(k) in a loop over the multiples k of step up to the last whole step of `count`, then body(k, rest) for the `rest`
+    (i32) elements that are left, if there are any."""
     step_value = ir.Constant(I64, step)
     whole = builder.sub(count, builder.urem(count, step_value))
     with cgutils.for_range_slice(builder, ir.Constant(I64, 0), whole, step_value) as (k, _):

@@ -1,9 +1,10 @@
-"""Products with bfloat16 or int8 weights on processors that multiply nothing shorter than float32: weights are widened on the fly.
+"""Products with bfloat16 or int8 weights on processors that multiply nothing shorter than float32: weights are widened as they are
+used.
 
 Up to FEW_ROWS rows, each tile widens the weights that it multiplies in registers and reads them as they lie, because with so few
-rows memory is the limit. For more rows, a panel of weights is widened and transposed once and multiplied with all rows. Inputs are
-widened once, before the products. Everything but weights comes from the caches, and weights that are needed next are prefetched
-meanwhile.
+rows memory is the limit. For more rows, a panel of weights is widened and transposed (packed) once and multiplied with all rows.
+Inputs are widened once, before the products. Everything but weights comes from the caches, and weights that are needed next are
+prefetched meanwhile.
 
 Shapes: R rows, K inputs, N outputs (OUTPUTS at least). Reference implementations: torch's linear, reference.int8_linear.
 """
@@ -60,7 +61,8 @@ def _padded(count: int, to: int) -> int:
 
 
 def padded_inputs(num_inputs: int) -> int:
-    """Returns how many float32 a row takes once it is widened for few rows."""
+    """Returns how many float32 a row of num_inputs inputs takes once it is widened for products of up to FEW_ROWS rows: a multiple
+    of STEP."""
     return (num_inputs + STEP - 1) // STEP * STEP
 
 
@@ -68,7 +70,8 @@ padded_inputs_of = njit(**_HELPER)(padded_inputs)
 
 
 def scratch_floats(num_rows: int, num_inputs: int, num_shares: int) -> int:
-    """Returns how many float32 of scratch a product needs: the widened inputs, and the work space of each share."""
+    """Returns how many float32 of scratch a product of num_rows rows with num_inputs inputs needs: the widened inputs, and the work
+    space of each of num_shares shares."""
     return _padded(num_rows * padded_inputs(num_inputs), _LINE_FLOATS) + num_shares * _own(num_rows)
 
 
@@ -83,20 +86,23 @@ _own_floats = njit(**_HELPER)(_own)
 
 @njit(**_HELPER)
 def _tile_rows(tile: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
-    """Returns the first row of a tile and its number of rows, when num_rows rows are split as evenly as possible."""
+    """Returns the first row of tile number `tile` and its number of rows, when num_rows rows are split as evenly as possible into
+    num_tiles."""
     rows, more = num_rows // num_tiles, num_rows % num_tiles
     return tile * rows + min(tile, more), rows + (1 if tile < more else 0)
 
 
 @njit(**_HELPER)
 def widened_tiles(num_rows: int) -> int:
-    """Returns into how many tiles few rows are split."""
+    """Returns into how many tiles of at most ROWS rows up to FEW_ROWS rows are split."""
     return (num_rows + ROWS - 1) // ROWS
 
 
 @njit(**_HELPER)
 def _widen_tile(x: Any, weight: Any, first: int, num_rows: int, columns: Any) -> None:
-    """Widens the rows of a tile into `columns` as add_products needs them, padded with zeros after a row's last input."""
+    """Widens rows first to first + num_rows of x [R, K] into `columns` (float32) in the order that add_products needs: [steps,
+    num_rows, STEP], padded with zeros after a row's last input. weight: read for its element type alone, which decides the order
+    within a step."""
     num_inputs = x.shape[1]
     at = first * padded_inputs_of(num_inputs)
     whole = num_inputs // STEP * STEP
@@ -115,7 +121,8 @@ def _widen_tile(x: Any, weight: Any, first: int, num_rows: int, columns: Any) ->
 
 @njit(**_HELPER)
 def widen_rows(x: Any, weight: Any, columns: Any) -> None:
-    """Widens few rows, all of x, into `columns`."""
+    """Widens all rows of x [R, K] (R up to FEW_ROWS) into `columns` (float32), tile by tile, as widened_stripe needs them. weight:
+    read for its element type alone, which decides the order."""
     num_rows = x.shape[0]
     num_tiles = widened_tiles(num_rows)
     for tile in range(num_tiles):
@@ -164,7 +171,8 @@ def _write(sums: Any, at: int, n: int, count: int, scale: Any, bias: Any, out: A
 
 @njit(**_HELPER)
 def _write_row(sums: Any, at: int, begin: int, end: int, scale: Any, bias: Any, out: Any, row: int) -> None:
-    """Writes a row's outputs from begin to below end, whose sums begin at index `at`."""
+    """Writes outputs begin to below end of row `row` to out [R, N], from their sums, which begin at index `at`: times scale, plus
+    bias. scale, bias: [N], or [0] for none."""
     whole = begin + (end - begin) // LANES * LANES
     for n in range(begin, whole, LANES):
         _write(sums, at + n - begin, n, LANES, scale, bias, out, row)
@@ -176,7 +184,9 @@ def _write_row(sums: Any, at: int, begin: int, end: int, scale: Any, bias: Any, 
 def widened_stripe(
     columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, sums: Any, out: Any, begin: int, end: int
 ) -> None:
-    """Computes the outputs from begin to below end, for few rows."""
+    """Computes outputs begin to below end of all rows into out [R, N], for up to FEW_ROWS rows. columns: the inputs as widen_rows
+    leaves them. num_tiles: how many tiles these have. sums: STRIPE_FLOATS float32 of work space. The others are as in
+    _widened_linear."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     whole = num_inputs // STEP * STEP
     panels = (end - begin + OUTPUTS - 1) // OUTPUTS
@@ -211,7 +221,8 @@ def widened_stripe(
 
 @njit(**_HELPER)
 def _lay_out(x: Any, first: int, num_rows: int, columns: Any) -> None:
-    """Widens the rows of a tile into `columns` as add_packed needs them: [K, num_rows]."""
+    """Widens rows first to first + num_rows of x [R, K], a tile for add_packed, into their place in `columns` (float32),
+    transposed: [K, num_rows]."""
     num_inputs = x.shape[1]
     at = first * num_inputs
     for k in range(num_inputs):
@@ -221,7 +232,8 @@ def _lay_out(x: Any, first: int, num_rows: int, columns: Any) -> None:
 
 @njit(**_HELPER)
 def _pack(weight: Any, output: int, first: int, count: int, packed: Any) -> None:
-    """Packs `count` inputs from input `first` on of PANEL outputs' weights into packed [count, PANEL]."""
+    """Widens and transposes `count` inputs, from input `first` on, of the weights of PANEL outputs, from `output` on, into packed
+    [count, PANEL] float32."""
     width = weight.shape[1]
     step = _INT8_STEP if weight.itemsize == 1 else _BFLOAT16_STEP
     whole = count // step * step
@@ -251,7 +263,9 @@ def _add_packed(
 
 @njit(**_HELPER)
 def _panels(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, own: Any, out: Any, begin: int, end: int) -> None:
-    """Computes the outputs from begin to below end, at most _PANELS panels, for many rows. Inputs are taken piece by piece."""
+    """Computes outputs begin to below end, at most _PANELS panels, of all rows into out [R, N], for more than FEW_ROWS rows.
+    columns: the inputs as _lay_out leaves them, in num_tiles tiles. own: the share's work space, for packed weights and sums.
+    Inputs are taken piece by piece."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     packed, sums = own, own[_PACKED_PIECE * PANEL :]
     for k in range(0, num_inputs, _PACKED_PIECE):
@@ -281,7 +295,8 @@ def _panels(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, ow
 def _share(
     words: Any, num_tiles: int, packs: bool, weight: Any, scale: Any, bias: Any, share: int, num_shares: int, out: Any
 ) -> None:
-    """Computes one share of the outputs. words: the widened inputs, then each share's work space (see scratch_floats)."""
+    """Computes one share (`share` of num_shares) of the outputs. words: the widened inputs, in num_tiles tiles, then each share's
+    work space (see scratch_floats). packs: there are more than FEW_ROWS rows, for which weights are packed."""
     num_rows, num_outputs = out.shape
     at_once = _PANELS * PANEL if packs else WIDENED_STRIPE
     own_floats = _own_floats(num_rows)

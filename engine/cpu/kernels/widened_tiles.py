@@ -1,10 +1,11 @@
-"""Tiles of products whose weights (bfloat16 or int8) are widened to float32, for processors that multiply nothing shorter.
+"""Generates the inner loops (tiles) of products whose weights (bfloat16 or int8) are widened to float32, for processors that
+multiply nothing shorter.
 
 They are generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers. Vectors are as wide as the
 processor's registers, and tiles as large as its number of registers allows, so this file serves AVX-512, AVX2, NEON and processors
 without them.
 
-Shapes: W float32 values in a vector, K inputs.
+Shapes: W (WIDTH) float32 values in a vector, K inputs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(I32, WIDTH
 
 
 def with_data(context: Any, builder: Any, signature: Any, args: Any) -> list[Any]:
-    """Returns the arguments, with each array replaced by a pointer to its first element."""
+    """Returns the arguments of an intrinsic, with each Numba array replaced by a pointer to its first element."""
     return [
         context.make_array(kind)(context, builder, arg).data if isinstance(kind, types.Array) else arg
         for kind, arg in zip(signature.args, args, strict=True)
@@ -55,7 +56,7 @@ def _store(builder: ir.IRBuilder, value: Any, data: Any, at: Any) -> None:
 
 
 def _halves(builder: ir.IRBuilder, pairs: Any) -> list[Any]:
-    """Returns the even and the odd elements of a vector of bfloat16 pairs, each as a vector of float32."""
+    """Returns the even and the odd elements of a vector of W bfloat16 pairs, each as a vector of W float32."""
     even, odd = builder.shl(pairs, vector(_WORDS, 16)), builder.and_(pairs, vector(_WORDS, 0xFFFF0000))
     return [builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)]
 
@@ -66,10 +67,10 @@ def _bytes_as_floats(builder: ir.IRBuilder, data: Any, at: Any) -> Any:
 
 
 def call_own(builder: ir.IRBuilder, name: str, args: list[Any], body: Callable[[Any, list[Any]], None]) -> None:
-    """Calls a separate function with these arguments, because within the loops of its caller the compiler keeps neither a tile's
-    sums nor its addresses in registers (16 rows take twice as long).
+    """Emits a call of a separate function `name` with these arguments, because within the loops of its caller the compiler keeps
+    neither a tile's sums nor its addresses in registers (16 rows take twice as long).
 
-    body(builder, args) generates the function unless the module has one of this name."""
+    body(builder, args) generates the function's code, unless the module has a function of this name."""
     function = builder.module.globals.get(name)
     if function is None:
         function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [arg.type for arg in args]), name)
@@ -84,8 +85,8 @@ def call_own(builder: ir.IRBuilder, name: str, args: list[Any], body: Callable[[
 
 @contextmanager
 def _in_registers(builder: ir.IRBuilder, data: Any, begin: Any, count: int, is_fresh: Any) -> Iterator[list[Any]]:
-    """Yields places for `count` sums, loaded as vectors from data[begin] on (or 0 if is_fresh). They are written back at the
-    end."""
+    """Yields `count` pointers to vectors of W float32 sums, which the compiler keeps in registers. Before, they are loaded from
+    data[begin] on, or are 0 if is_fresh (i64) is not 0; when the context ends, they are stored there."""
     places = [builder.add(begin, I64(number * WIDTH)) for number in range(count)]
     totals = [cgutils.alloca_once(builder, _FLOATS) for _ in places]
     for total in totals:
@@ -112,8 +113,9 @@ def widen_weight(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def widen_step(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any, weight: Any) -> Any:
-    """Widens STEP bfloat16 elements of x from index `at` on into `to`, in the order in which add_products needs them. For bfloat16
-    weights that is elements of even index, then those of odd index. For int8 weights the order is unchanged."""
+    """Widens STEP bfloat16 elements of x from index `at` on to float32, into `to` from index to_at on, in the order that
+    add_products needs. For bfloat16 weights those are the elements of even index, then those of odd index; for int8 weights the
+    order is unchanged. weight: read for its element type alone."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, at, target, to_at, _ = with_data(context, builder, signature, args)
@@ -132,8 +134,9 @@ def widen_step(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any, weight
 
 
 def add_products(num_rows: int) -> Any:
-    """Returns a function (x, x_at, weight, weight_at, width, steps, ahead, fetched, fresh, sums, sums_at) that adds the products of
-    `steps` steps of num_rows rows with OUTPUTS weight rows to the tile of sums at sums_at. If fresh, the sums start from 0.
+    """Returns a function (x, x_at, weight, weight_at, width, steps, ahead, fetched, fresh, sums, sums_at) for kernels that adds the
+    products of `steps` steps of STEP inputs of num_rows rows with OUTPUTS weight rows to the tile of sums [num_rows, OUTPUTS, W] at
+    sums_at. If fresh, the sums start from 0.
 
     x: float32 [steps, num_rows, STEP], as widen_step leaves it. width: elements from one weight row to the next. Meanwhile
     `fetched` (1 to OUTPUTS) weight rows that lie `ahead` elements after these are brought into the second-level cache. Tiles of
@@ -197,8 +200,9 @@ def add_products(num_rows: int) -> Any:
 
 @intrinsic
 def fold_tile(typing_context: Any, sums: Any, at: Any, num_rows: Any, out: Any, out_at: Any, stride: Any) -> Any:
-    """Adds up the lanes of the sums of a tile's first num_rows rows. Writes OUTPUTS results of each row to out from out_at on, with
-    rows `stride` elements apart."""
+    """Adds up the W lanes of each sum of a tile [ROWS, OUTPUTS, W] from index `at` on, of its first num_rows rows. Writes the
+    OUTPUTS results of each row to out from out_at on, with rows `stride` elements apart. out must have space for ROWS rows: some
+    behind num_rows are written, too."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, at, count, target, to, row_stride = with_data(context, builder, signature, args)
@@ -224,8 +228,8 @@ def fold_tile(typing_context: Any, sums: Any, at: Any, num_rows: Any, out: Any, 
 
 @intrinsic
 def pack_step(typing_context: Any, weight: Any, at: Any, width: Any, packed: Any, to_at: Any) -> Any:
-    """Widens and transposes STEP inputs (W if int8) from index `at` on of W weight rows, which are `width` elements apart. They
-    become as many vectors of W outputs, PANEL apart in packed from to_at on."""
+    """Widens and transposes STEP inputs (W with int8 weights) from index `at` on of W weight rows, which are `width` elements
+    apart. Each input becomes a vector of W outputs, float32, and these vectors are PANEL apart in packed from to_at on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weights, begin, row, target, to_begin = with_data(context, builder, signature, args)
@@ -244,13 +248,13 @@ def pack_step(typing_context: Any, weight: Any, at: Any, width: Any, packed: Any
 
 
 def packed_step(of_int8: bool) -> int:
-    """Returns the number of inputs that pack_step takes at a time."""
+    """Returns the number of inputs that pack_step takes at a time from weights that are int8 (of_int8), or bfloat16."""
     return WIDTH if of_int8 else STEP
 
 
 def _transposed(builder: ir.IRBuilder, vectors: list[Any]) -> list[Any]:
     """Returns W vectors of W lanes transposed: lane j of vector i becomes lane i of vector j. Each round exchanges half of the
-    lanes of two vectors."""
+    lanes of two vectors. The list `vectors` is overwritten."""
     span = WIDTH // 2
     while span:
         lower = [lane if lane // span % 2 == 0 else lane - span + WIDTH for lane in range(WIDTH)]
@@ -263,9 +267,9 @@ def _transposed(builder: ir.IRBuilder, vectors: list[Any]) -> list[Any]:
 
 
 def add_packed(num_rows: int) -> Any:
-    """Returns a function (x, x_at, packed, count, fresh, sums, sums_at, weight, fetch_at, width, fetched) that adds the products of
-    `count` inputs of num_rows rows with a packed panel of weights to the sums [num_rows, PANEL] at sums_at. If fresh, the sums
-    start from 0.
+    """Returns a function (x, x_at, packed, count, fresh, sums, sums_at, weight, fetch_at, width, fetched) for kernels that adds the
+    products of `count` inputs of num_rows rows with a packed panel of weights to the sums [num_rows, PANEL] at sums_at. If fresh,
+    the sums start from 0.
 
     x: float32 [count, num_rows] from x_at on. packed: [count, PANEL]. Meanwhile the same inputs of `fetched` weight rows from
     fetch_at on, `width` elements apart, are brought into the second-level cache."""

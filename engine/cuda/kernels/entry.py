@@ -70,25 +70,29 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def configure(cache_dir: str) -> None:
-    """Sets where Triton keeps compiled kernels, and which kernels were the faster ones on this GPU: below cache_dir, or in a
-    temporary folder if cache_dir cannot be written."""
+    """Sets the folder in which Triton keeps compiled kernels: cache_dir, or a temporary one if cache_dir cannot be written or lacks
+    room. On a GPU, also loads from there which kernels were measured to be the faster ones on it, and keeps later choices there."""
     triton.knobs.cache.dir = compiled.writable(cache_dir, KERNELS_BYTES)
     if not INTERPRETED and torch.cuda.is_available():
         linear_choice.keep_in(Path(triton.knobs.cache.dir))
 
 
 def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
-    """Returns x [T, K] @ the transposed matrix, plus bias, in x's dtype. Within both_kernels tiles of all sizes are launched."""
+    """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], as [T, N] in x's dtype. Inside linear_choice.both_kernels all
+    kernels and tile sizes are launched, so that they are compiled."""
     return _quantised_linear(triton_fp8_linear, x, len(weight), (weight.values, weight.scales, weight.group_inputs, bias))
 
 
 def four_bits_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None) -> Tensor:
-    """Does what fp8_linear does with weights of four bits. x: its columns are in the order of the weights' inputs."""
+    """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], as fp8_linear does, for weights of four bits. The columns of x
+    are in the order in which the matrix stores its inputs."""
     return _quantised_linear(triton_four_bits_linear, x, len(weight), (weight, bias))
 
 
 def _quantised_linear(kernels: Any, x: Tensor, num_outputs: int, matrix: tuple[Any, ...]) -> Tensor:
-    """Returns x times the transposed matrix, by a module that has few_rows_linear and tile_linear."""
+    """Returns x [T, K] times a transposed matrix [num_outputs, K] as [T, num_outputs]. kernels: the module whose few_rows_linear
+    serves up to triton_fp8_linear.MAX_ROWS rows, and whose tile_linear serves more. matrix: their arguments between x and what
+    follows the bias."""
     out = x.new_empty(x.shape[0], num_outputs)
     launches_all = linear_choice.launches_both()
     if x.shape[0] <= triton_fp8_linear.MAX_ROWS:
@@ -101,8 +105,9 @@ def _quantised_linear(kernels: Any, x: Tensor, num_outputs: int, matrix: tuple[A
 
 
 def add_adapters(x: Tensor, out: Tensor, product: AdaptedProduct, adapters: BatchAdapters, bound: int, decodes: bool) -> None:
-    """Adds to out [T, N] what the tokens' adapters make of x [T, K], as Ops.add_adapters does. bound: no adapter has a larger rank.
-    decodes: each token is of another row. Within both_kernels tiles of all sizes are launched, for small and large ranks."""
+    """Adds what the tokens' adapters make of x [T, K] to out [T, N], as Ops.add_adapters does. bound: one of RANK_BOUNDS; no
+    adapter has a larger rank. decodes: each token is of another row. Inside linear_choice.both_kernels tiles of all sizes are
+    launched, for small and large ranks, so that they are compiled."""
     launches_all = linear_choice.launches_both()
     tiles = triton_adapters.TILE_TOKENS if launches_all else (triton_adapters.tile_tokens(len(x), decodes),)
     bounds = triton_adapters.RANK_BOUNDS[:2] if launches_all else (bound,)
@@ -111,8 +116,8 @@ def add_adapters(x: Tensor, out: Tensor, product: AdaptedProduct, adapters: Batc
 
 
 def adapter_numbers(of_slots: Tensor, slots: Tensor, token_rows: Tensor) -> Tensor:
-    """Returns the adapter [T] int32 of each token: of_slots [S + 1] has that of each slot, slots [R] the slot of each row, and
-    token_rows [T] the row of each token."""
+    """Returns the number of each token's adapter, [T] int32, -1 for none. of_slots: [S + 1], the adapter of each slot. slots: [R],
+    the slot of each row. token_rows: [T] int32, the row of each token."""
     numbers = torch.empty_like(token_rows)
     triton_adapters.adapter_numbers(of_slots, slots, token_rows, numbers)
     return numbers
@@ -131,7 +136,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around
 
 
 def layer_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, scale: float = 1.0) -> Tensor:
-    """Returns the LayerNorm of x, or, with a residual, of its sum with x times scale, which replaces it."""
+    """Returns the LayerNorm [T, W] of each row of x [T, W]. With a residual [T, W], adds x times scale to the residual in place and
+    returns the LayerNorm of that sum."""
     out = torch.empty_like(x)
     triton_rows.layer_norm(x, residual, weight, bias, eps, out, scale)
     return out
@@ -150,7 +156,8 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: DeviceBatch) -> Tensor:
-    """Returns what the experts of a layer make of x [T, W], as Ops.experts does."""
+    """Returns the output [T, W] of a layer's experts for x [T, W], as Ops.experts does. Inside linear_choice.both_kernels products
+    are launched with tiles of both sizes, so that they are compiled."""
     num_experts, num_chosen, kv_slots = experts.num_experts, experts.num_chosen, batch.groups[0].kv_slots
     chosen, weights, firsts, pairs = triton_experts.empty_routing(len(x), num_chosen, num_experts, x.device)
     if experts.sigmoid is None:
@@ -213,7 +220,9 @@ def rope(
 def attention(
     qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: DeviceBatch, sinks: Tensor | None = None
 ) -> Tensor:
-    """Returns the attention [T, H D] of the step's tokens. Entries of tokens that belong to no row are undefined."""
+    """Returns the attention [T, H D] of the step's tokens in a layer, whose keys and values have been stored. softcap: scores
+    become softcap * tanh(score / softcap); 0: they stay. sinks [H]: one more score for each head, without a value; None: there are
+    none. Entries of tokens that belong to no row are undefined."""
     group, place = batch.group_of(layer)
     out = qkv.new_empty(qkv.shape[0], heads * group.kv.shape[5])
     kv = (group.kv, group.scales)
@@ -273,9 +282,11 @@ def latent_attention(
     tile_heads: int,
     product: Callable[[Tensor, Tensor, Tensor], None],
 ) -> Tensor:
-    """Returns the attention [T, H V] of the step's tokens, in the absorbed form, for so many tokens at a time (but at least for all
-    rows that decode). Entries of tokens that belong to no row are undefined. tile_heads: heads that read a tile together. product:
-    writes x [H, T, A] @ plain weights [H, A, B] to its last argument [H, T, B]."""
+    """Returns the attention [T, H V] of the step's tokens to latents, in the absorbed form: queries are multiplied with each head's
+    key matrix, and sums of latents with its value matrix. Entries of tokens that belong to no row are undefined.
+
+    tokens: so many are computed at a time, but at least all rows that decode, to bound the work space. tile_heads: heads that read
+    a tile of latents together. product: writes x [H, T, A] @ plain weights [H, A, B] to its last argument [H, T, B]."""
     group, place = batch.group_of(layer)
     num_tokens, rank = len(queries), heads.rank
     by_head = queries.view(num_tokens, heads.num_heads, heads.plain_dim + heads.rope_dim)
@@ -312,7 +323,9 @@ def latent_attention(
 def _product_by_head(
     x: Tensor, heads: LatentHeads, of_values: bool, out: Tensor, product: Callable[[Tensor, Tensor, Tensor], None]
 ) -> None:
-    """Multiplies each head of x with its part of heads.up, as triton_latent.product_by_head says. product: of plain weights."""
+    """Writes the products of each head of x [T, H, ...] with its part of heads.up to out [T, H, ...], as
+    triton_latent.product_by_head says. product: is called where the weights are plain, as in latent_attention. Raises TypeError for
+    int8 weights."""
     if isinstance(heads.up, Fp8Matrix | Int4Matrix | Nvfp4Matrix):
         triton_latent.product_by_head(x, heads, of_values, INTERPRETED, out)
         return
@@ -324,7 +337,8 @@ def _product_by_head(
 
 
 def gated_delta(x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: DeviceBatch) -> Tensor:
-    """Returns what Ops.gated_delta does. Entries of tokens that belong to no row are undefined."""
+    """Returns the output [T, V D] of a layer's gated delta rule and updates the rows' states, as Ops.gated_delta does, but entries
+    of tokens that belong to no row are undefined."""
     group, place = batch.group_of(layer)
     out = x.new_empty(len(x), rule.num_value_heads * rule.value_dim)
     triton_delta.gated_delta(
@@ -347,7 +361,8 @@ def gated_delta(x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: De
 
 
 def sample(logits: Tensor, settings: Sequence[Tensor], ids: Tensor, bad: Tensor, *, is_cut: bool = True) -> None:
-    """Samples a token for each row by settings [N] each, as triton_sampling.sample does."""
+    """Samples a token for each row of logits [N, V] and writes ids and bad [N] int32, as triton_sampling.sample does. settings:
+    temperature, top_p, top_k, min_p, key0 and key1, [N] each. is_cut: False promises that no row has a top_k, top_p or min_p."""
     temperature, top_p, top_k, min_p, key0, key1 = settings
     triton_sampling.sample(logits, temperature, top_p, top_k, min_p, key0, key1, ids, bad, is_cut=is_cut)
 
@@ -366,7 +381,8 @@ def prepare_inputs(
     block_table: Tensor,
     block_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (input_ids, positions [T] int32, kv_slots [T] int64) as reference.prepare_inputs does."""
+    """Returns the step's (input_ids, positions [T] int32, kv_slots [T] int64) from the columns that the host sends, as
+    reference.prepare_inputs does. The arguments are those of triton_inputs.prepare_inputs."""
     input_ids, positions = torch.empty_like(token_rows), torch.empty_like(token_rows)
     kv_slots = torch.empty(len(token_rows), dtype=torch.int64, device=token_rows.device)
     triton_inputs.prepare_inputs(
@@ -376,14 +392,15 @@ def prepare_inputs(
 
 
 def cos_sin(positions: Tensor, rotary: Rotary) -> Tensor:
-    """Returns cosines, then sines, [T, 2 P] float32, as CpuOps.cos_sin does."""
+    """Returns P cosines, then P sines, of each position [T] for a layer's rotary embedding, as [T, 2 P] float32."""
     out = torch.empty(len(positions), 2 * len(rotary.inv_freq), dtype=torch.float32, device=positions.device)
     triton_rope.cos_sin(positions, rotary, out)
     return out
 
 
 def split_contexts(contexts: Tensor, reach: int, target: int) -> triton_decode.DecodeWork:
-    """Returns contexts [R], int32 on the device, cut into about `target` pieces. reach: see KVGroupSpec."""
+    """Returns the contexts [R] of rows that decode, int32 on the device, cut into about `target` pieces of work. reach: how far
+    back a query sees, see KVGroupSpec. Raises ValueError for more than triton_decode.MAX_ROWS rows."""
     work = triton_decode.make_work(len(contexts), target, contexts.device)
     triton_decode.split_contexts(contexts, reach, work)
     return work

@@ -1,5 +1,5 @@
-"""Chooses the kernel that multiplies few rows on a GPU: ours, or the one that torch picks. Both are measured, once for each size,
-in idle time. Until then torch's is used. What was chosen is kept in a file for the next engine.
+"""Chooses the kernel that multiplies few rows on a GPU: ours (triton_linear), or the one that torch picks. Both are measured, once
+for each size, in idle time. Until then torch's is used. What was chosen is kept in a file for the next engine.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -58,7 +58,7 @@ _launching = _Launching()
 
 
 def launches_both() -> bool:
-    """Returns whether the calling thread is within `both_kernels`."""
+    """Returns whether the calling thread is inside `both_kernels`, and so must launch all kernels that could serve a product."""
     return _launching.both
 
 
@@ -68,7 +68,8 @@ def few_rows(num_rows: int) -> int:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns x [M, K] @ weight [N, K] transposed, plus bias. Sizes that have not been measured use torch's kernel."""
+    """Returns x [M, K] @ weight [N, K] transposed, plus bias [N], by the kernel that was measured to be the faster one; torch's for
+    sizes that have not been measured, or have too many rows for ours."""
     if _noting.weights is not None:
         _noting.weights.append(weight)
     rows = few_rows(x.shape[0])
@@ -86,7 +87,8 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def launch_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Launches our kernel as steps do once it was measured to be the faster one, and as `measure` does."""
+    """Launches our kernel, with and without the bias, and drops the results: so that it is compiled as steps use it once it was
+    measured to be the faster one, and as `measure` uses it."""
     ours(x, weight, None)
     if bias is not None:
         ours(x, weight, bias)
@@ -94,8 +96,9 @@ def launch_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 @contextmanager
 def both_kernels() -> Iterator[None]:
-    """Inside, this thread's products of few rows launch our kernel too, whichever is chosen, now or later, and those of experts
-    and with FP8 weights the kernels for few and for many rows."""
+    """Inside the context, products of this thread launch all kernels that may serve them in a later step, not only the one that is
+    chosen: for few rows ours beside torch's, and for experts and quantised weights those for few and for many rows. So all of them
+    are compiled."""
     _launching.both = True
     try:
         yield
@@ -105,7 +108,8 @@ def both_kernels() -> Iterator[None]:
 
 @contextmanager
 def weights_of_products() -> Iterator[list[Tensor]]:
-    """Yields a list that collects the weights that this thread calls `linear` with inside the context."""
+    """Yields a list that collects the weights of all calls of `linear` that this thread makes inside the context, in their
+    order."""
     weights: list[Tensor] = []
     _noting.weights = weights
     try:
@@ -123,7 +127,7 @@ def size_of(weight: Tensor, num_rows: int) -> Size:
 
 
 def is_open(weight: Tensor, num_rows: int) -> bool:
-    """Returns whether the kernel for weight [N, K] and so many rows has yet to be chosen."""
+    """Returns whether the kernel for products of weight [N, K] with num_rows rows has yet to be chosen."""
     return size_of(weight, num_rows) not in _ours_wins
 
 
@@ -132,8 +136,8 @@ def uses_ours(weight: Tensor, num_rows: int) -> bool:
 
 
 def keep_in(folder: Path) -> None:
-    """Takes over what was chosen before, on the same kind of GPU with the same versions, from a file in the folder, and keeps there
-    what is chosen from now on. A file that cannot be read counts as none."""
+    """Loads the choices that were made before, on the same kind of GPU with the same versions of torch, Triton and our kernel, from
+    a file in the folder, and lets later choices be kept in that file. A file that is missing or cannot be read counts as empty."""
     global _kept_in
     measured = f"{torch.cuda.get_device_name()} {torch.__version__} {triton.__version__}".encode() + SOURCE.read_bytes()
     _kept_in = path = folder / f"products-{hashlib.blake2b(measured, digest_size=12).hexdigest()}.json"
@@ -158,7 +162,8 @@ _writing = threading.Lock()
 
 
 def _write(path: Path) -> None:
-    """Keeps all choices made by the time of the writing: of two threads the later one to write has the newer ones."""
+    """Writes all choices made so far to the file `path`, replacing it at once. Of two threads the one that writes later writes the
+    newer choices. An OSError becomes a warning in the log."""
     with _writing:
         rows = [[*size[:3], str(size[3]).removeprefix("torch."), wins] for size, wins in list(_ours_wins.items())]
         own = path.with_name(f"{path.name}.{os.getpid()}")
@@ -170,9 +175,9 @@ def _write(path: Path) -> None:
 
 
 def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
-    """Measures both kernels for weight [N, K] on a GPU, on the current stream, and returns their median seconds. If one of them is
-    clearly the faster, `linear` uses it from then on. Returns {} if that is decided already, or if there is not enough free memory
-    or too slow a host to measure it. After MEASURE_TRIES without a decision torch's kernel stays.
+    """Measures both kernels for weight [N, K] with num_rows rows on a GPU, on the current stream, and returns their median seconds,
+    as {"torch": ..., "triton": ...}. If one is clearly the faster, `linear` uses it from then on. Returns {} if that is decided
+    already, if memory is short, or if the host is too slow. After MEASURE_TRIES without a decision torch's kernel stays.
 
     The values to multiply are drawn on the host: torch <= 2.12 refuses to draw from a GPU's default generator while any thread
     captures a graph (pytorch#172390), and a fixed seed changes nobody's numbers."""
@@ -189,7 +194,8 @@ def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
 
 
 def _measured_s(weight: Tensor, num_rows: int) -> dict[str, list[float]] | None:
-    """Returns the times of both kernels; None if there is not enough free memory, or as _times_s says."""
+    """Returns the seconds that calls of both kernels took, as {"torch": [...], "triton": [...]}; None if there is not enough free
+    memory, or if the host is too slow to measure them (_times_s)."""
     try:
         drawn = torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(1))
         x = drawn.to(weight.device, weight.dtype)
@@ -200,15 +206,19 @@ def _measured_s(weight: Tensor, num_rows: int) -> dict[str, list[float]] | None:
 
 
 def apart(one: list[float], other: list[float]) -> bool:
-    """Returns whether the middle halves of two samples do not overlap, so that what disturbed some of them decides nothing."""
+    """Returns whether the middle halves (between the quartiles) of two samples do not overlap. Single samples that something
+    disturbed then decide nothing."""
     one_low, _, one_high = statistics.quantiles(one, n=4)
     other_low, _, other_high = statistics.quantiles(other, n=4)
     return one_high < other_low or other_high < one_low
 
 
 def _times_s(calls: dict[str, Callable[[], Any]], flush: Tensor) -> dict[str, list[float]] | None:
-    """Returns REPEATS times of each call, taken in turns. The device has work before the first of them until the host has launched
-    the last, so that no launch is measured; None if the host did not manage that."""
+    """Returns REPEATS times of each call in seconds, measured on the device, in turns. The cache is flushed before each by a write
+    to `flush`.
+
+    The device has other work until the host has launched the last call, so that no launch is measured. None if the host did not
+    manage that in HEAD_START_TRIES tries."""
     for call in calls.values():
         call()
     head_start = HEAD_START

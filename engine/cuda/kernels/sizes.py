@@ -10,5 +10,5 @@ def ceil_div(number: int, divisor: int) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """Returns the smallest power of two that is at least `number`, which is 1 or more."""
+    """Returns the smallest power of two that is at least `number`, which must be 1 or more."""
     return 1 << (number - 1).bit_length()

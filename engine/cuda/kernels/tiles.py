@@ -1,5 +1,6 @@
-"""Sizes of the attention kernels' tiles: for GPUs that were measured, by their compute capability, what was the fastest there
-(`python -m benchmarks.gpu_tiles`); for all others what fits into their shared memory."""
+"""Sizes of the attention kernels' tiles: for GPUs that were measured, by their compute capability, the fastest ones (`python -m
+benchmarks.gpu_tiles`); for all others sizes that fit into their shared memory.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import triton
 
 
 class Tile(NamedTuple):
-    """tokens: queries that a program of prompts computes, 1 where each row has one. positions: whose keys and values are read at a
-    time. warps, stages: as Triton takes them."""
+    """The size of an attention kernel's tile. tokens: query tokens that a program computes; 1 in decode steps, where each row has
+    one. positions: how many are read, keys and values, at a time. warps, stages: num_warps and num_stages of Triton's launch."""
 
     tokens: int
     positions: int
@@ -35,8 +36,8 @@ DECODE = {
 
 @functools.cache
 def capability() -> int:
-    """Returns the compute capability of the GPU that kernels are compiled for, 90 for 9.0; 0 where they are interpreted, or where
-    there is none."""
+    """Returns the compute capability of the GPU that kernels are compiled for, as a whole number (90 for 9.0); 0 where kernels are
+    interpreted, or where there is no GPU."""
     if triton.knobs.runtime.interpret:
         return 0
     try:
@@ -46,8 +47,9 @@ def capability() -> int:
 
 
 def extend_tile(padded_dim: int, item_bytes: int, tokens: int = 0, fp8: bool = False) -> Tile:
-    """Returns the tile of prompts. tokens: how many queries the tiles of the step have, which may be those of a larger head size of
-    the same model; 0: as many as are best for this one."""
+    """Returns the tile of the kernel for rows with several new tokens. padded_dim: the head size, padded to a power of two.
+    item_bytes: bytes of a number of the queries. tokens: how many queries the tiles of the step have, which may be those for a
+    larger head size of the same model; 0: as many as are best for this head size. fp8: KV is stored as FP8 codes."""
     best = EXTEND.get((capability(), padded_dim, fp8)) if item_bytes == 2 else None
     if best is not None and tokens in (0, best.tokens):
         return best
@@ -63,7 +65,7 @@ def extend_tile(padded_dim: int, item_bytes: int, tokens: int = 0, fp8: bool = F
 
 
 def decode_tile(padded_dim: int, item_bytes: int, fp8: bool = False) -> Tile:
-    """Returns the tile of rows with one token each."""
+    """Returns the tile of the kernel for rows with one new token each. The arguments are those of extend_tile."""
     best = DECODE.get((capability(), padded_dim, fp8)) if item_bytes == 2 else None
     if best is not None:
         return best

@@ -1,5 +1,6 @@
-"""What LoRA adapters add to matrix products on the GPU (Triton), each token by its own adapter: `shrink` brings the inputs to the
-adapters' ranks, `expand` brings those to the outputs and adds them. Reference implementation: reference.add_adapters.
+"""What LoRA adapters add to matrix products on the GPU (Triton), each token by its own adapter: the kernel `shrink` multiplies the
+inputs with the adapters' "down", to as many numbers as their ranks, and `expand` multiplies these with "up" and adds the results to
+the outputs. Reference implementation: reference.add_adapters.
 
 A program takes a tile of consecutive tokens and goes through the adapters among them, so the same launches serve a prompt of one
 adapter and a decode step of many. Tokens without an adapter cost no more than their program's start. Where each token is of another
@@ -34,7 +35,8 @@ NOBODY = tl.constexpr(1 << 30)  # stands for a token's adapter where there is no
 
 @triton.jit
 def _adapter_of(numbers, places, product_at, token, T):
-    """Returns the adapters of tokens, NOBODY for those without one or whose adapter leaves the product alone."""
+    """Returns the adapter number of each token, NOBODY for tokens at T or above, tokens without an adapter, and those whose adapter
+    does not change the product. product_at: index of the product's first entry in places [M, A]."""
     number = tl.load(numbers + token, mask=token < T, other=-1)
     place = tl.load(places + product_at + number, mask=number >= 0, other=-1)
     return tl.where(place >= 0, number, NOBODY)
@@ -167,21 +169,22 @@ def _expand_kernel(
 
 
 def tile_tokens(num_tokens: int, decodes: bool) -> int:
-    """Returns the tokens of a tile, one of TILE_TOKENS. decodes: every row of the step has one token."""
+    """Returns the number of tokens of a tile, one of TILE_TOKENS, for a step of num_tokens tokens. decodes: every row of the step
+    has one token."""
     return TILE_TOKENS[0] if decodes else TILE_TOKENS[1] if num_tokens <= _FEW_TOKENS else TILE_TOKENS[2]
 
 
 def rank_bound(rank: int) -> int:
-    """Returns the smallest of RANK_BOUNDS that is at least `rank`."""
+    """Returns the smallest of RANK_BOUNDS that is at least `rank`, which must not be above the largest of them."""
     return next(bound for bound in RANK_BOUNDS if rank <= bound)
 
 
 def add_adapters(
     x: Tensor, out: Tensor, product: AdaptedProduct, adapters: BatchAdapters, bound: int, tile: int, widen: bool
 ) -> None:
-    """Adds to out [T, N] what the tokens' adapters make of x [T, K]. bound: the largest rank that there may be among them. tile:
-    one of TILE_TOKENS. widen: products are of float32 (where kernels are interpreted). Raises ValueError for more than MAX_PARTS
-    parts."""
+    """Adds what the tokens' adapters make of x [T, K] to out [T, N] in place. bound: one of RANK_BOUNDS; no adapter has a larger
+    rank. tile: one of TILE_TOKENS. widen: products are computed in float32 (where kernels are interpreted). Raises ValueError if
+    the product has more than MAX_PARTS parts."""
     if len(product.parts) > MAX_PARTS:
         raise ValueError(f"product {product.number} has {len(product.parts)} parts; adapters change products of up to {MAX_PARTS}")
     (num_tokens, inputs), parts, size = x.shape, len(product.parts), TILE_TOKENS.index(tile)
@@ -250,7 +253,7 @@ def _numbers_kernel(
 
 
 def adapter_numbers(of_slots: Tensor, slots: Tensor, token_rows: Tensor, numbers: Tensor) -> None:
-    """Writes the adapter of each token to numbers [T] int32. of_slots: [S + 1] int32, the adapter of each slot, -1 where there is
-    none. slots: [R] int32, of each row. token_rows: [T] int32, the row of each token."""
+    """Writes the number of each token's adapter to numbers [T] int32, -1 for none. of_slots: [S + 1] int32, the adapter of each of
+    S slots, -1 where there is none. slots: [R] int32, the slot of each row. token_rows: [T] int32, the row of each token."""
     block = 128
     _numbers_kernel[(ceil_div(len(numbers), block),)](of_slots, slots, token_rows, numbers, len(numbers), BLOCK=block, num_warps=4)

@@ -37,11 +37,12 @@ def _sum_kernel(
 
 
 def num_programs(most_words: int) -> int:
-    """Returns P for pieces of at most so many words."""
+    """Returns P, the number of programs for each piece, if no piece has more than most_words 8-byte words."""
     return max(1, min(MOST_PROGRAMS, -(-most_words // BLOCK_WORDS)))
 
 
 def partial_sums(table: Tensor, out: Tensor) -> None:
-    """Writes the partial sums of N pieces to out [N, P, 2] int64. Added up over P, they are the sum of a piece's words and the sum
-    of index * word. table: [N, 2] int64, the address of each piece, aligned to 8 bytes, and its number of words."""
+    """Writes the partial sums of N pieces of memory to out [N, P, 2] int64. Added up over P, they are the sum of a piece's words
+    and the sum of index * word. table: [N, 2] int64 on the device, the address of each piece, aligned to 8 bytes, and its number of
+    8-byte words."""
     _sum_kernel[out.shape[:2]](table, out, BLOCK=BLOCK_WORDS, num_warps=8)

@@ -39,10 +39,10 @@ MAX_ROWS = 1024
 
 @dataclass(slots=True)
 class DecodeWork:
-    """The pieces of R rows' contexts.
+    """The pieces of work into which the contexts of R rows are cut, on the device.
 
-    rows, begins, ends: [I] int32, each piece's row, first position and end (begin = end: unused). firsts: [R + 1] int32, each row's
-    first piece. target: about how many pieces are wanted."""
+    rows, begins, ends: [I] int32, each piece's row, first position and the position after its last (begin = end: the piece is
+    unused). firsts: [R + 1] int32, each row's first piece, then the number of pieces. target: about how many pieces are wanted."""
 
     rows: Tensor
     begins: Tensor
@@ -52,7 +52,8 @@ class DecodeWork:
 
 
 def make_work(num_rows: int, target: int, device: torch.device | str) -> DecodeWork:
-    """Allocates what `split_contexts` may need: about `target` pieces, and one more for each row."""
+    """Allocates a DecodeWork for num_rows rows and about `target` pieces: I = target + num_rows, as each row may need one more. The
+    tensors are not filled."""
     size = num_rows + target
 
     def column(length: int) -> Tensor:
@@ -63,8 +64,8 @@ def make_work(num_rows: int, target: int, device: torch.device | str) -> DecodeW
 
 @triton.jit
 def first_seen(position, reach):
-    """Returns the first position that queries at `position` see. reach R > 0: the last R up to their own; below 0: those of their
-    own chunk of -R; 0: all."""
+    """Returns the first position that a query at `position` sees. reach R > 0: it sees the last R positions, its own included; R <
+    0: those of its own chunk, when positions are cut into chunks of -R; 0: all."""
     chunk = tl.where(reach < 0, -reach, 1)
     first = tl.where(reach > 0, position - reach + 1, tl.where(reach < 0, position // chunk * chunk, 0))
     return tl.maximum(first, 0)
@@ -108,8 +109,8 @@ def _split_kernel(
 
 
 def split_contexts(contexts: Tensor, reach: int, work: DecodeWork) -> None:
-    """Fills `work` with pieces of the rows' contexts [R] int32, of what their last positions see (first_seen). Raises ValueError
-    for more than MAX_ROWS rows."""
+    """Fills `work` with pieces of R rows' contexts [R] int32 (numbers of positions; 0: the row is padding), of which only what the
+    last position sees is cut (reach: see first_seen). Raises ValueError for more than MAX_ROWS rows."""
     num_items, num_rows = len(work.rows), len(contexts)
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} rows in a decode step; {MAX_ROWS} are supported")
@@ -285,12 +286,13 @@ def decode_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes the attention of the rows' queries, which are the first H D columns of the first R tokens of qkv, into out [T, H D].
+    """Computes the attention of R rows' queries, which are the first H D columns of the first R tokens of qkv, into out [T, H D].
     Rows without a context get zeros.
 
-    scales: of fp8 KV, which is widened to qkv's dtype for the products. block_table: [S, B] int32. table_rows: [R] int32, where
-    each row's blocks are in block_table. sinks: [H] float32, a score that takes weight and gives no value. widen: see
-    triton_softmax."""
+    kv: the arena as the KV group sees it, of which index `layer` is read. scales: of fp8 KV, which is widened to qkv's dtype; None:
+    KV is of that dtype. block_table: [S, B] int32. table_rows: [R] int32, where each row's blocks are in block_table. softcap:
+    scores become softcap * tanh(score / softcap); 0: they stay. sinks: [H] float32, a score that takes weight and gives no value,
+    or None. widen: see triton_softmax."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     num_items = len(work.rows)
     padded = max(16, power_of_two(head_dim))
@@ -333,8 +335,9 @@ def decode_attention(
 
 
 def combine(partial: Tensor, partial_log: Tensor, work: DecodeWork, sinks: Tensor | None, out: Tensor) -> None:
-    """Adds up what the pieces of each row gave, partial [I, H, D] with partial_log [I, H], and writes it to the first R rows of
-    out, [T, H D]."""
+    """Combines the attention of the pieces of each row, partial [I, H, D] with partial_log [I, H] (log2 of a piece's sum of
+    weights), both float32, and writes the result to the first R rows of out [T, H D]; zeros for rows without pieces. sinks: as in
+    decode_attention."""
     _, heads, head_dim = partial.shape
     padded = max(16, power_of_two(head_dim))
     _combine_kernel[(len(work.firsts) - 1, heads)](

@@ -1,12 +1,13 @@
-"""The gated delta rule on the GPU (Triton). Reference implementation: reference.gated_delta.
+"""The gated delta rule on the GPU (Triton): linear attention whose layers keep a state of a sequence instead of keys and values.
+Reference implementation: reference.gated_delta.
 
-Four kernels, one after the other: the convolution over queries, keys and values; the store of its last columns; the rule itself,
-for rows with one new token and for those with several; the norm and the gate of each head's output. The rule of several tokens
-solves a triangular system for _TOKENS at a time, none of which is behind the end of a block of tokens. States are float32; products
-with them are float32 in float32 models, and of 11 significant bits in others.
+Four steps, one kernel or two each: the convolution over queries, keys and values; the store of its last columns; the rule itself,
+by one kernel for rows with one new token and another for those with several; the norm and the gate of each head's output. The rule
+of several tokens solves a triangular system for at most _TOKENS at a time, which all are in one block of tokens. States are
+float32; products with them are float32 in float32 models, and of 11 significant bits in others.
 
-Shapes: T tokens, R rows, S slots, B blocks of a row, V value heads, D dimensions of values, C columns of queries, keys and values,
-N tokens that the convolution sees. Slot S belongs to no sequence: rows of it read and write nothing.
+Shapes: T tokens, R rows, S slots, B blocks of a row, V value heads, K dimensions of keys, D dimensions of values, C columns of
+queries, keys and values, N tokens that the convolution sees. Slot S belongs to no sequence: rows of it read and write nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _COLUMNS = 256
 
 @triton.jit
 def _state_at(table, slot, table_stride, position, layer, block_stride, state_values, BLOCK_TOKENS: tl.constexpr):
-    """Returns the index of a row's state after this position; below 0: it is not kept."""
+    """Returns the index in the flat states where this layer's state of a row after `position` begins; -1: that state is not kept.
+    table, slot: the block table and the row's index in it."""
     block = tl.load(table + slot.to(tl.int64) * table_stride + position // BLOCK_TOKENS).to(tl.int64)
     return tl.where(block < 0, -1, block * block_stride + layer.to(tl.int64) * state_values)
 
@@ -38,7 +40,9 @@ def _column(
     QUERY: tl.constexpr, KEY: tl.constexpr, KEY_STRIDE: tl.constexpr, VALUE: tl.constexpr, VALUE_STRIDE: tl.constexpr,
     KEY_HEADS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Returns where a channel of the convolution is among the columns of x. WIDTH: of the values that a key head serves."""
+    """Returns the columns of x that hold these channels of the convolution, which numbers the queries of all key heads first, then
+    their keys, then the values. The other arguments are those of ops.DeltaColumns; K: dimensions of a key head, WIDTH: of all
+    values that a key head serves."""
     keys: tl.constexpr = KEY_HEADS * K
     query = QUERY + channel // K * KEY_STRIDE + channel % K
     key = KEY + (channel - keys) // K * KEY_STRIDE + (channel - keys) % K
@@ -112,8 +116,8 @@ def _keep_kernel(
     QUERY: tl.constexpr, KEY: tl.constexpr, KEY_STRIDE: tl.constexpr, VALUE: tl.constexpr, VALUE_STRIDE: tl.constexpr,
     KEY_HEADS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Keeps the last N - 1 columns in the states that a row has blocks for, the last state first: the first may be where the state
-    before the step is, which all may read."""
+    """Writes the last N - 1 columns that the convolution saw to each state for which a row has a block, from the row's last state
+    to its first: the first may be in the same memory as the state before the step, from which all of them may be read."""
     row = tl.program_id(0)
     slot, first, context = tl.load(slots + row), tl.load(firsts + row), tl.load(contexts + row)
     if (slot >= num_slots) | (context <= first):
@@ -143,13 +147,13 @@ def _keep_kernel(
 
 @triton.jit
 def _unit(values, AXIS: tl.constexpr):
-    """Returns vectors divided by their lengths."""
+    """Returns float32 vectors, which lie along AXIS, divided by their Euclidean lengths."""
     return values * tl.rsqrt(tl.expand_dims(tl.sum(values * values, axis=AXIS), AXIS) + UNIT_NORM_EPS)
 
 
 @triton.jit
 def _decay_of(step, decay, step_bias):
-    """Returns the logarithm of the factor by which a state decays."""
+    """Returns the logarithm of the factor by which a state decays, -exp(decay) * softplus(step + step_bias), in float32."""
     step += step_bias
     return -tl.exp(decay) * tl.where(step > ITSELF, step, tl.log(1.0 + tl.exp(tl.minimum(step, ITSELF))))
 
@@ -167,7 +171,8 @@ def _step_kernel(
     UPDATE: tl.constexpr, STEP: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PADDED_K: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes BLOCK_D columns of a head's matrix for a row with one new token. TOKENS, PRECISION: of _chunk_kernel."""
+    """Computes the rule for a row with one new token and one value head: BLOCK_D columns of the output and of the state's matrix.
+    TOKENS and PRECISION are read by _chunk_kernel alone, which takes the same arguments."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot, first = tl.load(slots + row), tl.load(firsts + row)
     if (slot >= num_slots) | (tl.load(contexts + row) != first + 1):
@@ -207,7 +212,8 @@ def _chunk_kernel(
     UPDATE: tl.constexpr, STEP: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PADDED_K: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Does the same for a row with several new tokens, TOKENS at a time."""
+    """Computes the rule for a row with several new tokens and one value head, TOKENS at a time: BLOCK_D columns of the outputs and
+    of the state's matrix. The arguments are those of _step_kernel; PRECISION: that of products in tl.dot."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot, first = tl.load(slots + row), tl.load(firsts + row)
     num = tl.load(contexts + row) - first
@@ -306,10 +312,10 @@ def gated_delta(
     has_chunks: bool,
     out: Tensor,
 ) -> None:
-    """Writes out [T, V D] as reference.gated_delta does; results of tokens that belong to no row are undefined. states [num_blocks,
-    layers, numbers of a state] float32. table [S + 1, B] int32: by slot. token_rows [T]: the row of each token. slots, firsts,
-    starts, contexts [R]: each row's slot, its positions before the step, its first token, its positions after the step. has_chunks:
-    whether a row may have several tokens."""
+    """Writes out [T, V D] and updates the states as reference.gated_delta does; results of tokens that belong to no row are
+    undefined. states: [num_blocks, layers, numbers of a state] float32. table [S + 1, B] int32: blocks by slot, -1 where no state
+    is kept. token_rows [T]: the row of each token. slots, firsts, starts, contexts [R]: each row's slot, its positions before the
+    step, its first token in the step, its positions after the step. has_chunks: whether a row may have several tokens."""
     num_tokens, num_rows, at = len(x), len(slots), rule.columns
     conv_width, served = rule.conv_width, rule.num_value_heads // rule.num_key_heads
     mixed = x.new_empty(num_tokens, conv_width)

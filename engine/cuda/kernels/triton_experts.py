@@ -88,8 +88,9 @@ def route(
     by_sigmoid: bool = False,
     factors: Tensor | None = None,
 ) -> None:
-    """Fills chosen [T, C] int32 and weights [T, C] float32 as reference.route returns them; padding chooses expert E.
-    factors: [E]."""
+    """Fills chosen [T, C] int32 with each token's experts and weights [T, C] float32 with their weights, as reference.route returns
+    them; padding chooses expert number E. scores: [T, E], or with further columns. kv_slots: [T] int64, below 0 for padding.
+    factors: [E], factors of the experts' weights; None for 1."""
     num_tokens, num_chosen = chosen.shape
     _route_kernel[(num_tokens,)](
         scores,
@@ -172,7 +173,9 @@ def _sigmoid_route_kernel(
 def route_by_sigmoid(
     logits: Tensor, kv_slots: Tensor, rule: SigmoidRouting, normalised: bool, chosen: Tensor, weights: Tensor
 ) -> None:
-    """Fills chosen [T, C] int32 and weights [T, C] float32 as reference.route_by_sigmoid returns them; padding chooses expert E."""
+    """Fills chosen [T, C] int32 with each token's experts and weights [T, C] float32 with their weights, as
+    reference.route_by_sigmoid returns them for logits [T, E] float32; padding, whose kv_slots [T] are below 0, chooses expert
+    number E."""
     num_tokens, num_chosen = chosen.shape
     num_experts = len(rule.correction)
     _sigmoid_route_kernel[(num_tokens,)](
@@ -222,16 +225,18 @@ def _sort_kernel(
 
 
 def sort(chosen: Tensor, firsts: Tensor, pairs: Tensor, block: int = _SORT_BLOCK) -> None:
-    """Fills pairs [P] int32 with the numbers of the pairs of expert 0, of expert 1, and so on, each in ascending order, and firsts
-    [E + 1] int32 with where each expert's begin; behind the last one, their number. Padding's pairs are left out.
-    block: how many pairs are looked at at a time."""
+    """Sorts the pairs of a token and an expert by expert. Fills pairs [P] int32 with the numbers of the pairs of expert 0, then of
+    expert 1, and so on, each in ascending order, and firsts [E + 1] int32 with the place where each expert's begin and, behind the
+    last, the number of all. Padding's pairs are left out. block: how many pairs are looked at at a time."""
     num_experts = len(firsts) - 1
     _sort_kernel[(num_experts,)](chosen, firsts, pairs, chosen.numel(), E=num_experts, BLOCK=block, num_warps=4)
 
 
 @triton.jit
 def _activated(gate, up, limit, alpha, narrow: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr):
-    """Returns the activation, in float32, of gate and up as products give them in `narrow`."""
+    """Returns the activation of gates and ups in float32, after rounding both to `narrow`, as separate products would leave them:
+    silu(gate) * up, with GELU gelu(gate) * up, with CLAMPED (up + 1) * gate * sigmoid(alpha * gate), where gates are at most limit
+    and ups between -limit and limit."""
     gate, up = gate.to(narrow).to(tl.float32), up.to(narrow).to(tl.float32)
     if CLAMPED:
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
@@ -357,8 +362,8 @@ def _grouped_kernel(
 
 
 def _parts(weight: ExpertMatrix) -> tuple[Tensor, Tensor, int, int]:
-    """Returns the weights' values and scales, the number of an output's scales, and how many inputs share one; the values twice and
-    0 where there are no scales."""
+    """Returns (values, scales, number of an output's scales, inputs that share a scale) of the experts' weights. Weights without
+    scales give their values for both tensors, then 0 and 1."""
     if isinstance(weight, Tensor):
         return weight, weight, 0, 1
     num_scales = weight.scales.shape[2]
@@ -383,13 +388,15 @@ def grouped_linear(
     weights: Tensor | None = None,
     gelu: bool = False,
 ) -> None:
-    """Multiplies sorted pairs (see `sort`) with their experts' weights. Rows of out [P, N] that belong to no pair are undefined.
+    """Multiplies the sorted pairs (see `sort`) with their experts' weights. Rows of out [P, N] that belong to no pair are
+    undefined.
 
-    gated: x [T, K] are tokens, of each of which a pair takes its own; weight [E, 2 N, K] has each expert's gate before its up, and
-    out becomes silu(gate) * up, in the order of the sorted pairs. Otherwise x [P, K] is in that order, weight is [E, N, K], and out
-    in the order of the pairs' numbers. tile: one of TILE_ROWS. widen: products are of float32 (where kernels are interpreted).
-    bias: [E, 2 N] or [E, N]. clamped: the activation if gated, of gates and ups that alternate. weights: [T, C] float32, if gated:
-    factors of what each pair reads. gelu: the activation is gelu(gate) * up, gelu in its form with tanh."""
+    gated: x is [T, K], and each pair reads its token's row; weight [E, 2 N, K] has each expert's gate before its up, and out
+    becomes silu(gate) * up, in the order of the sorted pairs. Otherwise x [P, K] is in that order, weight is [E, N, K], and out in
+    the order of the pairs' numbers. tile: one of TILE_ROWS. widen: products are computed in float32 (where kernels are
+    interpreted). bias: [E, 2 N] or [E, N]. clamped: the activation if gated, of gates and ups that alternate. weights: [T, C]
+    float32, if gated: a factor of each pair's products, applied before the bias. gelu: the activation is gelu(gate) * up, gelu in
+    its form with tanh."""
     num_experts, num_pairs = len(firsts) - 1, len(pairs)
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
@@ -486,8 +493,9 @@ def combine(
     out: Tensor,
     weighed: bool = True,
 ) -> None:
-    """Writes to out [T, W] the sum of made [P, W] over each token's pairs, with their weights [T, C], and shared [T, W], times the
-    sigmoid of the last column of gates if there are any; 0 for padding. weighed: false leaves weights out."""
+    """Writes to out [T, W] the sum of made [P, W] over each token's pairs, times their weights [T, C], plus shared [T, W], times
+    the sigmoid of the last column of gates [T, ...]; 0 for padding (kv_slots below 0). gates: None for the factor 1. shared: None
+    for none. weighed: False leaves the weights out."""
     num_tokens, width = out.shape
     block = min(_COMBINE_BLOCK, power_of_two(width))
     _weighted_sum_kernel[(num_tokens, ceil_div(width, block))](
@@ -511,7 +519,8 @@ def combine(
 def empty_routing(
     num_tokens: int, num_chosen: int, num_experts: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns uninitialised chosen [T, C], weights [T, C], firsts [E + 1] and pairs [P]."""
+    """Returns uninitialised tensors for a routing: chosen [T, C] int32, weights [T, C] float32, firsts [E + 1] and pairs [P]
+    int32."""
     chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=device)
     firsts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     return chosen, torch.empty_like(chosen, dtype=torch.float32), firsts, torch.empty_like(chosen.view(-1))

@@ -21,7 +21,7 @@ from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, log2_factor, 
 
 
 def tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
-    """Returns the number of query tokens in a tile."""
+    """Returns the number of query tokens in a tile for this head size and dtype of the queries."""
     return tiles.extend_tile(max(16, power_of_two(head_dim)), dtype.itemsize).tokens
 
 
@@ -32,9 +32,12 @@ def _attend(
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, N: tl.constexpr, PADDED_D: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """Adds the positions from begin to below end to the running softmax, and returns the new (top, total, sums).
+    """Adds the positions from begin to below end to the running softmax of M queries, and returns the new (top [M], total [M], sums
+    [M, PADDED_D]); see triton_softmax.accumulate.
 
-    MASKED: positions below `low` and those after a query's own are masked out; without it there must be none of them."""
+    table: the row's block table. keys_at, values_at: where the head's keys and values begin in a block. MASKED: positions below
+    `low`, at `end` or behind, after a query's own (position_of_query [M]) and, with WINDOW, below lowest_of_query [M] are masked
+    out; without it there must be none of them."""
     part, place = tl.arange(0, PADDED_D // WORD), tl.arange(0, N)
     factor = log2_factor(scale, SOFTCAP)
     if FP8:
@@ -187,11 +190,13 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes attention for tiles of `tokens` queries, as tile_tokens gives it for this head size or a larger one. Only the rows
-    of out [T, H D] of their tokens are written. A tile that begins at or behind the end of its row's new tokens is padding, and
-    computes nothing.
+    """Computes attention for I tiles of `tokens` queries, a number that tile_tokens gives for this head size or a larger one.
+    tile_rows, tile_firsts: [I] int32, each tile's row, and its first query among the row's new tokens. Only the rows of out [T, H
+    D] of their tokens are written. A tile that begins at or behind the end of its row's new tokens is padding, and computes
+    nothing.
 
-    scales, table_rows, sinks, widen: see triton_decode.decode_attention."""
+    starts, num_new, contexts: [R] int32, each row's first token in the step, its new tokens, and its positions after the step.
+    reach: see triton_decode.first_seen. The other arguments are those of triton_decode.decode_attention."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     padded, stored = max(16, power_of_two(head_dim)), kv if scales is None else as_words(kv)
     tile = tiles.extend_tile(padded, qkv.element_size(), tokens, scales is not None)

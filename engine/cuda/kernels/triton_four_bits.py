@@ -1,8 +1,8 @@
 """Weights of four bits on the GPU (Triton), MXFP4, NVFP4 or INT4: widened in registers, a tile at a time. Reference
 implementations: reference.mxfp4_values, reference.nvfp4_rows, reference.int4_rows.
 
-What NVFP4 has for all scales of an output is left out here: sums are multiplied with it. A number times a scale without it has six
-digits at most, which bfloat16 and float16 hold.
+The factor that NVFP4 has for each output is left out here: callers multiply the sums with it. Without it, a number times its scale
+has six significant bits at most, which bfloat16 and float16 hold.
 
 Shapes: M rows, K inputs, B bytes of a tile's inputs, two weights each, S scales of a tile's inputs, N outputs of a tile, G scales
 of an output.
@@ -18,7 +18,8 @@ from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
 
 @triton.jit
 def four_bit_numbers(code, zero, INT4: tl.constexpr):
-    """Returns the numbers that four bits stand for, as float32. code: int32 from 0 to 15. zero: the zero points of INT4, int32."""
+    """Returns the numbers that codes of four bits (int32 from 0 to 15) stand for, as float32: code - zero with INT4, else e2m1 of
+    MXFP4 and NVFP4. zero: the zero points of INT4, int32; not read otherwise."""
     if INT4:
         return (code - zero).to(tl.float32)
     # a sign, an exponent of two bits and one digit: as a float16, whose bias is 14 higher, they follow the same rule
@@ -31,10 +32,11 @@ def _widened(
     blocks, scales, zeros, at, scales_at, seen, seen_scales,
     B: tl.constexpr, S: tl.constexpr, N: tl.constexpr, INT4: tl.constexpr, ZEROS: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Returns the weights of even inputs and those of odd inputs, each [B, N] float32.
+    """Returns the weights of even inputs and those of odd inputs, each [B, N] float32, times their scales.
 
-    at: [B, N], where the bytes are in blocks. scales_at: [S, N], where their scales are in scales, and zero points in zeros, which
-    are read if ZEROS. seen, seen_scales: which of these are there; the others' weights are 0. E4M3: scales are codes (NVFP4)."""
+    at: [B, N], the indices in blocks of the bytes. scales_at: [S, N], the indices in scales of their scales, and in zeros of their
+    zero points, which are read if ZEROS, else all are 8. seen [B, N], seen_scales [S, N]: which of these exist; the others' weights
+    are 0. E4M3: scales are codes (NVFP4), else numbers (INT4) or exponents (MXFP4)."""
     packed = tl.load(blocks + at, mask=seen, other=0x88 if INT4 else 0).to(tl.int32)
     scale = tl.load(scales + scales_at, mask=seen_scales, other=0)
     if INT4:
@@ -60,10 +62,12 @@ def add_four_bits(
     K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
     INT4: tl.constexpr, ZEROS: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Returns total [M, N] plus the products of rows [M, K] with the weights of the outputs [N], for BLOCK_K inputs from `inputs`
-    on. Weights are rounded to the rows' dtype. output: the index of each among all outputs of the matrices. GROUP: the inputs that
-    share a scale, a power of two from 16 on, or K. zeros: read if ZEROS, else all zero points of INT4 are 8. E4M3: scales are codes
-    (NVFP4), and weights lack the factors of their outputs."""
+    """Returns total [M, N] plus the products of M rows with the weights of N outputs, for BLOCK_K inputs from `inputs` on.
+
+    rows_at: [M, 1], pointers to the rows; there [M] and seen_output [N]: which rows and outputs exist. output [N]: the index of
+    each among all outputs of the matrices. Weights are rounded to the rows' dtype. GROUP: the inputs that share a scale, a power of
+    two from 16 on, or K. zeros: read if ZEROS, else all zero points of INT4 are 8. E4M3: scales are codes (NVFP4), and weights lack
+    the factors of their outputs."""
     SCALES: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
     place = inputs // 2 + tl.arange(0, BLOCK_K // 2)
     group = inputs // GROUP + tl.arange(0, SCALES)

@@ -23,7 +23,9 @@ from engine.ops.ops import Int4Matrix, Nvfp4Matrix
 
 @triton.jit
 def _products(x, at, inside, low, high):
-    """Returns the products of a row's even inputs with low [N, B], plus those of its odd inputs with high. at [B]: of the bytes."""
+    """Returns [N, B] float32: the products of a row's even inputs with low [N, B], plus those of its odd inputs with high [N, B].
+    x: points to the row. at [B]: the indices of the bytes in an output's weights; byte b holds inputs 2 b and 2 b + 1. inside [B]:
+    which exist."""
     even = tl.load(x + 2 * at, mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(x + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
     return low * even[None, :] + high * odd[None, :]
@@ -122,15 +124,16 @@ def _four_bits_tile_kernel(
 
 
 def _tensors(weight: Int4Matrix | Nvfp4Matrix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns packed, scales, zeros and factors as the kernels take them; others stand for those that they do not read."""
+    """Returns (packed, scales, zeros, factors) as the kernels take them. A matrix has no zero points, or no factors of outputs:
+    another tensor then stands in their place, which the kernels do not read."""
     if isinstance(weight, Nvfp4Matrix):
         return weight.packed, weight.scales, weight.packed, weight.factors
     return weight.packed, weight.scales, weight.packed if weight.zeros is None else weight.zeros, weight.scales
 
 
 def few_rows_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None, out: Tensor) -> None:
-    """Writes x [M, K] @ the transposed matrix [N, K], plus bias [N], to out [M, N]. M is at most triton_fp8_linear.MAX_ROWS. x: its
-    columns are in the order of the weights' inputs."""
+    """Writes x [M, K] @ weight [N, K] transposed, plus bias [N] or None, to out [M, N]. M is at most triton_fp8_linear.MAX_ROWS.
+    The columns of x are in the order in which the matrix stores its inputs."""
     (rows, inputs), outputs, block_n = x.shape, len(weight), 4
     of_nvfp4 = isinstance(weight, Nvfp4Matrix)  # more bytes at a time would take most registers
     _four_bits_few_rows_kernel[(ceil_div(outputs, block_n),)](
@@ -153,8 +156,9 @@ def few_rows_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | 
 
 
 def tile_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None, tile: int, widen: bool, out: Tensor) -> None:
-    """Does the same for any number of rows, with weights of INT4 rounded to x's dtype. tile: one of TILE_ROWS. widen: products are
-    of float32 (where kernels are interpreted)."""
+    """Writes x [M, K] @ weight [N, K] transposed, plus bias [N] or None, to out [M, N], for any number of rows. Unlike in
+    few_rows_linear weights are rounded to x's dtype before the products, which changes those of INT4. tile: one of TILE_ROWS.
+    widen: products are computed in float32 (where kernels are interpreted)."""
     (rows, inputs), outputs = x.shape, len(weight)
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (32 if wide_items else 64, 32 if wide_items else 64)

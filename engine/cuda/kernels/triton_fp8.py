@@ -27,32 +27,35 @@ _MIN_SCALE = tl.constexpr(reference.MIN_FP8_SCALE)
 
 @triton.jit
 def size_bits(x):
-    """Returns the bits of the magnitudes of float32 numbers, as integers of the same order, in which NaN is the largest."""
+    """Returns the bits of the magnitudes of float32 numbers, as int32 that sort as the magnitudes do, with NaN above all."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def shared_scale(largest):
-    """Returns the exponents (with float32's bias) of the scales that bring these largest magnitudes (size_bits) to between 224 and
-    448. Beside NaN or an infinity the scale is 2**120, by which a head that is not finite is known."""
+    """Returns the exponents (int32, with float32's bias of 127) of the scales with which heads are stored, from the heads' largest
+    magnitudes (as size_bits). Divided by its scale, a largest magnitude is above 224 and at most 448, or smaller at the least
+    scale. Beside NaN or an infinity the scale is 2**120, by which a head that is not finite is known."""
     return tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, _MIN_SCALE)
 
 
 @triton.jit
 def scale_of(exponent):
-    """Returns the scales (float32) of exponents, of any integer type, as `shared_scale` returns them."""
+    """Returns the scales (float32) of exponents as `shared_scale` returns them, of any integer type."""
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def finite_scale_of(exponents):
-    """Does what scale_of does, and returns NaN for scales above 2**_MOST_SCALE, which heads have that are not finite."""
+    """Returns the scales (float32) of exponents as scale_of does, but NaN for those above 2**_MOST_SCALE, which only heads have
+    that are not finite."""
     return tl.where(exponents.to(tl.int32) > 127 + _MOST_SCALE, float("nan"), scale_of(exponents))
 
 
 @triton.jit
 def e4m3_of(x):
-    """Converts float32 to codes (uint8), rounded to nearest, ties to even. Magnitudes above 464, infinities and NaN become NaN."""
+    """Returns float32 as codes of float8_e4m3fn (uint8), rounded to nearest, ties to even. Magnitudes above 464, infinities and NaN
+    become NaN."""
     bits = x.to(tl.int32, bitcast=True)
     size = size_bits(x)
     # from 2**-6 on: the exponent's bias changes from 127 to 7, the mantissa from 23 bits to 3
@@ -66,14 +69,14 @@ def e4m3_of(x):
 
 @triton.jit
 def block_of(table, position, there, BLOCK_TOKENS: tl.constexpr):
-    """Looks up the block numbers [N] of positions [N] in a row's block table. Returns 0 where `there` is false."""
+    """Returns the block numbers [N] int64 of positions [N], looked up in a row's block table; 0 where `there` [N] is false."""
     return tl.load(table + position.to(tl.uint32) // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
 
 
 @triton.jit
 def scales_at(scales, block, position, there, keys_at, values_at, block_stride, BLOCK_TOKENS: tl.constexpr):
-    """Returns the exponents [N] of the keys' and of the values' scales. keys_at, values_at: where those of the KV head begin in a
-    block of scales.
+    """Returns the exponents [N] of the scales of the keys and of the values at positions [N] in blocks [N]; 0 where `there` [N] is
+    false. keys_at, values_at: where the scales of the KV head's keys and values begin in a block of scales.
 
     Attention loads them one tile ahead, and their block numbers two tiles ahead. Triton does not move loads of single bytes forward
     by itself, so products would wait for two loads, one after the other."""
@@ -89,14 +92,15 @@ def as_words(kv: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def rows_factor(dtype: tl.constexpr):
-    """Returns what the numbers of `rows_of` are to be multiplied by, a power of two."""
+    """Returns the power of two by which the numbers that `rows_of` returns in this dtype must still be multiplied."""
     return _ROWS_FACTOR if dtype == tl.bfloat16 else 1.0
 
 
 @triton.jit
 def rows_of(codes, exponents, dtype: tl.constexpr):
-    """Returns the keys or values [N, D] of codes, uint8 [N, D] or int32 [N, D / 4] of four each, and of their scales [N], divided
-    by rows_factor(dtype). This is exact for scales up to 2**_MOST_SCALE; with larger ones no number of the head is finite."""
+    """Returns keys or values [N, D] in `dtype`, divided by rows_factor(dtype), from their codes (uint8 [N, D], or int32 [N, D / 4]
+    of four each) and the exponents [N] of their scales. This is exact for scales up to 2**_MOST_SCALE; with larger ones no number
+    of the head is finite."""
     if dtype == tl.bfloat16 and codes.dtype == tl.int32:
         rows, scale = moved_codes(codes), finite_scale_of(exponents) * (MOVED_FACTOR / _ROWS_FACTOR)
     else:
@@ -110,9 +114,9 @@ def rows_of(codes, exponents, dtype: tl.constexpr):
 
 @triton.jit
 def moved_codes(words):
-    """Returns the codes of words [N, W] of four each as bfloat16 [N, 4 W], divided by MOVED_FACTOR. Their bits are moved to where
-    bfloat16 has them, two codes at a time: a GPU's conversion, by way of float16, takes several times as long. The code of NaN
-    becomes 480."""
+    """Returns the numbers of the codes in words (int32 [N, W], four each) as bfloat16 [N, 4 W], divided by MOVED_FACTOR. Their bits
+    are moved to where bfloat16 has them, two codes at a time: a GPU's conversion, by way of float16, takes several times as long.
+    The code of NaN becomes 480."""
     first, second, third, fourth = tl.inline_asm_elementwise(
         asm="""{
         .reg .b32 low, high;
@@ -136,28 +140,29 @@ def moved_codes(words):
 
 @triton.jit
 def _nth(words, number: tl.constexpr, dtype: tl.constexpr):
-    """Returns the number-th codes of words, widened."""
+    """Returns the numbers of the codes in byte `number` (0 is the lowest) of each word (int32), in `dtype`."""
     return widened(((words >> (8 * number)) & 255).to(tl.uint8), dtype)
 
 
 @triton.jit
 def _in_order(first, second, third, fourth):
-    """Returns [N, 4 W] with each four elements of [N, W] beside each other."""
+    """Returns [N, 4 W] from four tensors [N, W]: elements 4 w to 4 w + 3 of a row are the w-th elements of first, second, third and
+    fourth."""
     joined = tl.join(tl.join(first, third), tl.join(second, fourth))
     return joined.reshape(first.shape[0], first.shape[1] * 4)
 
 
 @triton.jit
 def widened(codes, dtype: tl.constexpr):
-    """Converts codes (uint8) to float16, bfloat16 or float32, which is exact."""
+    """Returns the numbers of codes (uint8) of float8_e4m3fn as float16, bfloat16 or float32 (dtype), which is exact."""
     return codes.to(tl.float8e4nv, bitcast=True).to(dtype)
 
 
 @triton.jit
 def codes_as(codes, dtype: tl.constexpr):
-    """Converts codes (uint8) to float16, bfloat16 or float32, exactly but CODE_FACTOR times too small, by float16's bits: their
-    bias is 8 higher, and numbers without a leading one follow the same rule. No GPU needs FP8 of its own for it. No code may be
-    NaN."""
+    """Returns the numbers of codes (uint8) of float8_e4m3fn as float16, bfloat16 or float32 (dtype), exact but CODE_FACTOR times
+    too small. It works on float16's bits: their bias is 8 higher, and numbers without a leading one follow the same rule. So the
+    GPU needs no FP8 of its own. No code may be NaN."""
     wide = codes.to(tl.int8, bitcast=True).to(tl.int16)
     halves = ((wide << 7) & -16512).to(tl.float16, bitcast=True)  # -16512: the bits 0xBF80, sign, exponent and mantissa
     return halves if dtype == tl.float16 else halves.to(tl.float32).to(dtype)

@@ -24,8 +24,9 @@ BLOCK = 128  # no tile of inputs has parts of two groups: a group is a multiple 
 
 @triton.jit
 def store_sums(sums0, sums1, sums2, sums3, scale, bias, output, there, out, N, M: tl.constexpr, BIAS: tl.constexpr):
-    """Stores M rows of some outputs: each row's sums [outputs, lanes], added up and times scale [outputs], plus bias. there: which
-    outputs are."""
+    """Stores the results of M rows (1 to 4) and a block of outputs to out [M, N]: each row's sums [outputs, lanes] (those behind
+    row M are not read), added up, times scale [outputs], plus bias [N] if BIAS. output: the numbers of the outputs. there: which of
+    them are below N."""
     added = tl.zeros(scale.shape, tl.float32)
     if BIAS:
         added = tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
@@ -41,7 +42,8 @@ def store_sums(sums0, sums1, sums2, sums3, scale, bias, output, there, out, N, M
 
 @triton.jit
 def store_tile(total, bias, row, output, is_row, there, out, N, BIAS: tl.constexpr):
-    """Stores a tile of results, total [rows, outputs] plus bias. is_row, there: which rows and outputs are."""
+    """Stores a tile of results, total [rows, outputs] plus bias [N] if BIAS, to out [M, N]. row, output: their numbers. is_row,
+    there: which of them exist."""
     if BIAS:
         total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
     place = out + row.to(tl.int64)[:, None] * N + output[None, :]
@@ -135,8 +137,8 @@ def tile_rows(num_rows: int) -> int:
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, scales: Tensor, group: int, bias: Tensor | None, out: Tensor) -> None:
-    """Writes x [M, K] @ the transposed weights, codes [N, K] times scales [N, G], plus bias [N], to out [M, N]. M is at most
-    MAX_ROWS. group: the inputs that share a scale."""
+    """Writes x [M, K] @ the transposed weights plus bias [N] (or None) to out [M, N]. weight: codes [N, K]. scales: [N, G] float32.
+    group: how many inputs share a scale. M is at most MAX_ROWS."""
     (rows, inputs), outputs = x.shape, len(weight)
     block_n, block_k = 4, min(power_of_two(inputs), 2048 if rows == 1 else 512 if rows > 2 else 1024)
     _fp8_few_rows_kernel[(ceil_div(outputs, block_n),)](
@@ -160,8 +162,8 @@ def few_rows_linear(x: Tensor, weight: Tensor, scales: Tensor, group: int, bias:
 def tile_linear(
     x: Tensor, weight: Tensor, scales: Tensor, group: int, bias: Tensor | None, tile: int, widen: bool, out: Tensor
 ) -> None:
-    """Does the same for any number of rows. tile: one of TILE_ROWS. widen: products are of float32 (where kernels are
-    interpreted)."""
+    """Writes the same product as few_rows_linear to out [M, N], for any number of rows M. tile: one of TILE_ROWS. widen: products
+    are computed in float32 (where kernels are interpreted)."""
     (rows, inputs), outputs = x.shape, len(weight)
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else BLOCK) if few else (32 if wide_items else 64, 32 if wide_items else 64)

@@ -60,8 +60,12 @@ def prepare_inputs(
     positions: Tensor,
     kv_slots: Tensor,
 ) -> None:
-    """Fills input_ids and positions [T] int32, and kv_slots [T] int64 (0 and -1 for rows of slot S). firsts, starts: [R], the
-    position and the index in T of each row's first token. token_rows: [T], the row of each token."""
+    """Fills a step's input_ids and positions [T] int32, and kv_slots [T] int64: the block of each token times block_tokens, plus
+    its place there. Rows of slot S have the position 0 and the KV slot -1.
+
+    token_rows: [T], the row of each token. host_ids: [T], token ids; below 0: the one that the slot's last step sampled, from
+    last_ids [S + 1]. slots, firsts, starts: [R], each row's slot, and the position and the index in T of its first token.
+    block_table: [S + 1, B]."""
     num_tokens = len(token_rows)
     _prepare_kernel[(ceil_div(num_tokens, BLOCK.value),)](
         token_rows,
@@ -90,5 +94,6 @@ def _set_kernel(target, places, values, num_values):
 
 
 def set_entries(target: Tensor, places: Tensor, values: Tensor) -> None:
-    """Does target.view(-1)[places] = values, all int32. If a place occurs twice, either value may be written."""
+    """Writes values to the entries `places` of target, counted in its flat form, all int32. If a place occurs twice, either value
+    may be written."""
     _set_kernel[(ceil_div(len(places), BLOCK.value),)](target, places, values, len(places), num_warps=4)

@@ -103,8 +103,10 @@ def rope_and_store_latents(
     slots: Tensor,
     interleaved: bool,
 ) -> None:
-    """Rotates queries [T, H (K + R)] in place and stores latents at slots [T], as reference.rope_and_store_latents does. down [T,
-    N]: its last L + R columns are read. turns: [T, R] float32."""
+    """Rotates queries [T, H (K + R)] in place and stores latents and rotated keys at slots [T] (below 0: nothing) of layer `layer`,
+    as reference.rope_and_store_latents does. down [T, N]: its last L + R columns are read. turns: [T, R] float32, cosines, then
+    sines. norm, eps: of latents. scales: those of fp8 KV; None: KV is not fp8. interleaved: the two dimensions of a rotated pair
+    are neighbours."""
     block_tokens, token_values = kv.shape[4:]
     num_tokens, rope_dim = turns.shape
     padded = power_of_two(rope_dim // 2)
@@ -203,9 +205,9 @@ def _by_head_kernel(
 
 
 def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool, out: Tensor) -> None:
-    """Multiplies each head of x with its part of heads.up, a quantised matrix. of_values: x [T, H, L] gives out [T, H, V];
-    else x [T, H, K] gives out [T, H, L]. Weights are rounded to x's dtype. The last dimension of x and out is contiguous. widen:
-    products are of float32 (where kernels are interpreted)."""
+    """Multiplies each head of x with its part of heads.up [H (K + V), L], a matrix of FP8, INT4 or NVFP4. of_values: x [T, H, L]
+    gives out [T, H, V]; else x [T, H, K] gives out [T, H, L]. Weights are rounded to x's dtype. The last dimension of x and out
+    must be contiguous. widen: products are computed in float32 (where kernels are interpreted)."""
     up = heads.up
     assert isinstance(up, Fp8Matrix | Int4Matrix | Nvfp4Matrix)
     inner, outer = (heads.rank, heads.value_dim) if of_values else (heads.plain_dim, heads.rank)

@@ -61,7 +61,8 @@ def _few_rows_kernel(
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Writes x [M, K] @ weight [N, K] transposed, plus bias [N], to out [M, N]. M is at most MAX_ROWS. Sums are float32."""
+    """Writes x [M, K] @ weight [N, K] transposed, plus bias [N] (or None), to out [M, N]. M is at most MAX_ROWS. Sums are
+    float32."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     block_k = min(power_of_two(inputs), 2048 if rows == 1 else 512 if rows > 2 else 1024)
     block_n = 4

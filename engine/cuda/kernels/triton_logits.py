@@ -1,4 +1,4 @@
-"""Work on rows of logits beside sampling on the GPU (Triton): masks, biases, penalties and bans of all rows of a step in three
+"""Work on rows of logits besides sampling, on the GPU (Triton): masks, biases, penalties and bans of all rows of a step in three
 launches, and the log-probabilities of tokens. Reference implementations: reference.{penalise, top_logprobs}.
 
 1. `_widen_kernel` writes the logits as float32 to memory of their own, without the tokens that masks rule out.
@@ -6,7 +6,8 @@ launches, and the log-probabilities of tokens. Reference implementations: refere
 3. `_penalise_kernel` penalises each token that was counted once, and rules out banned ones. It takes the counts out as it goes, so
    whichever program finds a token's count is the only one to change its logit.
 
-Shapes: N rows, V vocabulary, M masks, W = ceil(V / 32) words of a mask, E edits, K alternatives.
+Shapes: N rows, V vocabulary, M masks, W = ceil(V / 32) words of a mask, E edits (an edit is what one row's request changes), K
+alternatives.
 """
 
 from __future__ import annotations
@@ -132,9 +133,9 @@ def _penalise_kernel(
 
 
 def widen(logits: Tensor, first: int, masks: Tensor, bits: Tensor, counted: Tensor, wide: Tensor, counts: Tensor) -> None:
-    """Writes rows first to first + N of logits to wide [N, V] float32. What masks rule out becomes the least number of the logits'
-    type; NaN and infinities stay. bits: masks [M, W] as RowMasks has them. masks [N] int32: which of them is the row's, -1 for
-    none. Sets counts [N, V] int32 to zeros for the rows that are `counted` [N] int32."""
+    """Writes rows first to first + N of logits to wide [N, V] float32. Logits that a mask rules out become the least number of the
+    logits' type; NaN and infinities stay. masks: [N] int32, which mask is the row's, -1 for none. bits: [M, W] int32, the masks; a
+    set bit allows its token. counted: [N] int32, not 0 for rows whose counts [N, V] int32 are set to zeros."""
     rows, vocab = wide.shape
     least = torch.finfo(logits.dtype).min
     _widen_kernel[(rows, ceil_div(vocab, WIDEN_BLOCK))](
@@ -145,8 +146,9 @@ def widen(logits: Tensor, first: int, masks: Tensor, bits: Tensor, counted: Tens
 def add_biases_and_count(
     wide: Tensor, counts: Tensor, edits: Tensor, longest: int, tokens: Tensor, bias_ids: Tensor, biases: Tensor, banned: Tensor
 ) -> None:
-    """Adds the biases of edits [E EDIT_WORDS] to wide [N, V], and counts their tokens in counts [N, V], which are zeros before.
-    longest: tokens that a sequence has at most."""
+    """Adds the biases of edits [E EDIT_WORDS] int32 to wide [N, V], and counts the edits' tokens in counts [N, V] int32, whose rows
+    must be zeros before. tokens, bias_ids, biases, banned: the arrays into which the words of an edit point. longest: the most
+    tokens that a sequence has."""
     grid = (len(edits) // EDIT_WORDS, max(1, ceil_div(longest, EDIT_BLOCK)))
     _count_kernel[grid](wide, counts, edits, tokens, bias_ids, biases, banned, wide.shape[1], BLOCK=EDIT_BLOCK, num_warps=4)
 
@@ -155,7 +157,8 @@ def penalise_and_ban(
     wide: Tensor, counts: Tensor, edits: Tensor, penalties: Tensor, longest: int, tokens: Tensor, banned: Tensor
 ) -> None:
     """Penalises the tokens that add_biases_and_count has counted, as reference.penalise does, by penalties [E PENALTIES] float64,
-    and rules out the banned ids: their logits become the least float32, unless they are not finite."""
+    and rules out the banned ids: their logits become the least float32, unless they are not finite. The count of each token of an
+    edit becomes 0. The other arguments are those of add_biases_and_count."""
     grid = (len(edits) // EDIT_WORDS, max(1, ceil_div(longest, EDIT_BLOCK)))
     _penalise_kernel[grid](
         wide,
@@ -216,11 +219,10 @@ def _logprobs_kernel(
 
 
 def top_logprobs(logits: Tensor, first: int, rows: Tensor, chosen: Tensor, picked: Tensor, top_ids: Tensor, top: Tensor) -> None:
-    """Computes the log-probabilities of some rows' chosen and most likely tokens, see ops.top_logprobs. What rows get whose logits
-    are not finite is undefined.
+    """Computes the log-probabilities of M rows' chosen tokens and of their K most likely ones, see Ops.top_logprobs, and writes
+    picked [M] float32, top_ids [M, K] int32 and top [M, K] float32. For rows with logits that are not finite they are undefined.
 
-    rows [M] int32: which of the N rows of logits from `first` on. chosen [N] int32: the token of each of the N. Writes picked [M]
-    float32, top_ids [M, K] int32 and top [M, K] float32."""
+    rows [M] int32: which of the N rows of logits from row `first` on. chosen [N] int32: the token of each of the N."""
     vocab = logits.shape[1]
     block = min(4096, max(16, power_of_two(vocab)))
     _logprobs_kernel[(len(rows),)](

@@ -37,8 +37,8 @@ def _cos_sin_kernel(
 
 
 def cos_sin(positions: Tensor, rotary: Rotary, out: Tensor) -> None:
-    """Writes the cosines, then the sines, of position * inv_freq, times scale and temperature, to out [T, 2 P] float32. positions:
-    [T]."""
+    """Writes the cosines, then the sines, of position * inv_freq, times the scale of `rotary` (a layer's rotary embedding) and its
+    temperature at that position, to out [T, 2 P] float32. positions: [T]."""
     pairs = len(rotary.inv_freq)
     heat = rotary.temperature
     _cos_sin_kernel[(len(positions),)](
@@ -56,7 +56,8 @@ def cos_sin(positions: Tensor, rotary: Rotary, out: Tensor) -> None:
 
 @triton.jit
 def _normed(value, total, factor, AROUND_ONE: tl.constexpr, D: tl.constexpr, eps, narrow):
-    """Returns the RMS norm of part of a head, rounded as reference.rms_norm rounds. total: the sum of the whole head's squares."""
+    """Returns the RMS norm of a part of each head, `value` [heads, dimensions] float32, rounded to `narrow` as reference.rms_norm
+    rounds. total [heads]: the sum of the squares of all D dimensions of the head. factor: the norm's weights."""
     wide = value * tl.rsqrt(total / D + eps)[:, None]
     if AROUND_ONE:
         factor += 1.0
@@ -195,9 +196,12 @@ def rope_and_store(
     num_turned: int | None = None,
     value_norm: Tensor | None = None,
 ) -> None:
-    """Normalises (if norms are given) and rotates the queries of qkv in place, and stores the rotated keys and the values at slots
-    [T]. Values may have a norm where queries and keys have them. num_turned: as in Ops.rope_and_store. Unlike
-    reference.rope_and_store it leaves qkv's keys as they are."""
+    """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, and stores the rotated keys and the
+    values at slots [T] of layer `layer` (below 0: nothing). Values may have a norm where queries and keys have them. Unlike
+    reference.rope_and_store it leaves the keys in qkv as they are.
+
+    turns: [T, 2 P] float32, cosines, then sines. scales: those of fp8 KV; None: KV is not fp8. interleaved, num_turned: as in
+    Ops.rope_and_store."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     pairs = turns.shape[1] // 2
     padded = power_of_two(pairs)
@@ -244,7 +248,8 @@ def rope(
     slots: Tensor,
     interleaved: bool,
 ) -> None:
-    """Normalises (if a norm is given) and rotates queries [T, H D] in place. slots [T] are read, but nothing is stored."""
+    """Normalises (if a norm is given) and rotates queries [T, H D] in place. turns: [T, 2 P] float32, cosines, then sines. slots
+    [T] are read, but nothing is stored."""
     head_dim, pairs = queries.shape[1] // heads, turns.shape[1] // 2
     padded, beyond = power_of_two(pairs), head_dim - 2 * pairs
     per_program = max(1, min(power_of_two(heads), 1024 // padded))

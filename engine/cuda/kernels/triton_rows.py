@@ -57,15 +57,16 @@ def _norm_kernel(
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, around_one: bool, out: Tensor, scale: float = 1.0
 ) -> None:
-    """Writes the norm of x's rows to out, see reference.rms_norm. With a residual, adds x times scale to it in place and writes the
-    norm of the sum."""
+    """Writes the RMS norm of each row of x [T, W] to out [T, W], as reference.rms_norm does. With a residual [T, W], adds x times
+    scale to the residual in place and writes the norm of that sum."""
     _norm(x, residual, weight, None, eps, scale, out, around_one, False)
 
 
 def layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor, scale: float = 1.0
 ) -> None:
-    """Writes the norm of x's rows to out, see reference.layer_norm. With a residual, as rms_norm does."""
+    """Writes the LayerNorm of each row of x [T, W] to out [T, W], as reference.layer_norm does. With a residual [T, W], adds x
+    times scale to the residual in place and writes the norm of that sum."""
     _norm(x, residual, weight, bias, eps, scale, out, False, True)
 
 
@@ -126,12 +127,13 @@ def _gate_kernel(
 
 
 def gate_and_mul(gate_up: Tensor, gelu: bool, out: Tensor) -> None:
-    """Writes gelu(gate) * up, or silu(gate) * up, to out [T, W], of gate and up side by side in gate_up [T, 2 W]."""
+    """Writes gelu(gate) * up if gelu (in its form with tanh), else silu(gate) * up, to out [T, W]. gate_up [T, 2 W]: each row has W
+    gates, then W ups."""
     _activate(gate_up, out, gelu, True)
 
 
 def gelu(x: Tensor, out: Tensor) -> None:
-    """Writes gelu(x) to out, both [T, W]."""
+    """Writes gelu(x), in its form with tanh, to out, both [T, W]."""
     _activate(x, out, True, False)
 
 
@@ -161,7 +163,7 @@ def _gather_kernel(
 
 
 def gather_rows(table: Tensor, ids: Tensor, scale: float, out: Tensor) -> None:
-    """Copies the rows `ids` [T] of table [V, W], times scale, to out [T, W]. ids are below V, of any integer type."""
+    """Copies the rows `ids` [T] of table [V, W], times scale, to out [T, W]. ids are of any integer type, and must be below V."""
     rows, width = out.shape
     block = min(2048, power_of_two(width))
     _gather_kernel[(rows, ceil_div(width, block))](table, ids, out, scale, W=width, SCALED=scale != 1.0, BLOCK=block, num_warps=4)

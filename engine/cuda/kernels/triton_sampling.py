@@ -59,8 +59,8 @@ def hash32(index, key0, key1):
 
 @triton.jit
 def exponential(bits):
-    """Returns -log(1 - (bits + 1/2) / 2**32), never 0: a unit exponential random number from uniform bits (uint32). Small numbers
-    decide races, so they keep their relative precision: a series is used below 1/64."""
+    """Returns -log(1 - (bits + 1/2) / 2**32) in float32, never 0: a unit exponential random number from uniform bits (uint32).
+    Small numbers decide races, so they keep their relative precision: a series is used below 1/64."""
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
     return tl.where(u < 0.015625, series, -tl.log(tl.maximum(1.0 - u, 2.9802322e-8)))
@@ -68,14 +68,16 @@ def exponential(bits):
 
 @triton.jit
 def _weights(logits, at, inside, top, factor):
-    """Returns the weights of the tokens `at`, 0 where not inside. top: the logit whose weight is 1."""
+    """Returns the weights exp((logit - top) * factor) of the tokens `at` of a row, in float32, 0 where not inside. top: the logit
+    whose weight is 1. factor: 1 / temperature."""
     logit = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
     return tl.exp((logit - top) * factor)
 
 
 @triton.jit
 def _times(at, own, first, second):
-    """Returns when the tokens `at` finish the race. own: their weights; first, second: the row's keys."""
+    """Returns the times at which the tokens `at` finish the race, in float32. own: their weights. first, second: the row's keys
+    key0 and key1."""
     return exponential(hash32(at.to(tl.uint32), first, second)) / own
 
 
@@ -135,7 +137,7 @@ def _survey_kernel(
 
 @triton.jit
 def _added(above, unit, count1, count2, count3, count4, count5, count6, count7):
-    """Returns the counters with one more each where `above` is at least 1 to 7 units."""
+    """Returns the seven counters, tensors of int32, each increased by 1 where `above` is at least 1, 2, ... or 7 times unit."""
     count1 += (above >= unit).to(tl.int32)
     count2 += (above >= 2 * unit).to(tl.int32)
     count3 += (above >= 3 * unit).to(tl.int32)
@@ -148,7 +150,7 @@ def _added(above, unit, count1, count2, count3, count4, count5, count6, count7):
 
 @triton.jit
 def _digit(k, count1, count2, count3, count4, count5, count6, count7):
-    """Returns how many of the counters are k or more."""
+    """Returns how many of the seven counters have a sum of k or more: the next three bits of what _kth_weight searches."""
     digit = (tl.sum(count1) >= k).to(tl.int32) + (tl.sum(count2) >= k).to(tl.int32) + (tl.sum(count3) >= k).to(tl.int32)
     digit += (tl.sum(count4) >= k).to(tl.int32) + (tl.sum(count5) >= k).to(tl.int32) + (tl.sum(count6) >= k).to(tl.int32)
     return digit + (tl.sum(count7) >= k).to(tl.int32)
@@ -156,7 +158,8 @@ def _digit(k, count1, count2, count3, count4, count5, count6, count7):
 
 @triton.jit
 def _stripe_bits(numbers, start, num_stripes, top, factor, PER_TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the bits of the largest weights of BLOCK stripes from `start` on, -1 behind the last."""
+    """Returns the bits (int32) of the largest weight of each of BLOCK stripes from number `start` on, -1 for those behind the last.
+    numbers: the row's records, in which _survey_kernel has stored the stripes' largest logits, PER_TILE in a tile."""
     stripe = start + tl.arange(0, BLOCK)
     at = stripe // PER_TILE * RECORD_SIZE + STRIPES_PART + stripe % PER_TILE
     return tl.where(stripe < num_stripes, _weights(numbers, at, stripe < num_stripes, top, factor).to(tl.int32, bitcast=True), -1)
@@ -166,7 +169,7 @@ def _stripe_bits(numbers, start, num_stripes, top, factor, PER_TILE: tl.constexp
 def _kth_weight(
     logits, V, top, factor, k, numbers, integers, num_stripes, STRIPE: tl.constexpr, PER_TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns the k-th largest weight of a row; tokens of equal weight are thus kept. Each round finds three of its bits, as
+    """Returns the k-th largest weight of a row, so that tokens of equal weight are all kept. Each round finds three of its bits, as
     weights are between 0 and 1 and their bits sort as they do.
 
     The k-th largest of the stripes' largest weights is a first bound: so many tokens are at least as heavy. Fewer than k stripes
@@ -344,7 +347,8 @@ def _weigh_kernel(
 
 @triton.jit
 def _above(logits, V, top, factor, floor, by_mass, BLOCK: tl.constexpr):
-    """Returns the mass, or the number, of the tokens of a row that are heavier than `floor`."""
+    """Returns the sum of the weights (by_mass), or else the number, of the tokens of a row that are heavier than `floor`, in
+    float32."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -420,7 +424,8 @@ def _choose_kernel(
 
 
 def empty_records(rows: int, vocab: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Allocates what is written down of `rows` rows between the kernels: numbers and integers [N, S + 1, RECORD]."""
+    """Allocates the records through which the kernels pass on what they found in `rows` rows: numbers (float32) and integers
+    (int32), [N, S + 1, RECORD] each."""
     shape = (rows, ceil_div(vocab, _tile_tokens(vocab)) + 1, RECORD)
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
 
@@ -442,8 +447,9 @@ def sample(
     *,
     is_cut: bool = True,
 ) -> None:
-    """Samples a token for each row, see reference.sample. Writes ids and bad [N] int32. Rows of temperature 0 take their
-    largest logit. is_cut: False promises that no row has a top_k, top_p or min_p, and spares two launches."""
+    """Samples a token for each row of logits [N, V], as reference.sample does, by settings of [N] each. Writes ids and bad [N]
+    int32; bad is not 0 where the row holds NaN or an infinity. Rows of temperature 0 take their largest logit. is_cut: False
+    promises that no row has a top_k, top_p or min_p, and spares two launches."""
     rows, vocab = logits.shape
     tile = _tile_tokens(vocab)
     num_tiles = ceil_div(vocab, tile)

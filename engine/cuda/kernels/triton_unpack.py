@@ -70,9 +70,9 @@ def _unpack_kernel(
 def unpack(data: Tensor, begins: Tensor, frame_values: int, out: Tensor, refused: Tensor, number: int = 1) -> None:
     """Decodes the frames in data (uint8) into out [N], contiguous, of any two-byte type.
 
-    begins: [F] int64, where each frame begins, aligned to 64 bytes. The host must have checked their heads and checksums. All
-    frames but the last hold frame_values values. refused: [1] int32, set to number + f if the codes of frame f ask for other
-    escapes than it has."""
+    begins: [F] int64, where each frame begins in data, aligned to 64 bytes. The host must have checked the frames' heads and
+    checksums. All frames but the last hold frame_values values. refused: [1] int32, set to number + f if frame f is bad: its codes
+    ask for other escapes than it has. Otherwise it stays."""
     groups = ceil_div(min(frame_values, out.numel()), layout.GROUP_VALUES)
     bits = out.view(-1).view(dtype=torch.int16)
     _unpack_kernel[(groups, len(begins))](
