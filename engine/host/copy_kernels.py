@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def _store_past_cache(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Does array[index] = value with a store that bypasses the caches (non-temporal). array: uint64."""
+    """Stores `value` to array[index], both uint64, past the caches (a non-temporal store)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -63,8 +63,8 @@ def copy_and_sum_each(targets: Any, sources: Any, num_words: Any, sums: Any) -> 
 
 @njit(void(uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
 def sum_up(source: Any, sums: Any) -> None:
-    """Adds the sum of source's words [N] to sums[0] and the sum of index * word to sums[1], both modulo 2**64, as copy_and_sum
-    does."""
+    """Adds the sum of source's words [N] (uint64) to sums[0] and the sum of index * word to sums[1], both modulo 2**64, as
+    copy_and_sum does, without a copy."""
     plain, weighted = np.uint64(0), np.uint64(0)
     for index in range(source.shape[0]):
         word = source[index]

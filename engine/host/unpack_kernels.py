@@ -63,7 +63,7 @@ def _decode_word(typing_context: Any, out: Any, body: Any, at: Any, low: Any, mi
 
 @intrinsic
 def _lowest_bit(typing_context: Any, word: Any) -> Any:
-    """Returns the index of the lowest set bit of a word that is not 0."""
+    """Returns the index of the lowest set bit of a uint64 word, which must not be 0, as int64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], cgutils.true_bit)
@@ -128,8 +128,8 @@ def _sum(words: Any, sums: Any) -> None:
 
 
 def decode(data: Any, out: Any) -> None:
-    """Decodes one frame of packed weights, data (uint8), into out (uint16 [N], bits of bfloat16), as codec.decode does. Raises
-    FrameError for a bad frame."""
+    """Decodes one frame of packed weights, data (uint8), into out (uint16 [N], bits of bfloat16), as loader.codec.decode does.
+    Raises FrameError for a bad frame; out is then worthless."""
     if data.ctypes.data % 8:
         codec.decode(data, out)
         return

@@ -32,10 +32,10 @@ HAS_TILES = processor.runs("tiles") and platform.system() == "Linux"
 
 @functools.cache
 def may_use_tiles() -> bool:
-    """Returns whether the processor multiplies tiles of bfloat16 and the kernel lets this process keep tile registers.
+    """Returns whether the processor multiplies tiles of bfloat16 and Linux lets this process keep tile registers.
 
-    Linux (5.16 or newer) must be asked for that permission, and this function asks. A process that is refused, or whose signal
-    stacks are too small, does without tiles."""
+    Linux (5.16 or newer) must be asked for that permission, and this function asks. It returns False for a process that is refused,
+    or whose signal stacks are too small to hold the registers."""
     if not HAS_TILES:
         return False
     syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -49,7 +49,7 @@ def fits_tiles(block_tokens: int, head_dim: int) -> bool:
 
 
 def tile_configuration() -> Any:
-    """Returns the argument [64] uint8 of configure_tiles that gives all eight tiles 16 rows of 64 bytes."""
+    """Returns a configuration [64] uint8 for configure_tiles that gives each of the eight tile registers 16 rows of 64 bytes."""
     configuration = np.zeros(64, np.uint8)
     configuration[0] = 1  # palette
     configuration[16:32:2] = TILE_ROW_BYTES  # 16 bits for each tile

@@ -1,13 +1,14 @@
-"""Attention with AMX (Numba): rows (query heads of one token or several) of one KV head against chunks of 64 positions, in
-bfloat16.
+"""Attention with AMX (Numba), in bfloat16: query heads that share a KV head, of one token or several, against a chunk of 64
+positions at a time. Such heads are called rows.
 
 Keys are read in place: 16 positions of a block are a tile. Queries are the other side of the product, as pairs, so that a tile of
 scores has a position in each row and a query in each column. Values are combined into pairs of two positions once a chunk, for all
 rows.
 
 Memory should be busy all the time, and what waits for it must not hold up what computes. So what is needed later is prefetched
-evenly between the steps of all the work for a chunk, a few lines at a time. `ahead` lists where (prefetching as much in one go, or
-in parts of the work only, gains nothing). If `ahead` is None, nothing is prefetched.
+evenly between the steps of all the work for a chunk, a few lines at a time. The argument `ahead` lists the indices in kv that are
+prefetched (prefetching as much in one go, or in parts of the work only, gains nothing), and `number` is the first entry that a call
+uses. If `ahead` is None, nothing is prefetched.
 
 Shapes: D head size, a multiple of 32; C = D / 32; rows in tiles of 16 or fewer. bfloat16 is passed as uint16 bits.
 """

@@ -1,18 +1,19 @@
 """Products with bfloat16 or int8 weights on the CPU's matrix unit.
 
-Inputs are interleaved once, by all threads together. Each thread takes panels of 32 outputs, and of these a piece at a time. Up to
-four tiles of columns read the piece as it lies, while the next one is prefetched. For more columns it is packed, while the one
-before is multiplied, and stays in the second-level cache for all rows, as do that piece of the columns and the sums of some panels.
-Scratch begins at a cache line: a tile whose rows each lie in two lines takes nearly twice as long.
+Inputs are interleaved once, by all threads together, into tiles of 16 columns (amx_tiles.py). Each thread takes panels of 32
+outputs, and multiplies a piece of a panel's weights at a time, while the next piece is prefetched. Up to four tiles of columns read
+the piece as it lies in memory. For more columns the piece is packed (copied) while the one before is multiplied, and stays in the
+second-level cache for all columns, as do the matching piece of the columns and the sums of some panels. Scratch begins at a cache
+line: a tile whose rows each lie in two lines takes nearly twice as long.
 
 Int8 weights that are read as they lie are multiplied with two digits of x (see int8.py), which are a column each. That takes as
 many products as bfloat16 weights, but half the bytes. From 33 rows on these are too many columns to read the weights as they lie,
 and the weights are packed as bfloat16, which is exact. It takes one conversion for all rows instead of digits of all inputs and
-twice the sums (128 and 256 rows of mid and one-b: 1.1 to 1.2 times as fast as bfloat16 weights, where digits were 0.75 to 0.98
-times).
+twice the sums (128 and 256 rows of the models mid and one-b of the benchmarks: 1.1 to 1.2 times as fast as bfloat16 weights, where
+digits were 0.75 to 0.98 times).
 
 Shapes: R rows, K inputs (a multiple of 32; of 64 for int8), N outputs (32 at least), S steps of 64 bytes of K, C tiles of 16
-columns (see amx_tiles.py). Reference implementations: torch's linear, reference.int8_linear.
+columns. Reference implementations: torch's linear, reference.int8_linear.
 """
 
 from __future__ import annotations

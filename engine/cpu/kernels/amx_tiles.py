@@ -4,9 +4,9 @@ A tile instruction multiplies 16 rows of 64 bytes, as they lie in memory, with 1
 column at a time. Weights [N, K] can be the rows without being rearranged. Only the inputs, which are far fewer, are interleaved.
 The result is the product transposed, 16 outputs times 16 columns at a time.
 
-A step is 64 bytes of a row of weights as they are multiplied, and the matching part of 16 columns. A word is four bytes. With
-bfloat16 weights, columns are rows of x. With int8 weights, they are digits of rows of x (int8.py). amx_linear.py uses all
-this.
+A step is 64 bytes of a row of weights as they are multiplied, and the matching part of 16 columns. A word is four bytes. A panel is
+32 outputs, two tiles of weights. With bfloat16 weights, columns are rows of x; with int8 weights, they are digits of rows of x
+(int8.py). The kernels in amx_linear.py are made of these functions.
 
 Where many columns meet the same weights, the weights are copied (packed) first. In memory a row begins at any multiple of eight
 bytes, so a row of a tile lies in two cache lines, and rows are often whole pages apart, so their lines push each other out of the
@@ -56,7 +56,8 @@ def _constant(value: int) -> Any:
 
 
 def _address(context: Any, builder: ir.IRBuilder, signature: Any, args: Any, position: int, index: Any) -> Any:
-    """Returns the address of element `index` of the array that is argument number `position`."""
+    """Returns a pointer to element `index` of the array that is argument number `position` of an intrinsic, as a pointer to
+    bytes."""
     array = context.make_array(signature.args[position])(context, builder, args[position])
     return builder.bitcast(builder.gep(array.data, [index]), _BYTES)
 
@@ -71,17 +72,17 @@ def _store(builder: ir.IRBuilder, value: Any, address: Any) -> None:
 
 def tile_products(num_columns: int, packs: bool) -> Any:
     """Returns a function (own, at, words, words_at, columns_apart, steps, fresh, sums, sums_at, weight, next_at, width,
-    halves_apart, next_steps, from_row, to_row, packed_at) that multiplies a panel of weights with num_columns (1 or 2) tiles of
-    columns.
+    halves_apart, next_steps, from_row, to_row, packed_at) for kernels that multiplies a panel of weights (32 outputs) with
+    num_columns (1 or 2) tiles of 16 columns.
 
     It multiplies `steps` steps of the panel, whose weights begin at element `at` of own, with the tiles of columns, of which the
-    first begins at words_at and the next columns_apart words after it. The products are added to sums [2, num_columns, 16, 16] at
-    sums_at (float32, or int32 for int8 weights that are not packed); if fresh, the sums start from 0. A panel's rows of weights are
-    `width` elements apart, and its second 16 rows begin halves_apart elements after its first 16.
+    first begins at words[words_at] and the next columns_apart words after it. The products are added to sums [2, num_columns, 16,
+    16] at sums_at (float32, or int32 for int8 weights that are not packed); if fresh, the sums start from 0. A panel's rows of
+    weights are `width` elements apart, and its second 16 rows begin halves_apart elements after its first 16.
 
-    Meanwhile it prefetches what is needed next: next_steps steps of rows from_row to below to_row of the panel that begins at
-    element next_at of weight. If packs, own holds packed weights (step by step, two whole tiles each), and the next ones are also
-    packed, to packed_at. Otherwise own is weight, and the next ones are brought into the second-level cache.
+    Meanwhile it prefetches the weights that are needed next: next_steps steps of rows from_row to below to_row of the panel that
+    begins at element next_at of weight. If packs, own holds packed weights (step by step, two whole tiles each), and the next ones
+    are also packed, to own from packed_at on. Otherwise own is weight, and the next ones are brought into the second-level cache.
 
     All rows are prefetched side by side: a load that waits for memory then holds up few of those after it, as the processor itself
     prefetches in each row (measured with 128 rows of one-b: 1.3 times as fast as row after row). Only for one tile of columns
@@ -149,7 +150,9 @@ def tile_products(num_columns: int, packs: bool) -> Any:
 def pack_rows(
     typing_context: Any, weight: Any, at: Any, width: Any, halves_apart: Any, steps: Any, packed: Any, packed_at: Any
 ) -> Any:
-    """Packs `steps` steps of the panel that begins at element `at` of weight; see tile_products."""
+    """Copies `steps` steps of the panel of weights that begins at element `at` of weight to packed, from packed_at on, in the order
+    that tile_products reads if it packs: step by step, 32 rows of 64 bytes each. int8 becomes bfloat16. width: elements from one
+    row to the next. halves_apart: elements from the first row to the 17th."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, begin, row, apart, count, _, to = args
@@ -169,14 +172,15 @@ def _bytes_of(builder: ir.IRBuilder, array: Any, num_elements: Any) -> Any:
 
 
 def _as_bfloats(builder: ir.IRBuilder, place: Any) -> Any:
-    """Returns 32 int8 as bfloat16, which is exact."""
+    """Returns the 32 int8 at the address `place` as a vector of bfloat16, which is exact."""
     wide = builder.sitofp(_load(builder, place, ir.VectorType(I8, 2 * LANES)), ir.VectorType(ir.FloatType(), 2 * LANES))
     return builder.fptrunc(wide, BFLOATS)
 
 
 class _Rows:
-    """A panel's rows of weights in memory. begin: address of row 0. stride: bytes from one row to the next in a half of 16 rows.
-    halves_apart: bytes from row 0 to row 16."""
+    """A panel's 32 rows of weights in memory, in a kernel that is being generated. begin: address of row 0. stride: bytes from one
+    row to the next within the first 16 rows, and within the others. halves_apart: bytes from row 0 to row 16. element: the weights'
+    type."""
 
     def __init__(self, builder: ir.IRBuilder, begin: Any, stride: Any, halves_apart: Any, element: types.Type) -> None:
         self.builder, self.begin, self.stride = builder, begin, stride
@@ -189,13 +193,14 @@ class _Rows:
         return builder.gep(self.begin, [builder.add(builder.mul(row, self.stride), jump)])
 
     def each(self, first: Any, end: Any, visit: Callable[[Any, Any], None]) -> None:
-        """Calls visit(row, its address) for rows first to below end."""
+        """Emits a loop over rows `first` to below `end`, whose body is visit(row, the row's address)."""
         with cgutils.for_range_slice(self.builder, first, end, _constant(1)) as (row, _):
             visit(row, self.place(row))
 
     def pack(self, k: Any, target: Any, first: Any, end: Any) -> None:
-        """Packs rows first to below end of the step that begins k bytes into each packed row. In memory, int8 weights are k / 2
-        bytes into the row."""
+        """Emits the copy of one step of rows `first` to below `end` to its place in the packed panel that begins at `target`. k:
+        the bytes of a packed row before this step; int8 weights, which become bfloat16, are k / 2 bytes into their row in
+        memory."""
         builder = self.builder
         step = builder.gep(target, [builder.mul(k, _constant(PANEL))])
         at = builder.lshr(k, _constant(1)) if self._of_int8 else k
@@ -209,7 +214,8 @@ class _Rows:
 
 
 class _InTurn:
-    """Prefetches `steps` steps of rows first to below end row after row, num_lines cache lines in all."""
+    """Emits prefetches of the first `steps` steps of rows `first` to below `end`, one row after the other. It keeps on the stack
+    how far they have come. num_lines: the cache lines of all of them."""
 
     def __init__(self, rows: _Rows, steps: Any, first: Any, end: Any) -> None:
         builder = self._builder = rows.builder
@@ -220,7 +226,7 @@ class _InTurn:
         self._place = cgutils.alloca_once_value(builder, rows.place(first))  # address of the row
 
     def fetch(self, num_lines: Any) -> None:
-        """Prefetches the next num_lines lines, or those that are left."""
+        """Emits the prefetch of the next num_lines cache lines, or of as many as are left."""
         builder, rows = self._builder, self._rows
         left = builder.load(self._left)
         some = builder.select(builder.icmp_signed("<", num_lines, left), num_lines, left)
@@ -248,10 +254,10 @@ def _multiply(
     rows: _Rows | None,
     meanwhile: Callable[[Any], None],
 ) -> None:
-    """Generates what tile_products does with its first nine arguments.
+    """Emits the products that tile_products describes: what its function does with its first nine arguments.
 
-    rows: how the weights lie in memory; None: they are packed. meanwhile: generates what else is done in every step, given the
-    bytes k from the start of a row to the step."""
+    rows: how the weights lie in memory; None: they are packed. of_int8: weights and columns are int8. meanwhile: emits what else is
+    done in every step, given the bytes k from the start of a row to the step."""
     _, begin, _, words_begin, columns_apart, count, anew, _, sums_begin = args[:9]
     weights = _address(context, builder, signature, args, 0, begin)
     columns = _address(context, builder, signature, args, 2, words_begin)
@@ -288,8 +294,8 @@ def _multiply(
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
-    """Returns 16 vectors of 16 words transposed. Each round exchanges one bit of a word's row number with the same bit of its lane
-    number."""
+    """Returns 16 vectors of 16 words transposed: word j of vector i becomes word i of vector j. Each round exchanges one bit of a
+    word's row number with the same bit of its lane number."""
     for bit in (8, 4, 2, 1):
         low = [LANES + lane - bit if lane & bit else lane for lane in range(LANES)]
         high = [LANES + lane if lane & bit else lane + bit for lane in range(LANES)]
@@ -304,8 +310,9 @@ def _transposed(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
 
 @intrinsic
 def interleave(typing_context: Any, words: Any, at: Any, stride: Any, num_rows: Any, out: Any, out_at: Any) -> Any:
-    """Writes 16 words from index `at` on of each of num_rows (1 to 16) rows, `stride` words apart, to a tile of columns at out_at:
-    first the first words of all 16 rows, then the second ones, and so on. Missing rows are copies of the last one."""
+    """Writes a tile of 16 columns to out from word out_at on, from 16 words of each of num_rows (1 to 16) rows, which begin at
+    words[at] and are `stride` words apart: first the first words of all 16 rows, then the second ones, and so on. Missing rows are
+    copies of the last one."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, begin, step, count, _, out_begin = args
@@ -326,12 +333,13 @@ def interleave(typing_context: Any, words: Any, at: Any, stride: Any, num_rows: 
 
 
 def write_tile(of_digits: bool) -> Any:
-    """Returns a function (weight, sums, at, units, unit_at, factors, factors_at, num_rows, out, out_at, width) that writes sums [16
-    outputs, 16 columns] at `at` to 16 outputs of num_rows (1 to 16) rows of out (bfloat16), `width` elements apart, from out_at on.
+    """Returns a function (weight, sums, at, units, unit_at, factors, factors_at, num_rows, out, out_at, width) for kernels that
+    writes the sums [16 outputs, 16 columns] from index `at` on to 16 outputs of num_rows (1 to 16) rows of out (bfloat16), which
+    are `width` elements apart, from index out_at on. weight is read for its element type alone.
 
-    of_digits: the sums are whole numbers, of the high digits, and the next 16 times 16 are those of the low digits. Both together
-    are multiplied by units[unit_at + row]. With int8 weights the result is then multiplied by factors[factors_at + output]. Finally
-    factors[factors_at + 32 + output] is added."""
+    of_digits: the sums are int32, those of the high digits, and the next 16 times 16 those of the low digits; 256 * high + low is
+    multiplied by units[unit_at + row]. Else they are float32. With int8 weights the result is then multiplied by factors[factors_at
+    + output]. Finally factors[factors_at + 32 + output] is added."""
 
     @intrinsic
     def write(

@@ -1,8 +1,8 @@
 """Paged attention on the CPU (Numba): any set of query tokens against their sequences' KV blocks, in one call.
 
-Shapes: T tokens of the step, N query tokens served here, R rows, B blocks of a row, H query heads, G KV heads, D head size. The KV
-arena is passed as a flat array. Block b starts at element b * layers * 2 * G * block_tokens * D and holds, for each layer, keys
-then values as [G, block_tokens, D]. Reference implementation: reference.paged_attention.
+Shapes: T tokens of the step, N query tokens served here, R rows, B blocks of a row, H query heads, G KV heads, D head size, width:
+D padded to a multiple of 64. The KV arena is passed as a flat array. Block b starts at element b * layers * 2 * G * block_tokens *
+D and holds, for each layer, keys then values as [G, block_tokens, D]. Reference implementation: reference.paged_attention.
 
 The blocks of all query tokens are laid end to end and cut into equal shares, one for each thread, so that one long context keeps
 all threads busy, even next to many short ones. A share's part of a token is added up chunk by chunk, and rescaled whenever a larger

@@ -1,4 +1,6 @@
-"""Scores of a few query heads, and values weighted with them, kept in vector registers: the inner loops of paged attention."""
+"""Generates the inner loops of paged attention, for attention_blocks.py: scores of a few query heads, and values weighted with
+them, with sums that are kept in vector registers.
+"""
 
 from __future__ import annotations
 

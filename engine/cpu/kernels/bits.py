@@ -40,7 +40,7 @@ class BFloat(ir.Type):
 
 
 def named(name: str, function: Any) -> Any:
-    """Returns a copy of a Python function under another name.
+    """Returns a copy of a Python function that is called `name`.
 
     Numba's cache tells kernels apart by name, not by options. Of two compilations of one function with different options, the
     second would otherwise load what the first one saved."""
@@ -64,7 +64,7 @@ def widen(typing_context: Any, value: Any) -> Any:
 
 
 def constant(kind: ir.Type, value: int | float) -> ir.Constant:
-    """Returns a constant of a scalar type, or of a vector type with the value in all lanes."""
+    """Returns an LLVM constant of type `kind`: the value if that is a scalar type, or a vector with the value in all lanes."""
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
@@ -157,7 +157,7 @@ def float_of_bits(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def bits_of_float(typing_context: Any, value: Any) -> Any:
-    """Returns the bits of a float32 as int32."""
+    """Returns the bits of a float32 as int32, unchanged."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _I32)
@@ -179,7 +179,7 @@ def bits_of_element(typing_context: Any, element: Any) -> Any:
 
 @intrinsic
 def value_of_bits(typing_context: Any, bits: Any) -> Any:
-    """Returns the float32 value of bits that bits_of_element returned."""
+    """Returns as float32 the element whose bits (int32 of float32, int16 of bfloat16) bits_of_element returned."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = args[0] if bits == types.int32 else builder.shl(builder.zext(args[0], _I32), _I32(16))
@@ -190,8 +190,8 @@ def value_of_bits(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def ordered(typing_context: Any, bits: Any) -> Any:
-    """Converts a float's bits (int16 or int32) to an integer that sorts as the float does, and back. It flips the magnitude bits of
-    negative floats."""
+    """Returns an integer that sorts as the float with these bits (int16 or int32, signed) does: the magnitude bits of negative
+    floats are flipped. Applied twice it gives the bits back."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = args[0].type
@@ -203,8 +203,8 @@ def ordered(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def magnitude(typing_context: Any, bits: Any) -> Any:
-    """Returns a float's bits (int16 or int32) without the sign. They sort as the magnitudes do, with infinity and then NaN above
-    all."""
+    """Returns the bits of a float (int16 or int32) without the sign, as an integer that sorts as the magnitudes do, with infinity
+    and then NaN above all."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = args[0].type
@@ -319,7 +319,7 @@ def exponential(bits: int) -> float:
     """Returns -log(1 - (bits + 1/2) / 2**32) in float32, which makes a unit exponential random number from 32 uniform bits
     (uint32).
 
-    It is never 0: a token with a time of 0 would win whatever its weight, once in 2**32 / V tokens.
+    It is never 0: a token with a time of 0 would win whatever its weight, once in 2**32 / V tokens of a vocabulary of V.
 
     Small numbers decide races, so they keep their relative precision: a series below 1/64, else the logarithm of (1 - u)."""
     u = uniform(bits)

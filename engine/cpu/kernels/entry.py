@@ -346,7 +346,8 @@ def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
 
 
 def sampling_shares(logits: Any) -> int:
-    """Returns into how many shares the rows of logits [N, V] are dealt out for sampling."""
+    """Returns the number of shares into which the rows of logits [N, V] are dealt out to threads for sampling: 1 if that is too
+    little work to wake other threads."""
     return min(_thread.num_threads, len(logits)) if _deals_out_logits(logits) else 1
 
 

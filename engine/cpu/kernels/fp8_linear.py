@@ -1,8 +1,8 @@
 """Multiplies a few rows with FP8 weights on the CPU (Numba), and widens FP8 weights for products of many rows.
 
-Weights are read once, four outputs at a time, and converted in registers (fp8_codes.py), to bfloat16 where the processor multiplies
-that, else to float32. The products of inputs that share a scale are added up, then multiplied with it. As in linear.py what is
-needed next is prefetched, and inputs are taken in pieces that stay in the first-level cache.
+Weights are read once, four outputs at a time, and converted in registers (fp8_codes.py), to bfloat16 if the processor multiplies
+bfloat16, else to float32. The products of inputs that share a scale are added up, then multiplied with the scale. As in linear.py
+the weights that are needed next are prefetched, and inputs are taken in pieces that stay in the first-level cache.
 
 Shapes: R rows, K inputs, N outputs (4 at least), G groups of inputs that share a scale. Reference implementations:
 reference.fp8_linear, reference.fp8_rows.

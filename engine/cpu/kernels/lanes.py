@@ -225,7 +225,7 @@ def total_of(typing_context: Any, lanes: Any) -> Any:
 
 @intrinsic
 def bits_of(typing_context: Any, values: Any) -> Any:
-    """Returns the bits of float32 lanes as int32."""
+    """Returns the bits of 16 float32 lanes as lanes of int32, unchanged."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.bitcast(args[0], PAIRS)
@@ -315,7 +315,8 @@ def at_least(typing_context: Any, words: Any, limit: Any) -> Any:
 
 @intrinsic
 def kept_up_to(typing_context: Any, values: Any, keys: Any, limit: Any) -> Any:
-    """Returns values in the lanes whose key (float32) is at most limit, and 0 in all other lanes."""
+    """Returns the float32 `values` in the lanes in which `keys` (float32 lanes) are at most limit, and 0 in all other lanes, also
+    where a key is NaN."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         stays = builder.fcmp_ordered("<=", args[1], splat(builder, args[2], SUMS))

@@ -25,7 +25,7 @@ def top_logprobs_signature(element: types.Type) -> Any:
 
 @njit(fastmath=FASTMATH, inline="always")
 def _ordered(value: Any) -> Any:
-    """Returns a float32 as an integer that sorts as the float does."""
+    """Returns an int32 that sorts as this float32 does."""
     return ordered(bits_of_float(value))
 
 

@@ -1,11 +1,11 @@
 """Attention of prompts on the CPU (Numba): many query tokens of a sequence against its KV blocks, which are read in place.
 
-Shapes: T tokens of the step, R rows, B blocks of a row, H query heads, G KV heads, D head size; KV as in attention.py.
-Reference implementations: reference.gather_context and reference.causal_attention.
+Shapes: T tokens of the step, R rows, B blocks of a row, H query heads, G KV heads, D head size; KV as in attention.py. Reference
+implementations: reference.gather_context and reference.causal_attention.
 
-A tile is a few query tokens with all heads that share a KV head, so that a chunk of keys and values serves about 32 rows while it
-is in the cache. A tile reads only what its last token sees. Tiles are dealt out to the threads in turn, because later ones see
-more.
+A tile is a few query tokens with all heads that share a KV head, so that a chunk of keys and values serves about 32 of these heads
+while it is in the cache. A tile reads only the positions that its last token sees. Tiles are dealt out to the threads in turn,
+because tiles of later tokens see more and take longer.
 """
 
 from __future__ import annotations

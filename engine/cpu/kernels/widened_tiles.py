@@ -62,7 +62,7 @@ def _halves(builder: ir.IRBuilder, pairs: Any) -> list[Any]:
 
 
 def _bytes_as_floats(builder: ir.IRBuilder, data: Any, at: Any) -> Any:
-    """Returns W int8 from index `at` on as float32."""
+    """Returns the W int8 from index `at` of data on as a vector of float32."""
     return builder.sitofp(_load(builder, data, at, ir.VectorType(ir.IntType(8), WIDTH), 1), _FLOATS)
 
 

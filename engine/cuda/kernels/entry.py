@@ -1,7 +1,8 @@
 """The GPU kernels as engine/cuda/ops.py and model.py call them. Triton compiles them for a model's sizes and keeps them in the
 node's cache folder.
 
-Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly. Shapes are those of engine/ops/ops.py.
+Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly. Shapes are those of engine/ops/ops.py: T tokens, W width, R
+rows, S slots, H query heads, D head size, V (of attention to latents) dimensions of values.
 """
 
 from __future__ import annotations

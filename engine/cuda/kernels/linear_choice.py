@@ -63,7 +63,8 @@ def launches_both() -> bool:
 
 
 def few_rows(num_rows: int) -> int:
-    """Returns the row count under which num_rows is measured: 1, 2 or 4. Returns 0 if num_rows is too large for our kernel."""
+    """Returns the row count under which products of num_rows rows are measured and chosen: 1, 2 or 4. Returns 0 if num_rows is too
+    large for our kernel."""
     return 0 if num_rows > triton_linear.MAX_ROWS else 1 << (num_rows - 1).bit_length()
 
 

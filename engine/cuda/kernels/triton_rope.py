@@ -1,5 +1,5 @@
 """Rotary embedding, norms of queries and keys, and the KV write in one pass on the GPU (Triton). Reference implementations:
-reference.rope_and_store, forward_batch.Rotary.cos_sin.
+reference.rope_and_store, and for cos_sin CpuOps.cos_sin (engine/cpu/ops.py).
 
 Shapes: T tokens, H query heads, G KV heads, D head size, P pairs of a head's dimensions that are rotated.
 """

@@ -47,7 +47,8 @@ NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def hash32(index, key0, key1):
-    """Returns 32 well mixed bits of (index, key0, key1), all uint32."""
+    """Returns 32 well mixed bits of (index, key0, key1) as uint32, like the arguments: two rounds of a multiply-xorshift finaliser,
+    the same bits as on the CPU."""
     h = (index * 0x9E3779B1).to(tl.uint32) ^ key0
     h = ((h ^ (h >> 16)) * 0x85EBCA6B).to(tl.uint32)
     h = ((h ^ (h >> 13)) * 0xC2B2AE35).to(tl.uint32)
