@@ -58,8 +58,8 @@ def _place(block: int, layers: int, layer: int, state_values: int) -> int:
 def _convolve_lanes(
     x: Any, own: int, first: int, width: int, weights: Any, seen: Any, i: int, count: int, mixed: Any, to: int
 ) -> None:
-    """Convolves `count` columns (16 at most), from number i on, of one token, and writes silu of the result to mixed from index to
-    + i on.
+    """Convolves `count` columns (16 at most), from number i on, of one token, and writes silu of the result to mixed[to + i] and
+    what follows.
 
     own: the index in x of the token's first column. first: how many tokens before it are in x, N - 1 at most; `seen` [N - 1, width]
     has the columns of those before them. weights: [N, width], flat."""

@@ -201,7 +201,8 @@ class Forms:
 
 
 def num_shares() -> int:
-    """Returns the number of parts into which kernels that the calling thread calls cut their shared work: one for each thread."""
+    """Returns the number of parts into which the kernels of the calling thread cut work that several threads share: one for each
+    thread."""
     return _thread.num_threads
 
 
@@ -288,7 +289,7 @@ def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) 
 
 def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
     """Returns the kernel (Forms) that multiplies num_rows rows of dtype ("bfloat16" or "float32") with int8 weights [num_outputs,
-    num_inputs], or None if no kernel serves so many rows or so few outputs, and the weights must be widened."""
+    num_inputs], or None if no kernel serves so many rows or so few outputs."""
     if not num_rows or num_outputs < linear.MIN_OUTPUTS:
         return None
     if dtype == "bfloat16":

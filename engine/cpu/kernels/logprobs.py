@@ -78,8 +78,8 @@ def penalise(row: Any, tokens: Any, num_prompt: int, presence: float, frequency:
     """Applies penalties to the logits row [V] float32 in place, as reference.penalise does. tokens: the num_prompt tokens of the
     prompt, then those of the output.
 
-    The logits of all these tokens are divided by `repetition` where positive, else multiplied by it. Then `frequency` times the
-    token's count in the output is subtracted, and `presence` if that is not 0. Logits that are not finite stay. counts: [V] int32,
+    The logits of all these tokens are divided by `repetition` where positive, else multiplied by it. If the output has a token,
+    `frequency` times its count there and once `presence` are then subtracted. Logits that are not finite stay. counts: [V] int32,
     work space of zeros, which is zeros again afterwards. The work grows with the tokens, not with V."""
     limit = float32(1e30)  # a strong penalty must not make an infinity, which would mark the row's logits as bad
     for i in range(num_prompt, tokens.shape[0]):

@@ -146,8 +146,8 @@ def _wake(typing_context: Any, words: Any, index: Any) -> Any:
 
 @njit(**_HELPER)
 def _publish(counters: Any, rank: int, turn: int) -> None:
-    """Tells all ranks that rank `rank` has filled its buffer for this turn, and wakes those that sleep. counters: [S, LINE_WORDS],
-    flat."""
+    """Tells all ranks that rank `rank` has filled its buffer for this turn, and wakes those that sleep. counters: [S, LINE_WORDS]
+    int64."""
     line = LINE_WORDS * rank
     _store_in_order(counters, line + PUBLISHED, turn)
     if _load_in_order(counters, line + SLEEPERS) > 0:

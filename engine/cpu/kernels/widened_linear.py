@@ -1,10 +1,10 @@
 """Products with bfloat16 or int8 weights on processors that multiply nothing shorter than float32: weights are widened as they are
 used.
 
-Up to FEW_ROWS rows, each tile widens the weights that it multiplies in registers and reads them as they lie, because with so few
-rows memory is the limit. For more rows, a panel of weights is widened and transposed (packed) once and multiplied with all rows.
-Inputs are widened once, before the products. Everything but weights comes from the caches, and weights that are needed next are
-prefetched meanwhile.
+Up to FEW_ROWS rows, or with fewer than PANEL outputs, each tile widens the weights that it multiplies in registers and reads them
+as they lie, because with so few rows memory is the limit. For more rows, a panel of weights is widened and transposed (packed) once
+and multiplied with all rows. Inputs are widened once, before the products. Everything but weights comes from the caches, and
+weights that are needed next are prefetched meanwhile.
 
 Shapes: R rows, K inputs, N outputs (OUTPUTS at least). Reference implementations: torch's linear, reference.int8_linear.
 """
@@ -61,8 +61,8 @@ def _padded(count: int, to: int) -> int:
 
 
 def padded_inputs(num_inputs: int) -> int:
-    """Returns how many float32 a row of num_inputs inputs takes once it is widened for products of up to FEW_ROWS rows: a multiple
-    of STEP."""
+    """Returns how many float32 a row of num_inputs inputs takes once it is widened for weights that are not packed: num_inputs,
+    rounded up to a multiple of STEP."""
     return (num_inputs + STEP - 1) // STEP * STEP
 
 
@@ -94,7 +94,7 @@ def _tile_rows(tile: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
 
 @njit(**_HELPER)
 def widened_tiles(num_rows: int) -> int:
-    """Returns into how many tiles of at most ROWS rows up to FEW_ROWS rows are split."""
+    """Returns into how many tiles, of at most ROWS rows each, num_rows rows are split where weights are not packed."""
     return (num_rows + ROWS - 1) // ROWS
 
 
@@ -121,8 +121,8 @@ def _widen_tile(x: Any, weight: Any, first: int, num_rows: int, columns: Any) ->
 
 @njit(**_HELPER)
 def widen_rows(x: Any, weight: Any, columns: Any) -> None:
-    """Widens all rows of x [R, K] (R up to FEW_ROWS) into `columns` (float32), tile by tile, as widened_stripe needs them. weight:
-    read for its element type alone, which decides the order."""
+    """Widens all rows of x [R, K] into `columns` (float32), tile by tile, as widened_stripe needs them. weight: read for its
+    element type alone, which decides the order."""
     num_rows = x.shape[0]
     num_tiles = widened_tiles(num_rows)
     for tile in range(num_tiles):
@@ -184,8 +184,8 @@ def _write_row(sums: Any, at: int, begin: int, end: int, scale: Any, bias: Any, 
 def widened_stripe(
     columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, sums: Any, out: Any, begin: int, end: int
 ) -> None:
-    """Computes outputs begin to below end of all rows into out [R, N], for up to FEW_ROWS rows. columns: the inputs as widen_rows
-    leaves them. num_tiles: how many tiles these have. sums: STRIPE_FLOATS float32 of work space. The others are as in
+    """Computes outputs begin to below end of all rows into out [R, N], without packing the weights. columns: the inputs as
+    widen_rows leaves them. num_tiles: how many tiles these have. sums: STRIPE_FLOATS float32 of work space. The others are as in
     _widened_linear."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     whole = num_inputs // STEP * STEP
@@ -263,9 +263,9 @@ def _add_packed(
 
 @njit(**_HELPER)
 def _panels(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, own: Any, out: Any, begin: int, end: int) -> None:
-    """Computes outputs begin to below end, at most _PANELS panels, of all rows into out [R, N], for more than FEW_ROWS rows.
-    columns: the inputs as _lay_out leaves them, in num_tiles tiles. own: the share's work space, for packed weights and sums.
-    Inputs are taken piece by piece."""
+    """Computes outputs begin to below end, at most _PANELS panels, of all rows into out [R, N], with packed weights. columns: the
+    inputs as _lay_out leaves them, in num_tiles tiles. own: the share's work space, for packed weights and sums. Inputs are taken
+    piece by piece."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     packed, sums = own, own[_PACKED_PIECE * PANEL :]
     for k in range(0, num_inputs, _PACKED_PIECE):
@@ -296,7 +296,7 @@ def _share(
     words: Any, num_tiles: int, packs: bool, weight: Any, scale: Any, bias: Any, share: int, num_shares: int, out: Any
 ) -> None:
     """Computes one share (`share` of num_shares) of the outputs. words: the widened inputs, in num_tiles tiles, then each share's
-    work space (see scratch_floats). packs: there are more than FEW_ROWS rows, for which weights are packed."""
+    work space (see scratch_floats). packs: whether weights are packed, which decides how the inputs lie."""
     num_rows, num_outputs = out.shape
     at_once = _PANELS * PANEL if packs else WIDENED_STRIPE
     own_floats = _own_floats(num_rows)

@@ -88,8 +88,8 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def launch_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Launches our kernel, with and without the bias, and drops the results: so that it is compiled as steps use it once it was
-    measured to be the faster one, and as `measure` uses it."""
+    """Launches our kernel, once without a bias as `measure` does, and with a bias once more with it, and drops the results. So
+    Triton has compiled every form that later steps may need."""
     ours(x, weight, None)
     if bias is not None:
         ours(x, weight, bias)

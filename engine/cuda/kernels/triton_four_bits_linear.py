@@ -124,8 +124,8 @@ def _four_bits_tile_kernel(
 
 
 def _tensors(weight: Int4Matrix | Nvfp4Matrix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (packed, scales, zeros, factors) as the kernels take them. A matrix has no zero points, or no factors of outputs:
-    another tensor then stands in their place, which the kernels do not read."""
+    """Returns (packed, scales, zeros, factors) as the kernels take them. NVFP4 has no zero points, and INT4 no factors of outputs
+    and maybe no zero points; another tensor, which the kernels do not read, then stands in their place."""
     if isinstance(weight, Nvfp4Matrix):
         return weight.packed, weight.scales, weight.packed, weight.factors
     return weight.packed, weight.scales, weight.packed if weight.zeros is None else weight.zeros, weight.scales
