@@ -65,8 +65,9 @@ def codes_as_floats(builder: ir.IRBuilder, codes: Any) -> Any:
 
 
 class CodeLoader(Loader):
-    """Emits loads of FP8 codes as the other side's Loader loads its elements: 32 as bfloat16 pairs if paired, else 16 as float32,
-    in both cases divided by FACTOR. It is called with an index and a count, as Loader is."""
+    """Emits loads of FP8 codes in the form in which vectors.Loader loads the other side of the product: the numbers of 32 codes as
+    bfloat16 pairs if paired, else of 16 as float32, in both cases divided by FACTOR. It is called with an index and a count, as
+    Loader is."""
 
     def __init__(self, builder: ir.IRBuilder, data: Any, paired: bool) -> None:
         super().__init__(builder, data, types.uint8, paired)

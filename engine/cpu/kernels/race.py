@@ -237,7 +237,7 @@ def bits_of_weight(logit: Any, largest: Any, factor: Any, drawn: Any) -> Any:
 
 @njit(inline="always", **_HELPER)
 def _rough_masses(row: Any, begin: int, end: int, largest: Any, unit: Any, limit: Any) -> tuple[Any, Any]:
-    """Returns two sums of 2 ** ((logit - largest) * unit), each factor with a relative error up to ROUGH_ERROR, over a row's tokens
+    """Returns two sums of 2 ** ((logit - largest) * unit), each power with a relative error up to ROUGH_ERROR, over a row's tokens
     from begin to below end: of all, and of those whose logit is at most `limit`."""
     total, light = lanes_of(float32(0.0)), lanes_of(float32(0.0))
     whole = end - (end - begin) % LANES

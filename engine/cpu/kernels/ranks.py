@@ -109,7 +109,7 @@ def _now_ns(typing_context: Any) -> Any:
 
 def _futex(builder: Any, place: Any, operation: int, value: Any, timeout: Any) -> None:
     """Emits a futex(2) call with `operation` on the low 32 bits of the word at `place`, which are its first bytes on the processors
-    that are served. value: that which the operation takes. timeout: the address of a timespec, or 0 for none."""
+    that are served. value: the operation's own argument. timeout: the address of a timespec, or 0 for none."""
     kind = ir.FunctionType(_I64, [_I64], var_arg=True)
     function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
     builder.call(function, [_I64(FUTEX), builder.ptrtoint(place, _I64), _I64(operation), value, timeout, _I64(0), _I64(0)])

@@ -65,8 +65,7 @@ def _scale_lanes(values: Any, at: int, factor: Any, weight: Any, around_one: boo
 
 @njit(**_HELPER)
 def _scale(values: Any, at: int, total: Any, eps: float, weight: Any, around_one: bool, out: Any) -> None:
-    """Writes to out (at the same indices) the values at indices `at` to at + W divided by the root of their mean square plus eps,
-    times weight [W].
+    """Writes to out (at the same indices) the values at indices `at` to at + W divided by sqrt(total / W + eps), times weight [W].
 
     total: the sum of their squares. The values are rounded to the element type before the weight is applied, as in transformers.
     around_one (Gemma): they are multiplied with 1 + weight instead, and rounded once."""
@@ -305,7 +304,7 @@ def gate_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _exp(x: Any, out: Any) -> Any:
-    """Returns e**x of float32 lanes, with an error that elements of `out`'s type do not show."""
+    """Returns e**x of float32 lanes, about as exact as elements of `out`'s type (float32 or bfloat16 bits) can represent."""
     return exp_for_bfloat16(x) if out.itemsize == 2 else exp(x)
 
 

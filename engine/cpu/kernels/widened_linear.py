@@ -185,8 +185,8 @@ def widened_stripe(
     columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, sums: Any, out: Any, begin: int, end: int
 ) -> None:
     """Computes outputs begin to below end of all rows into out [R, N], without packing the weights. columns: the inputs as
-    widen_rows leaves them. num_tiles: how many tiles these have. sums: STRIPE_FLOATS float32 of work space. The others are as in
-    _widened_linear."""
+    widen_rows leaves them. num_tiles: how many tiles these have. sums: STRIPE_FLOATS float32 of work space. The other arguments are
+    those of _widened_linear."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     whole = num_inputs // STEP * STEP
     panels = (end - begin + OUTPUTS - 1) // OUTPUTS

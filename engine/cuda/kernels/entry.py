@@ -92,8 +92,8 @@ def four_bits_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor |
 
 def _quantised_linear(kernels: Any, x: Tensor, num_outputs: int, matrix: tuple[Any, ...]) -> Tensor:
     """Returns x [T, K] times a transposed matrix [num_outputs, K] as [T, num_outputs]. kernels: the module whose few_rows_linear
-    serves up to triton_fp8_linear.MAX_ROWS rows, and whose tile_linear serves more. matrix: their arguments between x and what
-    follows the bias."""
+    serves up to triton_fp8_linear.MAX_ROWS rows, and whose tile_linear serves more. matrix: the arguments of both that follow x,
+    the bias included."""
     out = x.new_empty(x.shape[0], num_outputs)
     launches_all = linear_choice.launches_both()
     if x.shape[0] <= triton_fp8_linear.MAX_ROWS:

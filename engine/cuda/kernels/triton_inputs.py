@@ -94,6 +94,5 @@ def _set_kernel(target, places, values, num_values):
 
 
 def set_entries(target: Tensor, places: Tensor, values: Tensor) -> None:
-    """Writes values to the entries `places` of target, counted in its flat form, all int32. If a place occurs twice, either value
-    may be written."""
+    """Sets target.view(-1)[places] to values. All three are int32. If a place occurs twice, either value may be written."""
     _set_kernel[(ceil_div(len(places), BLOCK.value),)](target, places, values, len(places), num_warps=4)
