@@ -252,7 +252,7 @@ def _paged_attention(
     scale: float,
     softcap: float,  # scores become softcap * tanh(score / softcap); 0: unchanged
     sinks: Any,  # [H]: one more score for each head, without a value; or [0]: there are none
-    use_tiles: bool,  # whether to use AMX tiles; cpu_amx.fits_tiles tells whether they can be
+    use_tiles: bool,  # whether to use AMX tiles; fits_tiles tells whether they can be
     num_shares: int,
     out: Any,  # [T, H * D]; only the rows of tokens that are served are written
 ) -> None:
