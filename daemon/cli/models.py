@@ -32,6 +32,7 @@ ROW_KEYS = (
     "leaves",
 )
 DRAFT_KEYS = ("drafted_tokens", "accepted_tokens")  # fields of the rows of models that have drafted tokens
+RIGHT = ("WEIGHTS", "BITS", "KV", "ACTIVE", "QUEUED")  # columns of numbers
 NOT_TO_BE_LOADED = ("disabled", "incomplete", "refused")
 DONE = {
     "load": "is loaded",
@@ -73,7 +74,7 @@ def models(client: Client, options: argparse.Namespace) -> None:
     elif not rows:
         print("there are no models below the models folder; one is a folder with config.json, *.safetensors and tokenizer.json")
     else:
-        print(_table(rows))
+        print(_table(rows, with_formats=True))
         if embedders := [row["name"] for row in rows if row.get("task") == "embed"]:
             print(f"\nembeddings, and no text, are made by {', '.join(embedders)}")
         if scorers := [row["name"] for row in rows if row.get("task") == "score"]:
@@ -85,17 +86,21 @@ def models(client: Client, options: argparse.Namespace) -> None:
         print("\n" + _names(names))
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[dict[str, Any]], with_formats: bool = False) -> str:
+    """Returns a table of models. rows: the daemon's. with_formats: whether it says how weights are held in memory: their weight
+    format or dtype, and the bits that a parameter takes in the mean."""
     with_leaves = any(row["keep_alive_s"] is not None for row in rows)
     with_drafts = any(map(acceptance, rows))
     last = (*(("LEAVES",) if with_leaves else ()), *(("ACCEPTED",) if with_drafts else ()))
-    header = ("NAME", "STATE", "DEVICE", "WEIGHTS", "KV", "ACTIVE", "QUEUED", "PINNED", "LAST USED", *last)
+    formats = ("HELD AS", "BITS") if with_formats else ()
+    header = ("NAME", "STATE", "DEVICE", "WEIGHTS", *formats, "KV", "ACTIVE", "QUEUED", "PINNED", "LAST USED", *last)
     lines = [
         (
             row["name"],
             _state(row),
             row["device"] or row.get("upstream") or (f"{row['num_ranks']} devices" if row.get("num_ranks", 1) > 1 else "-"),
             "-" if row.get("upstream") else size(row["weights_bytes"]),
+            *((row.get("held_as", "-"), _bits(row)) if with_formats else ()),
             "-" if row.get("upstream") else size(row["kv_bytes"]),
             str(row["active"]),
             str(row["queued"]),
@@ -106,7 +111,11 @@ def _table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return table(header, lines, frozenset({3, 4, 5, 6}))
+    return table(header, lines, frozenset(at for at, name in enumerate(header) if name in RIGHT))
+
+
+def _bits(row: dict[str, Any]) -> str:
+    return "-" if row.get("bits_per_weight") is None else f"{row['bits_per_weight']:g}"
 
 
 def _leaves(row: dict[str, Any]) -> str:

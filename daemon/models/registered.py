@@ -11,6 +11,7 @@ from loader import catalog
 from loader.formats.registry import FORMATS
 from loader.kernel_needs import needed_kernels
 from loader.kernel_sets import KernelSet
+from loader.layout import num_parameters
 from loader.model_shape import Division, ModelShape
 from scheduler.node import events
 
@@ -32,6 +33,19 @@ class Registered:
     shape: ModelShape | None = None  # the shape that is loaded: the checkpoint's, or that with its predictor
     division: Division = _WHOLE  # the division over devices
     replicas: tuple[events.ModelFacts, ...] = ()  # facts of further replicas
+
+    @property
+    def held_as(self) -> str:
+        """The weight format in which matrices are held in memory, such as "int4 by 128", or the dtype of plain ones."""
+        return self.quantize or self.dtype
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """How many bits of memory a parameter takes in the mean, with its scales and everything else that is loaded; None if the
+        number of parameters is not known."""
+        if self.shape is None or not (num := num_parameters(self.shape)):
+            return None
+        return round(8 * self.facts.weights_bytes * self.facts.num_ranks / num, 1)
 
     @property
     def kernels(self) -> list[KernelSet]:

@@ -345,6 +345,7 @@ class NodeParts:
                 row["replica_of"] = model
             if (found := self.registry.models.get(model)) is not None and found.entry is not None:
                 row["task"] = found.entry.task
+                row["held_as"], row["bits_per_weight"] = found.held_as, found.bits_per_weight
             if drafted := self.metric.drafted_tokens.get(view.name, 0):
                 row["drafted_tokens"], row["accepted_tokens"] = drafted, self.metric.accepted_tokens.get(view.name, 0)
             if not view.device and (not_warmed := self.warming.problems.get(view.name)) is not None:

@@ -4,6 +4,7 @@ type can tell. `make test-tiers` runs it with features of the processor taken aw
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import openai
@@ -59,7 +60,14 @@ def test_each_type_of_weights_is_served(node: Node, client: openai.OpenAI, model
 
 
 def test_each_type_of_weights_takes_its_own_room(node: Node) -> None:
-    sizes = {row["name"]: row["weights_bytes"] for row in node.json("models")}
+    rows = {row["name"]: row for row in node.json("models")}
+    assert {name: row["held_as"] for name, row in rows.items()} == {name: name for name in CLOSE}
+    bits = {name: row["bits_per_weight"] for name, row in rows.items()}
+    assert bits["float32"] >= 32 > 17 > bits["bfloat16"] >= 16
+    assert bits["bfloat16"] > bits["packed"] > bits["int8"]
+    (line,) = [line for line in node.cli("models").stdout.splitlines() if line.startswith("packed ")]
+    assert re.search(rf"  packed +{bits['packed']:g}  ", line)
+    sizes = {name: row["weights_bytes"] for name, row in rows.items()}
     assert sizes["float32"] > 1.9 * sizes["bfloat16"] > 1.5 * 1.9 * sizes["int8"]
     assert sizes["packed"] < 0.75 * sizes["bfloat16"]
 
