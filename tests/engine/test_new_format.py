@@ -79,7 +79,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = "from loader.formats.stored_int8 import"
     lines = {
         before: f"from loader.formats.stepped import STEPPED\n{before}",
-        "(PLAIN, INT8, STORED_INT8,": "(PLAIN, INT8, STEPPED, STORED_INT8,",
+        "(PLAIN, INT8, PACKED_IN_MEMORY,": "(PLAIN, INT8, STEPPED, PACKED_IN_MEMORY,",
     }
     return changed_package(tmp_path_factory.mktemp("tree"), "loader", "formats/stepped.py", FILE, "formats/registry.py", lines)
 

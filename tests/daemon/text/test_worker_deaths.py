@@ -128,7 +128,7 @@ async def test_a_template_that_is_no_text_names_its_file(service, tmp_path):
 async def test_a_worker_that_hangs_is_killed_and_what_waited_behind_it_is_answered(service, tmp_path, caplog):
     tiny = model(checkpoint(tmp_path / "tiny", byte_level()))
     (expected,) = await service.encode(tiny, "The fox")
-    (pid,) = service.worker_pids
+    (pid,) = await until(lambda: service.worker_pids)
     os.kill(pid, signal.SIGSTOP)
     service.limit_s = 1.5
     first = asyncio.create_task(service.encode(tiny, "stuck"))
