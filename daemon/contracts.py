@@ -101,7 +101,8 @@ class Generation:
             self.paused_since_s = 0.0
 
     def lived_s(self, now: float) -> float:
-        """Returns the seconds since the sequence arrived, without its pauses. now: time.monotonic()."""
+        """Returns the seconds since the sequence arrived, without those in which it was paused because its model had left the
+        device to make room. now: time.monotonic()."""
         paused_s = self.paused_s + (now - self.paused_since_s if self.paused_since_s else 0.0)
         return now - self.arrived_s - paused_s
 

@@ -106,8 +106,8 @@ class ThreadsApart:
             self._num_others = 0
 
     def _free_caller(self) -> None:
-        """Lets the calling thread run again wherever it could before it was bound, and so the threads that it started in the step,
-        which inherited its core."""
+        """Lets the calling thread run again wherever it could before it was bound to a core. Does the same for the threads that it
+        started in the step, because they inherited that core."""
         me = threading.get_native_id()
         its_core, free_to = {self._cores[me]}, self._free_to[me]
         before, self._seen = self._seen, _threads()

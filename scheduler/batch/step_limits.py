@@ -1,12 +1,13 @@
 """Limits the size of a step, so that neither its sequences nor the other models on the device wait long for its end.
 
 While a model is alone on the device and none of its sequences decodes, it computes prompts at full speed. Next to decoding
-sequences, a prompt's chunk may stretch their step by a factor; the factor grows with the number of prompts for each of these
-sequences, because whoever waits for a first token waits as well. With several tenants the factor applies to each tenant's own
-sequences and prompts: the work of other tenants may stretch the step that a tenant's sequences would have alone by the same factor,
-or up to the tenant's share of the device.
+sequences, a prompt's chunk may make their step longer by a factor; the factor grows with the number of prompts divided by that of
+decoding sequences, because whoever waits for a first token waits as well. With several tenants the factor applies to each tenant's
+own sequences and prompts. The work of other tenants may make a step longer than the tenant's own sequences alone would take: by the
+same factor, or by so much that these sequences take the tenant's share of the step.
 
-While several models are busy, each step keeps within a turn, batch and chunk alike, and what does not fit stays queued. When
+While several models are busy, each step keeps within a turn, which is a length of device time, batch and chunk alike, and what does
+not fit stays queued. When
 several of them have more work than fits, they pool their turns: one of them uses all pooled turns in a single step, and the next
 time it is another model's. A neighbour waits as long as before and every model gets as much of the device as before, but a larger
 step computes more, since it reads the weights once for all its rows.

@@ -292,7 +292,8 @@ class Device:
 
     @property
     def draining(self) -> Placement | None:
-        """The placement that waits until busy models here have drained, which others may overtake; None if there is none."""
+        """The placement that waits until busy models here have finished their requests; other placements may be carried out before
+        it. None if there is none."""
         for placement in self.placements.values():
             if placement.stage == VICTIMS_DRAIN:
                 return placement
@@ -363,7 +364,8 @@ class Node:
             self.reject(model.dequeue(next(iter(model.queue))), refusal)
 
     def answer(self, causes: list[str], model: str, refusal: Refusal | None) -> None:
-        """Answers the commands with these causes, and empties the list. refusal: why they were not carried out; None: they were."""
+        """Answers the commands with the ids `causes`, which are about `model`, and empties the list. refusal: why the commands were
+        not carried out; None: they were."""
         for cause in causes:
             self.emit(CommandDone(cause=cause, model=model, refusal=refusal))
         causes.clear()

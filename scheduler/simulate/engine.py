@@ -225,7 +225,8 @@ class SimulatedEngine:
         self.lease_bytes = lease_bytes
 
     def submit(self, outcome: RequestOutcome, replica: str = "") -> None:
-        """Queues a request. replica: name of the replica that it goes to; "": the model itself."""
+        """Queues a request. outcome: the request and what has become of it so far, such as the tokens that it was given before it
+        was paused; the engine adds to it. replica: name of the replica that it goes to; "": the model itself."""
         self._interrupt()
         request = outcome.request
         hosted = self.hosted[replica or request.model]

@@ -97,7 +97,8 @@ def content_of(message: Message, where: str) -> str | None:
 
 def joined(parts: list[ContentPart], role: str, where: str) -> str:
     """Returns the texts of a message's parts joined by line breaks, or, if there are none, its refusals. role: the message's role;
-    only the assistant may have refusals. where: the message's path, for errors. Raises BadRequest naming the part."""
+    only the assistant may have refusals. where: the message's path, for errors. Raises BadRequest, which names the part, for a part
+    of another type or without its text."""
     texts, refusals = [], []
     for at, part in enumerate(parts):
         part_where = f"{where}.content[{at}]"

@@ -1,4 +1,5 @@
-"""The vector part of attention with AMX: the softmax of a chunk's scores, row by row, and values combined into pairs of positions.
+"""The vector part of attention with AMX: the softmax of a chunk's scores, row by row, and the rearrangement of values, in which
+those of two adjacent positions are interleaved as AMX reads them.
 
 A chunk is 64 positions. The softmax goes from chunk to chunk (Milakov & Gimelshein, "Online normalizer calculation for softmax",
 2018). The sums so far are rescaled only when a score is more than _SLACK above the row's top, which is seldom. So a weight may be

@@ -188,7 +188,8 @@ def _race_stripe(
 @njit(**_HELPER)
 def _in_order(heaviest: Any, floor: Any, order: Any) -> int:
     """Writes to `order` [S] int32 the numbers of the stripes that may hold weights of at least `floor`, and returns how many these
-    are. Stripes heavier than the mean come first: heavy tokens give early times, which let more of the other tokens be skipped."""
+    are. A stripe is a run of adjacent tokens of a row. heaviest [S] float32: an upper bound of the weights in each stripe. Stripes
+    heavier than the mean come first: heavy tokens give early times, which let more of the other tokens be skipped."""
     mean, num_heavy, num_light, last = heaviest.mean(), 0, 0, heaviest.shape[0] - 1
     for stripe in range(heaviest.shape[0]):  # without branches, because which stripe is heavy cannot be predicted
         order[num_heavy], order[last - num_light] = stripe, stripe

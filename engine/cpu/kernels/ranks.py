@@ -181,8 +181,10 @@ def _wait_for(counters: Any, other: int, turn: int, broken: Any) -> bool:
 
 @njit(**_HELPER)
 def _exchange(values: Any, at: int, count: int, own: Any, broken: Any, counters: Any, buffers: Any, rank: int) -> int:
-    """Copies `count` values from index `at` on to this rank's buffer, publishes that, and waits for all other ranks' pieces.
-    Returns the number of the turn, 1 or more, or 0 if the group is broken. Rank r's piece is then in buffers[2 r + turn % 2]."""
+    """Copies `count` values, those from index `at` on, into this rank's buffer, publishes that, and waits for all other ranks'
+    pieces. own: this rank's own counters, among them the number of pieces so far. counters: those that the ranks share, a row for
+    each rank. Returns the number of the turn, 1 or more, or 0 if the group is broken. Rank r's piece is then in buffers[2 r + turn
+    % 2]."""
     turn = own[PIECES] + 1
     own[PIECES] = turn
     to = buffers[2 * rank + (turn & 1)]
