@@ -59,6 +59,7 @@ def open_adapter(path: str | Path, fingerprint: str) -> OpenAdapter:
         raise CheckpointChanged(f"{path}: is no adapter any more")
     fd = open_unchanged(path, checkpoint.files[0], "adapter")
     try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)  # all of it will be read, in many small reads
         header = read_header(fd, WEIGHTS_NAME)
     except BaseException:
         os.close(fd)
