@@ -265,6 +265,18 @@ def test_the_reference_computes_until_kernels_are_compiled(llama: Adapted) -> No
     memory.close()
 
 
+def test_an_adapter_of_a_packed_base(runner: TorchRunner, llama: Adapted) -> None:
+    """In bfloat16: bit for bit what the plain base gives with the same adapters."""
+    found = []
+    for held in ("", "packed"):
+        model = load(runner, llama.folder, "bfloat16", quantize=held)
+        place_both(runner, model, llama)
+        found.append(steps(model, filled(model)))
+        model.release()
+    for plain, packed in zip(*found, strict=True):
+        np.testing.assert_array_equal(packed, plain)
+
+
 def test_an_adapter_of_a_quantised_base(runner: TorchRunner, tmp_path: Path) -> None:
     """FP8 weights, in float32: against the weights that they stand for, with the adapter merged."""
     adapted = Adapted(tmp_path / "plain", "llama")

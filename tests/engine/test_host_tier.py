@@ -55,11 +55,12 @@ def spoil(bench: TierBench, slot: int, at: int = 1000) -> None:
 # ---- weights
 
 
-@pytest.mark.parametrize(("null", "quantize"), [(True, ""), (False, ""), (False, "int8")])
+@pytest.mark.parametrize(("null", "quantize"), [(True, ""), (False, ""), (False, "int8"), (False, "packed")])
 def test_a_kept_copy_is_loaded_without_the_disk(folder: Path, tmp_path: Path, null: bool, quantize: str) -> None:
     bench = TierBench(tmp_path if null else folder, null)
     slots = [9, 4, 17, 2, 30, 31, 32, 33, 34, 35, 36, 37]
-    done = bench.load("llama", keep_slots=slots, quantize=quantize)
+    how = {"quantize": quantize, "dtype": "bfloat16" if quantize == "packed" else "float32"}
+    done = bench.load("llama", keep_slots=slots, **how)
     assert done.bytes_read > 0
     assert done.kept
     assert done.checksum
@@ -67,7 +68,7 @@ def test_a_kept_copy_is_loaded_without_the_disk(folder: Path, tmp_path: Path, nu
     bench.run("llama")
     first = bench.output.pop(1)
     assert bench.evict("llama").kv_slots_used == []
-    again = bench.load("llama", source_slots=slots, checksum=done.checksum, quantize=quantize)
+    again = bench.load("llama", source_slots=slots, checksum=done.checksum, **how)
     assert (again.bytes_read, again.kept, again.checksum, again.source_rejected) == (0, True, done.checksum, "")
     if not null:
         assert done.copy_seconds > 0
@@ -78,7 +79,7 @@ def test_a_kept_copy_is_loaded_without_the_disk(folder: Path, tmp_path: Path, nu
     assert bench.output[1] == first
     bench.evict("llama")
     if quantize:  # loads from disk again, without a copy
-        bench.load("llama", quantize=quantize)
+        bench.load("llama", **how)
         bench.output.pop(1)
         bench.submit("llama", 1, PROMPTS[3], 20)
         bench.run("llama")
