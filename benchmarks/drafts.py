@@ -1,5 +1,5 @@
 """What drafted tokens gain: `python -m benchmarks.drafts --model DIR [--streams 1 32] [--tokens 160] [--passes 3] [--adaptive]
-[--kinds known wrong nothing]`.
+[--kinds known wrong nothing] [--quantize packed]`.
 
 The engine's own model and batch scheduler, driven by hand. First the sequences run without drafts; then a drafter that knows their
 texts drafts for them and errs at each token with a set rate, so a draft's acceptance is known. Runs alternate, and each is compared
@@ -138,9 +138,11 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--adaptive", action="store_true", help="only the cases in which the scheduler chooses how many")
     parser.add_argument("--kinds", nargs="+", default=["known", "wrong", "nothing"], choices=("known", "wrong", "nothing"))
+    parser.add_argument("--quantize", default="", choices=("", "int8", "packed"), help="the weight format in memory")
     options = parser.parse_args()
     for num in options.streams:
-        model, shape, _ = load_model(options.model, options.dtype, max(32, 2 * num), PROMPT + options.tokens + 24)
+        sizes = (max(32, 2 * num), PROMPT + options.tokens + 24)
+        model, shape, _ = load_model(options.model, options.dtype, *sizes, quantize=options.quantize)
         texts, limits = Texts(num, shape.vocab_size), StepLimits(turn_s=0.01, stretch=2.0)
         rows: list[tuple[str, float, int, float, float]] = []
         for kind, acceptance, depth in cases():
@@ -165,6 +167,7 @@ def main() -> None:
                         "benchmark": "drafts",
                         "model": options.model.name,
                         "dtype": model.dtype,
+                        "quantize": options.quantize,
                         "streams": num,
                         "kind": kind,
                         "acceptance": acceptance,
