@@ -21,6 +21,7 @@ from loader.architectures.wrapper import Wrapper
 from loader.direct_io import BLOCK_BYTES
 from loader.dtypes import DTYPE_OF, ITEM_BYTES
 from loader.errors import CheckpointError
+from loader.formats.alignment import aligned
 from loader.formats.mxfp4 import is_stack
 from loader.formats.plain import PLAIN
 from loader.formats.registry import stored_format
@@ -31,7 +32,6 @@ from loader.formats.weight_format import (
     StoredTensor,
     WeightFormat,
     WeightSlot,
-    aligned,
 )
 from loader.model_shape import Division, ModelShape
 from loader.safetensors import TensorRef

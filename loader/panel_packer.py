@@ -15,6 +15,7 @@ import numpy as np
 from loader import packed_rows
 from loader.formats.packed_place import ESCAPE_SHARE, PackedPlace
 from loader.packed_rows import ESCAPES_BEHIND, PANEL_ROWS
+from loader.thread_buffer import ThreadBuffer
 
 PackRows = Callable[..., int]  # as loader.packed_rows.pack_rows
 
@@ -28,7 +29,7 @@ class PanelPacker:
         self._lock = threading.Lock()
         self._num_escapes: dict[PackedPlace, int] = {}
         self._waiting: dict[tuple[PackedPlace, int], dict[int, Any]] = {}  # (place, panel) -> row within the panel -> weights
-        self._scratch = threading.local()
+        self._scratch = ThreadBuffer()
 
     def add(self, place: PackedPlace, first: int, rows: Any) -> None:
         """Packs consecutive rows of a matrix; each row is added once. Rows of a panel of which others are missing are kept until
@@ -56,7 +57,7 @@ class PanelPacker:
         """Packs whole panels. panel: the index of the first one. rows: the weights of all of them."""
         ranges = place.ranges(panel, panel - (-len(rows) // PANEL_ROWS))
         body, codes, bases, starts = (self._memory[begin:end] for begin, end in ranges)
-        starts, listed = starts.view(np.uint32), self._listed(rows.size + ESCAPES_BEHIND)
+        starts, listed = starts.view(np.uint32), self._scratch.take(rows.size + ESCAPES_BEHIND)
         count = self._pack_rows(rows, body, codes.view(np.uint64), bases, starts, listed)
         with self._lock:
             at = self._num_escapes.get(place, 0)
@@ -69,10 +70,3 @@ class PanelPacker:
         starts += np.uint32(at)
         begin = place.escapes_at_bytes + at
         self._memory[begin : begin + count] = listed[:count]
-
-    def _listed(self, num_bytes: int) -> Any:
-        """Returns a buffer of num_bytes bytes (uint8) that only the calling thread uses, and that its next call reuses."""
-        held = getattr(self._scratch, "bytes", None)
-        if held is None or len(held) < num_bytes:
-            held = self._scratch.bytes = np.empty(num_bytes, np.uint8)
-        return held[:num_bytes]

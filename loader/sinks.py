@@ -95,6 +95,13 @@ def _convert(stored: torch.Tensor, held: torch.Tensor) -> None:
     held.copy_(stored)
 
 
+def _in_parts(write: Callable[[torch.Tensor, torch.Tensor], None], stored: torch.Tensor, held: torch.Tensor) -> None:
+    """Calls `write` for each CONVERT_ELEMENTS elements of two tensors [N]. write: writes what is stored to where it is held."""
+    for at in range(0, stored.numel(), CONVERT_ELEMENTS):
+        some = slice(at, at + CONVERT_ELEMENTS)
+        write(stored[some], held[some])
+
+
 @contextmanager
 def _of_span(span: Span) -> Iterator[None]:
     """Returns a context that turns a ValueError about a span's numbers into a CheckpointError that names the tensor and the
@@ -159,9 +166,7 @@ class HostSink:
         held = place.view(getattr(torch, FLOAT_OF[segment.target]))
         write = narrow_scales if segment.target in SCALES_IN.values() else _convert
         with _of_span(span):
-            for at in range(0, source.numel(), CONVERT_ELEMENTS):
-                some = slice(at, at + CONVERT_ELEMENTS)
-                write(source[some], held[some])
+            _in_parts(write, source, held)
 
     def _store_columns(self, span: Span, columns: Cut, read: npt.NDArray[np.uint8]) -> None:
         """Stores the kept columns of the rows of a span, which must be a whole segment. columns: which columns are kept. read: the
@@ -214,9 +219,7 @@ class HostSink:
         stored = torch.from_numpy(_kept(segment, read)).view(_STORED[segment.tensor.dtype])
         if stored.dtype != torch.bfloat16:
             held = torch.empty(stored.numel(), dtype=torch.bfloat16)
-            for at in range(0, stored.numel(), CONVERT_ELEMENTS):
-                some = slice(at, at + CONVERT_ELEMENTS)
-                held[some].copy_(stored[some])
+            _in_parts(_convert, stored, held)
             stored = held
         bits = np.require(stored.view(-1, width).view(torch.uint16).numpy(), requirements=("C", "ALIGNED", "WRITEABLE"))
         with _of_span(span):

@@ -4,7 +4,6 @@ the host; the host decodes straight into place if possible.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from loader.frame import FrameError
 from loader.packed import Frame
 from loader.range_plan import Segment, Span
 from loader.sinks import WeightSink
+from loader.thread_buffer import ThreadBuffer
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,7 +37,7 @@ class Unpacker:
     def __init__(self, sink: WeightSink, decoder: Decoder) -> None:
         self._sink, self._decoder = sink, decoder
         self._memory = None if sink.memory is None else np.frombuffer(sink.memory, np.uint8)
-        self._scratch = threading.local()
+        self._scratch = ThreadBuffer()
 
     def store(self, segment: Segment, staged: memoryview) -> None:
         """Starts moving the weights of a segment, which must be a frame, to their place. staged: the frame's bytes, which must not
@@ -65,20 +65,13 @@ class Unpacker:
             assert self._memory is not None
             out = self._memory[content.place_bytes : content.place_bytes + frame.num_bytes]
         else:
-            out = self._buffer(frame.num_bytes)
+            out = self._scratch.take(frame.num_bytes)
         self._decoder.decode(data, out.view(np.uint16))
         if not in_place:
             self._sink.store(Span(content, content.begin, content.end), out.data)
             fence = self._sink.fence()
             if fence is not None:  # the next frame is decoded into the same buffer
                 fence.wait()
-
-    def _buffer(self, num_bytes: int) -> Any:
-        """Returns a buffer of num_bytes bytes (uint8) that only the calling thread uses, and that its next call reuses."""
-        held = getattr(self._scratch, "bytes", None)
-        if held is None or len(held) < num_bytes:
-            held = self._scratch.bytes = np.empty(num_bytes, np.uint8)
-        return held[:num_bytes]
 
 
 def damaged(segment: Segment, why: str) -> CheckpointError:

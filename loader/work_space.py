@@ -5,9 +5,10 @@ into which steps divide their work so that they stay within it. loader/gpu_sizin
 from __future__ import annotations
 
 from loader.dtypes import ITEM_BYTES
+from loader.formats.alignment import aligned
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.plain import PLAIN
-from loader.formats.weight_format import WeightFormat, aligned
+from loader.formats.weight_format import WeightFormat
 from loader.kv_layout import is_bounded
 from loader.model_shape import ModelShape
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 
 from loader.architectures.architecture import TensorGroup
+from loader.formats.alignment import aligned
 from loader.formats.stored_part import matrices_of
-from loader.formats.weight_format import SCALE_BYTES, Space, WeightFormat, WeightSlot, aligned
+from loader.formats.weight_format import SCALE_BYTES, Space, WeightFormat, WeightSlot
 
 WIDENED_BYTES = 4 << 20
 

@@ -15,10 +15,11 @@ from typing import Any
 from loader.architectures.architecture import TensorGroup
 from loader.config_fields import Fields
 from loader.dtypes import E8M0
+from loader.formats.alignment import aligned
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.plain import PLAIN
 from loader.formats.stored_part import Along, matrices_of, stored_part
-from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned
+from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot
 from loader.model_shape import ALTERNATING, ModelShape
 
 GROUP = 32  # numbers that share a scale

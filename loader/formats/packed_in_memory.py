@@ -8,12 +8,13 @@ plain.
 from __future__ import annotations
 
 from loader.architectures.architecture import TensorGroup
+from loader.formats.alignment import aligned
+from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.packed_place import PackedPlace
 from loader.formats.plain import PLAIN
 from loader.formats.stored_part import matrices_of
-from loader.formats.weight_format import Space, WeightFormat, WeightSlot, aligned
+from loader.formats.weight_format import Space, WeightFormat, WeightSlot
 
-WIDENED_BYTES = 4 << 20  # of a matrix that is unpacked for many rows
 _ITEM_BYTES = 2  # of bfloat16
 
 

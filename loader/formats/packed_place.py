@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from loader.formats.alignment import aligned
 from loader.packed_rows import ESCAPES_BEHIND, PANEL_BODY_BYTES, PANEL_CODES, PANEL_ROWS, num_blocks, num_panels
 
 ESCAPE_SHARE = 16
 CODE_BYTES, START_BYTES = 8, 4
-_ALIGN_BYTES = 64
 
 
 class PackedPlace(NamedTuple):
@@ -39,19 +39,19 @@ class PackedPlace(NamedTuple):
 
     @property
     def codes_at_bytes(self) -> int:
-        return _aligned(self.begin_bytes + self.num_panels * PANEL_ROWS * self.row_body_bytes)
+        return aligned(self.begin_bytes + self.num_panels * PANEL_ROWS * self.row_body_bytes)
 
     @property
     def bases_at_bytes(self) -> int:
-        return _aligned(self.codes_at_bytes + self.num_panels * self._panel_codes_bytes)
+        return aligned(self.codes_at_bytes + self.num_panels * self._panel_codes_bytes)
 
     @property
     def starts_at_bytes(self) -> int:
-        return _aligned(self.bases_at_bytes + self.num_panels * PANEL_ROWS)
+        return aligned(self.bases_at_bytes + self.num_panels * PANEL_ROWS)
 
     @property
     def escapes_at_bytes(self) -> int:
-        return _aligned(self.starts_at_bytes + self.num_panels * START_BYTES)
+        return aligned(self.starts_at_bytes + self.num_panels * START_BYTES)
 
     @property
     def most_escapes(self) -> int:
@@ -75,7 +75,3 @@ class PackedPlace(NamedTuple):
             (self.starts_at_bytes, START_BYTES),
         )
         return [(begin + first * each, begin + last * each) for begin, each in sizes]
-
-
-def _aligned(offset_bytes: int) -> int:
-    return -(-offset_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from loader.architectures.architecture import Cut, TensorGroup
 from loader.config_fields import Fields
 from loader.direct_io import BLOCK_BYTES
+from loader.formats.alignment import aligned
 from loader.formats.packed_place import PackedPlace
 from loader.formats.relayout import Relayout
 from loader.model_shape import ALTERNATING, ModelShape
 
-ALIGN_BYTES = 64
 MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # smaller groups are copied into place instead of costing up to a block of padding
 SCALE_BYTES = 4  # of a float32 scale
 FLOATS = ("F32", "BF16", "F16")  # safetensors' names
@@ -177,7 +177,3 @@ def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape
-
-
-def aligned(offset_bytes: int) -> int:
-    return -(-offset_bytes // ALIGN_BYTES) * ALIGN_BYTES

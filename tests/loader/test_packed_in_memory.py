@@ -215,7 +215,7 @@ def test_rows_may_come_in_any_order_and_number() -> None:
 
 
 def test_escapes_fill_the_room_for_them_and_no_more() -> None:
-    """As many as there is room for are stored; one more is an error, and nothing beside the matrix is touched."""
+    """The most escapes for which there is room are stored; one more is an error, and nothing beside the matrix is touched."""
     place = PackedPlace(0, 2 * PANEL_ROWS, 64)
     weights = np.full((2 * PANEL_ROWS, 64), 0x3F80, np.uint16)
     weights[:, :4] = 0x0080

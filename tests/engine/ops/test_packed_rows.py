@@ -103,7 +103,7 @@ def test_the_reference_and_the_kernel_pack_alike(num_outputs: int, num_inputs: i
 
 
 def test_panels_are_packed_apart() -> None:
-    """As by a load, whose parts come in any order: their escapes lie in that order."""
+    """A load packs the parts of a matrix in any order, and their escapes lie in that order."""
     weights = drawn(24, 200, outliers=0.05)
     whole, escapes, used = packed_rows.pack(weights), np.zeros(24 * 200 + 64, np.uint8), 0
     body, codes, bases, starts = (np.zeros_like(one) for one in whole.arrays[:4])

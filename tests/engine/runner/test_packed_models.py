@@ -31,7 +31,7 @@ WITHOUT_EXPERTS = [name for name, case in CASES.items() if not any("expert" in k
 
 
 def logits_of(model: CpuModel) -> np.ndarray[Any, Any]:
-    """Of a prompt, of one token behind it, and of several prompts at once."""
+    """Returns the logits of a prompt, of one token behind it, and of several prompts at once."""
     table = make_table(groups=model.kv_groups)
     for slot in range(6):
         put(table, slot, PROMPT)
