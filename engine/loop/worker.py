@@ -500,7 +500,7 @@ class Engine:
         if request_id in self._model_of:
             self.channel.send(RequestFailed(request_id, "internal", f"request {request_id} is here already"))
             return
-        if message.adapter is not None and (why_not := self.adapters.why_not(served, message.adapter)):
+        if message.adapter is not None and (why_not := self.adapters.why_not(served)):
             self.channel.send(RequestFailed(request_id, "adapter_unusable", f"adapter {message.adapter.name}: {why_not}"))
             return
         if embeds:

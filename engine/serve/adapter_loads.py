@@ -10,12 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from engine.contracts.adapters import AdapterMemory, ReadAdapter
 from engine.memory.chunk_memory import ChunkMemory
 from engine.protocol import AdapterLoaded, AdapterSource, Message
-from engine.serve.identity import adapter_identity
+from engine.serve.identity import adapter_identity, adapter_source
 from engine.serve.served_models import ServedModel, ServedModels
 from loader.errors import CheckpointError
 
@@ -23,6 +24,7 @@ log = logging.getLogger("engine")
 
 MAX_READS = 4  # most adapters that are being read, or have been read and find no room yet: they take host memory
 READ_LIMIT_S = 30.0  # longest time to read one adapter
+MAX_OVERDUE = 16  # most reads that have gone on for longer: their threads cannot be ended, and the system limits threads
 NO_ROOM_LIMIT_S = 5.0  # how long an adapter waits for room while nothing runs whose end could make room
 
 
@@ -66,10 +68,9 @@ Fail = Callable[[int, str, str], None]  # (request id, code, error), as in Reque
 
 @dataclass(slots=True)
 class _OfModel:
-    """The adapters of one model that are being loaded, by their keys (adapter_identity). sources: where their files are. ahead:
-    adapters wanted before a request names them, in order. reads: reads under way, or whose adapters have found no room yet."""
+    """The adapters of one model that are being loaded, by their keys (adapter_identity). ahead: adapters wanted before a request
+    names them, in order. reads: reads under way, or whose adapters have found no room yet, in the order in which they began."""
 
-    sources: dict[str, AdapterSource] = field(default_factory=dict)
     ahead: dict[str, None] = field(default_factory=dict)
     reads: dict[str, AdapterRead] = field(default_factory=dict)
     stuck_since_s: dict[str, float] = field(default_factory=dict)  # key -> since when no step could make room for it
@@ -92,14 +93,13 @@ class AdapterLoads:
         self._models, self._memory, self._reads = models, memory, reads
         self._send, self._fail, self._await_steps = send, fail, await_steps
         self._of: dict[str, _OfModel] = {}
+        self._outlived: list[AdapterRead] = []  # reads under way whose model has left the device
         self._tried_version = -1  # the chunk pool's version when an adapter last found no room
 
-    def why_not(self, served: ServedModel, source: AdapterSource) -> str:
-        """Returns why a request for this adapter cannot be taken, or "" if it can; in that case it records where the adapter's
-        files are."""
+    def why_not(self, served: ServedModel) -> str:
+        """Returns why requests for this model's adapters cannot be taken, or "" if they can."""
         if served.hosted.adapter_memory is None or self._memory is None:
             return f"model {served.spec.model} takes no adapters"
-        self._of.setdefault(served.spec.model, _OfModel()).sources[adapter_identity(source)] = source
         return ""
 
     def bring(self, served: ServedModel, source: AdapterSource) -> None:
@@ -108,10 +108,10 @@ class AdapterLoads:
         key = adapter_identity(source)
         if served.scheduler.adapters.keep(key):
             return
-        if why_not := self.why_not(served, source):
+        if why_not := self.why_not(served):
             log.warning("%s: adapter %s is not read ahead: %s", served.spec.model, source.name, why_not)
         else:
-            self._of[served.spec.model].ahead[key] = None
+            self._of.setdefault(served.spec.model, _OfModel()).ahead[key] = None
 
     def retire(self, served: ServedModel, source: AdapterSource) -> None:
         """Drops an adapter from the device's memory once the requests that run with it have ended."""
@@ -127,8 +127,9 @@ class AdapterLoads:
         return bool(served.scheduler.adapters.num_waiting or (own is not None and own.ahead))
 
     def forget(self, model: str) -> None:
-        """Drops what is known about the adapters of a model that has left the device."""
-        self._of.pop(model, None)
+        """Drops what is known about the adapters of a model that has left the device, but for the threads that read them."""
+        if (own := self._of.pop(model, None)) is not None:
+            self._outlived += [read for read in own.reads.values() if not read.is_over]
 
     @property
     def under_way(self) -> bool:
@@ -138,20 +139,22 @@ class AdapterLoads:
     def ended(self, read: AdapterRead) -> None:
         """Marks a read as ended. The next `look_after` copies its adapter to the device, or fails the requests that wait for it."""
         read.is_over, read.overdue = True, False
+        self._outlived = [each for each in self._outlived if not each.is_over]
         self._tried_version = -1
 
     def look_after(self, waiting: Collection[ServedModel], may_free_memory: bool) -> None:
-        """Starts reads, copies adapters that have been read to the device, and fails requests that wait in vain. waiting: models
-        whose adapters are wanted (is_wanted). may_free_memory: whether something runs whose end could make room."""
+        """Copies adapters that have been read to the device, fails requests that wait in vain, and starts reads. What it takes
+        depends on the number of reads, not on how many adapters are wanted. waiting: models whose adapters are wanted (is_wanted).
+        may_free_memory: whether something runs whose end could make room."""
         now, retry = time.monotonic(), self._tried_version != self._models.chunks.version
         self._forget_unwanted(waiting)
         for served in waiting:
             own = self._of.setdefault(served.spec.model, _OfModel())
-            for key in self._wanted(served):
-                read = own.reads.get(key)
-                if read is None:
-                    self._start(served, own, key, now)
-                elif not read.is_over:
+            wanted = served.scheduler.adapters.wanted
+            for key, read in list(own.reads.items()):
+                if key not in wanted and key not in own.ahead:
+                    continue  # its requests have ended, and the thread has not
+                if not read.is_over:
                     self._check_overdue(served, read, key, now)
                 elif read.error is not None:
                     del own.reads[key]
@@ -161,33 +164,43 @@ class AdapterLoads:
                     own.stuck_since_s.pop(key, None)
                 elif self._place(served, own, read, key):
                     own.ahead.pop(key, None)
-                elif key in own.ahead and key not in served.scheduler.adapters.wanted:
+                elif key not in wanted:
                     del own.reads[key]
                     self._give_up(served, key, "no_adapter_room", "no room for it now, so it is read when a request names it")
                 else:
                     self._check_stuck(served, own, read, key, None if may_free_memory else now)
+            self._start_reads(served, own, now)
         self._tried_version = self._models.chunks.version
-
-    def _wanted(self, served: ServedModel) -> list[str]:
-        """Returns the keys of a model's adapters that are to be read: first those that requests wait for."""
-        own = self._of.get(served.spec.model)
-        return list(dict.fromkeys([*served.scheduler.adapters.wanted, *(own.ahead if own is not None else ())]))
 
     def _forget_unwanted(self, waiting: Collection[ServedModel]) -> None:
         """Drops adapters that were read for requests that have ended meanwhile."""
-        wanted = {served.spec.model: set(self._wanted(served)) for served in waiting}
+        wanted = {served.spec.model: served.scheduler.adapters.wanted for served in waiting}
         for model, own in self._of.items():
-            for key in [key for key, read in own.reads.items() if read.is_over and key not in wanted.get(model, ())]:
-                del own.reads[key]
-                own.stuck_since_s.pop(key, None)
+            for key in [key for key, read in own.reads.items() if read.is_over]:
+                if key not in own.ahead and key not in wanted.get(model, ()):
+                    del own.reads[key]
+                    own.stuck_since_s.pop(key, None)
 
-    def _start(self, served: ServedModel, own: _OfModel, key: str, now: float) -> None:
+    def _start_reads(self, served: ServedModel, own: _OfModel, now: float) -> None:
+        """Starts reads of a model's wanted adapters while fewer than MAX_READS are under way: first of those that requests wait
+        for."""
         memory = served.hosted.adapter_memory
         assert memory is not None
-        under_way = [read for each in self._of.values() for read in each.reads.values() if not read.overdue]
-        if len(under_way) < MAX_READS:
-            own.reads[key] = AdapterRead(served.spec.model, own.sources[key], memory, now)
-            self._reads.read(own.reads[key])
+        reads = [read for each in self._of.values() for read in each.reads.values()]
+        num_overdue = sum(read.overdue for read in reads) + len(self._outlived)
+        if num_overdue >= MAX_OVERDUE:
+            why = f"not read, because the files of {num_overdue} other adapters do not answer"
+            for key in [key for key in chain(served.scheduler.adapters.wanted, own.ahead) if key not in own.reads]:
+                self._give_up(served, key, "adapter_unavailable", why)
+            return
+        free = MAX_READS - sum(not read.overdue for read in reads)
+        for key in chain(served.scheduler.adapters.wanted, own.ahead):
+            if free <= 0:
+                break
+            if key not in own.reads:
+                own.reads[key] = AdapterRead(served.spec.model, adapter_source(key), memory, now)
+                self._reads.read(own.reads[key])
+                free -= 1
 
     def _check_overdue(self, served: ServedModel, read: AdapterRead, key: str, now: float) -> None:
         read.overdue = read.is_prepared and now - read.began_s > READ_LIMIT_S
@@ -239,7 +252,7 @@ class AdapterLoads:
         """Fails all requests that wait for an adapter, with this code and reason, and stops loading it ahead of requests."""
         own = self._of[served.spec.model]
         own.ahead.pop(key, None)
-        name = own.sources[key].name
+        name = adapter_source(key).name
         log.warning("%s: adapter %s: %s", served.spec.model, name, why)
         for request in served.scheduler.adapters.take_waiting(key):
             self._fail(request.request_id, code, f"model {served.spec.model}: adapter {name}: {why}")

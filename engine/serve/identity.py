@@ -20,9 +20,10 @@ def kv_identity(spec: LoadModel) -> str:
 
 def adapter_identity(source: AdapterSource) -> str:
     """Returns an identity of an adapter's name and files, because rows with another adapter have other keys and values."""
-    return f"{source.name}\0{source.fingerprint}"
+    return f"{source.name}\0{source.fingerprint}\0{source.path}"
 
 
-def adapter_name(identity: str) -> str:
-    """Returns the name of the adapter that has this adapter_identity."""
-    return identity.partition("\0")[0]
+def adapter_source(identity: str) -> AdapterSource:
+    """Returns where the adapter with this adapter_identity is read from."""
+    name, fingerprint, path = identity.rsplit("\0", 2)  # neither a path nor a fingerprint contains a zero
+    return AdapterSource(name, path, fingerprint)

@@ -17,7 +17,7 @@ from engine.host.threads_apart import ThreadsApart
 from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
 from engine.protocol import EAGLE3, MTP, Configure, LoadModel, Stats, WeightsHeld
 from engine.serve.embedder import Embedder
-from engine.serve.identity import adapter_name, kv_identity, weights_identity
+from engine.serve.identity import adapter_source, kv_identity, weights_identity
 from engine.serve.kv_caches import make_kv_cache
 from loader.work_space import staged_tokens
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
@@ -328,19 +328,20 @@ class ServedModels:
 
     def set_lease(self, lease_chunks: int) -> None:
         """Sets the KV lease, in chunks. If more chunks are in use than that, chunks are given back until it is kept: idle adapters
-        leave, sparse chunks are emptied, then cached prefixes are dropped, then the newest sequences are preempted."""
+        leave, sparse chunks are emptied, then cached prefixes are dropped, then the newest sequences are preempted, whose adapters
+        become idle and leave, too."""
         self.chunks.set_lease(lease_chunks)
         self._give_up_idle_adapters(-self.chunks.room_chunks)
-        drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.kv.num_drawn_chunks]
+        drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.num_drawn_chunks]
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):
             for scheduler in drawing:
                 if self.chunks.room_chunks < 0:
                     way(scheduler, -self.chunks.room_chunks)
         while self.chunks.room_chunks < 0:
-            drawing = [scheduler for scheduler in drawing if scheduler.kv.num_drawn_chunks]
+            drawing = [scheduler for scheduler in drawing if scheduler.num_drawn_chunks]
             if not drawing:  # a model whose KV is being restored holds the other chunks; `add` sets the lease again
                 break
-            most = max(drawing, key=lambda scheduler: scheduler.kv.num_drawn_chunks)
+            most = max(drawing, key=lambda scheduler: scheduler.num_drawn_chunks)
             most.preempt_one()
             self._give_up_idle_adapters(-self.chunks.room_chunks)
             self.compaction.give_up_prefixes(most, -self.chunks.room_chunks)
@@ -368,7 +369,7 @@ class ServedModels:
             preemptions += scheduler.num_preemptions
         resident = {name: own.scheduler.adapters.resident for name, own in self.by_name.items()}
         adapters = {
-            name: {adapter_name(key): len(one.chunks) * self.chunks.chunk_bytes for key, one in own.items()}
+            name: {adapter_source(key).name: len(one.chunks) * self.chunks.chunk_bytes for key, one in own.items()}
             for name, own in resident.items()
             if own
         }

@@ -8,7 +8,7 @@ leaves when KV or another adapter needs its chunks, the least recently used firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +45,9 @@ class Adapters:
         self.resident: dict[str, ResidentAdapter] = {}
         self.dropped: Callable[[int], None] = lambda number: None
         self._free_numbers = list(range(most - 1, -1, -1))
-        self._waiting: dict[int, BatchRequest] = {}  # requests whose adapter is not resident, in order of arrival
+        # Requests whose adapter is not resident: key -> request id -> request, both in the order in which they came.
+        self._waiting: dict[str, dict[int, BatchRequest]] = {}
+        self._key_of: dict[int, str] = {}  # waiting request -> its adapter
         self._without_room: set[str] = set()  # adapters that were refused a place and have none yet
         self._uses = 0
 
@@ -84,6 +86,8 @@ class Adapters:
     def retire(self, key: str) -> None:
         """Drops a resident adapter once its last row has ended, because no further request will name it. Does nothing if it is not
         resident."""
+        if key not in self._waiting:
+            self._without_room.discard(key)
         adapter = self.resident.get(key)
         if adapter is None:
             return
@@ -164,36 +168,47 @@ class Adapters:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._key_of)
 
     @property
     def num_without_room(self) -> int:
         """Number of waiting requests whose adapter found no room in device memory. The other waiting requests wait until theirs is
         read."""
-        return sum(request.adapter in self._without_room for request in self._waiting.values()) if self._without_room else 0
+        return sum(len(self._waiting.get(key, ())) for key in self._without_room)
 
     @property
-    def wanted(self) -> Iterable[str]:
-        """Keys of the adapters that requests wait for, in the order in which the requests came."""
-        return dict.fromkeys(request.adapter for request in self._waiting.values()) if self._waiting else ()
+    def wanted(self) -> KeysView[str]:
+        """Keys of the adapters that requests wait for, the one first that has been waited for longest."""
+        return self._waiting.keys()
 
     def wait(self, request: BatchRequest) -> None:
-        self._waiting[request.request_id] = request
+        self._waiting.setdefault(request.adapter, {})[request.request_id] = request
+        self._key_of[request.request_id] = request.adapter
 
     def get(self, request_id: int) -> BatchRequest | None:
         """Returns the request of this id if it waits for its adapter, else None."""
-        return self._waiting.get(request_id)
+        key = self._key_of.get(request_id)
+        return None if key is None else self._waiting[key][request_id]
 
     def withdraw(self, request_id: int) -> bool:
-        return self._waiting.pop(request_id, None) is not None
+        """Removes a waiting request; returns False if no request of this id waits."""
+        key = self._key_of.pop(request_id, None)
+        if key is None:
+            return False
+        del self._waiting[key][request_id]
+        if not self._waiting[key]:
+            del self._waiting[key]
+            self._without_room.discard(key)
+        return True
 
     def requests(self) -> list[BatchRequest]:
-        return list(self._waiting.values())
+        """Returns all waiting requests, adapter by adapter."""
+        return [request for waiting in self._waiting.values() for request in waiting.values()]
 
     def take_waiting(self, key: str) -> list[BatchRequest]:
         """Removes and returns the requests that wait for this adapter, in the order in which they came."""
         self._without_room.discard(key)
-        found = [request for request in self._waiting.values() if request.adapter == key]
+        found = list(self._waiting.pop(key, {}).values())
         for request in found:
-            del self._waiting[request.request_id]
+            del self._key_of[request.request_id]
         return found

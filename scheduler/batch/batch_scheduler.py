@@ -97,6 +97,11 @@ class BatchScheduler:
         return len(self.waiting) + self.adapters.num_without_room
 
     @property
+    def num_drawn_chunks(self) -> int:
+        """Number of chunks that the model's KV and adapters have drawn from the lease."""
+        return self.kv.num_drawn_chunks + self.adapters.num_chunks
+
+    @property
     def num_decoding(self) -> int:
         """Number of running sequences that have exactly one token to compute, once all started steps have run."""
         return len(self.running.split(self.running.slots, self._ahead.computed(), self._ahead.total())[0])

@@ -1,5 +1,6 @@
-"""A random history of one engine's memory: loads, evictions, growing and shrinking KV, failures, crashes. After every operation the
-ledger of chunks, the page tables and the reference counts must agree, and all memory must hold what its owner wrote there.
+"""A random history of one engine's memory: loads, evictions, growing and shrinking KV, LoRA adapters that come and go, failures,
+crashes. After every operation the ledger of chunks, the page tables, the adapters' tables and the reference counts must agree, and
+all memory must hold what its owner wrote there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.contracts.adapters import ReadAdapter
 from engine.contracts.loads import LoadTask
 from engine.cpu.memory import CpuMemory
 from engine.lifecycle.lifecycle import Lifecycle
@@ -23,8 +25,11 @@ from engine.memory import mappings
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.null.runner import NullModel, NullRunner
-from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, SamplingParams
+from engine.protocol import AdapterSource, Evicted, EvictModel, LoadDone, LoadFailed, SamplingParams
+from engine.serve.adapter_loads import MAX_OVERDUE, MAX_READS, AdapterLoads, AdapterRead
+from engine.serve.identity import adapter_identity, adapter_source
 from engine.serve.served_models import ServedModels
+from loader.adapters.layout import AdapterLayout
 from loader.errors import CheckpointError
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure
@@ -33,6 +38,8 @@ CHUNK_BYTES = 4096
 NUM_CHUNKS, NUM_SLOTS, WORK_CHUNKS = 96, 40, 6
 BUDGET = NUM_CHUNKS - WORK_CHUNKS
 NAMES = {"a": 1, "b": 2, "c": 3, "d": 5}  # name -> KV heads: blocks of 1, 2, 3 and 5 quarters of a chunk
+ADAPTERS = {name: AdapterSource(name, f"/{name}", "1") for name in ("x1", "x4", "x7", "x11", "x16")}  # their chunks; of any model
+BROKEN = "x7"  # an adapter whose reads fail while `fails` has it
 
 
 class StampedModel(NullModel):
@@ -41,9 +48,40 @@ class StampedModel(NullModel):
     weights: WeightRange
 
 
+class StampedAdapters:
+    """The adapters of one model (AdapterMemory). Each chunk of an adapter contains its name and the chunk's number."""
+
+    def __init__(self, fails: set[str], done: Counter[str]) -> None:
+        self._fails, self._done = fails, done
+        self.first_bytes: dict[int, int] = {}  # number of an adapter in memory -> its first byte in the arena
+
+    def prepare(self) -> None:
+        pass
+
+    def read(self, source: AdapterSource) -> ReadAdapter:
+        if source.name in self._fails:
+            raise CheckpointError("adapter_config.json", "r", "is broken")
+        num_chunks = int(source.name[1:])
+        data = np.zeros(num_chunks * CHUNK_BYTES - 100, np.uint8)
+        for number in range(num_chunks):
+            text = f"{source.name} {number}".encode().ljust(16)
+            data[number * CHUNK_BYTES : number * CHUNK_BYTES + len(text)] = list(text)
+        return ReadAdapter(AdapterLayout((), len(data)), data)
+
+    def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
+        assert number not in self.first_bytes, "two adapters have one number"
+        self.first_bytes[number] = first_byte
+        self._done["adapters placed"] += 1
+
+    def clear(self, number: int) -> None:
+        del self.first_bytes[number]
+        self._done["adapters dropped"] += 1
+
+
 class StampedRunner(NullRunner):
-    def __init__(self, configure: Any, memory: CpuMemory, tier: HostTier) -> None:
+    def __init__(self, configure: Any, memory: CpuMemory, tier: HostTier, done: Counter[str]) -> None:
         super().__init__(configure, tier)
+        self.done = done
         self.ranges, self.copies = WeightRanges(memory), WeightCopies(memory, tier)
         self.fails: set[str] = set()
         self.addresses: dict[str, int] = {}
@@ -64,6 +102,7 @@ class StampedRunner(NullRunner):
             raise CheckpointError("model.safetensors", "w", "is broken")
         model: Any = super().load(LoadTask(load_message(spec.path, spec.model), task.chunks, task.progress, task.cancelled))
         model.weights = weights
+        model.adapter_memory = StampedAdapters(self.fails, self.done)
         model.release = weights.unmap
         assert self.addresses.setdefault(spec.model, weights.address) == weights.address, "addresses are for life"
         return model
@@ -99,7 +138,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.free_slots = set(range(NUM_SLOTS))
         self.kept: dict[str, tuple[list[int], int]] = {}  # name -> slots, checksum
         self.saved: dict[str, Evicted] = {}
-        self.waiting: dict[str, dict[int, tuple[list[int], int]]] = {}  # evicted model -> request -> tokens, prompt length
+        # evicted model -> request -> its tokens, the prompt's length, its adapter
+        self.waiting: dict[str, dict[int, tuple[list[int], int, str]]] = {}
         self.memory: CpuMemory | None = None
         self.runner: StampedRunner
         self.tier: HostTier
@@ -118,12 +158,31 @@ class MemoryMachine(RuleBasedStateMachine):
         self.tier = HostTier(os.dup(self.slots_fd), NUM_SLOTS, CHUNK_BYTES)
         sizes = {"num_chunks": NUM_CHUNKS, "chunk_bytes": CHUNK_BYTES, "work_space_bytes": WORK_CHUNKS * CHUNK_BYTES}
         self.configure = null_configure(**sizes, null_step_ms=0.0, block_tokens=4)
-        self.runner = StampedRunner(self.configure, self.memory, self.tier)
+        self.runner = StampedRunner(self.configure, self.memory, self.tier, self.done)
         self.models = ServedModels(self.configure, self.memory)
         self.sent: list[Any] = []
         self.loads = Loads(self.runner)
         self.lifecycle = Lifecycle(self.models, self.loads, self.sent.append, lambda name: None, self.memory, self.tier)
         self.held: dict[str, int] = {}  # chunks of each model in the daemon's ledger
+        self.reads: list[AdapterRead] = []  # under way
+        self.adapter_loads = AdapterLoads(self.models, self.memory, self, lambda told: None, self._failed, lambda: None)
+
+    def read(self, read: AdapterRead) -> None:
+        """Begins a read for adapter_loads; the rule `reads_end` ends it."""
+        self.reads.append(read)
+
+    def _failed(self, request_id: int, code: str, error: str) -> None:
+        if code == "adapter_unavailable":
+            assert len(self.adapter_loads._outlived) == MAX_OVERDUE, error
+        else:
+            assert (code, BROKEN in error) == ("adapter_unusable", True), error
+        self.done["requests whose adapter failed"] += 1
+
+    def _look_after_adapters(self) -> None:
+        """Does what the engine's loop does between two steps."""
+        wanting = [served for served in self.models.by_name.values() if self.adapter_loads.is_wanted(served)]
+        if wanting or self.adapter_loads.under_way:
+            self.adapter_loads.look_after(wanting, may_free_memory=True)
 
     def teardown(self) -> None:
         self._start()
@@ -186,8 +245,8 @@ class MemoryMachine(RuleBasedStateMachine):
             self.free_slots -= set(slots)
         if kv_state:
             assert done.restored_kv_tokens <= kv_state.saved_kv_tokens
-        for request_id, (tokens, num_prompt) in self.waiting.pop(name, {}).items():
-            self._submit(name, request_id, tokens, num_prompt)
+        for request_id, (tokens, num_prompt, adapter) in self.waiting.pop(name, {}).items():
+            self._submit(name, request_id, tokens, num_prompt, adapter)
 
     def runner_weights(self, name: str, weights: int) -> int:
         """Returns the chunks of a model's weights: `weights` when its size is not known yet, and the known size from then on."""
@@ -200,14 +259,16 @@ class MemoryMachine(RuleBasedStateMachine):
     def evict(self, data: st.DataObject, num_slots: int) -> None:
         name = data.draw(st.sampled_from(self.loaded))
         scheduler = self.models.by_name[name].scheduler
-        requests = {r.request_id: (r.tokens.tolist(), r.num_prompt) for r in scheduler.waiting.requests()}
+        queued = (*scheduler.waiting.requests(), *scheduler.adapters.requests())
+        requests = {each.request_id: (each.tokens.tolist(), each.num_prompt, each.adapter) for each in queued}
         for slot, request in scheduler.running.requests():
             tokens = scheduler.table.tokens[slot, : scheduler.table.num_tokens[slot]].tolist()
-            requests[request.request_id] = (tokens, request.num_prompt)
+            requests[request.request_id] = (tokens, request.num_prompt, request.adapter)
         slots = sorted(self.free_slots)[:num_slots]
         del self.held[name]
         self.lifecycle.evict(EvictModel(1, name, self._lease(), slots))
         gone = self._pump(Evicted)
+        self.adapter_loads.forget(name)
         assert gone.kv_slots_used == slots[: len(gone.kv_slots_used)]
         self.free_slots -= set(gone.kv_slots_used)
         self.waiting[name] = requests
@@ -225,6 +286,40 @@ class MemoryMachine(RuleBasedStateMachine):
         self.next_request += 1
 
     @precondition(lambda self: self.loaded)
+    @rule(data=st.data(), prompt=st.integers(1, 40), family=st.integers(0, 3), adapters=st.lists(st.sampled_from(sorted(ADAPTERS))))
+    def submit_adapted(self, data: st.DataObject, prompt: int, family: int, adapters: list[str]) -> None:
+        """Submits a request for each of some adapters of a model, with the prompts that requests for the model itself have, too."""
+        name = data.draw(st.sampled_from(self.loaded))
+        for adapter in adapters:
+            self.done["requests for adapters"] += 1
+            self._submit(name, self.next_request, [300 + family] * prompt, prompt, adapter_identity(ADAPTERS[adapter]))
+            self.next_request += 1
+        self._look_after_adapters()
+
+    @precondition(lambda self: self.reads)
+    @rule(num=st.integers(1, 4), last_first=st.booleans())
+    def reads_end(self, num: int, last_first: bool) -> None:
+        """Ends reads of adapters, in an order that differs from that of their beginnings."""
+        for _ in range(min(len(self.reads), num)):
+            self._end_read(-1 if last_first else 0)
+        self._look_after_adapters()
+
+    def _end_read(self, which: int) -> None:
+        read = self.reads.pop(which)
+        read.run()
+        self.adapter_loads.ended(read)
+        self.done["reads of adapters"] += 1
+
+    @precondition(lambda self: self.loaded)
+    @rule(data=st.data(), adapter=st.sampled_from(sorted(ADAPTERS)), ahead=st.booleans())
+    def operate(self, data: st.DataObject, adapter: str, ahead: bool) -> None:
+        """Has an adapter loaded ahead of requests, or retires it, as an operator does."""
+        served = self.models.by_name[data.draw(st.sampled_from(self.loaded))]
+        (self.adapter_loads.bring if ahead else self.adapter_loads.retire)(served, ADAPTERS[adapter])
+        self.done["adapters brought" if ahead else "adapters retired"] += 1
+        self._look_after_adapters()
+
+    @precondition(lambda self: self.loaded)
     @rule(data=st.data(), num=st.integers(4, 10), prompt=st.integers(1, 24))
     def crowd(self, data: st.DataObject, num: int, prompt: int) -> None:
         """Runs more sequences than the reserved KV holds and aborts every second one early, so that the remaining blocks lie in
@@ -239,20 +334,26 @@ class MemoryMachine(RuleBasedStateMachine):
         for _, request in scheduler.running.requests()[::2]:
             scheduler.abort(request.request_id)
 
-    def _submit(self, name: str, request_id: int, tokens: list[int], num_prompt: int) -> None:
+    def _submit(self, name: str, request_id: int, tokens: list[int], num_prompt: int, adapter: str = "") -> None:
         if len(tokens) < 60:
-            params = SamplingParams(30, seed=request_id % 4)
-            self.models.by_name[name].scheduler.submit(BatchRequest(request_id, np.array(tokens, np.int32), num_prompt, params))
+            request = BatchRequest(
+                request_id, np.array(tokens, np.int32), num_prompt, SamplingParams(30, seed=request_id % 4), adapter=adapter
+            )
+            self.models.by_name[name].scheduler.submit(request)
 
     @precondition(lambda self: self.loaded)
-    @rule(data=st.data(), num=st.integers(1, 12))
-    def grow(self, data: st.DataObject, num: int) -> None:
+    @rule(data=st.data(), num=st.integers(1, 12), reads_end=st.booleans())
+    def grow(self, data: st.DataObject, num: int, reads_end: bool) -> None:
         self.done["growths"] += 1
+        while reads_end and self.reads:
+            self._end_read(0)
+            self._look_after_adapters()
         self._step(data.draw(st.sampled_from(self.loaded)), num)
 
     def _step(self, name: str, num: int) -> None:
         served = self.models.by_name[name]
         for _ in range(num):
+            self._look_after_adapters()
             plan = served.scheduler.plan(0)
             self.models.discard_returned()  # as the engine does
             assert not served.scheduler.failed, "the floor holds one sequence of full length"
@@ -301,9 +402,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.models.set_lease(lease_chunks)
         self.done["shrinks that moved blocks"] += self.models.compaction.moved_bytes > moved
 
-    @rule(name=st.sampled_from(sorted(NAMES)), chance=st.integers(0, 5))
+    @rule(name=st.sampled_from([*sorted(NAMES), BROKEN]), chance=st.integers(0, 5))
     def fail(self, name: str, chance: int) -> None:
-        """Switches whether the next loads of a model fail."""
+        """Switches whether the next loads of a model, or the next reads of an adapter, fail."""
         if chance < 4 and name not in self.runner.fails:
             return
         self.runner.fails ^= {name}
@@ -330,19 +431,21 @@ class MemoryMachine(RuleBasedStateMachine):
         again."""
         scheduler = served.scheduler
         (group,) = scheduler.kv.groups
+        adapters = {slot: request.adapter for slot, request in scheduler.running.requests()}
         for slot, first, num in zip(plan.slots.tolist(), plan.num_computed.tolist(), plan.num_new.tolist(), strict=True):
             for index in range(first // 4, (first + num) // 4):
                 block = int(scheduler.table.block_tables[0][slot, index])
                 assert group.pool.refcount[block] >= 1
-                stamp(self._block(group, block), self._content(scheduler.table.tokens[slot, : 4 * (index + 1)]))
+                content = self._content(scheduler.table.tokens[slot, : 4 * (index + 1)], adapters[slot])
+                stamp(self._block(group, block), content)
 
     def _block(self, group: Any, block: int) -> int:
         assert self.memory is not None
         return int(self.memory.arena.data_ptr()) + block * int(group.block_bytes)
 
     @staticmethod
-    def _content(tokens: Any) -> bytes:
-        return hex(hash(tuple(tokens.tolist())))[-12:].encode()
+    def _content(tokens: Any, adapter: str) -> bytes:
+        return hex(hash((adapter, *tokens.tolist())))[-12:].encode()
 
     @invariant()
     def check(self) -> None:
@@ -358,19 +461,20 @@ class MemoryMachine(RuleBasedStateMachine):
                 assert stamped(address) == f"{name} {number}".encode()
                 assert self.memory is not None
                 assert stamped(self.memory.arena.data_ptr() + int(place.weights[number]) * CHUNK_BYTES) == stamped(address)
+            drawn += self._check_adapters(served, owned)
             for group in kv.groups:
                 group.pool.check()
                 owned += (group.pool._home | group.pool._drawn).astype(np.int32)
                 drawn += group.pool.num_drawn_chunks
                 reserved += int(np.count_nonzero(group.pool._home))
                 counts = np.zeros(group.pool.num_blocks, np.int32)
-                for slot, _ in scheduler.running.requests():
+                for slot, request in scheduler.running.requests():
                     computed = int(scheduler.table.num_computed[slot])
                     for index in range(int(scheduler.blocks._ends[0][slot])):
                         block = int(scheduler.table.block_tables[0][slot, index])
                         counts[block] += 1
                         if index < computed // 4:
-                            content = self._content(scheduler.table.tokens[slot, : 4 * (index + 1)])
+                            content = self._content(scheduler.table.tokens[slot, : 4 * (index + 1)], request.adapter)
                             assert stamped(self._block(group, block)) == content, "KV is where the table says"
                 assert (counts == group.pool.refcount).all()
                 for key in group.prefixes.recent_keys():
@@ -379,6 +483,10 @@ class MemoryMachine(RuleBasedStateMachine):
                     if key not in kv.tails:
                         content = stamped(self._block(group, block))
                         assert self.contents.setdefault((name, key), content) == content, "what was kept has not changed"
+        reads = [read for read in self.reads if read not in self.adapter_loads._outlived]
+        under_way = {(read.model, adapter_identity(read.source)) for read in reads}
+        assert len(under_way) == len(reads) <= MAX_READS, "an adapter is read once for all that want it"
+        assert self.adapter_loads._of.keys() <= self.models.by_name.keys()
         assert owned.max(initial=0) <= 1, "a chunk has two owners"
         assert (owned == 0).sum() == np.count_nonzero(chunks.free)
         assert (chunks.num_drawn, chunks.num_reserved, chunks.num_weights, chunks.num_leaving) == (drawn, reserved, weights, 0)
@@ -390,3 +498,26 @@ class MemoryMachine(RuleBasedStateMachine):
         lent = [slot for slots, _ in self.kept.values() for slot in slots]
         lent += [slot for gone in self.saved.values() for slot in gone.kv_slots_used]
         assert sorted([*lent, *self.free_slots]) == list(range(NUM_SLOTS))
+
+    def _check_adapters(self, served: Any, owned: Any) -> int:
+        """Checks the adapters of a model: their memory, their tables and the rows that use them. Adds their chunks to owned
+        [NUM_CHUNKS], and returns how many they are."""
+        scheduler, memory = served.scheduler, self.memory
+        assert memory is not None
+        adapters, rows = scheduler.adapters, Counter[str]()
+        for slot, request in scheduler.running.requests():
+            number = adapters.resident[request.adapter].number if request.adapter else -1
+            assert scheduler.table.adapter[slot] == number
+            rows[request.adapter] += 1
+        for key, adapter in adapters.resident.items():
+            assert adapter.num_rows == rows[key]
+            assert served.hosted.adapter_memory.first_bytes[adapter.number] == int(adapter.chunks[0]) * CHUNK_BYTES
+            for number, chunk in enumerate(adapter.chunks.tolist()):
+                text = f"{adapter_source(key).name} {number}".encode()
+                assert stamped(memory.arena.data_ptr() + chunk * CHUNK_BYTES) == text, "an adapter is where its table says"
+            owned[adapter.chunks] += 1
+        numbers = sorted([*served.hosted.adapter_memory.first_bytes, *adapters._free_numbers])
+        assert numbers == list(range(adapters._most)), "each number is free or belongs to one adapter in memory"
+        assert not adapters.wanted & adapters.resident.keys(), "nobody waits for what is there"
+        assert sum(len(waiting) for waiting in adapters._waiting.values()) == adapters.num_waiting
+        return int(adapters.num_chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,7 @@ class Desk:
         self.num_waits += 1
 
     def submit(self, request_id: int, adapter: str, num_prompt: int = 5) -> None:
-        assert self.loads.why_not(self.served, source(adapter)) == ""
+        assert self.loads.why_not(self.served) == ""
         tokens, key = np.full(num_prompt, request_id, np.int32), adapter_identity(source(adapter))
         self.served.scheduler.submit(BatchRequest(request_id, tokens, num_prompt, SamplingParams(4), adapter=key))
 
@@ -191,6 +192,33 @@ def test_files_that_do_not_answer_hold_up_their_own_requests_alone(desk: Desk) -
     assert 6 not in desk.failed
 
 
+def test_so_many_files_that_do_not_answer_are_the_last_to_be_tried(desk: Desk) -> None:
+    num_hung = adapter_loads.MAX_OVERDUE + adapter_loads.MAX_READS
+    for number in range(num_hung):
+        desk.submit(number + 1, f"hung-{number}")
+    for _ in range(num_hung):
+        desk.look()
+        for read in desk.reads:
+            read.is_prepared = True
+        desk.now += adapter_loads.READ_LIMIT_S + 1
+    assert len(desk.failed) == num_hung
+    assert len(desk.reads) == adapter_loads.MAX_OVERDUE, "each has a thread"
+    assert "the files of 16 other adapters do not answer" in desk.failed[num_hung]
+    desk.loads.forget("m")
+    desk.submit(99, "good")
+    desk.look()
+    assert "the files of 16 other adapters do not answer" in desk.failed[99], "threads outlive their model"
+    desk.reads[0].run()
+    desk.loads.ended(desk.reads.pop(0))
+    desk.submit(100, "good")
+    desk.look()
+    assert desk.reads[-1].source.name == "good", "one thread has ended"
+    desk.reads = desk.reads[-1:]
+    desk.finish_reads()
+    desk.look()
+    assert desk.served.scheduler.adapters.is_resident(adapter_identity(source("good")))
+
+
 def test_without_room_it_waits_as_long_as_something_may_make_some(desk: Desk) -> None:
     desk.memory.num_bytes["big"] = 17 * CHUNK_BYTES  # the lease has 16 chunks
     desk.submit(1, "big")
@@ -206,6 +234,46 @@ def test_without_room_it_waits_as_long_as_something_may_make_some(desk: Desk) ->
     assert desk.failed[1].startswith("no_adapter_room: adapter big: it takes 17 adjacent chunks")
     assert "16 chunks for adapters and KV" in desk.failed[1]
     assert not desk.loads.under_way
+
+
+def test_what_a_look_takes_does_not_depend_on_how_many_are_wanted(desk: Desk) -> None:
+    def calls_of_a_look() -> int:
+        calls: list[str] = []
+        sys.setprofile(lambda frame, event, argument: calls.append(event))
+        try:
+            desk.look()
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    for request_id in range(1, 21):
+        desk.submit(request_id, f"adapter-{request_id}")
+    desk.look()
+    few = calls_of_a_look()
+    for request_id in range(21, 1001):
+        desk.submit(request_id, f"adapter-{request_id}")
+    assert calls_of_a_look() == few
+    assert len(desk.reads) == adapter_loads.MAX_READS
+
+
+def test_a_smaller_lease_takes_the_memory_of_an_adapter_that_runs(desk: Desk) -> None:
+    desk.submit(1, "a")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    desk.node.step("m")
+    assert desk.served.scheduler.num_running == 1
+    assert desk.served.scheduler.kv.num_drawn_chunks == 0, "its KV lies in what the model owns"
+    desk.node.models.set_lease(0)
+    assert desk.node.models.chunks.room_chunks == 0
+    assert not desk.memory.known
+    desk.node.models.set_lease(16)
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    desk.node.run("m")
+    assert not desk.failed
+    assert not desk.served.scheduler.num_waiting + desk.served.scheduler.num_running
 
 
 def test_a_larger_lease_lets_it_in(desk: Desk) -> None:
@@ -274,7 +342,7 @@ def test_many_adapters_pass_through_little_memory(desk: Desk) -> None:
 def test_a_model_that_takes_none_says_so(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.served.hosted.adapter_memory = None  # type: ignore[misc]
-    assert desk.loads.why_not(desk.served, source("a")) == "model m takes no adapters"
+    assert desk.loads.why_not(desk.served) == "model m takes no adapters"
 
 
 def test_one_that_is_loaded_ahead_is_there_for_its_first_request(desk: Desk) -> None:

@@ -56,6 +56,7 @@ class Node:
         self.models.set_lease(spec.lease_chunks)
         place = self.models.take_place(spec)
         hosted = NullRunner(self.configure).load(LoadTask(spec, place.weights, lambda *_: None, lambda: False))
+        assert isinstance(hosted, NullModel)
         self.models.add(self.models.make(spec, hosted, place))
         return hosted
 
