@@ -5,6 +5,7 @@ all memory must hold what its owner wrote there.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -37,7 +38,9 @@ from tests.engine.engine_process import load_message, null_checkpoint, null_conf
 CHUNK_BYTES = 4096
 NUM_CHUNKS, NUM_SLOTS, WORK_CHUNKS = 96, 40, 6
 BUDGET = NUM_CHUNKS - WORK_CHUNKS
-NAMES = {"a": 1, "b": 2, "c": 3, "d": 5}  # name -> KV heads: blocks of 1, 2, 3 and 5 quarters of a chunk
+NAMES = {"a": 1, "b": 2, "c": 3, "d": 5, "w": 2}  # name -> KV heads: blocks of 1, 2, 3 and 5 sixteenths of a chunk
+WINDOWED = "w"  # one of its two layers attends to the last WINDOW tokens alone, so it has two KV groups
+WINDOW = 8
 ADAPTERS = {name: AdapterSource(name, f"/{name}", "1") for name in ("x1", "x4", "x7", "x11", "x16")}  # their chunks; of any model
 BROKEN = "x7"  # an adapter whose reads fail while `fails` has it
 
@@ -122,6 +125,10 @@ def memory_machine(folder: Path, done: Counter[str] | None = None) -> Callable[[
     for name, heads in NAMES.items():
         null_checkpoint(folder / name)
         config = (folder / name / "config.json").read_text().replace('"num_key_value_heads": 2', f'"num_key_value_heads": {heads}')
+        if name == WINDOWED:
+            types = ["sliding_attention", "full_attention"]
+            windowed = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": WINDOW, "layer_types": types, "hidden_size": 16}
+            config = json.dumps(json.loads(config) | windowed | {"intermediate_size": 16, "max_position_embeddings": 64})
         (folder / name / "config.json").write_text(config.replace('"head_dim": 16', '"head_dim": 4'))
     counts: Counter[str] = Counter() if done is None else done
     return lambda: MemoryMachine(folder, counts)
@@ -144,7 +151,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.runner: StampedRunner
         self.tier: HostTier
         self.next_request = 1
-        self.contents: dict[tuple[str, bytes], bytes] = {}  # (model, key) -> content of a cached prefix's block
+        self.contents: dict[tuple[str, int, bytes], bytes] = {}  # (model, KV group, key) -> content of a cached prefix's block
         self._start()
 
     def _start(self) -> None:
@@ -429,23 +436,22 @@ class MemoryMachine(RuleBasedStateMachine):
     def _stamp_blocks(self, served: Any, plan: Any) -> None:
         """Writes KV as a model would: each block that becomes full is stamped with its content, which is the same when computed
         again."""
-        scheduler = served.scheduler
-        (group,) = scheduler.kv.groups
+        scheduler, table = served.scheduler, served.scheduler.table
         adapters = {slot: request.adapter for slot, request in scheduler.running.requests()}
         for slot, first, num in zip(plan.slots.tolist(), plan.num_computed.tolist(), plan.num_new.tolist(), strict=True):
             for index in range(first // 4, (first + num) // 4):
-                block = int(scheduler.table.block_tables[0][slot, index])
-                assert group.pool.refcount[block] >= 1
-                content = self._content(scheduler.table.tokens[slot, : 4 * (index + 1)], adapters[slot])
-                stamp(self._block(group, block), content)
+                for g, group in enumerate(scheduler.kv.groups):
+                    block = int(table.block_tables[g][slot, index])
+                    assert group.pool.refcount[block] >= 1
+                    stamp(self._block(group, block), self._content(g, table.tokens[slot, : 4 * (index + 1)], adapters[slot]))
 
     def _block(self, group: Any, block: int) -> int:
         assert self.memory is not None
         return int(self.memory.arena.data_ptr()) + block * int(group.block_bytes)
 
     @staticmethod
-    def _content(tokens: Any, adapter: str) -> bytes:
-        return hex(hash((adapter, *tokens.tolist())))[-12:].encode()
+    def _content(group: int, tokens: Any, adapter: str) -> bytes:
+        return hex(hash((group, adapter, *tokens.tolist())))[-12:].encode()
 
     @invariant()
     def check(self) -> None:
@@ -462,7 +468,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 assert self.memory is not None
                 assert stamped(self.memory.arena.data_ptr() + int(place.weights[number]) * CHUNK_BYTES) == stamped(address)
             drawn += self._check_adapters(served, owned)
-            for group in kv.groups:
+            for g, group in enumerate(kv.groups):
                 group.pool.check()
                 owned += (group.pool._home | group.pool._drawn).astype(np.int32)
                 drawn += group.pool.num_drawn_chunks
@@ -470,11 +476,13 @@ class MemoryMachine(RuleBasedStateMachine):
                 counts = np.zeros(group.pool.num_blocks, np.int32)
                 for slot, request in scheduler.running.requests():
                     computed = int(scheduler.table.num_computed[slot])
-                    for index in range(int(scheduler.blocks._ends[0][slot])):
-                        block = int(scheduler.table.block_tables[0][slot, index])
+                    starts, ends = scheduler.blocks._starts[g], scheduler.blocks._ends[g]
+                    assert starts[slot] <= group.first_needed(computed), "blocks within the window are held"
+                    for index in range(int(starts[slot]), int(ends[slot])):
+                        block = int(scheduler.table.block_tables[g][slot, index])
                         counts[block] += 1
                         if index < computed // 4:
-                            content = self._content(scheduler.table.tokens[slot, : 4 * (index + 1)], request.adapter)
+                            content = self._content(g, scheduler.table.tokens[slot, : 4 * (index + 1)], request.adapter)
                             assert stamped(self._block(group, block)) == content, "KV is where the table says"
                 assert (counts == group.pool.refcount).all()
                 for key in group.prefixes.recent_keys():
@@ -482,7 +490,7 @@ class MemoryMachine(RuleBasedStateMachine):
                     assert block not in group.pool._stack[: group.pool.num_free], "a kept block is nobody else's"
                     if key not in kv.tails:
                         content = stamped(self._block(group, block))
-                        assert self.contents.setdefault((name, key), content) == content, "what was kept has not changed"
+                        assert self.contents.setdefault((name, g, key), content) == content, "what was kept has not changed"
         reads = [read for read in self.reads if read not in self.adapter_loads._outlived]
         under_way = {(read.model, adapter_identity(read.source)) for read in reads}
         assert len(under_way) == len(reads) <= MAX_READS, "an adapter is read once for all that want it"
