@@ -31,6 +31,7 @@ from engine.memory.arena import kv_views
 from engine.ops import reference
 from loader import codec, kv_layout
 from loader.frame import FRAME_VALUES
+from loader.kv_dtypes import KV_FP8, kv_dtype_named
 
 BLOCK_TOKENS = 16
 CACHES_BYTES = 512 << 20  # inputs are taken in turn from so much memory, or the cache would be measured
@@ -72,7 +73,7 @@ def make_kv(
     num_blocks: int, layers: int, kv_heads: int, head_dim: int, kv_dtype: str, device: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys and values that are normal numbers, and their scales if they are fp8."""
-    block_bytes = layers * 2 * kv_heads * BLOCK_TOKENS * kv_layout.kv_head_bytes(head_dim, kv_dtype)
+    block_bytes = layers * 2 * kv_heads * BLOCK_TOKENS * kv_dtype_named(kv_dtype).head_bytes(head_dim)
     group = kv_layout.KVGroupSpec("full", BLOCK_TOKENS, block_bytes, tuple(range(layers)))
     kv, scales = kv_views(
         torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device=device), group, (2, kv_heads, head_dim), kv_dtype
@@ -86,7 +87,7 @@ def make_kv(
 
 
 def about(heads: int, kv_heads: int, head_dim: int, kv_dtype: str) -> str:
-    return f"{heads}/{kv_heads} heads of {head_dim}{', fp8 KV' if kv_dtype == kv_layout.KV_FP8 else ''}"
+    return f"{heads}/{kv_heads} heads of {head_dim}{', fp8 KV' if kv_dtype == KV_FP8 else ''}"
 
 
 def decode(
@@ -95,7 +96,7 @@ def decode(
     dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
     kv_dtype = kv_dtype or str(dtype).removeprefix("torch.")
     seen = min(window or context, context)
-    layer_bytes = rows * seen * 2 * kv_heads * kv_layout.kv_head_bytes(head_dim, kv_dtype)
+    layer_bytes = rows * seen * 2 * kv_heads * kv_dtype_named(kv_dtype).head_bytes(head_dim)
     layers = 1 if table.tiny else max(1, min(8, CACHES_BYTES // layer_bytes))
     blocks = -(-context // BLOCK_TOKENS)
     kv = make_kv(rows * blocks, layers, kv_heads, head_dim, kv_dtype, device)
@@ -194,7 +195,7 @@ def rope(table: Table, num_tokens: int, heads: int, kv_heads: int, head_dim: int
     qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
     turns = torch.randn(num_tokens, head_dim, device=device)
     slots, norm = torch.randperm(blocks * BLOCK_TOKENS)[:num_tokens].to(device), torch.ones(head_dim, dtype=dtype, device=device)
-    stored = num_tokens * 2 * kv_heads * kv_layout.kv_head_bytes(head_dim, kv_dtype)
+    stored = num_tokens * 2 * kv_heads * kv_dtype_named(kv_dtype).head_bytes(head_dim)
     num_bytes = (qkv.numel() + num_tokens * heads * head_dim) * dtype.itemsize + stored
     for name, norms in (("RoPE + KV write", (None, None)), ("norms + RoPE + KV write", (norm, norm))):
 
@@ -245,9 +246,9 @@ def main() -> None:
         few_rows(table, 1, 8, 16)
         rows(table, 2, 16, 32)
         rope(table, 2, 4, 2, 16)
-        decode(table, 2, 20, 4, 2, 16, kv_dtype=kv_layout.KV_FP8)
-        extend(table, 20, 5, 4, 2, 16, kv_dtype=kv_layout.KV_FP8)
-        rope(table, 2, 4, 2, 16, kv_dtype=kv_layout.KV_FP8)
+        decode(table, 2, 20, 4, 2, 16, kv_dtype=KV_FP8)
+        extend(table, 20, 5, 4, 2, 16, kv_dtype=KV_FP8)
+        rope(table, 2, 4, 2, 16, kv_dtype=KV_FP8)
         sampling(table, 2, 50)
         packed_weights(table, 5000)
         return
@@ -257,9 +258,9 @@ def main() -> None:
     decode(table, 256, 512, 32, 8, 128)
     decode(table, 64, 4096, 32, 8, 64)
     decode(table, 64, 8192, 8, 4, 256, window=1024)
-    decode(table, 64, 4096, 32, 8, 128, kv_dtype=kv_layout.KV_FP8)
-    extend(table, 8192, 0, 32, 8, 128, kv_dtype=kv_layout.KV_FP8)
-    rope(table, 2048, 32, 8, 128, kv_dtype=kv_layout.KV_FP8)
+    decode(table, 64, 4096, 32, 8, 128, kv_dtype=KV_FP8)
+    extend(table, 8192, 0, 32, 8, 128, kv_dtype=KV_FP8)
+    rope(table, 2048, 32, 8, 128, kv_dtype=KV_FP8)
     for num_rows in (1, 4):
         for num_outputs, num_inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
             few_rows(table, num_rows, num_outputs, num_inputs)

@@ -16,7 +16,7 @@ from benchmarks.gpu_limits import CACHE_DIR
 from engine.cuda.kernels import tiles
 from engine.cuda.kernels.tiles import Tile
 from engine.cuda.ops import CudaOps
-from loader.kv_layout import KV_FP8
+from loader.kv_dtypes import KV_FP8
 
 EXTEND = (
     *(Tile(tokens, positions, 8, stages) for tokens in (64, 128) for positions in (64, 128) for stages in (2, 3)),

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from loader.kernel_sets import KernelSet
-from loader.kv_layout import kv_dtype_of
+from loader.kv_dtypes import kv_dtype_of
 
 PROTOCOL_VERSION = 16
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from loader.errors import CheckpointError
 from loader.formats.weight_format import WeightFormat
 from loader.gpu_sizing import gpu_work_space_bytes
+from loader.kv_dtypes import kv_dtype_of
 from loader.kv_layout import (
     KVGroupSpec,
     group_chunks,
     has_several_groups,
     kv_bytes_per_token,
-    kv_dtype_of,
     kv_groups,
     kv_reserved_bytes,
 )

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loader.dtypes import ITEM_BYTES
+from loader.kv_dtypes import kv_dtype_named
 from loader.model_shape import ModelShape
 
-KV_FP8 = "fp8"  # keys and values as float8_e4m3fn; a head of a token has one scale, of one byte (engine/cuda/kernels/triton_fp8.py)
 MIN_MODEL_LEN = 2048
 # A prompt saves a state wherever it has passed a multiple of so many tokens. A state of Qwen3-Next 80B takes as much memory as the
 # keys and values of 3,072 of its tokens.
@@ -43,23 +43,6 @@ class KVGroupSpec:
         """How far back a query attends, as kernels take it: window_tokens (0: to all tokens), or -window_tokens in a chunked
         group."""
         return -self.window_tokens if self.kind == "chunked" else self.window_tokens
-
-
-def asked_kv_cache_dtype(setting: str) -> str:
-    """Returns KV_FP8 if the setting `kv_cache_dtype` asks for it, else "", which stands for the model's dtype."""
-    return KV_FP8 if setting == KV_FP8 else ""
-
-
-def kv_dtype_of(dtype: str, kv_cache_dtype: str) -> str:
-    """Returns the type in which keys and values are held: the model's dtype, or KV_FP8. kv_cache_dtype: KV_FP8, or "" for the
-    model's dtype."""
-    return kv_cache_dtype or dtype
-
-
-def kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
-    """Returns the bytes of one token's keys, or of its values, in one KV head of head_dim dimensions. kv_dtype: the model's dtype,
-    or KV_FP8, which adds a scale of one byte."""
-    return head_dim + 1 if kv_dtype == KV_FP8 else head_dim * ITEM_BYTES[kv_dtype]
 
 
 def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
@@ -125,7 +108,7 @@ def _places(shape: ModelShape, layers: Sequence[int]) -> tuple[int, ...]:
 def _layer_bytes(shape: ModelShape, layer: int, kv_dtype: str) -> int:
     """Returns the bytes of one token's keys and values in one layer."""
     num, kv_heads, head_dim = kv_token_dims(shape, layer)
-    return num * kv_heads * kv_head_bytes(head_dim, kv_dtype)
+    return num * kv_heads * kv_dtype_named(kv_dtype).head_bytes(head_dim)
 
 
 def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:

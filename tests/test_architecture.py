@@ -52,6 +52,7 @@ DAEMON_FROM_LOADER = {
     "loader.hf_config",
     "loader.hub_cache",
     "loader.kernel_sets",
+    "loader.kv_dtypes",
     "loader.kv_layout",
     "loader.layout",
     "loader.model_shape",

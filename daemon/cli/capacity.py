@@ -24,7 +24,7 @@ from loader.described_model import CONFIG, HEADERS, INDEX, DescribedModel, descr
 from loader.dtypes import computed_dtype
 from loader.errors import CheckpointError
 from loader.formats.registry import FORMATS, held_format, why_not_resident
-from loader.kv_layout import KV_FP8, asked_kv_cache_dtype
+from loader.kv_dtypes import KV_CACHE_DTYPES, asked_kv_cache_dtype, kv_dtype_named, kv_dtype_of
 from loader.model_shape import ModelShape
 
 _DEVICES = re.compile(r"(cpu|cuda)=(?:(\d+)x)?(.+)\Z")
@@ -171,7 +171,7 @@ def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capa
         raise _usage(f"--max-model-len: from 1 to the checkpoint's {longest}, not {max_model_len}")
     for option, value, allowed in (
         ("--dtype", options.dtype, DTYPES),
-        ("--kv-cache-dtype", options.kv_cache_dtype, ("auto", KV_FP8)),
+        ("--kv-cache-dtype", options.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES)),
     ):
         if value not in allowed:
             raise _usage(f"{option}: one of {', '.join(allowed)}, not {value!r}")
@@ -183,6 +183,8 @@ def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capa
     except ValueError as error:
         raise _usage(f"--{error}") from None
     dtype = computed_dtype(options.dtype, shape.dtype, (kind,))
+    kv_cache_dtype = asked_kv_cache_dtype(options.kv_cache_dtype)
+    kv_dtype = kv_dtype_named(kv_dtype_of(dtype, kv_cache_dtype))
     unlike_resident = why_not_resident(options.resident, shape, dtype)
     for refused, why in (
         (unlike_resident, f"--resident: {unlike_resident}"),
@@ -190,14 +192,14 @@ def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capa
         (shape.is_encoder and kind == "cuda", "encoders are not built for cuda devices"),
         (shape.is_encoder and not weight_format.runs_encoders, f"{weight_format.name} is not built for encoders"),
         (shape.experts and not weight_format.runs_experts, f"{weight_format.name} is not built for mixtures of experts"),
-        (options.kv_cache_dtype == KV_FP8 and kind == "cpu", "--kv-cache-dtype fp8 is built for cuda devices only"),
+        (kind and kind not in kv_dtype.device_kinds, f"--kv-cache-dtype {kv_dtype.about_devices}"),
     ):
         if refused:
             raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{options.config}: {why}", "details": {}})
     return capacity.Settings(
         dtype=dtype,
         weight_format=weight_format,
-        kv_cache_dtype=asked_kv_cache_dtype(options.kv_cache_dtype),
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
         max_sequences=max_sequences,
         max_num_batched_tokens=node.max_num_batched_tokens,

@@ -33,6 +33,7 @@ from engine.exchange import GroupForm
 from loader import catalog, kv_layout, layout, work_space
 from loader.errors import shortened
 from loader.formats.registry import held_format
+from loader.kv_dtypes import asked_kv_cache_dtype
 from scheduler.node import events
 from scheduler.node.ledger import kv_reserved_bytes
 from scheduler.node.replica_names import further, model_of
@@ -338,7 +339,7 @@ class Registry:
             head="" if speculator.head is None else speculator.head.name,
             head_path="" if speculator.head is None else speculator.head.path,
         )
-        kv_cache_dtype = kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype)
+        kv_cache_dtype = asked_kv_cache_dtype(settings.kv_cache_dtype)
         number = self._sizing.num_replicas(name, plan.settings, shape, facts.num_ranks)
         replicas = further(facts, number, settings.replicas == config_replicas.AUTO)
         held = (weight_format.name, kv_cache_dtype)

@@ -18,6 +18,7 @@ from loader import catalog, kv_layout, layout, slices, work_space
 from loader.dtypes import computed_dtype
 from loader.formats.registry import asked_format, held_format, stored_format, why_not_resident
 from loader.gpu_sizing import gpu_work_space_bytes
+from loader.kv_dtypes import KV_CACHE_DTYPES, asked_kv_cache_dtype, kv_dtype_of
 from loader.model_shape import Division, ModelShape
 from scheduler.node import events
 from scheduler.node.ledger import size_of
@@ -59,7 +60,7 @@ class Sizing:
             shape = slices.split(shape, 0, division_of(settings))
         else:
             weights_bytes = layout.weights_bytes(shape, dtype, weight_format)
-        kv_dtype = kv_layout.kv_dtype_of(dtype, kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
+        kv_dtype = kv_dtype_of(dtype, asked_kv_cache_dtype(settings.kv_cache_dtype))
         max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype, weights_bytes)
         facts = events.ModelFacts(
             name=name,
@@ -225,7 +226,8 @@ class Sizing:
 
     def _kv_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns why the model's KV cannot be kept in the configured type (kv_cache_dtype); "" if it can."""
-        if not _has_fp8_kv(settings):
+        kv_dtype = KV_CACHE_DTYPES.get(settings.kv_cache_dtype)
+        if kv_dtype is None:
             return ""
         if shape.is_encoder:
             return f'models."{name}".kv_cache_dtype: encoders keep no KV; leave it out'
@@ -233,7 +235,7 @@ class Sizing:
             return ""
         own = [device.hardware for device in self._devices if device.model == name]
         where = ", ".join(own or settings.devices or self.shared_names())
-        return f'models."{name}".kv_cache_dtype: fp8 is built for cuda devices only, and this model may live on {where}'
+        return f'models."{name}".kv_cache_dtype: {kv_dtype.about_devices}, and this model may live on {where}'
 
     def _max_model_len(
         self,
@@ -283,19 +285,15 @@ def division(how: ParallelConfig) -> Division:
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
     """Returns the kinds of devices ("cpu", "cuda") that can run the model. GPUs have no kernels for encoders and some checkpoint
-    formats, CPUs none for fp8 KV, and models are split only over cpu devices."""
+    formats, CPUs none for some types of KV, and models are split only over cpu devices."""
     if shape.is_encoder or parallel.num_ranks(settings) > 1:
         return {"cpu"}
     kinds = {"cpu", "cuda"}
-    if _has_fp8_kv(settings):
-        kinds.remove("cpu")
+    if (kv_dtype := KV_CACHE_DTYPES.get(settings.kv_cache_dtype)) is not None:
+        kinds.intersection_update(kv_dtype.device_kinds)
     if not stored_format(shape).runs_on_gpus:
         kinds.discard("cuda")
     return kinds
-
-
-def _has_fp8_kv(settings: ModelConfig) -> bool:
-    return bool(kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
 
 
 def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num_tokens: int) -> int:

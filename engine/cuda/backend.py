@@ -31,6 +31,7 @@ from engine.protocol import Configure, LoadModel
 from loader.errors import UnsupportedModel
 from loader.formats.weight_format import WeightFormat
 from loader.hf_config import CONFIG_NAME
+from loader.kv_dtypes import KVDtype, kv_dtype_named
 from loader.model_shape import ModelShape
 from loader.unpack import Decoder
 
@@ -38,7 +39,6 @@ log = logging.getLogger("engine")
 
 MAX_GRAPH_ROWS = 256  # decode steps with more rows have no graph
 MAX_GRAPH_TOKENS = 512  # steps with prompt chunks and more tokens have no graph
-FP8_CAPABILITY = (8, 9)
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
@@ -114,7 +114,7 @@ class CudaBackend:
         if shape.is_encoder:
             raise UnsupportedModel(CONFIG_NAME, None, "encoders are not served on a GPU")
         if spec.kv_cache_dtype and self.memory.arena.is_cuda:
-            check_fp8(torch.cuda.get_device_capability())
+            check_capability(kv_dtype_named(spec.kv_cache_dtype), torch.cuda.get_device_capability())
 
     def early_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> None:
         return None
@@ -189,8 +189,10 @@ class CudaBackend:
         return self.decoder() if self._frames is None else self._frames.measured_by(self.decoder())
 
 
-def check_fp8(capability: tuple[int, int]) -> None:
-    """Raises UnsupportedModel for a GPU that cannot convert float8_e4m3. capability: its compute capability, (8, 9) for 8.9."""
-    if capability < FP8_CAPABILITY:
-        needed, there = (".".join(map(str, one)) for one in (FP8_CAPABILITY, capability))
-        raise UnsupportedModel(CONFIG_NAME, None, f"kv_cache_dtype: fp8 needs compute capability {needed}; this GPU has {there}")
+def check_capability(kv_dtype: KVDtype, capability: tuple[int, int]) -> None:
+    """Raises UnsupportedModel for a GPU that cannot hold keys and values as kv_dtype. capability: its compute capability, (8, 9)
+    for 8.9."""
+    if capability < kv_dtype.capability:
+        needed, there = (".".join(map(str, one)) for one in (kv_dtype.capability, capability))
+        text = f"kv_cache_dtype: {kv_dtype.name} needs compute capability {needed}; this GPU has {there}"
+        raise UnsupportedModel(CONFIG_NAME, None, text)

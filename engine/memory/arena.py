@@ -12,13 +12,14 @@ import math
 import torch
 from torch import Tensor
 
-from loader.kv_layout import KV_FP8, KVGroupSpec
+from loader.kv_dtypes import kv_dtype_named
+from loader.kv_layout import KVGroupSpec
 from scheduler.batch.plan import IntArray
 
 
 def kv_views(arena: Tensor, group: KVGroupSpec, token_dims: tuple[int, int, int], kv_dtype: str) -> tuple[Tensor, Tensor | None]:
     """Returns the arena (uint8) as one KV group sees it: keys and values [num_blocks, layers, 2, kv_heads, block_tokens, head_dim],
-    and their scales [num_blocks, layers, 2, kv_heads, block_tokens] (None unless kv_dtype is fp8). token_dims: 2, kv_heads and
+    and their scales [num_blocks, layers, 2, kv_heads, block_tokens] (None if kv_dtype has none). token_dims: 2, kv_heads and
     head_dim (kv_layout.kv_token_dims). kv_dtype: fp8, or the name of a torch dtype.
 
     For fp8 both are uint8: codes of float8_e4m3fn, and codes of the scales, which are powers of two. A block holds its scales after
@@ -27,7 +28,7 @@ def kv_views(arena: Tensor, group: KVGroupSpec, token_dims: tuple[int, int, int]
     places = (len(group.layers), num, kv_heads, group.block_tokens)
     num_blocks = len(arena) // group.block_bytes
     blocks = arena[: num_blocks * group.block_bytes].view(num_blocks, group.block_bytes)
-    if kv_dtype != KV_FP8:
+    if not kv_dtype_named(kv_dtype).scale_bytes:
         return blocks.view(getattr(torch, kv_dtype)).view(num_blocks, *places, head_dim), None
     num_values = math.prod(places) * head_dim
     return blocks[:, :num_values].unflatten(1, (*places, head_dim)), blocks[:, num_values:].unflatten(1, places)

@@ -36,6 +36,7 @@ from loader import kv_layout
 from loader.catalog import MAX_CONFIG_BYTES
 from loader.errors import CheckpointError
 from loader.hf_config import parse_config
+from loader.kv_dtypes import kv_dtype_named
 from loader.kv_layout import KVGroupSpec
 from loader.regular_file import read_regular
 from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
@@ -101,7 +102,7 @@ class NullModel:
         self.name = spec.model
         self.vocab_size, self.embeds, self.adapter_memory = int(config.get("vocab_size", 1024)), False, None
         self.weights_bytes = spec.weights_chunks * configure.chunk_bytes
-        block_bytes = 2 * layers * kv_heads * kv_layout.kv_head_bytes(head_dim, spec.kv_dtype) * configure.block_tokens
+        block_bytes = 2 * layers * kv_heads * kv_dtype_named(spec.kv_dtype).head_bytes(head_dim) * configure.block_tokens
         self.kv_groups: tuple[KVGroupSpec, ...] = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)
         if any(config.get(key) for key in ("sliding_window", "kv_lora_rank", "linear_num_value_heads")):
             shape = parse_config(json.dumps(config).encode(), f"{spec.path}/config.json")

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cuda.backend import check_fp8
+from engine.cuda.backend import check_capability
 from engine.memory.arena import kv_views
 from engine.null.runner import NullModel, Pacer
-from loader import kv_layout
 from loader.errors import UnsupportedModel
-from loader.kv_layout import KV_FP8, KVGroupSpec
+from loader.kv_dtypes import KV_CACHE_DTYPES, KV_FP8, kv_dtype_named
+from loader.kv_layout import KVGroupSpec
 from tests.engine.cpu_ops import compute_with
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
@@ -39,7 +39,7 @@ OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
 def test_a_block_holds_its_values_and_their_scales() -> None:
     """Each byte of a block belongs to exactly one value or scale, and to no other block."""
     layers, heads, head_dim = 3, 2, 24
-    group = KVGroupSpec("full", 8, layers * 2 * heads * 8 * kv_layout.kv_head_bytes(head_dim, KV_FP8), tuple(range(layers)))
+    group = KVGroupSpec("full", 8, layers * 2 * heads * 8 * kv_dtype_named(KV_FP8).head_bytes(head_dim), tuple(range(layers)))
     arena = torch.zeros(5 * group.block_bytes + 17, dtype=torch.uint8)
     kv, scales = kv_views(arena, group, (2, heads, head_dim), KV_FP8)
     assert scales is not None
@@ -136,7 +136,7 @@ def test_a_null_model_takes_as_little(folder: Path) -> None:
 
 
 def test_gpus_that_cannot_convert_it_refuse_it() -> None:
-    check_fp8((8, 9))
-    check_fp8((10, 0))
+    check_capability(KV_CACHE_DTYPES[KV_FP8], (8, 9))
+    check_capability(KV_CACHE_DTYPES[KV_FP8], (10, 0))
     with pytest.raises(UnsupportedModel, match=r"kv_cache_dtype: fp8 needs compute capability 8\.9; this GPU has 8\.0"):
-        check_fp8((8, 0))
+        check_capability(KV_CACHE_DTYPES[KV_FP8], (8, 0))

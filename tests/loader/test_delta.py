@@ -10,8 +10,8 @@ import pytest
 
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.hf_config import parse_config
+from loader.kv_dtypes import KV_FP8
 from loader.kv_layout import (
-    KV_FP8,
     default_max_model_len,
     group_chunks,
     kv_bytes_per_token,

@@ -6,7 +6,8 @@ from config.load import KV_CACHE_DTYPES, QUANTIZATIONS
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.registry import FORMATS, asked_format
-from loader.kv_layout import KV_FP8, asked_kv_cache_dtype, kv_dtype_of
+from loader.kv_dtypes import KV_CACHE_DTYPES as BUILT
+from loader.kv_dtypes import KV_FP8, asked_kv_cache_dtype, kv_dtype_of
 from loader.layout import weight_layout
 from tests.loader.checkpoints import shape
 
@@ -28,6 +29,7 @@ def test_only_the_matrices_of_layers_are_held_in_another_format() -> None:
 
 
 def test_kv_dtypes() -> None:
-    assert [asked_kv_cache_dtype(setting) for setting in KV_CACHE_DTYPES] == ["", KV_FP8]
+    assert ("auto", *BUILT) == KV_CACHE_DTYPES, "what the configuration allows is what is built"
+    assert [asked_kv_cache_dtype(setting) for setting in KV_CACHE_DTYPES] == ["", *BUILT]
     assert kv_dtype_of("bfloat16", "") == "bfloat16"
     assert kv_dtype_of("bfloat16", KV_FP8) == KV_FP8

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from loader.hf_config import parse_config
+from loader.kv_dtypes import KV_FP8
 from loader.kv_layout import (
-    KV_FP8,
     block_bytes,
     default_max_model_len,
     group_chunks,

@@ -58,7 +58,8 @@ from engine.ops.ops import (
     SigmoidRouting,
 )
 from loader.frame import FRAME_VALUES
-from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
+from loader.kv_dtypes import KV_FP8, kv_dtype_named
+from loader.kv_layout import KVGroupSpec
 from loader.model_shape import DeltaShape
 
 BLOCK_TOKENS = 16
@@ -164,7 +165,7 @@ def compile_instead_of_running(capability: int, listed: bool) -> None:
 def kept_as(kv_dtype: str, token_dims: tuple[int, int, int] = (2, KV_HEADS, HEAD_DIM)) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns KV of four layers in this type, and its scales (None unless fp8)."""
     num, kv_heads, head_dim = token_dims
-    block_bytes = 4 * num * kv_heads * BLOCK_TOKENS * kv_head_bytes(head_dim, kv_dtype)
+    block_bytes = 4 * num * kv_heads * BLOCK_TOKENS * kv_dtype_named(kv_dtype).head_bytes(head_dim)
     group = KVGroupSpec("full", BLOCK_TOKENS, block_bytes, (0, 1, 2, 3))
     return kv_views(torch.zeros(ROWS * block_bytes, dtype=torch.uint8), group, token_dims, kv_dtype)
 

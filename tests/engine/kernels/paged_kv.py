@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.memory.arena import kv_views
 from engine.ops import reference
 from loader import kv_layout
+from loader.kv_dtypes import KV_FP8, kv_dtype_named
 from tests.engine.kernels.draw import Draw
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -67,8 +68,8 @@ def paged(
     layer = draw.between(0, layers - 1)
     heads = kv_heads * draw.one_of(*(group for group in GROUPS if kv_heads * group <= max_heads))
     num_blocks = sum(-(-c // block_tokens) for c in contexts) + 3
-    kv_dtype = kv_layout.KV_FP8 if fp8 else str(draw.dtype).removeprefix("torch.")
-    block_bytes = layers * num * kv_heads * block_tokens * kv_layout.kv_head_bytes(head_dim, kv_dtype)
+    kv_dtype = KV_FP8 if fp8 else str(draw.dtype).removeprefix("torch.")
+    block_bytes = layers * num * kv_heads * block_tokens * kv_dtype_named(kv_dtype).head_bytes(head_dim)
     group = kv_layout.KVGroupSpec("full", block_tokens, block_bytes, tuple(range(layers)))
     view = partial(kv_views, group=group, token_dims=(num, kv_heads, head_dim), kv_dtype=kv_dtype)
     arena = torch.full((num_blocks * block_bytes,), 0xFF, dtype=torch.uint8)
