@@ -2,9 +2,10 @@
 
 First one model with its weights on disk, then three of 125 M parameters that are resident and kept in host memory: these must come
 back without a read (what the engine's processes read is told), and when each of them serves again. Then the same three, whose
-weights the next engine takes over where they are on the device (`adopt_weights`): what loads copy and take then. The engine is
-killed when all 50 streams run.
-usage: python -m benchmarks.crash [--only one|three|adopted]
+weights the next engine takes over where they are on the device (`adopt_weights`): what loads copy and take then. Last one model
+that is split over two devices and two that are whole on the second of them, whose engine is not killed: how long the streams of
+each stand still, and how often those of the whole ones do for more than 100 ms. The engine is killed when all 50 streams run.
+usage: python -m benchmarks.crash [--only one|three|adopted|ranks]
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import pathlib
 import signal
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -29,6 +32,8 @@ from benchmarks.serve import STORE
 from benchmarks.server import Server
 
 THREE = ("mid-1", "mid-2", "mid-3")
+SPLIT, WHOLE = "split", ("whole-1", "whole-2")
+STALL_S = 0.1
 STREAMS = 50
 FEATHER, MID = (128, 400), (64, 400)  # words in, tokens out: so many that the first stream still runs when the last has begun
 TURN_MS = 100  # in a turn of the usual 10 ms each of three busy models decodes but a few streams, and the others wait
@@ -131,6 +136,45 @@ def adopted() -> dict[str, Any]:
     return three("crash_adopted", "--adopt-weights", "true")
 
 
+def ranks() -> dict[str, Any]:
+    feather = make(STORE, "feather")
+    with tempfile.TemporaryDirectory(prefix="hearth-crash-", dir=STORE.parent) as place:
+        models, config = pathlib.Path(place) / "models", pathlib.Path(place) / "node.toml"
+        link_models(models, feather, SPLIT, *WHOLE)
+        tables = [f'[models."{SPLIT}"]\nspeculator = "none"\nparallel = {{ tensor = 2 }}\n']
+        tables += [f'[models."{name}"]\nspeculator = "none"\ndevices = ["cpu:1"]\n' for name in WHOLE]
+        config.write_text("".join(tables))
+        flags = ["--config", str(config), "--threads", "1", "--dtype", "float32"]
+        with Server(models, ["cpu:0=1GiB", "cpu:1=1GiB"], flags) as server:
+            names = [SPLIT, *WHOLE]
+            for name in names:
+                server.cli("load", name)
+            uvloop.run(drive(server.url, names, 30, 30, 64, 32))
+            victim = next(one["pid"] for one in server.cli("status", "--json")["devices"] if one["name"] == "cpu:0")
+            results, killed = uvloop.run(scenario(server, names, FEATHER, victim))
+            status = server.cli("status", "--json")
+    stood_s = {name: [max_gap(each, killed) for each in results if each.model == name] for name in names}
+    return {
+        "benchmark": "crash_ranks",
+        "models": len(names),
+        **figures([each for each in results if each.model == SPLIT], killed, FEATHER[1]),
+        "streams": len(results),
+        "running_when_killed": sum(1 for each in results if each.stamps and each.stamps[0] < killed < each.stamps[-1]),
+        "failed": sum(not each.ok for each in results),
+        "split_longest_s": round(max(stood_s[SPLIT]), 3),
+        "whole_longest_s": round(max(max(stood_s[name]) for name in WHOLE), 3),
+        "whole_longest_before_s": round(max(max_gap(each, 0.0, killed) for each in results if each.model in WHOLE), 3),
+        "whole_stalls": sum(gap > STALL_S for name in WHOLE for gap in stood_s[name]),
+        "engine_restarts": status["engine_restarts"],
+    }
+
+
+def max_gap(result: Result, begin: float, end: float = math.inf) -> float:
+    """Returns the longest time without a token that ends between two moments."""
+    gaps = [b - a for a, b in zip(result.stamps, result.stamps[1:], strict=False) if begin < b < end]
+    return max(gaps, default=0.0)
+
+
 def _copy_seconds(server: Server) -> float:
     """Spent copying between host memory and the device, so far."""
     with urllib.request.urlopen(f"{server.url}/metrics") as answer:
@@ -143,12 +187,15 @@ def _loads(server: Server) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"] == "loaded"]
 
 
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {"one": one, "three": three, "adopted": adopted, "ranks": ranks}
+
+
 def run(only: str = "") -> list[dict[str, Any]]:
-    return [make_line() for name, make_line in (("one", one), ("three", three), ("adopted", adopted)) if only in ("", name)]
+    return [make_line() for name, make_line in PARTS.items() if only in ("", name)]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("one", "three", "adopted"), default="")
+    parser.add_argument("--only", choices=tuple(PARTS), default="")
     for line in run(parser.parse_args().only):
         print(json.dumps(line), flush=True)

@@ -53,7 +53,8 @@ def percentile(values: list[float], q: float) -> float:
 
 @dataclass(slots=True)
 class Result:
-    """One request. stamps: arrival of each read that held events, seconds; events: SSE data events but [DONE]."""
+    """One request. model: as the request named it. stamps: arrival of each read that held events, seconds; events: SSE data events
+    but [DONE]."""
 
     started: float
     stamps: list[float] = field(default_factory=list)
@@ -65,6 +66,7 @@ class Result:
     text: str = ""  # the answer's whole body, where it was to be kept
     usage: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
+    model: str = ""
 
     @property
     def ok(self) -> bool:
@@ -82,7 +84,7 @@ async def stream_one(
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
         f"{authorization}Connection: close\r\nContent-Length: {len(payload)}\r\n\r\n"
     ).encode()
-    result = Result(time.perf_counter())
+    result = Result(time.perf_counter(), model=str(body.get("model", "")))
     if followed is not None:
         followed.append(result)
     tail = b""
