@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.contracts.adapters import AdapterMemory
-from engine.contracts.steps import CapturesSteps, SplitModel, StepResult
+from engine.contracts.steps import CapturesSteps, CountsExperts, SplitModel, StepResult
 from engine.grammar.row_masks import RowMasks
 from engine.memory.group_region import GroupRegion
 from loader.kv_layout import KVGroupSpec
@@ -45,6 +45,10 @@ class GroupShare:
     @property
     def weights_bytes(self) -> int:
         return self.hosted.weights_bytes
+
+    @property
+    def expert_counts(self) -> CountsExperts | None:
+        return self.hosted.expert_counts
 
     @property
     def vocab_size(self) -> int:

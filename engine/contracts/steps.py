@@ -13,7 +13,7 @@ from engine.grammar.row_masks import RowMasks
 from engine.memory.weight_gate import WeightGate
 from engine.protocol import PromptLogprobs, TokenLogprobs
 from loader.kv_layout import KVGroupSpec
-from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, SequenceTable
+from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,6 +44,32 @@ class StepResult:
     vectors: FloatArray | None = None  # [N, hidden], the result of a model that embeds; ids then mean nothing
 
 
+class CountsExperts(Protocol):
+    """Counts how many pairs of a token and an expert the experts of a model compute, or those of a device's share of it."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The numbers of the layers with experts that this device computes. The layer that drafts tokens, if it is one of them, has
+        the number behind the model's last layer."""
+        ...
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts of a layer, on all devices."""
+        ...
+
+    @property
+    def own(self) -> range:
+        """The numbers of the experts that this device computes."""
+        ...
+
+    def news(self, wait: bool) -> LongArray | None:
+        """Returns how many pairs each own expert [len(layers), len(own)] has computed since the last call that returned an array.
+        Returns None if there are none, or if the device has not told yet, which happens only if not `wait`. Called by the thread
+        that runs steps."""
+        ...
+
+
 class NoWorkSpace(Exception):
     """Raised when the device lacks the memory to compute a step. No token was sampled; only the requests of this step fail."""
 
@@ -69,6 +95,11 @@ class HostedModel(Protocol):
     @property
     def adapter_memory(self) -> AdapterMemory | None:
         """The model's tables of LoRA adapters, indexed by the numbers in SequenceTable.adapter; None if it takes no adapters."""
+        ...
+
+    @property
+    def expert_counts(self) -> CountsExperts | None:
+        """What the model's experts have computed; None if it has none, or if another device of a split model counts them."""
         ...
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:

@@ -54,7 +54,8 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
     num_experts, num_chosen = matrices.num_experts, matrices.num_chosen
     routing = _Routing.empty(x, num_chosen, num_experts)
     where = (routing.weights, routing.places)
-    to = (*where, routing.firsts, routing.tokens)
+    counts = np.empty(0, np.int64) if matrices.counts is None else matrices.counts.numpy()
+    to = (*where, routing.firsts, routing.tokens, counts)
     if (rule := matrices.sigmoid) is None:
         call(kernels.route, array(scores), slots, num_experts, matrices.normalised, matrices.weighs_inputs, *to)
     else:

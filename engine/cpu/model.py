@@ -25,6 +25,7 @@ from engine.cpu.recording.recorded import RecordedSteps
 from engine.cpu.recording.replay import DecodeProgram
 from engine.cpu.sliced import in_slices, slices
 from engine.grammar.row_masks import RowMasks
+from engine.layers.expert_counts import ExpertCounts, has_counts
 from engine.layers.rope import rotaries_of
 from engine.layers.weights import Weights
 from engine.memory.arena import kv_views, state_view
@@ -81,9 +82,9 @@ class CpuModel:
         self._eos_token_ids = spec.eos_token_ids
         self._weights = weights
         self._logits_rows = work_space.logits_rows(shape, spec.dtype, spec.max_sequences)
-        self._model: CausalLM[HostBatch] = build_model(
-            ops, shape, Weights(shape, spec.dtype, weights, FORMATS[spec.quantize]), ranks, stages
-        )
+        self.expert_counts = ExpertCounts(shape, torch.device("cpu")) if has_counts(shape) else None
+        held = Weights(shape, spec.dtype, weights, FORMATS[spec.quantize], self.expert_counts)
+        self._model: CausalLM[HostBatch] = build_model(ops, shape, held, ranks, stages)
         self._ranks, self._stages = ranks, stages
         self._is_share = ranks is not None or stages is not None
         self._released = False

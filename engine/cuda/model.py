@@ -28,6 +28,7 @@ from engine.cuda.adapters import DeviceAdapterMemory
 from engine.cuda.batch import DeviceBatch, DeviceGroup, QueryTiles
 from engine.cuda.columns import SETTINGS, Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
 from engine.cuda.edited import EditedSampling
+from engine.cuda.expert_counts import DeviceExpertCounts
 from engine.cuda.graphs import DecodeGraphs, StepOutputs
 from engine.cuda.kernels import entry
 from engine.cuda.mixed_graphs import MixedGraphs
@@ -36,6 +37,7 @@ from engine.cuda.ops import CudaOps
 from engine.cuda.predicting import CudaPredicting, WithProposals
 from engine.cuda.sequences import DeviceSequences, Staging
 from engine.grammar.row_masks import RowMasks
+from engine.layers.expert_counts import has_counts
 from engine.layers.rope import rotaries_of
 from engine.layers.weights import Weights
 from engine.memory.arena import kv_views, state_view
@@ -156,6 +158,7 @@ class CudaModel:
         self._block_tokens = block_tokens
         self._dtype_name, self._format = spec.dtype, FORMATS[spec.quantize]
         dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.expert_counts = DeviceExpertCounts(shape, self._device) if has_counts(shape) else None
         model = self._built()
         self._model: CausalLM[DeviceBatch] | None = model
         rotary, local = rotaries_of(shape, spec.max_model_len)
@@ -451,7 +454,8 @@ class CudaModel:
         self.mixed_graphs.evicted_s = self.adapted_mixed_graphs.evicted_s = None
 
     def _built(self) -> CausalLM[DeviceBatch]:
-        return build_model(self._ops, self.shape, Weights(self.shape, self._dtype_name, self._weights, self._format))
+        held = Weights(self.shape, self._dtype_name, self._weights, self._format, self.expert_counts)
+        return build_model(self._ops, self.shape, held)
 
     def release(self) -> None:
         """Unmaps the weights, and removes all adapters. Idempotent; until `restore` any step raises RuntimeError."""

@@ -45,7 +45,7 @@ class MixtureOfExperts(Generic[BatchT]):
         router = weights.fused(prefix, names.router_and_gate, ".weight")
         own = sizes.own
         if sizes.stack == ALTERNATING:
-            experts = _stacked(weights, prefix + names.stacked_gate_up, prefix + names.stacked_down, sizes)
+            experts = _stacked(weights, prefix + names.stacked_gate_up, prefix + names.stacked_down, sizes, layer)
             return cls(ops, router, experts, None, weights.find(f"{prefix}{names.router}.bias"), ranks)
         gate_up: ExpertMatrix
         down: ExpertMatrix
@@ -73,6 +73,7 @@ class MixtureOfExperts(Generic[BatchT]):
             factors=None if beside is None else weights.get(prefix + beside.expert_scale),
             first_own=own.start,
             num_routed=sizes.num_experts,
+            counts=weights.expert_counts(layer),
         )
         return cls(ops, router, experts, shared, None, ranks)
 
@@ -92,7 +93,7 @@ class MixtureOfExperts(Generic[BatchT]):
             self.ranks.share_first(scores)
 
 
-def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape) -> ExpertMatrices:
+def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape, layer: int) -> ExpertMatrices:
     """Returns the experts of a layer whose checkpoint has one tensor for the matrices of all experts. gate_up, down: names of these
     tensors."""
     return ExpertMatrices(
@@ -105,4 +106,5 @@ def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape) -> E
         ClampedSwiglu(sizes.swiglu_limit, sizes.swiglu_alpha) if sizes.swiglu_limit else None,
         first_own=sizes.own.start,
         num_routed=sizes.num_experts,
+        counts=weights.expert_counts(layer),
     )

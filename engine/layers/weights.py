@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from engine.layers.expert_counts import ExpertCounts
 from engine.memory.weight_range import WeightRange
 from engine.ops.ops import AdaptedProduct, Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix, Nvfp4Matrix, PackedMatrix
 from loader.adapters.matrices import adapted_matrices, numbers_of
@@ -31,12 +32,19 @@ def _ones(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 class Weights:
     """Looks a model's parameters up by their names in the checkpoint, as views of the weight range `memory`. Methods raise KeyError
-    for a name that the model does not have, unless they say otherwise."""
+    for a name that the model does not have, unless they say otherwise. counts: what the model's experts add to; None: nothing."""
 
-    def __init__(self, shape: ModelShape, dtype: str, memory: WeightRange, weight_format: WeightFormat = PLAIN) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: str,
+        memory: WeightRange,
+        weight_format: WeightFormat = PLAIN,
+        counts: ExpertCounts | None = None,
+    ) -> None:
         self._slots = {slot.name: slot for slot in weight_layout(shape, dtype, weight_format)}
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._memory, self._split = memory, shape.split
+        self._memory, self._split, self._counts = memory, shape.split, counts
         matrices = adapted_matrices(shape)
         self._adapted = {of: AdaptedProduct(number, matrices[number].outputs) for of, number in numbers_of(shape).items()}
 
@@ -66,6 +74,10 @@ class Weights:
         """Returns a tensor of `width` ones, for norms that have no weight. It is the same tensor each time a model is built,
         because graphs captured before an eviction still read it."""
         return _ones(width, self._dtype, self._memory.tensor(0, (0,), torch.uint8).device)
+
+    def expert_counts(self, layer: int) -> Tensor | None:
+        """Returns what the experts of a layer add to (ExpertMatrices.counts); None if they are not counted."""
+        return None if self._counts is None else self._counts.row(layer)
 
     def find(self, name: str) -> Tensor | None:
         """Returns the parameter, or None if the model has none of that name, for example a bias."""

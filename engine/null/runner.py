@@ -101,6 +101,7 @@ class NullModel:
         head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 64)) // heads)
         self.name = spec.model
         self.vocab_size, self.embeds, self.adapter_memory = int(config.get("vocab_size", 1024)), False, None
+        self.expert_counts = None
         self.weights_bytes = spec.weights_chunks * configure.chunk_bytes
         block_bytes = 2 * layers * kv_heads * kv_dtype_named(spec.kv_dtype).head_bytes(head_dim) * configure.block_tokens
         self.kv_groups: tuple[KVGroupSpec, ...] = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)

@@ -200,7 +200,10 @@ class ExpertMatrices:
     may be contiguous along their outputs instead of their inputs.
 
     In a split model whose ranks each have some of the experts, the matrices and biases are those of the rank's own experts, from
-    number first_own on, and num_routed is the number of all experts; 0: the matrices are those of all experts."""
+    number first_own on, and num_routed is the number of all experts; 0: the matrices are those of all experts.
+
+    counts [num_experts] int64: how many tokens have passed through each expert, over all ranks; each call of Ops.experts adds its
+    own, and changes nothing else of it. It has this address as long as the model is used. None: nothing is counted."""
 
     gate_up: ExpertMatrix
     down: ExpertMatrix
@@ -215,6 +218,7 @@ class ExpertMatrices:
     factors: Tensor | None = None
     first_own: int = 0
     num_routed: int = 0
+    counts: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -486,7 +490,7 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: BatchT_contra) -> Tensor:
         """Returns the output [T, W] of a layer's experts for x [T, W]: the sum of each token's chosen experts' outputs
         (down(activation(gate, up))), weighted with the softmax of its scores, or as experts.sigmoid says. The output is 0 for
-        padding, which passes through no expert.
+        padding, which passes through no expert. Adds to experts.counts.
 
         scores [T, E]: the router's scores; float32 if experts.sigmoid is given. Of equal scores the expert with the lower number is
         chosen. shared [T, W]: the output of the shared expert, which is added; None: there is none. If scores has a further column,

@@ -857,7 +857,8 @@ def route_by_sigmoid(logits: Tensor, num_chosen: int, normalised: bool, rule: Si
 
 def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Tensor, shared: Tensor | None) -> Tensor:
     """Returns the output [T, W] of a layer's experts for x [T, W], as Ops.experts does, summed over the experts whose matrices are
-    given. is_padding [T] bool. Each expert's output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
+    given, and adds to the counts of all. is_padding [T] bool. Each expert's output is rounded to x's dtype; the weighted sum is in
+    float32 and rounded once."""
     num_experts = matrices.num_experts
     how = (scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
     if matrices.sigmoid is None:
@@ -865,6 +866,8 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Ten
     else:
         chosen, weights = route_by_sigmoid(*how, matrices.sigmoid)
     chosen = chosen.masked_fill(is_padding.unsqueeze(1), num_experts)
+    if matrices.counts is not None:
+        matrices.counts.add_(torch.bincount(chosen.flatten(), minlength=num_experts + 1)[:num_experts])
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in range(matrices.num_own):
         tokens, places = torch.where(chosen == matrices.first_own + expert)

@@ -95,6 +95,24 @@ def test_graphs_give_the_same_tokens_and_outlive_their_weights(made: tuple[Path,
     assert list(model.graphs.captured) == [8], "captured again after a reload"
 
 
+def test_experts_are_counted_in_graphs_as_without(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, **CASES["qwen3-moe"])
+    found = []
+    for rows in (0, 8):
+        model = load_cuda_model(tmp_path, "cuda", max_graph_rows=rows)
+        assert model.expert_counts is not None
+        model.launch_all()
+        while model.num_uncaptured:
+            model.capture_next()
+        assert model.expert_counts.news(wait=True) is None
+        decoded(model, 30, 2)
+        counts = model.expert_counts.news(wait=True)
+        assert counts is not None
+        assert set(counts.sum(1).tolist()) == {5 * (9 + 30) * CASES["qwen3-moe"]["num_experts_per_tok"]}
+        found.append(counts.tolist())
+    assert found[0] == found[1]
+
+
 def test_graphs_of_steps_with_pieces_of_prompts_give_the_same_tokens(
     made: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,12 +21,13 @@ _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 
 def route_signature(element: types.Type) -> Any:
-    return void(element[:, ::1], int64[::1], int64, boolean, boolean, float32[:, ::1], int32[:, ::1], int32[::1], int64[::1])
+    routing = (float32[:, ::1], int32[:, ::1], int32[::1], int64[::1], int64[::1])
+    return void(element[:, ::1], int64[::1], int64, boolean, boolean, *routing)
 
 
 ROUTE_BY_SIGMOID = void(
     *(float32[:, ::1], int64[::1], float32[::1], int64, int64, boolean, float64, boolean),
-    *(float32[:, ::1], int32[:, ::1], int32[::1], int64[::1]),
+    *(float32[:, ::1], int32[:, ::1], int32[::1], int64[::1], int64[::1]),
 )
 
 
@@ -81,12 +82,14 @@ def _count(chosen: Any, following: Any) -> None:
 
 
 @njit(**_HELPER)
-def _sort_pairs(slots: Any, places: Any, following: Any, firsts: Any, tokens: Any) -> None:
+def _sort_pairs(slots: Any, places: Any, following: Any, firsts: Any, tokens: Any, counts: Any) -> None:
     """Sorts the pairs of a token and an expert by expert: fills firsts [E + 1] and tokens [P], and replaces the experts in places
-    [T, C] by the rows that their pairs got, as comments in _route say. following [E]: how many rows each expert has; it is
-    overwritten."""
+    [T, C] by the rows that their pairs got, as comments in _route say. following [E]: how many rows each expert has; it is added
+    to counts [E], unless that is empty, and overwritten."""
     num_tokens, num_chosen = places.shape
     num_rows, num_experts = int32(0), following.shape[0]
+    for expert in range(counts.shape[0]):
+        counts[expert] += following[expert]
     for expert in range(num_experts):
         firsts[expert] = num_rows
         num_rows += following[expert]
@@ -113,6 +116,7 @@ def _route(
     places: Any,  # [T, C] int32: the rows of each token's pairs; undefined for padding
     firsts: Any,  # [E + 1] int32: each expert's first row; behind the last, the number of rows
     tokens: Any,  # [P] int64: the token of each row; 0 behind the last
+    counts: Any,  # [E] int64: each expert's number of rows is added; [0]: it is not counted
 ) -> None:
     num_tokens, num_chosen = places.shape
     best, following = np.empty(num_chosen, np.float32), np.zeros(num_experts, np.int32)
@@ -125,7 +129,7 @@ def _route(
             else:
                 _weigh(scores, token, num_experts, normalised, best, weights)
             _count(places[token], following)
-    _sort_pairs(slots, places, following, firsts, tokens)
+    _sort_pairs(slots, places, following, firsts, tokens, counts)
 
 
 @njit(**_HELPER)
@@ -176,6 +180,7 @@ def _route_by_sigmoid(
     places: Any,
     firsts: Any,
     tokens: Any,
+    counts: Any,
 ) -> None:
     num_tokens, num_chosen = places.shape
     num_experts = correction.shape[0]
@@ -208,7 +213,7 @@ def _route_by_sigmoid(
         for number in range(num_chosen):
             weights[token, number] *= share
         _count(places[token], following)
-    _sort_pairs(slots, places, following, firsts, tokens)
+    _sort_pairs(slots, places, following, firsts, tokens, counts)
 
 
 def combine_signature(element: types.Type) -> Any:

@@ -167,7 +167,7 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
         )
     else:
         triton_experts.route_by_sigmoid(scores, kv_slots, experts.sigmoid, experts.normalised, chosen, weights)
-    triton_experts.sort(chosen, firsts, pairs)
+    triton_experts.sort(chosen, firsts, pairs, counts=experts.counts)
     inner, made = x.new_empty(len(pairs), experts.down.shape[2]), x.new_empty(len(pairs), x.shape[1])
     tiles = (triton_experts.tile_rows(len(pairs), num_experts),)
     for tile in triton_experts.TILE_ROWS if linear_choice.launches_both() else tiles:

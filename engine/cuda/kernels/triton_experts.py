@@ -198,13 +198,15 @@ def route_by_sigmoid(
     )
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["counts"])
 def _sort_kernel(
     chosen,  # [P] int32
     firsts,  # [E + 1] int32
     pairs,  # [P] int32
+    counts,  # [E] int64: each expert's number of pairs is added, if COUNTED
     num_pairs,
     E: tl.constexpr,
+    COUNTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     expert, at = tl.program_id(0), tl.arange(0, BLOCK)
@@ -213,10 +215,12 @@ def _sort_kernel(
         other = tl.load(chosen + start + at, mask=start + at < num_pairs, other=E)
         lower += (other < expert).to(tl.int32)
         own += (other == expert).to(tl.int32)
-    first = tl.sum(lower, axis=0)
+    first, num_own = tl.sum(lower, axis=0), tl.sum(own, axis=0)
     tl.store(firsts + expert, first)
     if expert == E - 1:
-        tl.store(firsts + E, first + tl.sum(own, axis=0))
+        tl.store(firsts + E, first + num_own)
+    if COUNTED:  # no other program, and no other step at the same time, adds to this expert's
+        tl.store(counts + expert, tl.load(counts + expert) + num_own)
     for start in range(0, num_pairs, BLOCK):
         is_own = tl.load(chosen + start + at, mask=start + at < num_pairs, other=E) == expert
         place = tl.cumsum(is_own.to(tl.int32), axis=0)
@@ -224,12 +228,14 @@ def _sort_kernel(
         first += tl.sum(is_own.to(tl.int32), axis=0)
 
 
-def sort(chosen: Tensor, firsts: Tensor, pairs: Tensor, block: int = _SORT_BLOCK) -> None:
+def sort(chosen: Tensor, firsts: Tensor, pairs: Tensor, block: int = _SORT_BLOCK, counts: Tensor | None = None) -> None:
     """Sorts the pairs of a token and an expert by expert. Fills pairs [P] int32 with the numbers of the pairs of expert 0, then of
     expert 1, and so on, each in ascending order, and firsts [E + 1] int32 with the place where each expert's begin and, behind the
-    last, the number of all. Padding's pairs are left out. block: how many pairs are looked at at a time."""
-    num_experts = len(firsts) - 1
-    _sort_kernel[(num_experts,)](chosen, firsts, pairs, chosen.numel(), E=num_experts, BLOCK=block, num_warps=4)
+    last, the number of all. Padding's pairs are left out. block: how many pairs are looked at at a time. counts [E] int64: the
+    number of each expert's pairs is added to it; None: it is not."""
+    num_experts, counted = len(firsts) - 1, counts is not None
+    own = (chosen, firsts, pairs, firsts if counts is None else counts, chosen.numel())
+    _sort_kernel[(num_experts,)](*own, E=num_experts, COUNTED=counted, BLOCK=block, num_warps=4)
 
 
 @triton.jit

@@ -70,7 +70,11 @@ def routing(draw: Draw) -> None:
     chosen, weights, firsts, pairs = (draw.like(one) for one in wanted)
     on_device = None if factors is None else draw.on(factors)
     triton_experts.route(draw.on(scores), draw.on(kv_slots), num_experts, normalised, chosen, weights, by_sigmoid, on_device)
-    triton_experts.sort(chosen, firsts, pairs, draw.one_of(16, 64))
+    counts = torch.arange(num_experts)
+    added_to = draw.on(counts) if draw.one_of(False, True) else None
+    triton_experts.sort(chosen, firsts, pairs, draw.one_of(16, 64), added_to)
+    if added_to is not None:
+        assert torch.equal(added_to.cpu() - counts, wanted[2].diff().long())
     close(weights, wanted[1], torch.float32)
     for one, other in ((chosen, wanted[0]), (firsts, wanted[2]), (pairs, wanted[3])):
         assert torch.equal(one.cpu(), other)

@@ -49,6 +49,13 @@ def batch_of(slots: Any) -> Any:
     return SimpleNamespace(groups=[SimpleNamespace(slots=np.asarray(slots, np.int64))])
 
 
+def counted(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, slots: Any) -> tuple[Tensor, Tensor]:
+    """Returns the experts' output, and what they have added to the counts, in which anything may stand before."""
+    before = torch.arange(experts.num_experts)
+    counts = before.clone()
+    return ops.experts(x, scores, replace(experts, counts=counts), shared, batch_of(slots)), counts - before
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_sizes_and_any_routing(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seed: int) -> None:
     draw = draws.Random(seed)
@@ -67,8 +74,10 @@ def test_any_sizes_and_any_routing(monkeypatch: pytest.MonkeyPatch, dtype: torch
     slots[[draw.random() < 0.2 for _ in range(num_tokens)]] = -1
     x = random(num_tokens, width, dtype=dtype)
     shared = random(num_tokens, width, dtype=dtype) if has_shared else None
-    found, wanted = both(monkeypatch, lambda: ops.experts(x, scores, experts, shared, batch_of(slots)))
+    (found, counts), (wanted, expected) = both(monkeypatch, lambda: counted(x, scores, experts, shared, slots))
     same(found, wanted)
+    assert torch.equal(counts, expected)
+    assert counts.sum() == (slots >= 0).sum() * experts.num_chosen
     assert not found[torch.from_numpy(slots) < 0].any()
 
 
@@ -93,8 +102,10 @@ def test_any_routing_by_sigmoid(monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
     slots[[draw.random() < 0.2 for _ in range(num_tokens)]] = -1
     scores = ops.linear_float32(x, router)
     assert torch.equal(scores, x.float() @ router.T)
-    found, wanted = both(monkeypatch, lambda: ops.experts(x, scores, experts, shared, batch_of(slots)))
+    (found, counts), (wanted, expected) = both(monkeypatch, lambda: counted(x, scores, experts, shared, slots))
     same(found, wanted)
+    assert torch.equal(counts, expected)
+    assert counts.sum() == (slots >= 0).sum() * experts.num_chosen
     assert not found[torch.from_numpy(slots) < 0].any()
 
 
@@ -210,7 +221,9 @@ def test_of_equal_scores_the_lower_experts_are_chosen(monkeypatch: pytest.Monkey
     assert chosen.tolist() == [[1, 2, 3], [0, 1, 2]]
     assert weights.sum(1).tolist() == pytest.approx([1.0, 1.0])
     x = random(2, 16, dtype=dtype)
-    same(*both(monkeypatch, lambda: ops.experts(x, scores, experts, None, batch_of([0, 1]))))
+    (found, counts), (wanted, expected) = both(monkeypatch, lambda: counted(x, scores, experts, None, [0, 1]))
+    same(found, wanted)
+    assert counts.tolist() == expected.tolist() == [1, 2, 2, 1, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -246,21 +259,25 @@ def test_a_recorded_step_follows_another_routing(dtype: torch.dtype, num_tokens:
     ops.set_num_threads(1)
     width = 64 if in_mxfp4 else 40
     experts = clamped_layer(dtype, 6, width, 32, 2, in_mxfp4) if in_mxfp4 else layer(dtype, 6, width, 24, 2)
-    slots = np.arange(num_tokens)
+    slots, counts = np.arange(num_tokens), torch.zeros(6, dtype=torch.int64)
     x, scores = random(num_tokens, width, dtype=dtype).clone(), random(num_tokens, 6, dtype=dtype).clone()
     recorder = Recorder(Scratch())
     with recording(recorder), torch.inference_mode():
-        out: Tensor = ops.experts(x, scores, experts, None, batch_of(slots))
+        out: Tensor = ops.experts(x, scores, replace(experts, counts=counts), None, batch_of(slots))
     assert recorder.missed == ""
+    assert counts.sum() == 2 * num_tokens
     assert len(recorder.calls) == (6 if num_tokens == 2 else 8)
     for seed in range(3):
         scores.copy_(torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed)) * 2 * seed)
         x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
         slots[-1] = -seed
+        before = counts.clone()
         with torch.inference_mode():
             for call in recorder.calls:
                 call.kernel(*call.args)
-        same(out, ops.experts(x, scores, experts, None, batch_of(slots)))
+        wanted, new = counted(x, scores, experts, None, slots)
+        same(out, wanted)
+        assert torch.equal(counts - before, new)
 
 
 def part_of(experts: ExpertMatrices, first: int, end: int) -> ExpertMatrices:
@@ -305,13 +322,14 @@ def test_what_ranks_make_of_their_own_experts_adds_up(
     scores[:, 5:] -= 20.0
     slots = np.arange(num_tokens)
     slots[2:5] = -1
-    x, batch = random(num_tokens, 64, dtype=dtype), batch_of(slots)
-    wanted, total = ops.experts(x, scores, experts, None, batch), torch.zeros(num_tokens, 64)
+    x, total = random(num_tokens, 64, dtype=dtype), torch.zeros(num_tokens, 64)
+    wanted, of_all = counted(x, scores, experts, None, slots)
     monkeypatch.setattr(grouped_experts, "empty", poison)
     for first, end in ((0, 3), (3, 4), (4, 6), (6, 8)):
         own = part_of(experts, first, end)
-        found, expected = both(monkeypatch, partial(ops.experts, x, scores, own, None, batch))
+        (found, counts), (expected, also) = both(monkeypatch, partial(counted, x, scores, own, None, slots))
         same(found, expected)
+        assert counts.tolist() == also.tolist() == of_all.tolist(), "every rank routes all tokens"
         if kind != "sigmoid":
             assert first < 6 or not found.any()
         total += found

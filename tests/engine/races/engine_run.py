@@ -25,8 +25,11 @@ import torch
 from engine.contracts.loads import LoadCancelled
 from engine.contracts.steps import NoWorkSpace
 from engine.cuda import backend, edit_columns, edited, graphs, mixed_graphs, model, predicting, sequences, unmapping
+from engine.cuda import expert_counts as device_counts
 from engine.cuda.backend import CudaBackend
 from engine.cuda.kernels import linear_choice
+from engine.layers import expert_counts
+from engine.layers.expert_counts import ExpertCounts
 from engine.lifecycle import loads
 from engine.lifecycle.kv_transfer import KVTransfer
 from engine.lifecycle.loads import Load, Loads
@@ -36,6 +39,7 @@ from engine.ops.ops import Rotary
 from engine.protocol import MTP, Configure, LoadModel, SamplingParams
 from engine.serve.served_models import Place
 from loader import checksum
+from loader.model_shape import ExpertShape
 from scheduler.batch.plan import BatchPlan, make_sequence_table, write_sampling
 from tests.engine import cuda_stand_in
 from tests.engine.races import schedule
@@ -49,7 +53,7 @@ CHUNK = cuda_stand_in.GRANULARITY
 NAMES, NUM_CHUNKS, WEIGHT_CHUNKS, KV_CHUNKS = "abc", 12, 2, 1
 PREDICTS = "c"  # the model that does
 WIDTH, LENGTH, BLOCK_TOKENS = 16, 64, 16
-SHAPE = shape()
+SHAPE = replace(shape(), experts=ExpertShape(num_experts=4, num_chosen=2, intermediate_size=8, normalised=True))
 ACTIONS = 80
 POINTS = 30  # at most so often other threads may go on between two actions of the loop
 
@@ -113,10 +117,11 @@ class Driver(cuda_stand_in.Driver):
 
 
 class Layers:
-    """A model's layers: two products, one around an access to its KV."""
+    """A model's layers: two products, one around an access to its KV, and experts, which are counted."""
 
-    def __init__(self, on: Device, weights: Any, predicts: bool) -> None:
+    def __init__(self, on: Device, weights: Any, counts: ExpertCounts, predicts: bool) -> None:
         self._on, self.num_kept = on, int(predicts)
+        self._counts = counts.row(0)
         self._inner = weights.tensor(0, (WIDTH, WIDTH), torch.bfloat16)
         self._outer = weights.tensor((WEIGHT_CHUNKS - 1) * CHUNK, (32, WIDTH), torch.bfloat16)
 
@@ -141,6 +146,7 @@ class Layers:
         if (tiles := batch.tiles) is not None:
             inputs += [tiles.rows, tiles.firsts, tiles.starts, tiles.num_new]
         self._on.launch("attention", [*map(reads, [x, *inputs]), ("kv", True), writes(out)])
+        self._on.launch("experts", [reads(out), writes(self._counts)])
         return out
 
     def state_memory(self, num_tokens: int) -> Tensor:
@@ -324,8 +330,11 @@ class EngineRun:
             ),
             (linear_choice, {"HEAD_START": 2, "REPEATS": 2, "HEAD_START_TRIES": 2}),
             (predicting, {"torch": torch_on, "entry": entry}),
-            (model, {"torch": torch_on, "entry": entry, "Weights": lambda shape, dtype, weights, held_in: weights}),
-            (model, {"build_model": lambda ops, shape, weights: Layers(device, weights, shape.predicts)}),
+            (expert_counts, {"torch": torch_on}),
+            (device_counts, {"torch": torch_on, "EventFence": copies.EventFence}),
+            (model, {"torch": torch_on, "entry": entry}),
+            (model, {"Weights": lambda shape, dtype, weights, held_in, counts: (weights, counts)}),
+            (model, {"build_model": lambda ops, shape, held: Layers(device, *held, shape.predicts)}),
             (model, {"kv_views": lambda arena, *_: (arena, None)}),
             (model, {"rotaries_of": lambda *_: (Rotary(Drawn(device, (8,))),) * 2}),
             *((module, {"Thread": self.schedule.thread}) for module in (loads, transfers, unmapping)),
@@ -368,6 +377,7 @@ class EngineRun:
             *[self._start_load] * 3,
             *[self._idle] * 2,
             *[self._evict] * 2,
+            *[self._count] * 2,
             self._compact,
             self._cancel,
             self._lack_memory,
@@ -436,6 +446,12 @@ class EngineRun:
                 life.hosted.capture_next()
                 captured += 1
 
+    def _count(self) -> None:
+        """Reads what a served model's experts have computed, while a step may run."""
+        for life in self._lives.values():
+            if life.served:
+                life.hosted.expert_counts.news(wait=False)
+
     def _start_load(self) -> None:
         name = self._random.choice(NAMES)
         if name in self._lives or len(self._free) < WEIGHT_CHUNKS + KV_CHUNKS:
@@ -503,6 +519,7 @@ class EngineRun:
             return
         self._finish()
         life = self._random.choice(served)
+        life.hosted.expert_counts.news(wait=True)
         life.served = False
         if self._random.random() < 0.5:
             life.becomes = "gone"

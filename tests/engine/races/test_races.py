@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from engine.cuda import backend, graphs, model, predicting
+from engine.cuda import backend, expert_counts, graphs, model, predicting
 from engine.cuda.graphs import WARM_UP_STEPS, CaptureSpace, StepGraph, StepGraphs
 from engine.cuda.kernels import linear_choice
 from tests.engine.races.device import TORCH
@@ -31,7 +31,7 @@ def test_nothing_races(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         counts.update(run.device.counts)
         num_dropped += run.num_replaced
     assert num_dropped > 10, "models loaded with other settings, whose graphs are given up"
-    graphs_hold = ("replayed attention", "replayed a product", "replayed few rows", "replayed gather")
+    graphs_hold = ("replayed attention", "replayed a product", "replayed few rows", "replayed gather", "replayed experts")
     edited = ("widen", "count", "penalise", "sampling", "log-probabilities")
     for what in ("predictor", "comparison", *graphs_hold, *edited, "gather", "a copy from the device", "copy", "unmapping"):
         assert counts[what] > 30, what
@@ -171,6 +171,16 @@ def drafts_do_not_wait_for_their_step(run: EngineRun, monkeypatch: pytest.Monkey
     monkeypatch.setattr(predicting.CudaPredicting, "after", beside)
 
 
+def counts_are_read_at_once(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads what experts have computed while the copy of it may still be under way."""
+
+    class Passed(run.copies.EventFence):  # type: ignore[misc, name-defined]
+        def done(self) -> bool:
+            return True
+
+    monkeypatch.setattr(expert_counts, "EventFence", Passed)
+
+
 WORK_SPACE = "cuBLAS's work space"
 FAULTS: list[tuple[Callable[[EngineRun, pytest.MonkeyPatch], None], str, str]] = [
     (loads_capture, "2.11", f"on stream 4 writes {WORK_SPACE} that replayed a product on default stream may still write"),
@@ -188,6 +198,7 @@ FAULTS: list[tuple[Callable[[EngineRun, pytest.MonkeyPatch], None], str, str]] =
     (sums_do_not_wait_for_copies, "2.11", "reads a chunk that a copy to the device on stream 0 may still write"),
     (steps_do_not_wait_for_staging, "2.13", "writes page-locked memory that copy on"),
     (drafts_do_not_wait_for_their_step, "2.13", "predictor on stream 4 reads"),
+    (counts_are_read_at_once, "2.13", "the host on loop writes page-locked memory that copy on default stream may still write"),
 ]
 
 

@@ -1,0 +1,51 @@
+"""Counts how many pairs of a token and an expert each expert of a model computes. Every step adds to the counts on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loader.model_shape import ModelShape
+from scheduler.batch.plan import LongArray
+
+
+class ExpertCounts:
+    """The counts of one model's experts, or of one device's share of them. It is used for as long as the model is, loads and
+    evictions included, because recorded steps and graphs hold the addresses of its rows.
+
+    A row counts all experts of a layer, as every rank of a split model routes every token; `news` tells those of the own ones. If
+    each expert is divided among several ranks, only the first of these has counts, so that none counts twice."""
+
+    def __init__(self, shape: ModelShape, device: torch.device) -> None:
+        assert shape.experts is not None
+        self.own, self.num_experts = shape.experts.own, shape.experts.num_experts
+        self.layers: list[int] = []  # layers with experts that are computed here, in the order of the rows
+        self._table = torch.zeros(shape.num_computed_layers, self.num_experts, dtype=torch.int64, device=device)
+        self._told: LongArray | None = None  # what `news` has told so far
+
+    def row(self, layer: int) -> Tensor:
+        """Returns the counts [num_experts] int64 of a layer, as a view: the same memory each time that the model is built."""
+        if layer not in self.layers:
+            self.layers.append(layer)
+        return self._table[self.layers.index(layer)]
+
+    def news(self, wait: bool) -> LongArray | None:
+        """Returns how many pairs each own expert [len(layers), len(own)] has computed since the last call that returned an array.
+        Returns None if there are none, or if the device has not told yet, which happens only if not `wait`."""
+        found = self._on_host(wait)
+        if found is None:
+            return None
+        told = found[: len(self.layers), self.own.start : self.own.stop]
+        new, self._told = told if self._told is None else told - self._told, told
+        return new if new.any() else None
+
+    def _on_host(self, wait: bool) -> LongArray | None:
+        """Returns a copy of the table as it is now, or was at an earlier call. Returns None if the device has not told yet and
+        `wait` is not set."""
+        copied: LongArray = self._table.numpy().copy()
+        return copied
+
+
+def has_counts(shape: ModelShape) -> bool:
+    """Returns whether a model, or a device's share of it, counts what its experts compute."""
+    return shape.experts is not None and (shape.split is None or shape.split.rank % shape.split.division.inner_parts == 0)
