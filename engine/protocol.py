@@ -16,7 +16,7 @@ import msgspec
 from loader.kernel_sets import KernelSet
 from loader.kv_dtypes import kv_dtype_of
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 # Values of `TokensOut.finish`: how a sequence ended; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -416,6 +416,18 @@ class Stats(Message, frozen=True):
     adapters: dict[str, dict[str, int]] = {}  # model -> adapter in memory -> its bytes, for models with adapters
 
 
+class ExpertTokens(Message, frozen=True):
+    """How many pairs of a token and an expert this engine has computed of a model since its last such message, by layer and expert.
+    Sent every few seconds if there are any, and before the model leaves. A pair whose expert is divided among several devices is
+    told by one of them."""
+
+    model: str
+    layers: list[int]
+    num_experts: int  # of a layer, on all devices
+    first_expert: int  # the number of the first expert in `counts`: a device of a split model may have only some of them
+    counts: bytes  # int64, little-endian: for each of `layers` as many numbers as the device has experts of it
+
+
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | BringAdapter | RetireAdapter | Probe | Shutdown
 FromEngine = (
     EngineReady
@@ -434,6 +446,7 @@ FromEngine = (
     | RequestFailed
     | Probed
     | Stats
+    | ExpertTokens
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -32,7 +32,7 @@ LINGER_S = 2e-4
 
 class GroupSteps:
     """Runs the steps in one engine's queue in the exchange memory. number: the engine's number. doorbell: an eventfd that other
-    engines ring when they have added to the queue. stepped(): called after each step that another engine leads."""
+    engines ring when they have added to the queue. stepped(model): called after each step that another engine leads."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class GroupSteps:
         doorbell: int,
         models: ServedModels,
         journal: StepJournal,
-        stepped: Callable[[], None],
+        stepped: Callable[[str], None],
         num_threads: int = 1,
     ) -> None:
         """num_threads: number of threads that compute in this engine."""
@@ -148,7 +148,7 @@ class GroupSteps:
             self.run_part(share, lambda: share.follow(plan))
         except GroupBroken as error:
             broke(share, error)
-        self._stepped()
+        self._stepped(share.name)
 
 
 class PostedStep:

@@ -29,6 +29,7 @@ from engine.grammar.row_masks import RowMasks
 from engine.lifecycle.first_step import NO_REQUESTS, FirstStep
 from engine.lifecycle.lifecycle import Lifecycle
 from engine.lifecycle.loads import Loads
+from engine.loop.expert_news import ExpertNews
 from engine.loop.garbage_collector import GarbageCollector
 from engine.loop.group_steps import GroupSteps, PostedStep, broke
 from engine.loop.idle_work import IdleWork
@@ -123,6 +124,7 @@ class Engine:
         self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
         self.idle_work = IdleWork(self.models, self._collector, self.preparer, self.lifecycle, self.journal)
         self.constraints = Constraints()
+        self.expert_news = ExpertNews(self.models, channel.send)
         self.num_steps = 0
         self._under_way: deque[StepUnderWay] = deque()  # steps that were launched, the oldest first
         self._model_of: dict[int, str] = {}
@@ -190,11 +192,8 @@ class Engine:
                     self._turn(self.models.busy() if ready else busy)
                 elif self._under_way:
                     self._end_oldest()
-                elif not ready and wait_s is not None and not more_comes:  # nothing runs and nothing arrived: send stats first
-                    if self._stats_dirty:
-                        self._send_stats(time.monotonic())
-                    else:
-                        self.idle_work.step(self.num_steps)
+                elif not ready and wait_s is not None and not more_comes:  # nothing runs and nothing arrived
+                    self._idle()
         except ChannelClosed:
             log.info("the daemon is gone")
         finally:
@@ -285,9 +284,9 @@ class Engine:
         self._forget(share.name)
         self._stats_dirty = True
 
-    def _followed(self) -> None:
+    def _followed(self, name: str) -> None:
         self.num_steps += 1
-        self._stepped()
+        self._stepped(name)
 
     def _give_up(self, served: ServedModel, request_ids: list[int], why: str) -> None:
         """Fails the requests of a step that could not be started for lack of memory (`why`); all other requests go on."""
@@ -337,7 +336,7 @@ class Engine:
             del self._model_of[request_id]
             what = "the vector is" if served.hosted.embeds else "logits are"
             self.channel.send(RequestFailed(request_id, "nan_logits", f"model {name}: {what} not finite"))
-        self._stepped()
+        self._stepped(name)
         captures = self.models.to_capture_between(served, plan)
         if captures is not None:
             self.journal.beat(Doing.CAPTURE)
@@ -381,10 +380,12 @@ class Engine:
         self.channel.send(out)
         for failure in failed:
             self.channel.send(failure)
-        self._stepped()
+        self._stepped(name)
 
-    def _stepped(self) -> None:
+    def _stepped(self, name: str) -> None:
+        """Called after each step, with the model's name."""
         self._stats_dirty = True
+        self.expert_news.stepped(name)
         now = time.monotonic()
         if now - self._stats_sent_s >= STATS_EVERY_S:
             self._send_stats(now)
@@ -417,14 +418,28 @@ class Engine:
     def _idle_wait_s(self) -> float | None:
         """Returns how many seconds the loop sleeps, if no message arrives, before there are statistics to send or idle work to do;
         None: there is neither."""
+        now = time.monotonic()
         if self._stats_dirty:
-            return max(0.0, self._stats_sent_s + STATS_EVERY_S - time.monotonic())
-        return self.idle_work.wait_s(self.num_steps)
+            return max(0.0, self._stats_sent_s + STATS_EVERY_S - now)
+        waits_s = [one for one in (self.expert_news.wait_s(now), self.idle_work.wait_s(self.num_steps)) if one is not None]
+        return min(waits_s, default=None)
+
+    def _idle(self) -> None:
+        """Does the first of what is due while nothing runs: sends statistics, then what experts have computed, then does a part of
+        the idle work."""
+        now = time.monotonic()
+        if self._stats_dirty:
+            self._send_stats(now)
+        elif self.expert_news.wait_s(now) == 0.0:
+            self.expert_news.tell(now, wait=True)
+        elif self.idle_work.wait_s(self.num_steps) is not None:
+            self.idle_work.step(self.num_steps)
 
     def _send_stats(self, now: float) -> None:
         self._stats_dirty = False
         self._stats_sent_s = now
         self.channel.send(self.models.stats(self.num_steps))
+        self.expert_news.tell(now, wait=False)
 
     # ---- messages
 
@@ -449,6 +464,7 @@ class Engine:
             case LoadModel():
                 self.lifecycle.load(message)
             case EvictModel():
+                self.expert_news.tell_last(message.model)
                 self.lifecycle.evict(message)
             case SetLease():
                 self.models.set_lease(message.lease_chunks)
