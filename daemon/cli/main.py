@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from config.paths import client_control_path, daemon_status_path
 from daemon.cli import (
     completion,
+    experts,
     gpus,
     keys,
     models,
@@ -80,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     evict.add_argument("--bytes", metavar="BYTES", default="", help="with --dry-run: who would leave to free so many, as in 8GiB")
     evict.add_argument("--device", metavar="DEVICE", default="", help="with --bytes: on this device only")
     add("history", plan.history, "the last placements, with who left for them and their scores", "NAME", optional=True)
+    add("experts", experts.experts, "how evenly tokens are spread over the experts of a model, layer by layer", "NAME")
     live = add("top", top.top, "devices, models, rates and swaps, live")
     live.add_argument("--once", action="store_true", help="print once and end")
     live.add_argument("--every", metavar="SECONDS", type=float, default=1.0, help="between two looks (default 1)")

@@ -73,7 +73,7 @@ EXAMPLES = {
     "hearth models --json": "the same for scripts; all commands take --json",
 }
 _READING = (
-    *("ps", "models", "status", "why", "plan", "history", "top", "queue", "gpus", "events", "keys", "config"),
+    *("ps", "models", "status", "why", "plan", "history", "top", "experts", "queue", "gpus", "events", "keys", "config"),
     *("doctor", "version"),
 )
 

@@ -137,6 +137,8 @@ class EngineEvents:
             self._request_failed(message)
         elif kind is protocol.Probed:
             self.probes.answered(device, message)
+        elif kind is protocol.ExpertTokens:
+            self._metrics.experts.add(device, message)
 
     def _answered(self, device: str, message: Answer) -> None:
         """Handles an engine's answer about a load or an eviction, from one engine or from all engines of a split model together.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from daemon.access.tenant import OTHER
 from daemon.contracts import Generation
+from daemon.metrics.expert_counts import ExpertCounts
 from daemon.metrics.families import NUM_TENANTS
 from daemon.metrics.histogram import WAIT_BUCKETS_S, Histogram
 from daemon.metrics.swaps import SwapCounts
@@ -75,7 +76,7 @@ class TenantCounts:
 class Metrics:
     """All counters since the daemon's start. A counter in a dict is counted by model, by (model, outcome), or by device, reason or
     cause. queue, ttft, per_token, request_time: histograms of seconds, by model. tenants: counters by tenant. swaps: the costs of
-    swapping models."""
+    swapping models. experts: what the experts of models have computed."""
 
     requests: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)
     prompt_tokens: defaultdict[str, int] = field(default_factory=_counts)
@@ -103,6 +104,7 @@ class Metrics:
     reloads: defaultdict[str, int] = field(default_factory=_counts)
     tenants: TenantCounts = field(default_factory=TenantCounts)
     swaps: SwapCounts = field(default_factory=SwapCounts)
+    experts: ExpertCounts = field(default_factory=ExpertCounts)
     resubmitted: int = 0
     scheduler_errors: int = 0
 

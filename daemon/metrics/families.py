@@ -68,6 +68,11 @@ FAMILIES = (
         "and those for which it was recomputed"),
     _of(COUNTER, "hearth_steps_total", "steps", "model", "Engine steps"),
     _of(COUNTER, "hearth_step_seconds_total", "seconds", "model", "Device time of engine steps"),
+    _of(COUNTER, "hearth_expert_tokens_total", "tokens", "model device",
+        "Tokens that passed through the model's experts on the device; a token counts once at each of its experts in each layer"),
+    _of(GAUGE, "hearth_expert_imbalance", "", "model",
+        "How many times as many tokens the busiest expert of a layer has as the mean one, both added up over the layers, since the "
+        "daemon's start; 1: all have as many"),
     # devices
     _of(GAUGE, "hearth_device_up", "", "device", "1 while its engine is up"),
     _of(GAUGE, "hearth_device_budget_bytes", "bytes", "device", "All hearthd may use there"),

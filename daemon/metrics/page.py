@@ -140,6 +140,8 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_model_evictions_total", metrics.evictions.items()
     yield "hearth_steps_total", metrics.steps.items()
     yield "hearth_step_seconds_total", metrics.step_seconds.items()
+    yield "hearth_expert_tokens_total", metrics.experts.of_device.items()
+    yield "hearth_expert_imbalance", metrics.experts.imbalances()
     devices = now.devices.items()
     yield "hearth_device_up", ((name, one.up) for name, one in devices)
     yield "hearth_device_budget_bytes", ((name, one.budget_bytes) for name, one in devices)

@@ -61,6 +61,7 @@ def make_control_app(node: NodeParts, read_only: bool = False) -> web.Applicatio
     app.router.add_get("/control/v1/events", api.event_lines)
     app.router.add_get("/control/v1/why/{name:.+}", api.why)
     app.router.add_get("/control/v1/plan/{name:.+}", api.plan)
+    app.router.add_get("/control/v1/experts/{name:.+}", api.experts)
     app.router.add_get("/control/v1/room", api.room)
     app.router.add_get("/control/v1/history", api.history)
     app.router.add_get("/control/v1/top", api.top)
@@ -163,6 +164,9 @@ class ControlApi:
 
     async def plan(self, request: web.Request) -> web.Response:
         return _json(operator_views.plan(self._node, request.match_info["name"]))
+
+    async def experts(self, request: web.Request) -> web.Response:
+        return _json(operator_views.experts(self._node, request.match_info["name"]))
 
     async def room(self, request: web.Request) -> web.Response:
         """Answers GET /room: which models would leave each device so that `?bytes=SIZE` become free there. `&device=NAME`: only on

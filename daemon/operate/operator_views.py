@@ -1,4 +1,5 @@
-"""Makes the rows for `hearth plan`, `evict --dry-run`, `history` and `top` from the scheduler's views. Nothing is changed here."""
+"""Makes the rows for `hearth plan`, `evict --dry-run`, `history`, `top` and `experts`, most from the scheduler's views. Nothing is
+changed here."""
 
 from __future__ import annotations
 
@@ -25,6 +26,19 @@ def plan(node: NodeParts, name: str) -> dict[str, Any]:
     if found is None:
         raise BadRequest("model_not_found", f"There is no model {name!r}.", status=404, details={"name": name})
     return asdict(found)
+
+
+def experts(node: NodeParts, name: str) -> dict[str, Any]:
+    """Returns, as a JSON object, how many tokens have passed through each expert of a model since the daemon's start. name: the
+    model's name or alias. Raises HearthError if there is no such model, or if it is no mixture of experts."""
+    model = node.registry.names.local(name)
+    shape = node.registry.models[model].shape
+    if shape is None or shape.experts is None:
+        why = f"Model {model!r} has no experts: every token passes through all of it."
+        if shape is None:
+            why = f"Model {model!r} cannot be served: {node.registry.models[model].problem}"
+        raise BadRequest("no_experts", why, details={"model": model})
+    return {"model": model, "num_experts": shape.experts.num_experts, **node.metric.experts.told(node.registry.replicas(model))}
 
 
 def room(node: NodeParts, text: str, device: str) -> list[dict[str, Any]]:

@@ -91,6 +91,8 @@ def test_the_output_has_what_the_page_lists_and_nothing_else(pages: tuple[str, s
         "hearth_drafted_tokens_total",
         "hearth_engine_restarts_total",
         "hearth_engine_stalls_total",
+        "hearth_expert_imbalance",  # null models have no experts: tests/e2e/test_experts.py
+        "hearth_expert_tokens_total",
         "hearth_gpu_faults_total",
         "hearth_tenant_limit_refused_total",
         "hearth_text_worker_deaths_total",

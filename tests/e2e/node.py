@@ -39,7 +39,7 @@ SAFETY_S = 60.0 * float(os.environ.get("HEARTHD_TESTS_SLOWER", "1"))
 
 # commands that send one request over the control socket and print the answer
 ASKS = {"ps", "models", "status", "load", "unload", "pin", "unpin", "enable", "disable", "why", "plan", "evict", "history", "queue"}
-ASKS |= {"events", "drain", "resume", "reload", "config", "keys", "top"}
+ASKS |= {"events", "drain", "resume", "reload", "config", "keys", "top", "experts"}
 
 
 class Node:
