@@ -1,10 +1,12 @@
 """Eight mid-sized models with memory for three: a trace replayed against a real daemon, and what the simulator says of it.
 
 Loads are throttled (test_disk_bytes_per_s, test_copy_bytes_per_s) as the scenario says, so that memory is what is tested and not
-this machine's page cache. The models are one checkpoint under several names. Before the trace the node's own speed is measured
-(seconds of a load beside its bytes, of a decode step, of a sequence in it, of a step with a prompt and of its tokens), on another
-daemon, for a node keeps in mind who was asked for; the prediction is made with that.
+this machine's page cache. The models are one checkpoint under several names; those with `num_ranks` in the scenario are split over
+so many devices. Before the trace the node's own speed is measured (seconds of a load beside its bytes, of a decode step, of a
+sequence in it, of a step with a prompt and of its tokens), of whole and of split models, on another daemon, for a node keeps in
+mind who was asked for; the prediction is made with that.
 usage: python -m benchmarks.cohost [--scenario docs/simulate/eight.toml] [--trace FILE] [--minutes 20] [--host-tier 1GiB]
+       python -m benchmarks.cohost --scenario docs/simulate/eight-split.toml --resident 2 --threads 1 --minutes 10
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import time
 import tomllib
 import urllib.request
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,10 +38,10 @@ from benchmarks.server import ROOT, Server
 from config.units import parse_bytes
 from daemon.simulate import scenario, trace_file
 from daemon.simulate.generate import generate
+from scheduler.node.events import ModelFacts
 from scheduler.simulate.trace import TraceRequest
 
 VOCABULARY = range(300, 30_000)
-NUM_RESIDENT = 3  # models of the scenario that fit
 SPEEDS = ("prefill_tokens_per_s", "prefill_step_s", "decode_step_s", "decode_s_per_sequence")
 NUM_PROMPTS = 48  # whose steps are measured
 PAUSE_S = 0.15  # before each of them: cores and caches are as a trace's prompts find them
@@ -75,13 +78,14 @@ class Client:
     async def ask(self, model: str, num_in: int, num_out: int) -> Result:
         return await stream_one(self._host, self._port, body(model, num_in, num_out, self._draw))
 
-    async def speeds(self, models: list[str], prompts: list[int]) -> dict[str, float]:
+    async def speeds(self, models: list[str], prompts: list[int], at_once: int) -> dict[str, float]:
         """What the simulator's costs ask for, as the engine's own count of steps and device seconds tells it; to a step's is added
         what passes between two. Steps of all these models (as many as fit) by turns: a model that has the device to itself would
         find its weights in the processor's caches, where the others' have been. prompts: lengths as the trace has them, since the
-        first steps of a size take a multiple of later ones. Means, for stalls pass in a trace, too."""
-        one, between_s = await self._decoding(models, 1)
-        eight, _ = await self._decoding(models, 8)
+        first steps of a size take a multiple of later ones. at_once: devices whose engines run steps of these models at the same
+        time. Means, for stalls pass in a trace, too."""
+        one, between_s = await self._decoding(models, 1, at_once)
+        eight, _ = await self._decoding(models, 8, at_once)
         each_s = max(0.0, (eight.seconds - one.seconds) / (eight.num_tokens - one.num_tokens))
         fixed_s = one.seconds - one.num_tokens * each_s
         prompts = sorted(prompts)
@@ -92,8 +96,8 @@ class Client:
         values = (1 / token_s, prompt_s, fixed_s + between_s, each_s)
         return {name: round(value, 6) for name, value in zip(SPEEDS, values, strict=True)}
 
-    async def _decoding(self, models: list[str], streams: int) -> tuple[Steps, float]:
-        """Steps of so many streams of each model, and the seconds that pass between two steps."""
+    async def _decoding(self, models: list[str], streams: int, at_once: int) -> tuple[Steps, float]:
+        """Steps of so many streams of each model, and the seconds that pass between two steps of a device."""
         asked = [asyncio.create_task(self.ask(each, 16, 160)) for each in models for _ in range(streams)]
         await asyncio.sleep(1.0)  # the prompts are computed
         before, started = await self._counted(models), time.perf_counter()
@@ -104,7 +108,7 @@ class Client:
         await asyncio.gather(*asked)
         num = after.num - before.num
         seconds = after.seconds - before.seconds
-        return Steps(num, seconds / num, (after.num_tokens - before.num_tokens) / num), max(0.0, (wall_s - seconds) / num)
+        return Steps(num, seconds / num, (after.num_tokens - before.num_tokens) / num), max(0.0, (at_once * wall_s - seconds) / num)
 
     async def load_s(self, models: list[str]) -> float:
         """Seconds of a load by itself, as the engine tells them, on average."""
@@ -158,14 +162,54 @@ def scraped(url: str) -> Counter[str]:
     return found
 
 
-def predicted(folder: pathlib.Path, told: str, trace: pathlib.Path, speeds: dict[str, float], flags: list[str]) -> dict[str, Any]:
-    """What `hearth simulate` says of the trace, the scenario's speeds replaced by those measured here."""
-    for name, value in speeds.items():
-        if not re.search(rf"(?m)^{name} = ", told):
-            raise RuntimeError(f"the scenario has no {name} to be replaced by what was measured")
-        told = re.sub(rf"(?m)^{name} = .*$", f"{name} = {value:.6f}", told)
-    costs = folder / "costs.toml"
-    costs.write_text(told)
+@dataclass(slots=True)
+class Kind:
+    """Models of a scenario with as many ranks, and what was measured of them: the speeds of their steps and seconds of a load."""
+
+    names: list[str]
+    num_ranks: int
+    speeds: dict[str, float] = field(default_factory=dict)
+    load_s: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """What its figures' names begin with in the result."""
+        return "" if self.num_ranks == 1 else "split_"
+
+
+def kinds_of(models: Mapping[str, ModelFacts]) -> list[Kind]:
+    """Whole models come first."""
+    ranks = sorted({facts.num_ranks for facts in models.values()})
+    return [Kind(sorted(name for name, facts in models.items() if facts.num_ranks == number), number) for number in ranks]
+
+
+def measure(server: Server, kinds: list[Kind], num_devices: int, num_resident: int, prompts: list[int]) -> None:
+    """Fills in what each kind's loads and steps take. num_resident: whole models that fit on a device."""
+    client = Client(server.url)
+    for kind in kinds:
+        at_once = num_devices if kind.num_ranks == 1 else num_devices // kind.num_ranks
+        models = kind.names[: num_resident * at_once]
+        uvloop.run(client.ask(kind.names[-1], 16, 16))  # the first model of a kind waits for kernels
+        kind.load_s = uvloop.run(client.load_s(models))
+        kind.speeds = uvloop.run(client.speeds(models, prompts, at_once))
+
+
+def predicted(
+    folder: pathlib.Path, table: dict[str, Any], trace: pathlib.Path, kinds: list[Kind], flags: list[str]
+) -> dict[str, Any]:
+    """What `hearth simulate` says of the trace, the scenario's speeds replaced by those measured here. table: the scenario's file;
+    it is changed."""
+    rate = min(table["costs"]["disk_bytes_per_s"], table["costs"]["copy_bytes_per_s"])
+    whole, *_ = kinds
+    whole_bytes = parse_bytes(table["models"][whole.names[0]]["weights_bytes"])
+    table["costs"]["load_overhead_s"] = whole.speeds["load_overhead_s"] = round(max(0.0, whole.load_s - whole_bytes / rate), 6)
+    for kind in kinds:
+        for name in kind.names:
+            table["models"][name] |= {speed: kind.speeds[speed] for speed in SPEEDS}
+            if kind is not whole:
+                table["models"][name]["disk_load_s"] = round(kind.load_s, 6)
+    costs = folder / "costs.json"
+    costs.write_text(json.dumps(table))
     command = [sys.executable, "-m", "daemon.cli", "simulate", str(trace), "--costs", str(costs), "--json", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
@@ -176,8 +220,7 @@ def predicted(folder: pathlib.Path, told: str, trace: pathlib.Path, speeds: dict
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     path = pathlib.Path(options.scenario)
-    told = path.read_text()
-    known, table = scenario.read(str(path)), tomllib.loads(told)
+    known, table = scenario.read(str(path)), tomllib.loads(path.read_text())
     if options.trace:
         with open(options.trace, encoding="utf-8") as file:
             trace = trace_file.read(file, options.trace)
@@ -193,25 +236,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         models = folder / "models"
         link_models(models, make(STORE, options.checkpoint), *names)
         config = folder / "node.toml"
-        tables = [
-            f'[models."{name}"]\nspeculator = "none"\nmax_model_len = {facts.max_model_len}\n'
-            f"max_sequences = {facts.max_sequences}\n"
-            for name, facts in known.models.items()
-        ]
-        config.write_text("max_queued_per_model = 100000\n" + "".join(tables))
+        config.write_text("max_queued_per_model = 100000\n" + "".join(map(settings, known.models.values())))
         flags = ["--config", str(config), "--host-tier-bytes", options.host_tier, "--max-wait-s", "3600"]
         flags += ["--request-timeout-s", "3600", "--test-disk-bytes-per-s", str(int(costs["disk_bytes_per_s"]))]
         flags += ["--test-copy-bytes-per-s", str(int(costs["copy_bytes_per_s"]))]
+        if options.threads:
+            flags += ["--threads", str(options.threads)]
         if options.turn_ms:
             flags += ["--turn-budget-ms", str(options.turn_ms)]
         devices = [f"{name}={budget_bytes}" for name, budget_bytes in known.devices.items()]
         prompts = random.Random(2).choices([request.input_tokens for request in trace], k=NUM_PROMPTS)
+        kinds = kinds_of(known.models)
         with Server(models, devices, flags) as server:
-            client, resident = Client(server.url), names[:NUM_RESIDENT]
-            load_s = uvloop.run(client.load_s(resident))
-            speeds = uvloop.run(client.speeds(resident, prompts))
-        weights_s = known.models[names[0]].weights_bytes / min(costs["disk_bytes_per_s"], costs["copy_bytes_per_s"])
-        speeds["load_overhead_s"] = round(max(0.0, load_s - weights_s), 6)
+            measure(server, kinds, len(devices), options.resident, prompts)
         with Server(models, devices, flags) as server:
             client = Client(server.url)
             before = scraped(server.url)
@@ -223,7 +260,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         with replayed.open("w", encoding="utf-8") as file:
             trace_file.write(file, trace)
         guess = predicted(
-            folder, told, replayed, speeds, ["--policy", "hearthd", "--host-tier", options.host_tier, *options.simulate]
+            folder, table, replayed, kinds, ["--policy", "hearthd", "--host-tier", options.host_tier, *options.simulate]
         )
     waits = [result.stamps[0] - result.started for result in results if result.stamps]
     failed = [result for result in results if not result.ok]
@@ -250,12 +287,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "copy_bytes_per_s": costs["copy_bytes_per_s"],
         "turn_budget_ms": options.turn_ms,
         "wall_s": round(wall_s, 1),
-        **speeds,
+        **{kind.label + name: value for kind in kinds for name, value in kind.speeds.items()},
         **measured,
         "predicted_mean_wait_s": policy["mean_wait_s"],
         "measured_over_predicted": round(measured["mean_wait_s"] / policy["mean_wait_s"], 3),
         "predicted": policy,
     }
+
+
+def settings(facts: ModelFacts) -> str:
+    """A model's table in the node's configuration."""
+    lines = [f'[models."{facts.name}"]', 'speculator = "none"', f"max_model_len = {facts.max_model_len}"]
+    lines.append(f"max_sequences = {facts.max_sequences}")
+    if facts.num_ranks > 1:
+        lines += [f"parallel = {{ tensor = {facts.num_ranks} }}", f"kv_floor_tokens = {facts.kv_floor_tokens}"]
+    return "\n".join(lines) + "\n"
 
 
 def _swap_rows(counted: Counter[str]) -> list[tuple[str, str]]:
@@ -276,6 +322,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="of the trace")
     parser.add_argument("--host-tier", default="0", help="host_tier_bytes of the node")
     parser.add_argument("--checkpoint", default="mid", help="one of benchmarks.checkpoints")
+    parser.add_argument("--resident", type=int, default=3, help="whole models that fit on a device")
+    parser.add_argument("--threads", type=int, default=0, help="threads of each device; 0: the node's default")
     parser.add_argument("--turn-ms", type=float, default=0.0, help="turn_budget_ms of the node; 0: its default")
     parser.add_argument("--simulate", nargs="*", default=[], help="further options of hearth simulate")
     found = run(parser.parse_args())

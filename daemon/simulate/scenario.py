@@ -51,6 +51,7 @@ class ScenarioModel(msgspec.Struct, frozen=True):
     kv_bytes_per_token: Annotated[int, key("KV of one token")] = 0
     work_space_bytes: Annotated[int | str, key("beside weights and KV")] = 1
     max_model_len: Annotated[int, key("KV for one request of it is always kept")] = 4096
+    kv_floor_tokens: Annotated[int, key("KV of so many tokens, if they are more; a split model has no other")] = 0
     max_sequences: Annotated[int, key("sequences in one batch")] = _MODEL_DEFAULTS.max_sequences
     priority: Annotated[float, key("factor on its value")] = _MODEL_DEFAULTS.priority
     keep_alive: Annotated[float | str, key("how long it stays after its last request")] = _MODEL_DEFAULTS.keep_alive
@@ -224,6 +225,7 @@ def facts_of(name: str, model: ScenarioModel) -> ModelFacts:
         model.kv_bytes_per_token,
         int(model.work_space_bytes),
         model.max_model_len,
+        model.kv_floor_tokens,
         max_sequences=model.max_sequences,
         max_queued=MAX_QUEUED,
         priority=model.priority,

@@ -132,12 +132,12 @@ def test_bad_scenarios(tmp_path: Path, text: str, message: str) -> None:
 
 def test_json_scenarios(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
-    model = {"weights_bytes": "1GiB", "disk_load_s": 2.5, "num_ranks": 2}
+    model = {"weights_bytes": "1GiB", "disk_load_s": 2.5, "num_ranks": 2, "kv_floor_tokens": 8192}
     path.write_text(json.dumps({"models": {"a": model}, "devices": {"cuda:0": "80GiB"}}))
     found = scenario.read(str(path))
     assert found.devices == {"cuda:0": 80 << 30}
     assert found.costs.disk_load_s(found.models["a"]) == 2.5
-    assert found.models["a"].num_ranks == 2
+    assert (found.models["a"].num_ranks, found.models["a"].kv_floor_tokens) == (2, 8192)
     for text, message in (("{", ":1: is not valid JSON"), ("[]", ": must be an object")):
         path.write_text(text)
         with pytest.raises(ConfigError) as caught:
