@@ -37,6 +37,7 @@ def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAd
                 if module.scale != 1.0:
                     up = up.float() * module.scale
                 elements[at : at + up.numel()].view(module.rank, outputs).copy_(up.t())
+        opened.check_unchanged()
     return ReadAdapter(layout, data)
 
 

@@ -10,19 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loader.adapters.adapter import WEIGHTS_NAME, Adapter
-from loader.checked_again import open_unchanged, scanned_again
+from loader.checked_again import check_unchanged, open_unchanged, scanned_again
 from loader.errors import CheckpointChanged, ReadFailed
 from loader.safetensors import Header, TensorRef, read_header
+from loader.weight_files import FileInfo
 
 _READ_BYTES = 1 << 30  # one system call reads less than 2 GiB
 
 
 class OpenAdapter:
-    """A checked adapter whose weight file is open. header: the file's header. fd: the file's descriptor, which is closed by
-    `close`, or at the end of a `with`."""
+    """A checked adapter whose weight file is open. header: the file's header. info: what the check found of it. fd: the file's
+    descriptor, which is closed by `close`, or at the end of a `with`."""
 
-    def __init__(self, adapter: Adapter, header: Header, fd: int) -> None:
-        self.adapter, self.header, self._fd = adapter, header, fd
+    def __init__(self, adapter: Adapter, header: Header, info: FileInfo, fd: int) -> None:
+        self.adapter, self.header, self._info, self._fd = adapter, header, info, fd
 
     def read(self, tensor: TensorRef) -> NDArray[np.uint8]:
         """Returns the bytes of a tensor of the adapter, as they are in the file (little-endian, row by row). Raises ReadFailed, and
@@ -38,6 +39,11 @@ class OpenAdapter:
                 raise CheckpointChanged(f"{tensor.file}: cut off at {offset} while tensor {tensor.name} was read")
             left, offset = left[done:], offset + done
         return data
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointChanged if somebody has written to the file since it was checked, so that what was read of it may be of
+        two versions."""
+        check_unchanged(self._fd, self._info, "adapter")
 
     def close(self) -> None:
         os.close(self._fd)
@@ -64,4 +70,4 @@ def open_adapter(path: str | Path, fingerprint: str) -> OpenAdapter:
     except BaseException:
         os.close(fd)
         raise
-    return OpenAdapter(checkpoint.adapter, header, fd)
+    return OpenAdapter(checkpoint.adapter, header, checkpoint.files[0], fd)

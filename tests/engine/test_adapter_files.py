@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from engine.loading.adapter_files import read_adapter
 from engine.protocol import AdapterSource
+from loader.adapters.open_adapter import OpenAdapter
 from loader.errors import CheckpointChanged, CheckpointError
 from loader.hf_config import parse_config
+from loader.safetensors import TensorRef
 
 HIDDEN, KV, RANK = 64, 32, 4
 CONFIG = {
@@ -93,3 +97,18 @@ def test_files_that_have_changed_are_not_read(tmp_path: Path) -> None:
     source = write_adapter(tmp_path / "a", tensors())
     with pytest.raises(CheckpointChanged, match="changed"):
         read_adapter(AdapterSource("a", source.path, "of other files"), parse_config(json.dumps(CONFIG).encode()), "float32")
+
+
+def test_files_that_change_in_place_while_they_are_read_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter of the old version's first half and of the new one's second would be served under the old one's name."""
+    source = write_adapter(tmp_path / "a", tensors())
+    read, file = OpenAdapter.read, tmp_path / "a" / "adapter_model.safetensors"
+
+    def read_and_write(opened: OpenAdapter, tensor: TensorRef) -> NDArray[np.uint8]:
+        values = read(opened, tensor)
+        file.write_bytes(file.read_bytes())
+        return values
+
+    monkeypatch.setattr(OpenAdapter, "read", read_and_write)
+    with pytest.raises(CheckpointChanged, match="changed"):
+        read_adapter(source, parse_config(json.dumps(CONFIG).encode()), "float32")
