@@ -367,12 +367,11 @@ class ServedModels:
             ]
             num_chunks += kv.num_used_chunks + scheduler.adapters.num_chunks
             preemptions += scheduler.num_preemptions
-        resident = {name: own.scheduler.adapters.resident for name, own in self.by_name.items()}
-        adapters = {
-            name: {adapter_source(key).name: len(one.chunks) * self.chunks.chunk_bytes for key, one in own.items()}
-            for name, own in resident.items()
-            if own
-        }
+        adapters: dict[str, dict[str, int]] = {}
+        for name, served in self.by_name.items():
+            for key, adapter in served.scheduler.adapters.resident.items():  # versions of one adapter have the same name
+                own, called = adapters.setdefault(name, {}), adapter_source(key).name
+                own[called] = own.get(called, 0) + len(adapter.chunks) * self.chunks.chunk_bytes
         return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes, adapters)
 
     # ---- weights that an earlier engine left

@@ -367,6 +367,18 @@ def test_one_that_is_loaded_ahead_is_there_for_its_first_request(desk: Desk) -> 
     assert not desk.reads
 
 
+def test_versions_of_an_adapter_that_are_in_memory_together_count_together(desk: Desk) -> None:
+    """An adapter whose files were replaced stays, idle, beside the one that replaced it."""
+    for fingerprint in ("old", "new"):
+        desk.loads.bring(desk.served, AdapterSource("a", "/a", fingerprint))
+        desk.look()
+        desk.finish_reads()
+        desk.look()
+    stats = desk.node.models.stats(1)
+    assert stats.adapters == {"m": {"a": 2 * CHUNK_BYTES}}
+    assert stats.kv_chunks_used == 2
+
+
 @pytest.mark.parametrize("how", ["broken", "no room", "hung", "retired"])
 def test_one_that_cannot_be_loaded_ahead_is_given_up(desk: Desk, how: str) -> None:
     desk.memory.num_bytes["a"] = (17 if how == "no room" else 1) * CHUNK_BYTES
