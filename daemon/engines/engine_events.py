@@ -118,6 +118,7 @@ class EngineEvents:
                     device=device,
                     kv_bytes={model: (counts[0], counts[3]) for model, counts in message.models.items()},
                     waiting={model: counts[2] for model, counts in message.models.items() if counts[2] > 0},
+                    without_room=message.without_room,
                 )
             )
         elif kind is protocol.KernelsTold:

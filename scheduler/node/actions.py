@@ -108,7 +108,7 @@ def _leases(action: Load | Evict) -> dict[str, int]:
 EVICT_REASONS = {
     "room": "another model needs the room, and it was idle or had drained",
     "preempted": "another model needs the room, and its requests wait until it is back",
-    "kv": "it was idle, and another model's requests waited for KV",
+    "kv": "it was idle, and another model's requests waited for KV or an adapter's room",
     "operator": "hearth unload, or it was switched off",
     "share_lost": "it was split over several devices, and the engine of one of them died",
     "rolled_back": "its load missed its deadline or is not wanted any more",

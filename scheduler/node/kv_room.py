@@ -1,4 +1,5 @@
-"""Makes room for KV: if requests wait in an engine for KV, an idle model leaves its device and comes back when it is requested.
+"""Makes room for KV and adapters: if requests wait in an engine for either, an idle model leaves its device and comes back when it
+is requested.
 
 That pays while more requests wait than would, on average, for the model to come back: its request rate times its reload seconds.
 One model leaves at a time, so that the freed memory has an effect before the next one is considered.
@@ -16,14 +17,16 @@ from scheduler.node.placements import evict
 _SHORT_SHARE, _SHORT_PROMPTS = 0.1, 2
 
 
-def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
-    """Evicts one idle model from the device if more requests wait there for KV than would, on average, while the model is loaded
-    again. waiting: model -> number of requests that wait in the engine. O(residents)."""
+def widen(node: Node, device: Device, waiting: Mapping[str, int], without_room: Mapping[str, int]) -> None:
+    """Evicts one idle model from the device if more requests wait there for KV or adapters than would, on average, while the model
+    is loaded again. waiting: model -> number of requests that wait in the engine. without_room: model -> how many of these wait
+    because their adapter finds no room: an adapter takes nothing of reserved KV, however much of it is free. O(residents)."""
     if not device.up:
         return
     short = [device.resident[name] for name, num in waiting.items() if num and name in device.resident]
     short = [model for model in short if model.copy is not None and not model.copy.facts.is_split]  # those use only their reserve
-    short = [model for model in short if len(model.running) - waiting[model.name] < model.window and is_short(node, device, model)]
+    short = [model for model in short if len(model.running) - waiting[model.name] < model.window]
+    short = [model for model in short if without_room.get(model.name) or is_short(node, device, model)]
     if not short:
         return
     device.kv_short_at = node.now
@@ -37,7 +40,8 @@ def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
     num_waiting = sum(waiting[model.name] for model in short)
     if num_waiting > victim.primary.arrivals.per_s(node.now) * node.reload_s(victim, device):
         names = ", ".join(model.name for model in short)
-        node.set_state(victim, residency.DRAINING, f"its room becomes KV for {names}, where {num_waiting} requests wait for it")
+        what = "adapters" if any(without_room.get(model.name) for model in short) else "KV"
+        node.set_state(victim, residency.DRAINING, f"its room becomes {what} for {names}, where {num_waiting} requests wait for it")
         victim.gives_kv = True
         evict(node, victim)
 

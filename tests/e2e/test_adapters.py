@@ -201,3 +201,18 @@ def test_more_adapters_than_fit_take_turns(tmp_path: Path) -> None:
         assert told == alone * 3
         assert loads(node) > 12, "some left for others"
         assert "Traceback" not in node.log_text()
+
+
+def test_an_idle_neighbour_leaves_for_an_adapter(tmp_path: Path) -> None:
+    """Both models' weights and reserved KV take the device to the last chunk, and an adapter lies in neither."""
+    base = make_model(tmp_path / "models" / "oak", weights_bytes=4 << 20)
+    make_model(tmp_path / "models" / "elm", weights_bytes=2 << 20)
+    make_adapter(base / "red", base, seed=1)
+    with Node(tmp_path, devices=["cpu=46MiB"], runner="torch", flags=["--dtype", "float32"]) as node:
+        assert text(node, "oak", PROMPTS[0])
+        assert text(node, "elm", PROMPTS[0])
+        (device,) = node.json("status")["devices"]
+        assert device["lease_bytes"] == 0
+        assert text(node, "oak:red", PROMPTS[0])
+        assert node.state("elm") in ("warm", "cold")
+        assert "its room becomes adapters for oak" in node.cli("why", "elm").stdout

@@ -228,6 +228,7 @@ def test_without_room_it_waits_as_long_as_something_may_make_some(desk: Desk) ->
     desk.now = 60.0
     desk.look(may_free_memory=True)
     assert not desk.failed
+    assert desk.node.models.stats(1).without_room == {"m": 1}
     desk.look(may_free_memory=False)
     desk.now += adapter_loads.NO_ROOM_LIMIT_S + 1
     desk.look(may_free_memory=False)

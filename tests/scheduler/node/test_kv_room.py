@@ -55,6 +55,17 @@ def test_nobody_leaves_while_kv_is_left_or_nobody_waits() -> None:
     assert not node.evicts
 
 
+def test_an_idle_model_leaves_for_an_adapter() -> None:
+    """Reserved KV is free, but an adapter takes nothing of it."""
+    node = crowded()
+    note(node, 1, 2)
+    assert not node.evicts
+    node.post(events.KVNoted, device="cpu:0", kv_bytes={"a": (MIB, 0)}, waiting={"a": 2}, without_room={"a": 1})
+    (evict,) = node.evicts.values()
+    assert (evict.model, evict.reason) == ("c", "kv")
+    assert "becomes adapters for a, where 2 requests wait" in node.view("c").reason
+
+
 def test_pinned_and_busy_models_stay() -> None:
     node = crowded()
     node.command("pin", "c")
