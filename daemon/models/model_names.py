@@ -155,8 +155,9 @@ class ModelNames:
             return owner
         for at, one in enumerate(name):
             base = self._plain_owner(name[:at]) if one == ":" else None
-            if base is not None and (adapter := self._by_base.get(base, {}).get(name[at + 1 :])) is not None:
-                return adapter
+            for of in (base, "") if base is not None else ():  # files that cannot be read tell no base, and may be of this one
+                if (adapter := self._by_base.get(of, {}).get(name[at + 1 :])) is not None:
+                    return adapter
         return None
 
     def _plain_owner(self, name: str) -> str | None:
@@ -176,14 +177,14 @@ class ModelNames:
 
 
 def _by_base(adapters: Mapping[str, AdapterRecord]) -> dict[str, dict[str, str]]:
-    """Returns for each base model the adapters that BASE:ADAPTER may name, by the text after the colon. That text is the adapter's
-    name or, if no other adapter of the base has the same, the part of the name after its last /."""
+    """Returns for each base model the adapters that BASE:ADAPTER may name, by the text after the colon; those whose base is unknown
+    under "". That text is the adapter's name or, if no other adapter of the base has the same, the part of the name after its last
+    /."""
     found: dict[str, dict[str, str]] = {}
     parts: dict[str, dict[str, list[str]]] = {}
     for name, record in adapters.items():
-        if record.base:
-            found.setdefault(record.base, {})[name] = name
-            parts.setdefault(record.base, {}).setdefault(name.rpartition("/")[2], []).append(name)
+        found.setdefault(record.base, {})[name] = name
+        parts.setdefault(record.base, {}).setdefault(name.rpartition("/")[2], []).append(name)
     for base, by_part in parts.items():
         found[base] = {part: names[0] for part, names in by_part.items() if len(names) == 1} | found[base]
     return found

@@ -214,6 +214,27 @@ async def test_names_of_an_adapter(models: Path) -> None:
         assert refusal(strict, name)[0] == "model_not_found"
 
 
+async def test_one_whose_files_are_broken_tells_so_by_each_of_its_names(models: Path) -> None:
+    """What base it is of stands in a file that is being copied, perhaps."""
+    folder = models / "me" / "sql"
+    for name, content, code in (
+        ("adapter_config.json", b"[[[", "model_unusable"),
+        ("adapter_model.safetensors", folder.joinpath("adapter_model.safetensors").read_bytes()[:-9], "model_incomplete"),
+        ("adapter_model.safetensors", b"", "model_incomplete"),
+    ):
+        adapter(folder)
+        (folder / name).write_bytes(content)
+        registry = await scanned(models)
+        for name in ("me/sql", "org/base:me/sql", "org/base:sql"):
+            assert refusal(registry, name) == refusal(registry, "me/sql")
+            assert refusal(registry, name)[0] == code
+        assert refusal(registry, "nobody:sql")[0] == "model_not_found"
+        adapter(models / "you" / "sql")
+        registry = await scanned(models)
+        assert registry.resolve("org/base:sql").own_name == "you/sql"
+        shutil.rmtree(models / "you")
+
+
 async def test_rights_are_those_of_the_adapters_name(models: Path) -> None:
     registry = await scanned(models)
     assert registry.resolve("org/base:sql", Tenant("me/sql")).own_name == "me/sql"
