@@ -26,8 +26,8 @@ def warm() -> None:
 
 
 def warm_tree(tree: Path) -> None:
-    """Compiles the float32 kernels of a copy of the packages, which has none of its own for its path."""
-    _compile(tree, "float32")
+    """Compiles the kernels that chaos needs of a copy of the packages, which has none of its own for its path."""
+    _compile(tree, "--packed", "--adapters")
 
 
 def _compile(tree: Path, *what: str) -> None:

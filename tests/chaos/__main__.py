@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.acts import ACTS, RESTART, Act
+from tests.chaos.adapters import versions_loaded
+from tests.chaos.cast import Cast
 from tests.chaos.clients import MAX_TOKENS, Clients, Request, all_requests, ask
-from tests.chaos.holdings import holdings, leaks
-from tests.chaos.world import FAR, MODELS, World, started, versions_for
+from tests.chaos.holdings import holdings, leaks, unexplained
+from tests.chaos.world import World, started, versions_for
 
 PAUSE_S = 0.4  # the longest between two acts
 SHORT_S = 120.0  # a run that is shorter leaves acts out that may take as long
@@ -69,20 +71,26 @@ def run(
 ) -> dict[str, Any]:
     """Returns what happened: counts of acts and of requests, what was lost, what is held too much, and `faults`, which is empty if
     all is well. folder: an empty one for the node."""
-    draw = random.Random(seed)
-    chosen = acts
-    if seconds < SHORT_S:
-        acts = [act for act in chosen if not act.is_long] or chosen
-    too_long = [f"{act.name}: a run of {seconds:g} s is too short" for act in chosen if act not in acts]
+    draw, cast = random.Random(seed), Cast(runner)
+    skipped = [] if cast.has_adapters else ["adapters and packed weights: the null runner has none"]
+    chosen = [act for act in acts if cast.has_adapters or not act.of_adapters]
+    acts = [act for act in chosen if seconds >= SHORT_S or not act.is_long] or chosen
+    skipped += [f"{act.name}: a run of {seconds:g} s is too short" for act in chosen if act not in acts]
     versions = versions_for(folder, runner)
-    with started(folder, runner) as (node, means):
-        expected = answers(node.url, all_requests(MODELS))
+    with started(folder, runner, cast) as (node, means):
+        told = answers(node.url, all_requests((*cast.models, *cast.adapters)))
+        of_versions = {}
+        if cast.has_adapters:
+            with versions_loaded(node.folder, node.url) as names:
+                of_versions = answers(node.url, all_requests(names))
+        expected = cast.expected(told | of_versions)
+        alike = cast.alike(told | of_versions)
         node.restart(RESTART)  # what a daemon takes over belongs to what it holds
-        _same_answers(node.url, expected)
-        before = holdings(node)
-        same = {each._replace(model=FAR): text for each, text in expected.items() if each.model == MODELS[0]}
-        clients = Clients(node.url, MODELS, expected | same, draw, num_clients)
-        world = World(node, clients, draw, means, versions)
+        _same_answers(node.url, told)
+        before = holdings(node, cast.models)
+        clients = Clients(node.url, cast.names, expected, draw, num_clients)
+        clients.faults += alike
+        world = World(node, cast, clients, draw, means, versions)
         done, num_told = Counter[str](), 0
         begin_s = time.monotonic()
         for act in in_turn(acts, draw):
@@ -101,8 +109,9 @@ def run(
         clients.stop()
         seconds_taken = time.monotonic() - begin_s
         node.wait_for(node.has_all_engines, "engines at the end")
-        clients.faults += _same_answers(node.url, expected)
-        after = holdings(node)
+        clients.faults += _same_answers(node.url, told)
+        clients.faults += unexplained(node)
+        after = holdings(node, cast.models)
         log = node.log_text()
     leaked = leaks(before, after)
     if leaked:
@@ -117,7 +126,7 @@ def run(
         "seed": seed,
         "seconds": round(seconds_taken, 1),
         "acts": dict(done),
-        "skipped": [*means.skipped, *too_long],
+        "skipped": [*means.skipped, *skipped],
         "requests": dict(clients.counts),
         "longest_s": round(clients.longest_s, 2),
         "before": before,

@@ -15,10 +15,12 @@ from typing import NamedTuple
 import psutil
 
 from daemon.engines.workers import START_LIMIT_S
-from tests.chaos.clients import KILLED, drawn, hang_up, send_garbage
-from tests.chaos.memory import no_more_mappings
+from tests.chaos import adapters
+from tests.chaos.cast import SPARE
+from tests.chaos.clients import KILLED, NO_MEMORY, drawn, hang_up, send_garbage
+from tests.chaos.memory import ended_last, no_more_mappings
 from tests.chaos.mounts import mount_that_hangs, slow_mount
-from tests.chaos.world import CONFIG, DEVICES, MODELS, SCANNING, SMALLER_DEVICES, SPARE, STALL_S, TEXT, World
+from tests.chaos.world import DEVICES, SCANNING, SMALLER_DEVICES, STALL_S, TEXT, World
 from tests.e2e import processes
 from tests.e2e.checkpoints import make_model
 from tests.e2e.hostile_folders import make_hostile
@@ -31,12 +33,14 @@ RESTART = signal.SIGUSR2  # what the unit's RestartKillSignal= is
 
 
 class Act(NamedTuple):
-    """One thing that goes wrong. weight: how often it is drawn. is_long: it may take minutes."""
+    """One thing that goes wrong. weight: how often it is drawn. is_long: it may take minutes. of_adapters: it is left out where
+    there are no adapters."""
 
     name: str
     weight: int
     do: Callable[[World], None]
     is_long: bool = False
+    of_adapters: bool = False
 
 
 def _ends_engines(world: World) -> None:
@@ -143,12 +147,13 @@ def smaller_budgets(world: World) -> None:
 
 
 def short_memory(world: World) -> None:
-    """The node and a process that the kernel ends first use up their control group's memory together."""
+    """The node and a process that the kernel ends before the daemon use up their control group's memory together."""
     if world.groups is None:
         return
     daemon = psutil.Process(world.pid)
     pids = [daemon.pid, *(child.pid for child in daemon.children(recursive=True))]
-    with world.groups.short_of_memory(pids, world.draw.choice((64 << 20, 128 << 20))):
+    told = world.clients.changed("memory is short", {*world.cast.names}, NO_MEMORY)
+    with told, ended_last(daemon), world.groups.short_of_memory(pids, world.draw.choice((64 << 20, 128 << 20))):
         time.sleep(1 + world.draw.random() * 3)
 
 
@@ -156,14 +161,15 @@ def engine_without_mappings(world: World) -> None:
     """What it wants to map fails for a while. It may end by that, and is another engine then."""
     _ends_engines(world)
     if living := engines(world):
-        with contextlib.suppress(ProcessLookupError), no_more_mappings(world.draw.choice(living)):
+        told = world.clients.changed("an engine may map nothing more", {*world.cast.names}, NO_MEMORY)
+        with told, contextlib.suppress(ProcessLookupError), no_more_mappings(world.draw.choice(living)):
             time.sleep(world.draw.random() * 2)
         world.engines_ended_s = time.monotonic()
 
 
 def reload(world: World) -> None:
     """Changes a setting that makes no difference to the clients."""
-    world.node.config.write_text(CONFIG.replace("max_wait_s = 60", f"max_wait_s = {world.draw.randrange(60, 90)}"))
+    world.node.config.write_text(world.config.replace("max_wait_s = 60", f"max_wait_s = {world.draw.randrange(60, 90)}"))
     world.cli("reload")
 
 
@@ -171,7 +177,7 @@ def reload_of_a_broken_file(world: World) -> None:
     before = world.node.config.read_text()
     try:
         for broken in ("[[[", "no_such_key = 1\n", "max_wait_s = -5\n"):
-            world.node.config.write_text(before + broken)
+            world.node.config.write_text(broken + before)
             if world.cli("reload", codes=(1, 2, 3, 4, 5, 6)).returncode == 0:
                 world.complain(f"hearth reload accepted {broken!r}")
     finally:
@@ -180,7 +186,7 @@ def reload_of_a_broken_file(world: World) -> None:
 
 
 def unload(world: World) -> None:
-    world.cli("unload", world.draw.choice(MODELS), "--to", world.draw.choice(("warm", "cold")), codes=(0, 4, 5))
+    world.cli("unload", world.draw.choice(world.cast.models), "--to", world.draw.choice(("warm", "cold")), codes=(0, 4, 5))
 
 
 def load_another(world: World) -> None:
@@ -188,7 +194,7 @@ def load_another(world: World) -> None:
 
 
 def pin_and_unpin(world: World) -> None:
-    name = world.draw.choice(MODELS)
+    name = world.draw.choice(world.cast.models)
     world.cli("pin", name, "--no-wait", codes=(0, 4, 5))
     time.sleep(world.draw.random())
     world.cli("unpin", name, codes=(0, 4, 5))
@@ -236,7 +242,7 @@ def bad_clients(world: World) -> None:
     for _ in range(10):
         send_garbage(world.clients.url, world.draw)
     for _ in range(5):
-        request = drawn(world.draw, MODELS)._replace(is_stream=True)
+        request = drawn(world.draw, world.cast.names)._replace(is_stream=True)
         hang_up(world.clients.url, request, world.draw.choice((1, 400, 2000)))
 
 
@@ -276,6 +282,13 @@ ACTS = (
     Act("a disk that hangs", 2, hung_disk),
     Act("bad clients", 4, bad_clients),
     Act("silent clients", 2, silent_clients),
+    Act("load of an adapter", 3, adapters.load_adapter, of_adapters=True),
+    Act("an adapter is broken", 2, adapters.break_adapter, of_adapters=True),
+    Act("an adapter is cut short", 2, adapters.cut_adapter_short, of_adapters=True),
+    Act("an adapter is swapped", 3, adapters.swap_adapter, of_adapters=True),
+    Act("an adapter is removed", 2, adapters.remove_adapter, of_adapters=True),
+    Act("an adapter hangs", 1, adapters.hang_adapter, is_long=True, of_adapters=True),
+    Act("unload under adapters", 3, adapters.unload_under_adapters, of_adapters=True),
 )
 
 

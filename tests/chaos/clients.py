@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from daemon.process.fd_store import MOST_QUICK_STARTS, QUICK_S
@@ -23,6 +24,16 @@ PROMPTS = ("once upon a time", "why not")
 MAX_TOKENS = (20, 90)
 IN_BACKGROUND = 0.15  # so many of the requests are
 KILLED = "kill -9 of the daemon"
+# Refusals that only acts upon files and memory may bring about: elsewhere they are no reason to try again.
+OF_FILES = ("adapter_unavailable", "model_incomplete")
+# What a request for an adapter may be told: where there is no memory to read it, where another daemon takes over a request whose
+# adapter is another one by then, while its files are being changed, while they are broken, and while they are not there. A response
+# in the background has one code for all.
+NO_MEMORY = frozenset({"adapter_unavailable", "server_error"})
+ANOTHER = frozenset({"model_changed", "server_error"})
+CHANGING = NO_MEMORY | ANOTHER | {"model_incomplete"}
+BROKEN = CHANGING | {"adapter_unusable", "model_unusable"}
+MISSING = CHANGING | {"model_not_found"}
 
 
 class Request(NamedTuple):
@@ -83,20 +94,40 @@ def all_requests(models: Sequence[str]) -> list[Request]:
     ]
 
 
-class Refused(Exception):
+class Told(Exception):
+    """Raised for an answer that tells of an error. code: the error's, or ""."""
+
+    def __init__(self, text: str, code: str = "") -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Refused(Told):
     """Raised for an answer of 429 or 503, before anything was computed. seconds: its Retry-After."""
 
-    def __init__(self, seconds: float, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, seconds: float, text: str, code: str) -> None:
+        super().__init__(text, code)
         self.seconds = seconds
 
 
-class Broken(Exception):
+class Broken(Told):
     """Raised for an answer that a client could not use."""
 
 
-class Gone(Exception):
+class Gone(Told):
     """Raised for a response in the background that was accepted and is not there, or was not made."""
+
+
+@dataclass
+class Change:
+    """What requests for models of these names may be told until a time. codes: of errors. others: models whose texts are right as
+    well. why: what was done, in words."""
+
+    why: str
+    names: Set[str]
+    codes: Set[str]
+    others: Sequence[str]
+    end_s: float = math.inf
 
 
 def ask(url: str, request: Request) -> str:
@@ -107,11 +138,19 @@ def ask(url: str, request: Request) -> str:
         if answer.status == 200 and request.is_background:
             return _fetched(url, json.loads(answer.read())["id"])
         if answer.status != 200:
-            text = answer.read().decode(errors="replace")[:300]
+            text = answer.read().decode(errors="replace")
+            code = code_of(text)
             if answer.status in BUSY and (wait := answer.getheader("Retry-After")):
-                raise Refused(float(wait), text)
-            raise Broken(f"status {answer.status}: {text}")
+                raise Refused(float(wait), text[:300], code)
+            raise Broken(f"status {answer.status}: {text[:300]}", code)
         return _stream_text(answer) if request.is_stream else _text(json.loads(answer.read()))
+
+
+def code_of(text: str) -> str:
+    """Returns the code of an error that an answer's body tells of, or ""."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(text)["error"]["code"])
+    return ""
 
 
 def _fetched(url: str, public_id: str) -> str:
@@ -130,7 +169,7 @@ def _fetched(url: str, public_id: str) -> str:
             if told.get("status") == "incomplete":  # max_output_tokens, as asked for
                 return "".join(part["text"] for item in told["output"] for part in item["content"])
             if told.get("status") not in (None, "queued", "in_progress"):
-                raise Gone(f"{public_id}: {told['status']}: {told['error']}")
+                raise Gone(f"{public_id}: {told['status']}: {told['error']}", (told["error"] or {}).get("code", ""))
         time.sleep(0.05)
     raise Gone(f"{public_id} was not made within {PATIENCE_S:g} s")
 
@@ -146,7 +185,7 @@ def _stream_text(answer: http.client.HTTPResponse) -> str:
         if event.startswith(b"{"):
             told = json.loads(event)
             if "error" in told:
-                raise Broken(f"an error in the stream: {told['error']}")
+                raise Broken(f"an error in the stream: {told['error']}", told["error"].get("code") or "")
             for choice in told["choices"]:
                 text += choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
                 finish = choice["finish_reason"] or finish
@@ -169,16 +208,17 @@ class Clients:
         self,
         url: str,
         models: Sequence[str],
-        expected: dict[Request, str],
+        expected: Mapping[Request, str],
         draw: random.Random,
         number: int,
     ) -> None:
-        self.url, self._models, self._expected = url, models, expected
+        self.url, self._models, self.expected = url, models, expected
         self.faults: list[str] = []
         self.counts: Counter[str] = Counter()
         self.running: dict[str, float] = {}
         self.longest_s = 0.0
         self._cuts: list[tuple[float, float, str]] = []
+        self._changes: list[Change] = []
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
@@ -194,6 +234,14 @@ class Clients:
         self._cuts.append((time.monotonic(), math.inf, why))
         yield
         self._cuts[-1] = (self._cuts[-1][0], time.monotonic(), why)
+
+    @contextlib.contextmanager
+    def changed(self, why: str, names: Set[str], codes: Set[str], others: Sequence[str] = ()) -> Iterator[None]:
+        """A context in which requests for models of these names may be told these errors, and may get the texts of the others."""
+        change = Change(why, names, codes, others)
+        self._changes.append(change)
+        yield
+        change.end_s = time.monotonic()
 
     def wait_for_running(self, before_s: float, limit_s: float = SOCKET_LIMIT_S) -> None:
         """Waits until the requests that were sent before this time have ended."""
@@ -215,44 +263,67 @@ class Clients:
         while not self._stopping.is_set():
             request = drawn(draw, self._models)
             begun_s = time.monotonic()
-            self.running[threading.current_thread().name] = begun_s
             self.one(request)
-            self.running.pop(threading.current_thread().name)
             self.longest_s = max(self.longest_s, time.monotonic() - begun_s)
             if draw.random() < 0.2:
                 time.sleep(draw.random())
 
-    def one(self, request: Request) -> None:
-        """Sends a request until it is answered, and counts how that ends."""
-        begun_s = time.monotonic()
-        while True:
-            try:
-                text = ask(self.url, request)
-            except Refused as refused:
-                self._count("refused")
-                if time.monotonic() - begun_s > PATIENCE_S:
-                    self._lose(f"{request} was refused for {PATIENCE_S:g} s: {refused}")
-                    return
-                time.sleep(min(refused.seconds, 1.0))
-            except Gone as gone:
-                if self._was_given_up():
-                    self._count("given up after three crashes within a minute")
-                else:
-                    self._lose(f"{request}: {gone}")
-                return
-            except (OSError, http.client.HTTPException, ValueError, Broken) as error:
-                cuts = [why for begin, end, why in self._cuts if begin < time.monotonic() and begun_s < end]
-                if cuts:
-                    self._count(f"cut by {cuts[-1]}")
-                else:
-                    self._lose(f"{request}: {type(error).__name__}: {error}")
-                return
+    def one(self, request: Request, as_model: str = "") -> None:
+        """Sends a request until it is answered, and counts how that ends. as_model: whose text is right; "": that of the model
+        that is asked."""
+        begun_s = self.running[threading.current_thread().name] = time.monotonic()
+        right = request.asks_the_same._replace(model=as_model or request.model)
+        try:
+            while not self._is_over(request, right, begun_s):
+                pass
+        finally:
+            self.running.pop(threading.current_thread().name)
+
+    def _is_over(self, request: Request, right: Request, begun_s: float) -> bool:
+        """Sends a request once. Returns whether that was the end of it. right: the request whose text is right."""
+        try:
+            text = ask(self.url, request)
+        except Refused as refused:
+            if refused.code in OF_FILES and not self._changes_told(request, begun_s, refused.code):
+                self._lose(f"{request} was refused though nobody had changed a file: {refused}")
+            elif time.monotonic() - begun_s > PATIENCE_S:
+                self._lose(f"{request} was refused for {PATIENCE_S:g} s: {refused}")
             else:
-                if text == self._expected[request.asks_the_same]:
-                    self._count("answered")
-                else:
-                    self._lose(f"{request}: another text: {text[:60]!r}, not {self._expected[request.asks_the_same][:60]!r}")
-                return
+                self._count("refused")
+                time.sleep(min(refused.seconds, 1.0))
+                return False
+        except Gone as gone:
+            if changes := self._changes_told(request, begun_s, gone.code):
+                self._count(f"told {gone.code}: {changes[-1].why}")
+            elif self._was_given_up():
+                self._count("given up after three crashes within a minute")
+            else:
+                self._lose(f"{request}: {gone}")
+        except (OSError, http.client.HTTPException, ValueError, Broken) as error:
+            code = error.code if isinstance(error, Broken) else ""
+            cuts = [why for begin, end, why in self._cuts if begin < time.monotonic() and begun_s < end]
+            if changes := self._changes_told(request, begun_s, code):
+                self._count(f"told {code}: {changes[-1].why}")
+            elif cuts:
+                self._count(f"cut by {cuts[-1]}")
+            else:
+                self._lose(f"{request}: {type(error).__name__}: {error}")
+        else:
+            others = [other for change in self._changes_of(request, begun_s) for other in change.others]
+            if text == self.expected[right]:
+                self._count("answered")
+            elif text in [self.expected[right._replace(model=other)] for other in others]:
+                self._count("answered as another version")
+            else:
+                self._lose(f"{request}: another text: {text[:60]!r}, not {self.expected[right][:60]!r}")
+        return True
+
+    def _changes_of(self, request: Request, begun_s: float) -> list[Change]:
+        """Returns the changes that a request met that began at this time and ends now."""
+        return [change for change in list(self._changes) if request.model in change.names and begun_s < change.end_s]
+
+    def _changes_told(self, request: Request, begun_s: float, code: str) -> list[Change]:
+        return [change for change in self._changes_of(request, begun_s) if code in change.codes]
 
     def _was_given_up(self) -> bool:
         """Returns whether a daemon that was killed so often so soon has given up what was kept for it."""

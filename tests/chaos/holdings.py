@@ -3,13 +3,16 @@ of its devices is in use. Two measurements tell whether something has leaked."""
 
 from __future__ import annotations
 
+import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 
-from tests.chaos.world import MODELS, SCANNING, SPARE, TEXT
+from tests.chaos.cast import FILLERS, SPARE
+from tests.chaos.world import SCANNING, TEXT
 from tests.e2e.processes import anonymous_bytes
 from tests.e2e.service_node import ServiceNode
 
@@ -19,9 +22,10 @@ MOST_STORED = 16  # descriptors in the service manager's store: FileDescriptorSt
 MOST_TEXT = 1 + 6  # the text helper; workers for models, for bodies and for grammars
 MOST_SCANS = 1  # it ends some seconds after the last scan
 
-NONE_OF = ("zombies", "other_processes", "chunks_in_use", "host_tier_bytes", "requests")
+CHUNKS = re.compile(r'hearth_device_chunks\{device="(?P<device>[^"]+)",state="(?P<state>\w+)"\} (?P<chunks>\S+)')
+NONE_OF = ("zombies", "other_processes", "chunks_in_use", "adapters_in_memory", "host_tier_bytes", "requests")
 MOST_FORK_SERVERS = 1  # none if it was killed and no engine was started since
-SAME = ("engines",)
+SAME = ("engines", "devices_filled")
 # How much more than before of each may be held: what differs from run to run without a leak. Processes for texts and connections
 # come and go; mappings and memory follow what was computed last.
 MORE = {
@@ -30,9 +34,40 @@ MORE = {
 }
 
 
-def holdings(node: ServiceNode) -> dict[str, Any]:
-    """Unloads all models and returns what the node then holds."""
-    for name in (*MODELS, SPARE):
+def unexplained(node: ServiceNode) -> list[str]:
+    """Waits until the node has nothing to do and returns which chunks of its devices hold neither adapters nor prefixes, in
+    words."""
+    end_s = time.monotonic() + STATISTICS_S
+    while (found := _unexplained(node)) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return found
+
+
+def _unexplained(node: ServiceNode) -> list[str]:
+    in_use, total = _chunks(node, "kv"), _chunks(node)
+    top = node.json("top")
+    of_adapters, of_prefixes = defaultdict[str, int](int), defaultdict[str, int](int)
+    found = [f"{row['name']} has {row['kv_bytes']} bytes of KV and nothing to do" for row in top["models"] if row["kv_bytes"]]
+    for row in top["models"]:
+        of_adapters[row["device"]] += sum(row.get("adapters", {}).values())
+        of_prefixes[row["device"]] += row["kv_cached_bytes"]
+    for device in top["devices"]:
+        name = device["name"]
+        chunk_bytes = device["budget_bytes"] / total[name]
+        others = in_use[name] - of_adapters[name] / chunk_bytes
+        if others < of_prefixes[name] / chunk_bytes or (others and not of_prefixes[name]):
+            what = f"{of_adapters[name]} bytes of adapters and {of_prefixes[name]} of prefixes"
+            found.append(f"{name}: {in_use[name]:g} chunks of {chunk_bytes:g} bytes are in use for {what}")
+    return found
+
+
+def holdings(node: ServiceNode, models: Sequence[str]) -> dict[str, Any]:
+    """Unloads all models, has each device filled by one, unloads that, and returns what the node then holds."""
+    for name in (*models, SPARE):
+        node.cli("unload", name, "--to", "cold")
+    loaded = [node.cli("load", name).returncode == 0 for name in FILLERS]
+    devices = {row["device"] for row in node.json("models") if row["name"] in FILLERS and row["device"]}
+    for name in FILLERS:
         node.cli("unload", name, "--to", "cold")
     end_s = time.monotonic() + STATISTICS_S
     while _chunks_in_use(node) and time.monotonic() < end_s:
@@ -53,7 +88,9 @@ def holdings(node: ServiceNode) -> dict[str, Any]:
         "engines": len(pids),
         **{kind: kinds[kind] for kind in ("fork_servers", "text_processes", "scans", "other_processes", "zombies")},
         "stored": len(node.notify.stored),
+        "devices_filled": len(devices) if all(loaded) else 0,
         "chunks_in_use": _chunks_in_use(node),
+        "adapters_in_memory": sum(len(row.get("adapters", {})) for row in node.json("top")["models"]),
         "host_tier_bytes": tier["bytes"] - tier["free_bytes"],
         "requests": status["requests"],
     }
@@ -107,6 +144,14 @@ def _kind(process: psutil.Process) -> str:
     return "text_processes" if TEXT in words else "scans" if SCANNING in words else "other_processes"
 
 
-def _chunks_in_use(node: ServiceNode) -> float:
-    chunks = [line.rpartition(" ") for line in node.get("/metrics")[1].splitlines() if line.startswith("hearth_device_chunks{")]
-    return sum(float(value) for name, _, value in chunks if 'state="weights"' in name or 'state="kv"' in name)
+def _chunks_in_use(node: ServiceNode) -> int:
+    return sum((_chunks(node, "weights") + _chunks(node, "kv")).values())
+
+
+def _chunks(node: ServiceNode, state: str = "") -> Counter[str]:
+    """Returns the chunks of each device in this state, or all of them."""
+    found = Counter[str]()
+    for line in node.get("/metrics")[1].splitlines():
+        if told := CHUNKS.fullmatch(line):
+            found[told["device"]] += int(float(told["chunks"])) if state in ("", told["state"]) else 0
+    return found

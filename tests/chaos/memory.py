@@ -21,6 +21,7 @@ import psutil
 GROUPS = Path("/sys/fs/cgroup")
 # of version 1 and 2: where groups are, the name of that hierarchy in /proc/self/cgroup, and the file that limits memory
 KINDS = ((GROUPS / "memory", "memory", "memory.limit_in_bytes"), (GROUPS, "", "memory.max"))
+LATE = "-500"
 FILLED_FIRST = """
 import sys
 with open("/proc/self/oom_score_adj", "w") as file:
@@ -121,6 +122,26 @@ def _move(folder: Path, pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError), (folder / "cgroup.procs").open("w") as file:
             file.write(str(pid))
+
+
+@contextlib.contextmanager
+def ended_last(process: psutil.Process) -> Iterator[None]:
+    """A context in which the kernel, where memory is short, ends this process after those that fill it up: what counts is what a
+    process holds, wherever that was allocated, and in a small group that outweighs all that they may ask for. Who may not ask for
+    this has it as it is."""
+    try:
+        _change_rank(process, "0", LATE)
+        yield
+    finally:
+        for each in (process, *process.children(recursive=True)):  # what it has started meanwhile has it from it
+            _change_rank(each, LATE, "0")
+
+
+def _change_rank(process: psutil.Process, before: str, after: str) -> None:
+    file = Path(f"/proc/{process.pid}/oom_score_adj")
+    with contextlib.suppress(PermissionError, FileNotFoundError, ProcessLookupError):
+        if file.read_text().strip() == before:
+            file.write_text(after)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The node that chaos is done to: a real daemon under a stand-in for systemd, three models in memory for one."""
+"""The node that chaos is done to: a real daemon under a stand-in for systemd, a few models and adapters in memory for some."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests import kernel_cache
+from tests.chaos.cast import PACKED_CONFIG, Cast
 from tests.chaos.clients import Clients
 from tests.chaos.memory import Groups
 from tests.chaos.slow_mount import DEVICE, SlowMount
 from tests.chaos.versions import Version, all_versions
 from tests.daemon.service_manager import NotifySocket
-from tests.e2e.checkpoints import make_model
 from tests.e2e.node import ROOT
 from tests.e2e.service_node import ServiceNode
 
-MODELS = ("ash", "oak", "elm")
-SPARE = "yew"  # a model that no client asks for
-FAR = "far"  # a copy of the first model that is seen through a mount, for a while
 DEVICES = ("cpu:0=44MiB", "cpu:1=44MiB")
 SMALLER_DEVICES = ("cpu:0=40MiB", "cpu:1=36MiB")
 STALL_S = 10.0  # the smallest that is allowed
@@ -51,17 +48,19 @@ class Means:
 
 
 class World:
-    """The node, its clients, and what acts need. versions: those that can be installed."""
+    """The node, who answers there, its clients, and what acts need. versions: those that can be installed."""
 
     def __init__(
         self,
         node: ServiceNode,
+        cast: Cast,
         clients: Clients,
         draw: random.Random,
         means: Means,
         versions: tuple[Version, ...],
     ) -> None:
-        self.node, self.clients, self.draw, self.versions = node, clients, draw, versions
+        self.node, self.cast, self.clients, self.draw, self.versions = node, cast, clients, draw, versions
+        self.config = node.config.read_text()
         self.state_disk, self.may_mount, self.groups = means.state_disk, means.may_mount, means.groups
         self.version = versions[0]
         self._behind: dict[str, threading.Thread] = {}
@@ -90,9 +89,12 @@ class World:
 
     def join(self) -> None:
         """Waits for what is done in threads."""
-        for kind in ("mount", "load"):  # the first begins the second
-            if (thread := self._behind.get(kind)) is not None:
-                thread.join()
+        for kind in ("mount", "load", "load of an adapter", "operator", "files"):  # the first begins the next two
+            self.join_one(kind)
+
+    def join_one(self, kind: str) -> None:
+        if (thread := self._behind.get(kind)) is not None:
+            thread.join()
 
     def cli(self, *args: str, codes: tuple[int, ...] | None = (0,)) -> subprocess.CompletedProcess[str]:
         """Runs a command; another exit code than these is a complaint. None: any is right."""
@@ -103,21 +105,20 @@ class World:
 
 
 @contextlib.contextmanager
-def started(folder: Path, runner: str) -> Iterator[tuple[ServiceNode, Means]]:
+def started(folder: Path, runner: str, cast: Cast) -> Iterator[tuple[ServiceNode, Means]]:
     """Yields a node that runs, and what can be taken from it."""
-    for at, name in enumerate((*MODELS, SPARE)):
-        make_model(folder / "n" / "models" / name, seed=at, weights_bytes=4 << 20)
-    make_model(folder / "n" / FAR, seed=0, weights_bytes=4 << 20)
+    cast.make(folder / "n")
+    config = CONFIG + (PACKED_CONFIG if cast.has_adapters else "")
     state = folder / "n" / "state"
     state.mkdir()
     notify = NotifySocket(folder)
     flags = ["--dtype", "float32", "--threads", "1", "--host-tier-bytes", "48MiB"]
     with contextlib.ExitStack() as stack:
         stack.callback(notify.close)
-        means = Means(_state_disk(stack, state), _may_mount(folder / "n" / FAR, folder), _groups())
+        means = Means(_state_disk(stack, state), _may_mount(folder / "n", folder), _groups())
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         node = ServiceNode(
-            folder / "n", notify, devices=DEVICES, runner=runner, config=CONFIG, flags=flags, null_step_ms=20.0
+            folder / "n", notify, devices=DEVICES, runner=runner, config=config, flags=flags, null_step_ms=20.0
         )  # fmt: skip
         node.listeners = [("http", listener)]
         stack.enter_context(node)

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos import clients
 from tests.chaos.__main__ import in_turn, run
 from tests.chaos.acts import ACTS, Act
+from tests.chaos.cast import FIRST, RED, SECOND, Cast
+from tests.chaos.clients import Broken, Refused, Request, Told
 from tests.chaos.holdings import MORE, leaks
 from tests.chaos.world import World
 from tests.conftest import REPORTED
@@ -49,27 +52,74 @@ def test_what_is_lost_is_told(tmp_path: Path) -> None:
     assert any("RemoteDisconnected" in fault or "ended after" in fault or "Reset" in fault for fault in said["faults"])
 
 
+def test_what_a_changed_file_may_bring_about_is_a_fault_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request("rust", "why not", 20, 0, is_chat=False, is_stream=False)
+    texts = {request: "one", request._replace(model="second"): "two"}
+    told: list[Told | str] = []
+
+    def answer(url: str, request: Request) -> str:
+        now = told.pop(0)
+        if isinstance(now, Told):
+            raise now
+        return now
+
+    monkeypatch.setattr(clients, "ask", answer)
+    asking = clients.Clients("", ["rust"], texts, random.Random(0), 0)
+    refused, broken = Refused(0.0, "changed", "adapter_unavailable"), Broken("is broken", "adapter_unusable")
+    with asking.changed("an act", {"rust"}, {"adapter_unavailable", "adapter_unusable"}, ("second",)):
+        told += [refused, "one", broken, "two"]
+        for _ in range(3):
+            asking.one(request)
+    assert not asking.faults
+    assert asking.counts == {
+        "refused": 1,
+        "answered": 1,
+        "told adapter_unusable: an act": 1,
+        "answered as another version": 1,
+    }
+    told += [Refused(0.0, "busy", "queue_full"), "one", refused, broken, "two"]
+    for _ in range(4):
+        asking.one(request)
+    assert not told
+    assert [fault.split("): ")[-1].split(") ")[-1] for fault in asking.faults] == [
+        "was refused though nobody had changed a file: changed",
+        "Broken: is broken",
+        "another text: 'two', not 'one'",
+    ]
+
+
+def test_a_base_and_adapters_that_say_the_same_are_told() -> None:
+    request = Request("ash", "why not", 20, 0, is_chat=False, is_stream=False)
+    names = ("ash", RED, FIRST, SECOND, "oak")
+    texts = {request._replace(model=name): name.replace("oak", "ash") for name in names}
+    assert not Cast("torch").alike(texts)
+    (told,) = Cast("torch").alike(texts | {request._replace(model=SECOND): RED})
+    assert told.endswith(f"the same text as {RED}: {RED!r}")
+
+
 def test_a_seed_repeats_the_acts_and_each_comes_before_any_comes_again() -> None:
-    first, again, other = (list(islice(in_turn(ACTS, random.Random(seed)), 80)) for seed in (1, 1, 2))
+    number = len(ACTS) + sum(act.weight for act in ACTS)
+    first, again, other = (list(islice(in_turn(ACTS, random.Random(seed)), number)) for seed in (1, 1, 2))
     assert first == again != other
     assert set(first[: len(ACTS)]) == set(ACTS)
     assert first[len(ACTS) - 1].is_long
-    second = Counter(first[len(ACTS) :][: sum(act.weight for act in ACTS)])
-    assert second == {act: act.weight for act in ACTS}
+    assert Counter(first[len(ACTS) :]) == {act: act.weight for act in ACTS}
 
 
 def test_leaks_of_the_daemon_and_of_engines_are_told() -> None:
     process = {"descriptors": 10, "mappings": 300, "threads": 2, "anonymous_mib": 40.0}
     counts = {"engines": 2, "fork_servers": 1, "text_processes": 0, "scans": 0, "other_processes": 0, "zombies": 0, "stored": 3}
-    before = {"daemon": process, "engine cpu:0": process, **counts, "chunks_in_use": 0.0, "host_tier_bytes": 0, "requests": 0}
+    nothing = {"chunks_in_use": 0, "adapters_in_memory": 0, "host_tier_bytes": 0, "requests": 0}
+    before = {"daemon": process, "engine cpu:0": process, **counts, "devices_filled": 2, **nothing}
     assert leaks(before, before) == []
     for name, kind in (("daemon", "daemon"), ("engine cpu:0", "engine")):
         for what, more in MORE[kind].items():
             assert leaks(before, before | {name: process | {what: process[what] + more}}) == []
             (told,) = leaks(before, before | {name: process | {what: process[what] + more + 1}})
             assert told.startswith(f"{what} of the {name}: {process[what]} before")
-    for name in ("zombies", "other_processes", "chunks_in_use", "host_tier_bytes", "requests"):
+    for name in ("zombies", "other_processes", *nothing):
         assert leaks(before, before | {name: 1}) == [f"at the end {name} is 1"]
     assert leaks(before, before | {"engines": 1}) == ["engines: 2 before, 1 after"]
+    assert leaks(before, before | {"devices_filled": 1}) == ["devices_filled: 2 before, 1 after"]
     assert leaks(before, before | {"scans": 2}) == ["at the end scans is 2, more than 1"]
     assert leaks(before, before | {"stored": 17}) == ["at the end stored is 17, more than 16"]
