@@ -15,6 +15,7 @@ from typing import NamedTuple
 import psutil
 
 from daemon.engines.workers import START_LIMIT_S
+from loader import threads
 from tests.chaos import adapters
 from tests.chaos.cast import SPARE
 from tests.chaos.clients import KILLED, NO_MEMORY, drawn, hang_up, send_garbage
@@ -28,6 +29,7 @@ from tests.loader.checkpoints import write_checkpoint
 
 # The first steps of a size are given ten times as long, as nobody knows their length, and an engine that starts START_LIMIT_S.
 LONGEST_HANG_S = max(11 * STALL_S, START_LIMIT_S + STALL_S)
+LAST_TOLD_S = threads.START_LIMIT_S + 0.5  # so long after memory is there again a thread may fail that had none
 NOT_SAVED = 7  # a command's exit code: applied, but not saved
 RESTART = signal.SIGUSR2  # what the unit's RestartKillSignal= is
 
@@ -112,7 +114,7 @@ def kill_scan(world: World) -> None:
 
 def restart(world: World) -> None:
     """Restarts the daemon as `systemctl restart` does. No client may notice."""
-    world.node.restart(RESTART)
+    _restart(world)
 
 
 def kill_daemon(world: World) -> None:
@@ -128,7 +130,7 @@ def another_version(world: World) -> None:
     world.node.tree, world.version = after.tree, after
     is_read = not (before.is_far or after.is_far)
     with contextlib.nullcontext() if is_read else world.clients.cut("an upgrade that cannot go on with connections"):
-        world.node.restart(RESTART)
+        _restart(world)
     if (name := world.node.json("status")["version"]) != after.name:
         world.complain(f"version {after.name} was started, {name} runs")
 
@@ -139,11 +141,11 @@ def smaller_budgets(world: World) -> None:
     world.node.devices = list(SMALLER_DEVICES)
     world.node.flags[flags.index("--host-tier-bytes") + 1] = "16MiB"
     try:
-        world.node.restart(RESTART)
+        _restart(world)
         time.sleep(world.draw.random() * 4)
     finally:
         world.node.devices, world.node.flags = list(DEVICES), flags
-        world.node.restart(RESTART)
+        _restart(world)
 
 
 def short_memory(world: World) -> None:
@@ -153,8 +155,10 @@ def short_memory(world: World) -> None:
     daemon = psutil.Process(world.pid)
     pids = [daemon.pid, *(child.pid for child in daemon.children(recursive=True))]
     told = world.clients.changed("memory is short", {*world.cast.names}, NO_MEMORY)
-    with told, ended_last(daemon), world.groups.short_of_memory(pids, world.draw.choice((64 << 20, 128 << 20))):
-        time.sleep(1 + world.draw.random() * 3)
+    with told:
+        with ended_last(daemon), world.groups.short_of_memory(pids, world.draw.choice((64 << 20, 128 << 20))):
+            time.sleep(1 + world.draw.random() * 3)
+        time.sleep(LAST_TOLD_S)
 
 
 def engine_without_mappings(world: World) -> None:
@@ -162,8 +166,10 @@ def engine_without_mappings(world: World) -> None:
     _ends_engines(world)
     if living := engines(world):
         told = world.clients.changed("an engine may map nothing more", {*world.cast.names}, NO_MEMORY)
-        with told, contextlib.suppress(ProcessLookupError), no_more_mappings(world.draw.choice(living)):
-            time.sleep(world.draw.random() * 2)
+        with told:
+            with contextlib.suppress(ProcessLookupError), no_more_mappings(world.draw.choice(living)):
+                time.sleep(world.draw.random() * 2)
+            time.sleep(LAST_TOLD_S)
         world.engines_ended_s = time.monotonic()
 
 
@@ -290,6 +296,11 @@ ACTS = (
     Act("an adapter hangs", 1, adapters.hang_adapter, is_long=True, of_adapters=True),
     Act("unload under adapters", 3, adapters.unload_under_adapters, of_adapters=True),
 )
+
+
+def _restart(world: World) -> None:
+    with world.clients.handed_over():
+        world.node.restart(RESTART)
 
 
 def _kill(process: psutil.Process) -> None:

@@ -30,7 +30,8 @@ OF_FILES = ("adapter_unavailable", "model_incomplete")
 # adapter is another one by then, while its files are being changed, while they are broken, and while they are not there. A response
 # in the background has one code for all.
 NO_MEMORY = frozenset({"adapter_unavailable", "server_error"})
-ANOTHER = frozenset({"model_changed", "server_error"})
+ANOTHER_CODE = "model_changed"
+ANOTHER = frozenset({ANOTHER_CODE, "server_error"})
 CHANGING = NO_MEMORY | ANOTHER | {"model_incomplete"}
 BROKEN = CHANGING | {"adapter_unusable", "model_unusable"}
 MISSING = CHANGING | {"model_not_found"}
@@ -219,6 +220,7 @@ class Clients:
         self.longest_s = 0.0
         self._cuts: list[tuple[float, float, str]] = []
         self._changes: list[Change] = []
+        self._restarted_s = 0.0  # when a daemon has begun the last time that takes over what the one before had
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
@@ -242,6 +244,14 @@ class Clients:
         self._changes.append(change)
         yield
         change.end_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def handed_over(self) -> Iterator[None]:
+        """A context in which one daemon hands its connections over to another, which ends a stream that has begun if what it came
+        from has changed: no other status can be sent, and no error in a form that it may not have."""
+        self._restarted_s = math.inf
+        yield
+        self._restarted_s = time.monotonic()
 
     def wait_for_running(self, before_s: float, limit_s: float = SOCKET_LIMIT_S) -> None:
         """Waits until the requests that were sent before this time have ended."""
@@ -304,6 +314,13 @@ class Clients:
             cuts = [why for begin, end, why in self._cuts if begin < time.monotonic() and begun_s < end]
             if changes := self._changes_told(request, begun_s, code):
                 self._count(f"told {code}: {changes[-1].why}")
+            elif (
+                not code
+                and request.is_stream
+                and begun_s < self._restarted_s
+                and self._changes_told(request, begun_s, ANOTHER_CODE)
+            ):
+                self._count("ended by a restart: its adapter had changed")
             elif cuts:
                 self._count(f"cut by {cuts[-1]}")
             else:
