@@ -314,12 +314,7 @@ class Clients:
             cuts = [why for begin, end, why in self._cuts if begin < time.monotonic() and begun_s < end]
             if changes := self._changes_told(request, begun_s, code):
                 self._count(f"told {code}: {changes[-1].why}")
-            elif (
-                not code
-                and request.is_stream
-                and begun_s < self._restarted_s
-                and self._changes_told(request, begun_s, ANOTHER_CODE)
-            ):
+            elif not code and self._was_another(request, begun_s):
                 self._count("ended by a restart: its adapter had changed")
             elif cuts:
                 self._count(f"cut by {cuts[-1]}")
@@ -334,6 +329,11 @@ class Clients:
             else:
                 self._lose(f"{request}: another text: {text[:60]!r}, not {self.expected[right][:60]!r}")
         return True
+
+    def _was_another(self, request: Request, begun_s: float) -> bool:
+        """Returns whether a stream may have ended because a daemon took it over whose adapter of that name is another one."""
+        is_taken_over = request.is_stream and begun_s < self._restarted_s
+        return is_taken_over and bool(self._changes_told(request, begun_s, ANOTHER_CODE))
 
     def _changes_of(self, request: Request, begun_s: float) -> list[Change]:
         """Returns the changes that a request met that began at this time and ends now."""

@@ -80,11 +80,18 @@ def test_what_a_changed_file_may_bring_about_is_a_fault_elsewhere(monkeypatch: p
     told += [Refused(0.0, "busy", "queue_full"), "one", refused, broken, "two"]
     for _ in range(4):
         asking.one(request)
+    stream = request._replace(is_stream=True)
+    for names, count in (({"rust"}, 1), ({"other"}, 0)):
+        with asking.changed("an act", names, clients.ANOTHER), asking.handed_over():
+            told.append(Broken("the stream ended"))
+            asking.one(stream)
+        assert asking.counts.pop("ended by a restart: its adapter had changed", 0) == count
     assert not told
     assert [fault.split("): ")[-1].split(") ")[-1] for fault in asking.faults] == [
         "was refused though nobody had changed a file: changed",
         "Broken: is broken",
         "another text: 'two', not 'one'",
+        "Broken: the stream ended",
     ]
 
 
