@@ -407,7 +407,8 @@ class Probed(Message, frozen=True):
 class Stats(Message, frozen=True):
     """The engine's state, sent when it changes, at most 4 times a second. kv_chunks_used: chunks that hold KV or adapters. models:
     name -> [kv_bytes, active, queued, cached_bytes]. steps, preemptions: counted since the engine's start. without_room: how many
-    of a model's queued requests wait because their adapter finds no room, for models with such requests."""
+    of a model's queued requests wait because their adapter finds no room, for models with such requests. adapter_bytes: of all
+    adapters that running requests use."""
 
     kv_chunks_used: int
     models: dict[str, list[int]]
@@ -416,6 +417,7 @@ class Stats(Message, frozen=True):
     kv_moved_bytes: int = 0  # bytes of KV copied from chunk to chunk to empty sparse chunks, since the engine's start
     adapters: dict[str, dict[str, int]] = {}  # model -> adapter in memory -> its bytes, for models with adapters
     without_room: dict[str, int] = {}
+    adapter_bytes: int = 0
 
 
 class ExpertTokens(Message, frozen=True):

@@ -119,6 +119,7 @@ class EngineEvents:
                     kv_bytes={model: (counts[0], counts[3]) for model, counts in message.models.items()},
                     waiting={model: counts[2] for model, counts in message.models.items() if counts[2] > 0},
                     without_room=message.without_room,
+                    adapter_bytes=message.adapter_bytes,
                 )
             )
         elif kind is protocol.KernelsTold:

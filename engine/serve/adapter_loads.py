@@ -18,7 +18,7 @@ from engine.memory.chunk_memory import ChunkMemory
 from engine.protocol import AdapterLoaded, AdapterSource, Message
 from engine.serve.identity import adapter_identity, adapter_source
 from engine.serve.served_models import ServedModel, ServedModels
-from loader.errors import CheckpointError
+from loader.errors import LoaderError
 
 log = logging.getLogger("engine")
 
@@ -159,7 +159,7 @@ class AdapterLoads:
                 elif read.error is not None:
                     del own.reads[key]
                     code = "adapter_unusable" if getattr(read.error, "permanent", False) else "adapter_unavailable"
-                    self._give_up(served, key, code, _said(read.error))
+                    self._give_up(served, key, code, _said(read.error, read.source))
                 elif may_free_memory and not retry:
                     own.stuck_since_s.pop(key, None)
                 elif self._place(served, own, read, key):
@@ -258,6 +258,8 @@ class AdapterLoads:
             self._fail(request.request_id, code, f"model {served.spec.model}: adapter {name}: {why}")
 
 
-def _said(error: Exception) -> str:
-    """Returns an error as text for the client; the error's type comes first if it is not a CheckpointError."""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+def _said(error: Exception, source: AdapterSource) -> str:
+    """Returns an error as text for the client, without the path of the adapter's folder, which is the operator's business; the
+    error's type comes first if it is not the loader's."""
+    text = str(error) if isinstance(error, LoaderError) else f"{type(error).__name__}: {error}"
+    return text.replace(f"{source.path}/", "").replace(source.path, "its folder")

@@ -372,8 +372,10 @@ class ServedModels:
             for key, adapter in served.scheduler.adapters.resident.items():  # versions of one adapter have the same name
                 own, called = adapters.setdefault(name, {}), adapter_source(key).name
                 own[called] = own.get(called, 0) + len(adapter.chunks) * self.chunks.chunk_bytes
+        num_used = sum(served.scheduler.adapters.num_used_chunks for served in self.by_name.values())
         without_room = {name: num for name, served in self.by_name.items() if (num := served.scheduler.adapters.num_without_room)}
-        return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes, adapters, without_room)
+        of_adapters = (adapters, without_room, num_used * self.chunks.chunk_bytes)
+        return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes, *of_adapters)
 
     # ---- weights that an earlier engine left
 

@@ -58,6 +58,11 @@ class Adapters:
         """Number of chunks that hold adapters."""
         return sum(len(adapter.chunks) for adapter in self.resident.values())
 
+    @property
+    def num_used_chunks(self) -> int:
+        """Number of chunks of adapters that running sequences use, which leave for nobody."""
+        return sum(len(adapter.chunks) for adapter in self.resident.values() if adapter.num_rows)
+
     def is_resident(self, key: str) -> bool:
         return key in self.resident
 

@@ -97,7 +97,7 @@ def kv_noted(node: Node, event: KVNoted) -> None:
             model.kv_bytes, model.kv_running_bytes = running_bytes + cached_bytes, running_bytes
     device = node.devices.get(event.device)
     if device is not None and any(event.waiting.values()):
-        kv_room.widen(node, device, event.waiting, event.without_room)
+        kv_room.widen(node, device, event.waiting, event.without_room, event.adapter_bytes)
 
 
 def prefill_measured(node: Node, event: PrefillMeasured) -> None:

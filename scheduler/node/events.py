@@ -176,12 +176,13 @@ class EvictFinished(Event):
 class KVNoted(Event):
     """Reports the KV of the models in a device's engine. kv_bytes: model -> (bytes of running sequences, bytes of cached prefixes).
     waiting: model -> number of its requests in the engine that have not started. without_room: model -> how many of these wait
-    because their adapter finds no room."""
+    because their adapter finds no room. adapter_bytes: of all adapters that running requests use."""
 
     device: str
     kv_bytes: dict[str, tuple[int, int]]
     waiting: dict[str, int] = field(default_factory=dict)
     without_room: dict[str, int] = field(default_factory=dict)
+    adapter_bytes: int = 0
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

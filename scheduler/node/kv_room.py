@@ -17,16 +17,17 @@ from scheduler.node.placements import evict
 _SHORT_SHARE, _SHORT_PROMPTS = 0.1, 2
 
 
-def widen(node: Node, device: Device, waiting: Mapping[str, int], without_room: Mapping[str, int]) -> None:
+def widen(node: Node, device: Device, waiting: Mapping[str, int], without_room: Mapping[str, int], adapter_bytes: int = 0) -> None:
     """Evicts one idle model from the device if more requests wait there for KV or adapters than would, on average, while the model
     is loaded again. waiting: model -> number of requests that wait in the engine. without_room: model -> how many of these wait
-    because their adapter finds no room: an adapter takes nothing of reserved KV, however much of it is free. O(residents)."""
+    because their adapter finds no room: an adapter takes nothing of reserved KV, however much of it is free. adapter_bytes: of
+    the adapters on the device that running requests use. O(residents)."""
     if not device.up:
         return
     short = [device.resident[name] for name, num in waiting.items() if num and name in device.resident]
     short = [model for model in short if model.copy is not None and not model.copy.facts.is_split]  # those use only their reserve
     short = [model for model in short if len(model.running) - waiting[model.name] < model.window]
-    short = [model for model in short if without_room.get(model.name) or is_short(node, device, model)]
+    short = [model for model in short if without_room.get(model.name) or is_short(node, device, model, adapter_bytes)]
     if not short:
         return
     device.kv_short_at = node.now
@@ -46,11 +47,11 @@ def widen(node: Node, device: Device, waiting: Mapping[str, int], without_room: 
         evict(node, victim)
 
 
-def is_short(node: Node, device: Device, model: Model) -> bool:
+def is_short(node: Node, device: Device, model: Model, adapter_bytes: int = 0) -> bool:
     """Returns whether the memory on the device that a model could still use for KV is nearly used up. Memory of cached prefixes
     counts as free, because they are dropped when it is needed."""
     total = device.ledger.lease_chunks * node.settings.chunk_bytes
-    used = sum(max(0, one.kv_running_bytes - _reserved_bytes(node, one)) for one in device.resident.values())
+    used = adapter_bytes + sum(max(0, one.kv_running_bytes - _reserved_bytes(node, one)) for one in device.resident.values())
     total += _reserved_bytes(node, model)
     free = total - used - min(model.kv_running_bytes, _reserved_bytes(node, model))
     assert model.copy is not None

@@ -15,7 +15,7 @@ from engine.serve import adapter_loads
 from engine.serve.adapter_loads import AdapterLoads, AdapterRead
 from engine.serve.identity import adapter_identity
 from engine.serve.served_models import ServedModel
-from loader.errors import CheckpointError
+from loader.errors import CheckpointChanged, CheckpointError
 from scheduler.batch.request import BatchRequest
 from tests.engine.test_served_models import CHUNK_BYTES, Node
 
@@ -190,6 +190,27 @@ def test_files_that_do_not_answer_hold_up_their_own_requests_alone(desk: Desk) -
     desk.finish_reads()
     desk.look()
     assert 6 not in desk.failed
+
+
+def test_what_a_client_is_told_names_no_path(desk: Desk) -> None:
+    for request_id, error in enumerate(
+        (
+            CheckpointError("/a/adapter_config.json", None, "is broken"),
+            CheckpointChanged("/a: files changed"),
+            OSError(5, "no", "/a"),
+        ),
+        1,
+    ):
+        desk.submit(request_id, "a")
+        desk.memory.error = error
+        desk.look()
+        desk.finish_reads()
+        desk.look()
+    assert list(desk.failed.values()) == [
+        "adapter_unusable: adapter a: adapter_config.json: is broken",
+        "adapter_unavailable: adapter a: its folder: files changed",
+        "adapter_unavailable: adapter a: OSError: [Errno 5] no: 'its folder'",
+    ]
 
 
 def test_so_many_files_that_do_not_answer_are_the_last_to_be_tried(desk: Desk) -> None:

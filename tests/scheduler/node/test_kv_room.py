@@ -66,6 +66,15 @@ def test_an_idle_model_leaves_for_an_adapter() -> None:
     assert "becomes adapters for a, where 2 requests wait" in node.view("c").reason
 
 
+def test_adapters_that_run_leave_less_for_kv() -> None:
+    node = crowded()
+    note(node, 12, 2)
+    assert not node.evicts
+    node.post(events.KVNoted, device="cpu:0", kv_bytes={"a": (12 * MIB, 0)}, waiting={"a": 2}, adapter_bytes=16 * MIB)
+    (evict,) = node.evicts.values()
+    assert (evict.model, evict.reason) == ("c", "kv")
+
+
 def test_pinned_and_busy_models_stay() -> None:
     node = crowded()
     node.command("pin", "c")
