@@ -155,6 +155,19 @@ def test_every_kind_of_stream_goes_on(node: ServiceNode) -> None:
     assert "Traceback" not in node.log_text()
 
 
+def test_streams_whose_model_is_another_one_end_with_that_error(tmp_path: Path, notify: NotifySocket) -> None:
+    with started(tmp_path, notify) as node:
+        running = {name: RawStream(node, *request) for name, request in STREAMS.items()}
+        for stream in running.values():
+            stream.wait_for_events(10)
+        make_model(node.models / "ash", seed=2)
+        node.restart(RESTART)
+        for name, stream in running.items():
+            stream.join()
+            assert "that name leads to another model now" in json.dumps(stream.events[-1]), name
+        assert "Traceback" not in node.log_text()
+
+
 def test_texts_are_the_ones_a_model_would_have_made(tmp_path: Path, notify: NotifySocket) -> None:
     """In float32, greedy and sampled, with a grammar and without: the KV is computed anew from the tokens that were made."""
     flags = ["--dtype", "float32", "--threads", "1", "--load-deadline-s", "80", "--max-wait-s", "80"]

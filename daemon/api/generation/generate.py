@@ -234,8 +234,8 @@ class _Request:
         progress.starts_over = any(isinstance(each.sink, PromptFirst) for each in progress.generations)
         try:
             if group is not None and progress.is_open:
+                progress.takes_over = True  # even if it cannot: then the stream ends with the error
                 group.replay(progress.resume)
-                progress.takes_over = True
             else:
                 progress.resume()
             if progress.run is not None:
