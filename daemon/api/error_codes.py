@@ -48,6 +48,11 @@ CODES: dict[str, tuple[int, str, str]] = {
         "`hearth load` and so on: another server answers for the name (`upstream`), so there is nothing to load or pin here",
         "ask that server",
     ),
+    "no_experts": (
+        400,
+        "the model is no mixture of experts, so there are no tokens of experts to count",
+        "`hearth models` shows which models there are",
+    ),
     "is_adapter": (
         400,
         "`hearth load` and so on: the name is a LoRA adapter's, which is no model of its own; the message names its base",

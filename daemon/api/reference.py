@@ -32,6 +32,7 @@ CONTROL = {
     "GET /control/v1/keys": "`hearth keys`: the tenants of the keys file, their limits, what is left of them, the next expiry",
     "GET /control/v1/names": "`hearth models`: the table of names, where each entry leads now, and why models are skipped",
     "GET /control/v1/room": "`hearth evict --dry-run`: who would leave to free `?bytes=N`, on each device or `&device=NAME`",
+    "GET /control/v1/experts/{name}": "`hearth experts`: tokens that passed through each expert of the model, by layer and device",
     "GET /control/v1/history": "`hearth history`: the last placements with victims and scores; `?model=NAME`",
     "GET /control/v1/top": "`hearth top`: devices, models, tokens and the last swaps, as they are now",
     "POST /control/v1/models/{name}/{command}": "load, unload, pin, unpin, enable, disable: progress, a JSON object a line, the "
