@@ -33,8 +33,9 @@ class KVDtype:
 
 
 KV_FP8 = "fp8"  # float8_e4m3fn, and one power of two for each head of a token (engine/cuda/kernels/triton_fp8.py)
+FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert float8_e4m3
 
-KV_CACHE_DTYPES = {KV_FP8: KVDtype(KV_FP8, 1, 1, ("cuda",), (8, 9))}
+KV_CACHE_DTYPES = {KV_FP8: KVDtype(KV_FP8, 1, 1, ("cuda",), FP8_CAPABILITY)}
 _OWN = {dtype: KVDtype(dtype, ITEM_BYTES[dtype]) for dtype in DTYPES}
 
 

@@ -245,9 +245,7 @@ def main(capability: int, listed: bool) -> None:
     entry.split_contexts(torch.zeros(entry.MANY_ROWS, dtype=torch.int32), 0, 132)
     work = entry.split_contexts(ints, 0, 132)
     turns, norm = entry.cos_sin(ints, Rotary(torch.zeros(HEAD_DIM // 2))), qkv[0, :HEAD_DIM]
-    for kv in [
-        kept_as(kind) for kind in ("bfloat16", KV_FP8) if kind != KV_FP8 or capability >= 89
-    ]:  # FP8_CAPABILITY of the backend
+    for kv in [kept_as(kind) for kind in ("bfloat16", KV_FP8) if kind != KV_FP8 or capability >= 89]:  # FP8_CAPABILITY
         triton_decode.decode_attention(qkv, *kv, 3, HEADS, table, ints, work, 0.1, 0.0, None, False, out)
         for window, softcap in tried((0, 0.0), (4096, 50.0)):
             columns = (table, ints, ints, ints, triton_extend.tile_tokens(HEAD_DIM, dtype), ints, ints, ints)
