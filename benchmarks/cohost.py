@@ -3,8 +3,8 @@
 Loads are throttled (test_disk_bytes_per_s, test_copy_bytes_per_s) as the scenario says, so that memory is what is tested and not
 this machine's page cache. The models are one checkpoint under several names; those with `num_ranks` in the scenario are split over
 so many devices. Before the trace the node's own speed is measured (seconds of a load beside its bytes, of a decode step, of a
-sequence in it, of a step with a prompt and of its tokens), of whole and of split models, on another daemon, for a node keeps in
-mind who was asked for; the prediction is made with that.
+sequence in it, of a step with a prompt and of its tokens), of whole and of split models, on another daemon with as many devices as
+such a model takes, for a node keeps in mind who was asked for; the prediction is made with that.
 usage: python -m benchmarks.cohost [--scenario docs/simulate/eight.toml] [--trace FILE] [--minutes 20] [--host-tier 1GiB]
        python -m benchmarks.cohost --scenario docs/simulate/eight-split.toml --resident 2 --threads 1 --minutes 10
 """
@@ -24,7 +24,7 @@ import time
 import tomllib
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -78,14 +78,13 @@ class Client:
     async def ask(self, model: str, num_in: int, num_out: int) -> Result:
         return await stream_one(self._host, self._port, body(model, num_in, num_out, self._draw))
 
-    async def speeds(self, models: list[str], prompts: list[int], at_once: int) -> dict[str, float]:
+    async def speeds(self, models: list[str], prompts: list[int]) -> dict[str, float]:
         """What the simulator's costs ask for, as the engine's own count of steps and device seconds tells it; to a step's is added
         what passes between two. Steps of all these models (as many as fit) by turns: a model that has the device to itself would
         find its weights in the processor's caches, where the others' have been. prompts: lengths as the trace has them, since the
-        first steps of a size take a multiple of later ones. at_once: devices whose engines run steps of these models at the same
-        time. Means, for stalls pass in a trace, too."""
-        one, between_s = await self._decoding(models, 1, at_once)
-        eight, _ = await self._decoding(models, 8, at_once)
+        first steps of a size take a multiple of later ones. Means, for stalls pass in a trace, too."""
+        one, between_s = await self._decoding(models, 1)
+        eight, _ = await self._decoding(models, 8)
         each_s = max(0.0, (eight.seconds - one.seconds) / (eight.num_tokens - one.num_tokens))
         fixed_s = one.seconds - one.num_tokens * each_s
         prompts = sorted(prompts)
@@ -96,9 +95,9 @@ class Client:
         values = (1 / token_s, prompt_s, fixed_s + between_s, each_s)
         return {name: round(value, 6) for name, value in zip(SPEEDS, values, strict=True)}
 
-    async def _decoding(self, models: list[str], streams: int, at_once: int) -> tuple[Steps, float]:
-        """Steps of so many streams of each model, and the seconds that pass between two steps of a device."""
-        asked = [asyncio.create_task(self.ask(each, 16, 160)) for each in models for _ in range(streams)]
+    async def _decoding(self, models: list[str], streams: int) -> tuple[Steps, float]:
+        """Steps of so many streams of each model, and the seconds that pass between two steps."""
+        asked = [asyncio.create_task(self.ask(each, 16, 320)) for each in models for _ in range(streams)]
         await asyncio.sleep(1.0)  # the prompts are computed
         before, started = await self._counted(models), time.perf_counter()
         await asyncio.sleep(1.5)
@@ -108,7 +107,7 @@ class Client:
         await asyncio.gather(*asked)
         num = after.num - before.num
         seconds = after.seconds - before.seconds
-        return Steps(num, seconds / num, (after.num_tokens - before.num_tokens) / num), max(0.0, (at_once * wall_s - seconds) / num)
+        return Steps(num, seconds / num, (after.num_tokens - before.num_tokens) / num), max(0.0, (wall_s - seconds) / num)
 
     async def load_s(self, models: list[str]) -> float:
         """Seconds of a load by itself, as the engine tells them, on average."""
@@ -183,15 +182,12 @@ def kinds_of(models: Mapping[str, ModelFacts]) -> list[Kind]:
     return [Kind(sorted(name for name, facts in models.items() if facts.num_ranks == number), number) for number in ranks]
 
 
-def measure(server: Server, kinds: list[Kind], num_devices: int, num_resident: int, prompts: list[int]) -> None:
-    """Fills in what each kind's loads and steps take. num_resident: whole models that fit on a device."""
-    client = Client(server.url)
-    for kind in kinds:
-        at_once = num_devices if kind.num_ranks == 1 else num_devices // kind.num_ranks
-        models = kind.names[: num_resident * at_once]
-        uvloop.run(client.ask(kind.names[-1], 16, 16))  # the first model of a kind waits for kernels
-        kind.load_s = uvloop.run(client.load_s(models))
-        kind.speeds = uvloop.run(client.speeds(models, prompts, at_once))
+def measure(server: Server, kind: Kind, num_resident: int, prompts: list[int]) -> None:
+    """Fills in what the kind's loads and steps take. num_resident: models of which steps are measured by turns, all that fit."""
+    client, models = Client(server.url), kind.names[:num_resident]
+    uvloop.run(client.ask(kind.names[-1], 16, 16))  # the first model of a kind waits for kernels
+    kind.load_s = uvloop.run(client.load_s(models))
+    kind.speeds = uvloop.run(client.speeds(models, prompts))
 
 
 def predicted(
@@ -235,9 +231,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         folder = pathlib.Path(place)
         models = folder / "models"
         link_models(models, make(STORE, options.checkpoint), *names)
-        config = folder / "node.toml"
-        config.write_text("max_queued_per_model = 100000\n" + "".join(map(settings, known.models.values())))
-        flags = ["--config", str(config), "--host-tier-bytes", options.host_tier, "--max-wait-s", "3600"]
+        kinds = kinds_of(known.models)
+        flags = ["--host-tier-bytes", options.host_tier, "--max-wait-s", "3600"]
         flags += ["--request-timeout-s", "3600", "--test-disk-bytes-per-s", str(int(costs["disk_bytes_per_s"]))]
         flags += ["--test-copy-bytes-per-s", str(int(costs["copy_bytes_per_s"]))]
         if options.threads:
@@ -246,10 +241,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             flags += ["--turn-budget-ms", str(options.turn_ms)]
         devices = [f"{name}={budget_bytes}" for name, budget_bytes in known.devices.items()]
         prompts = random.Random(2).choices([request.input_tokens for request in trace], k=NUM_PROMPTS)
-        kinds = kinds_of(known.models)
-        with Server(models, devices, flags) as server:
-            measure(server, kinds, len(devices), options.resident, prompts)
-        with Server(models, devices, flags) as server:
+        for kind in kinds:
+            config = node_config(folder / f"{kind.num_ranks}.toml", [known.models[name] for name in kind.names])
+            with Server(models, devices[: kind.num_ranks], [*flags, "--config", config]) as server:
+                measure(server, kind, options.resident, prompts)
+        config = node_config(folder / "node.toml", known.models.values())
+        with Server(models, devices, [*flags, "--config", config]) as server:
             client = Client(server.url)
             before = scraped(server.url)
             start = time.perf_counter()
@@ -267,6 +264,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     swaps = {name: int(counted[key]) for name, key in _swap_rows(counted)}
     measured = {
         "requests": len(results),
+        "mean_wait_s_of": {name: round(wait_s, 3) for name, wait_s in _mean_waits(results).items()},
         "failed": len(failed),
         "errors": sorted({result.error[:120] or str(result.status) for result in failed})[:5],
         "out_of_memory": int(counted["hearth_out_of_memory_total"]),
@@ -293,6 +291,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "measured_over_predicted": round(measured["mean_wait_s"] / policy["mean_wait_s"], 3),
         "predicted": policy,
     }
+
+
+def _mean_waits(results: list[Result]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for result in results:
+        if result.stamps:
+            found.setdefault(result.model, []).append(result.stamps[0] - result.started)
+    return {name: sum(waits) / len(waits) for name, waits in sorted(found.items())}
+
+
+def node_config(path: pathlib.Path, models: Iterable[ModelFacts]) -> str:
+    """Writes a node's configuration with these models' tables and returns its path."""
+    path.write_text("max_queued_per_model = 100000\n" + "".join(map(settings, models)))
+    return str(path)
 
 
 def settings(facts: ModelFacts) -> str:
