@@ -2,9 +2,10 @@
 
 First one model with its weights on disk, then three of 125 M parameters that are resident and kept in host memory: these must come
 back without a read (what the engine's processes read is told), and when each of them serves again. Then the same three, whose
-weights the next engine takes over where they are on the device (`adopt_weights`): what loads copy and take then. Last one model
-that is split over two devices and two that are whole on the second of them, whose engine is not killed: how long the streams of
-each stand still, and how often those of the whole ones do for more than 100 ms. The engine is killed when all 50 streams run.
+weights the next engine takes over where they are on the device (`adopt_weights`): what loads copy and take then. The last part has
+one model that is split over two devices and two that are whole on the second of them, and kills the engine of the first: it tells
+how long the streams of each stand still, and how often those of the whole ones do for more than 100 ms. The engine is killed when
+all 50 streams run.
 usage: python -m benchmarks.crash [--only one|three|adopted|ranks]
 """
 
