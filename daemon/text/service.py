@@ -23,7 +23,7 @@ from daemon.errors import BadRequest, HearthError, NotNow
 from daemon.models.entry import ModelEntry
 from daemon.process.long_tasks import LongTasks
 from daemon.text.connection import WorkerConnection, WorkerDied
-from daemon.text.deaths import Death
+from daemon.text.deaths import HELPER, Death
 from daemon.text.helper import Helper
 from daemon.text.jobs import (
     BuildTable,
@@ -50,6 +50,7 @@ MAX_TABLES = 64  # 1.5-3 MB each
 MAX_FACTS = 1024
 STALL_S = 30.0  # the default of text_stall_s
 SHARED_TRIES = 2  # attempts on a shared worker, which another job may end; after that a job gets a worker of its own
+HELPER_PAUSES_S = (0.0, 0.2, 0.5, 1.0)  # before a job that was lost with the text helper is tried again, each time
 ALONE_AT_A_TIME = 2
 SHOWN_AFTER_S = 1.0
 RECENT_S, MAX_RECENT = 600.0, 16  # deaths are reported for this long, and at most this many
@@ -246,6 +247,19 @@ class TextService:
     async def _run(self, where: tuple[_Key, Open], make: Callable[[int], Job], param: str | None) -> list[bytes]:
         key, opening = where
         job = make(next(self._job_ids))
+        for pause_s in HELPER_PAUSES_S:
+            try:
+                return await self._tried(key, opening, job, param)
+            except WorkerDied:
+                await asyncio.sleep(pause_s)
+        try:
+            return await self._tried(key, opening, job, param)
+        except WorkerDied as died:
+            raise _failed(opening, died.death, param) from None
+
+    async def _tried(self, key: _Key, opening: Open, job: Job, param: str | None) -> list[bytes]:
+        """Returns a worker's answer to a job. Raises HearthError if the job cannot be done, and WorkerDied if the text helper has
+        ended and its workers with it, for which no job is to blame."""
         for _ in range(SHARED_TRIES):
             self._check_not_paused(key, opening)
             worker = await self._worker(key, opening)
@@ -253,6 +267,8 @@ class TextService:
                 parts = await worker.call(job)
             except WorkerDied as died:
                 self._count(key, worker, died)
+                if died.death.cause == HELPER:
+                    raise
                 if died.is_to_blame:
                     raise _failed(opening, died.death, param) from None
                 if died.is_suspect:
@@ -268,6 +284,8 @@ class TextService:
                 return await worker.call(job)
             except WorkerDied as died:
                 self._count(key, worker, died)
+                if died.death.cause == HELPER:
+                    raise
                 raise _failed(opening, died.death, param) from None
             finally:
                 self._helper.release(worker)

@@ -356,6 +356,22 @@ async def test_a_killed_helper_is_told_and_costs_nobody_an_answer(service, tmp_p
     assert service.num_deaths == {deaths.HELPER: 1}
 
 
+async def test_a_job_outlasts_a_helper_that_is_killed_three_times(service, tmp_path, monkeypatch):
+    monkeypatch.setattr(helper, "SOUND_AFTER_S", 0.0)
+    evil = model(checkpoint(tmp_path / "evil", byte_level(), chat_template=SPIN))
+    asking = asyncio.create_task(service.encode_chat(evil, MESSAGES, {}))
+    ended: list[int] = []
+    for _ in range(3):
+        ended.extend(await until(lambda: [pid for pid in service.worker_pids if pid not in ended]))
+        before = service._helper.pid
+        os.kill(before, signal.SIGKILL)
+        await until(lambda before=before: service._helper.pid not in (0, before))
+    await until(lambda: [pid for pid in service.worker_pids if pid not in ended])
+    assert not asking.done(), "it is tried again"
+    asking.cancel()
+    await asyncio.wait([asking])
+
+
 async def test_a_helper_that_hangs_is_killed_and_another_one_started(service, tmp_path, caplog, monkeypatch):
     await service.start()
     before = service._helper.pid
