@@ -36,7 +36,7 @@ from engine.serve.adapter_loads import AdapterLoads, AdapterRead
 from engine.serve.identity import adapter_identity
 from loader.catalog import Checkpoint
 from scheduler.batch.request import BatchRequest
-from scheduler.node import events
+from scheduler.node import actions, events
 from scheduler.node.events import ModelFacts, RequestFacts
 from scheduler.node.node_scheduler import NodeScheduler, SchedulerSettings
 from tests.engine.test_served_models import CHUNK_BYTES, Node
@@ -106,8 +106,8 @@ class Daemon:
 
     def _tell(self, event: events.Event) -> None:
         for action in self.scheduler.handle(event):
-            if type(action).__name__ == "Load":
-                self._tell(events.LoadFinished(now=self.now, cause="bench", placement_id=action.placement_id, seconds=0.3))  # type: ignore[attr-defined]
+            if isinstance(action, actions.Load):
+                self._tell(events.LoadFinished(now=self.now, cause="bench", placement_id=action.placement_id, seconds=0.3))
 
     def step(self) -> None:
         """A request comes, named in one of three ways, and an earlier one ends."""
@@ -163,7 +163,6 @@ class Engine:
         self.loads = AdapterLoads(self.node.models, memory, self, self._told, self._failed, lambda: None)
         self.sources = [AdapterSource(f"org/adapter-{index}", f"/adapters/{index}", "1") for index in range(num_adapters)]
         self.reads: list[AdapterRead] = []
-        self.waiting: dict[int, None] = {}
         self.num_requests = self.num_loaded = 0
         self.most_waiting = REQUESTS_AN_ADAPTER * num_adapters
 
@@ -184,7 +183,6 @@ class Engine:
             self.num_requests, tokens, 24, SamplingParams(MAX_TOKENS, ignore_eos=True), adapter=adapter_identity(source)
         )
         self.served.scheduler.submit(request)
-        self.waiting[self.num_requests] = None
 
     def step(self) -> None:
         """Requests come until the queue is full, one is aborted now and then, reads end, and a step runs."""

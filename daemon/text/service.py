@@ -247,15 +247,14 @@ class TextService:
     async def _run(self, where: tuple[_Key, Open], make: Callable[[int], Job], param: str | None) -> list[bytes]:
         key, opening = where
         job = make(next(self._job_ids))
-        for pause_s in HELPER_PAUSES_S:
+        pauses_s = iter(HELPER_PAUSES_S)
+        while True:
             try:
                 return await self._tried(key, opening, job, param)
-            except WorkerDied:
+            except WorkerDied as died:
+                if (pause_s := next(pauses_s, None)) is None:
+                    raise _failed(opening, died.death, param) from None
                 await asyncio.sleep(pause_s)
-        try:
-            return await self._tried(key, opening, job, param)
-        except WorkerDied as died:
-            raise _failed(opening, died.death, param) from None
 
     async def _tried(self, key: _Key, opening: Open, job: Job, param: str | None) -> list[bytes]:
         """Returns a worker's answer to a job. Raises HearthError if the job cannot be done, and WorkerDied if the text helper has

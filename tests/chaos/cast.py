@@ -1,4 +1,4 @@
-"""Who answers in the world of chaos: models, adapters, and the names by which clients ask for them."""
+"""Makes the models and adapters that answer in the world of chaos, and lists the names by which clients ask for them."""
 
 from __future__ import annotations
 

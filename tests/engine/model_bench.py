@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -482,6 +482,15 @@ def make_runner(memory: CpuMemory, cache_dir: str = CACHE_DIR, tier: HostTier | 
     with pytest.MonkeyPatch.context() as patch:  # touching all of an engine's staging memory takes longer than most tests
         patch.setattr(loading, "StagingRing", partial(StagingRing, 4, 256 << 10))
         return TorchRunner(CpuBackend(memory, configure), configure, tier)
+
+
+def runner_with_kernels() -> Iterator[TorchRunner]:
+    """Yields a runner whose compiled kernels are ready, and frees its memory afterwards: the body of a fixture."""
+    memory = make_memory()
+    runner = make_runner(memory)
+    runner._kernels.result()
+    yield runner
+    memory.close()
 
 
 def load(

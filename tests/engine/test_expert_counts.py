@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from engine.loading.runner import TorchRunner
 from loader.model_shape import Division
 from loader.slices import split
 from scheduler.batch.plan import SequenceTable
-from tests.engine.model_bench import CASES, load, make_checkpoint, make_memory, make_runner, make_table, plan, put
+from tests.engine.model_bench import CASES, load, make_checkpoint, make_table, plan, put, runner_with_kernels
 from tests.engine.predictor_checkpoint import make_predicting_checkpoint
 from tests.engine.rank_processes import Rank, RankGroup
 from tests.engine.split_models import How, load_share, shape_of, table_of
@@ -30,13 +29,7 @@ LENGTHS = (40, 17)  # of these, so many tokens are computed
 MIXTURES = ("mixtral", "qwen3-moe", "glm4-moe", "deepseek-v2-groups", "gpt-oss", "llama4", "gemma4", "qwen3.5-moe")
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[TorchRunner]:
-    memory = make_memory()
-    runner = make_runner(memory)
-    runner._kernels.result()
-    yield runner
-    memory.close()
+runner = pytest.fixture(scope="module")(runner_with_kernels)
 
 
 def chosen_by(whole: Any, *prompts: list[int]) -> dict[int, list[int]]:

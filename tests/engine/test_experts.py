@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,12 @@ import pytest
 import torch
 
 from engine.loading.runner import TorchRunner
-from tests.engine.model_bench import CASES, load, logits_of, make_checkpoint, make_memory, make_runner
+from tests.engine.model_bench import CASES, load, logits_of, make_checkpoint, runner_with_kernels
 
 PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[TorchRunner]:
-    memory = make_memory()
-    runner = make_runner(memory)
-    runner._kernels.result()
-    yield runner
-    memory.close()
+runner = pytest.fixture(scope="module")(runner_with_kernels)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ weights. test_models.py compares every other kind of step with transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,13 @@ from engine.protocol import LoadDone, LoadStreams
 from tests.engine import gpt_oss_checkpoint
 from tests.engine.first_step.bench import PROMPT as SHORT_PROMPT
 from tests.engine.first_step.bench import Bench
-from tests.engine.model_bench import CASES, logits_of, make_checkpoint, make_memory, make_runner
+from tests.engine.model_bench import CASES, logits_of, make_checkpoint, runner_with_kernels
 from tests.kernel_cache import warm
 
 PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[TorchRunner]:
-    memory = make_memory()
-    runner = make_runner(memory)
-    runner._kernels.result()
-    yield runner
-    memory.close()
+runner = pytest.fixture(scope="module")(runner_with_kernels)
 
 
 @pytest.fixture(scope="module")
