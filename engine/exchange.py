@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from engine.host.rank_memory import LINE_BYTES, rank_memory_bytes
+from engine.host.rendezvous import rendezvous_words
 from engine.host.stage_memory import stage_memory_bytes
 from loader.model_shape import Division
 
@@ -127,6 +128,7 @@ def region_layout(sizes: RegionSizes) -> tuple[dict[str, RegionArray], int]:
         ("plans", "q", (num_stages, 8)),  # one for each step that may be under way
         *((name, "i", (num_stages, rows)) for name in ("plan_slots", "plan_num_computed", "plan_num_new")),
         ("plan_samples", "?", (num_stages, rows)),
+        ("rendezvous", "q", (num_stages, rendezvous_words(stage_size))),
         *((name, code, (rows,)) for name, code in TABLE_COLUMNS.items()),
         ("block_tables", "i", (sizes.num_kv_groups, rows, blocks)),
         ("tokens", "i", (rows, sizes.max_model_len)),

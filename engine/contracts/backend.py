@@ -95,7 +95,8 @@ class SplitsModels(Protocol):
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> SplitModel:
         """Returns this device's share of a model, all weights of which have arrived in `weights`. kv_memory: uint8, the memory of
-        the share's KV blocks, from block 0 on. region: the memory that the engines of all shares have in common."""
+        the share's KV blocks, from block 0 on. region: the memory that the engines of all shares have in common. May wait until
+        all shares have been loaded; raises GroupBroken if the group loses a device meanwhile."""
         ...
 
 

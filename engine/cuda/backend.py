@@ -12,19 +12,25 @@ import msgspec
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
 from engine.contracts.backend import OpenDevice
 from engine.contracts.loads import KernelNews
+from engine.cuda.collectives import Connects
 from engine.cuda.frames import DeviceFrames, device_frames
 from engine.cuda.graphs import give_back_memory
 from engine.cuda.kernel_builds import CudaKernelBuilds
 from engine.cuda.model import CudaModel
+from engine.cuda.nccl import NcclError, nccl
 from engine.cuda.ops import CudaOps
+from engine.cuda.ranks import connect
+from engine.cuda.share import CudaShare
 from engine.cuda.sink import DeviceSink
 from engine.host.process import num_cores
 from engine.host.weight_decoder import weight_decoder
 from engine.memory import handles
 from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.group_region import GroupRegion
 from engine.memory.handover import Handover
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Configure, LoadModel
@@ -75,13 +81,15 @@ def beside_work_space(configure: Configure) -> Configure:
 
 class CudaBackend:
     """The Backend (engine.contracts.backend) of one NVIDIA GPU. If `memory` is that of another kind of device, its kernels run
-    interpreted (for tests)."""
+    interpreted (for tests).
+
+    options: the engine's settings. connects: connects the ranks of split models; None: NCCL does."""
 
     compute_threads = 1
     reads_in_place = steps_may_overlap = False
 
-    def __init__(self, memory: ChunkMemory, options: Configure) -> None:
-        self.memory, self._options = memory, options
+    def __init__(self, memory: ChunkMemory, options: Configure, connects: Connects | None = None) -> None:
+        self.memory, self._options, self._connects = memory, options, connects
         self._models: dict[str, tuple[object, CudaModel]] = {}  # name -> the latest model, with its graphs
         self._frames: DeviceFrames | None = None  # decodes packed weights on the device; None: the host does
         # Everything that loads launch runs on this stream, and nothing on the stream of steps and of captured graphs.
@@ -165,6 +173,33 @@ class CudaBackend:
         )
         model.warm()
         return model
+
+    def split_model(
+        self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
+    ) -> CudaShare:
+        """Implements SplitsModels.split_model. Waits until the shares of all ranks are loaded. The result is a new object at each
+        load, because graphs hold addresses of the connection. Raises GroupBroken, UnsupportedModel for a pipeline or if there is no
+        NCCL, and RuntimeError if the devices cannot exchange anything."""
+        if region.num_stages > 1:
+            raise UnsupportedModel(CONFIG_NAME, None, "parallel: pipeline is not built for cuda devices")
+        known = self._models.pop(spec.model, None)
+        if known is not None:
+            known[1].drop_graphs()
+        try:
+            connects = self._connects or nccl()
+        except NcclError as error:
+            raise UnsupportedModel(CONFIG_NAME, None, f"parallel: {error}") from None
+        with self._on_load_stream():
+            place = (region.stage_rank, region.stage_size, region.broken, self.memory.arena.device)
+            ranks = connect(connects, region.rendezvous, *place)
+            try:
+                sizes = (self._options.block_tokens, ranks, MAX_GRAPH_ROWS if self.memory.arena.is_cuda else 0)
+                share = CudaShare(self._ops, spec, shape, weights, kv_memory, *sizes)
+                share.warm()
+            except BaseException:
+                ranks.close()
+                raise
+        return share
 
     @contextmanager
     def _on_load_stream(self) -> Iterator[None]:

@@ -35,16 +35,21 @@ def sampling_columns(rows: SamplingRows) -> Columns:
     }
 
 
-def decode_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows, num_rows: int) -> Columns:
+def decode_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, num_rows: int) -> Columns:
     """Returns the columns of a step in which every row has one new token and samples, [num_rows] each. Rows after the plan's are
-    padding."""
+    padding. rows: their settings; None: the step does not sample them, and their settings are those of padding."""
     missing = num_rows - len(plan.slots)
     columns: Columns = {
         "slots": plan.slots,
         "firsts": plan.num_computed,
         "contexts": plan.num_computed + np.int32(1),
         "host_ids": _host_ids(plan, table, plan.slots, plan.num_computed),
-    } | sampling_columns(rows)
+    }
+    if rows is None:
+        without = padding_columns(len(plan.slots), len(table.request_id))
+        columns |= {name: without[name] for name in SETTINGS}
+    else:
+        columns |= sampling_columns(rows)
     if missing:
         nothing = padding_columns(missing, len(table.request_id))
         columns = {name: np.concatenate((column, nothing[name])) for name, column in columns.items()}

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -97,7 +98,7 @@ class CaptureSpace:
         RuntimeError in any other thread than the one that made this object."""
         if threading.get_ident() != self._thread:
             raise RuntimeError("a graph is captured in another thread than the one that replays it")
-        self._dropped.clear()
+        self.destroy_dropped()
         graph, reserved_bytes = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
         result = self._record(graph, work)
         return graph, result, torch.cuda.memory_reserved() - reserved_bytes
@@ -105,6 +106,10 @@ class CaptureSpace:
     def drop(self, graphs: list[StepGraph]) -> None:
         """Accepts graphs that will not be replayed any more, in any thread. They are destroyed before the next capture."""
         self._dropped.extend(graphs)
+
+    def destroy_dropped(self) -> None:
+        """Destroys the graphs that were dropped. Called by the thread that captures."""
+        self._dropped.clear()
 
     def _record(self, graph: Any, work: Callable[[], Any]) -> Any:
         with _recording, torch.cuda.stream(self._stream):
@@ -136,10 +141,17 @@ class _Refusal:
 
 class StepGraphs(Generic[Size]):
     """The CUDA graphs of one model's steps of one kind, by size. step: the function that is captured; it computes a step's outputs
-    from its columns on the device. staging: copies columns to the device."""
+    from its columns on the device. staging: copies columns to the device. warming: returns the context of the steps that are run
+    before a capture."""
 
-    def __init__(self, step: Callable[[dict[str, Tensor]], StepOutputs], staging: Staging, device: torch.device) -> None:
-        self._step, self._staging, self._device = step, staging, device
+    def __init__(
+        self,
+        step: Callable[[dict[str, Tensor]], StepOutputs],
+        staging: Staging,
+        device: torch.device,
+        warming: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._step, self._staging, self._device, self._warming = step, staging, device, warming
         self.captured: dict[Size, StepGraph] = {}
         self._refused: dict[Size, _Refusal] = {}
 
@@ -191,10 +203,11 @@ class StepGraphs(Generic[Size]):
         static = self._staging.send(padding, inputs)
         space = _capture_space(self._device)
         launch_s = math.inf
-        for _ in range(WARM_UP_STEPS):  # on the stream of steps
-            launched_s = time.perf_counter()
-            self._step(static)
-            launch_s = min(launch_s, time.perf_counter() - launched_s)
+        with self._warming():
+            for _ in range(WARM_UP_STEPS):  # on the stream of steps
+                launched_s = time.perf_counter()
+                self._step(static)
+                launch_s = min(launch_s, time.perf_counter() - launched_s)
         graph, outputs, num_bytes = space.capture(lambda: self._step(static))
         return StepGraph(graph, inputs, outputs, launch_s, time.perf_counter() - began_s, num_bytes)
 
@@ -206,13 +219,24 @@ def let_go(graphs: list[StepGraph]) -> None:
         _space.drop(graphs)
 
 
+def destroy_dropped() -> None:
+    """Destroys the graphs that were handed over by let_go. Called by the thread that captures."""
+    if _space is not None:
+        _space.destroy_dropped()
+
+
 class DecodeGraphs(StepGraphs[int]):
     """The decode graphs of one model, by row count. max_rows: steps of more rows have no graph; 0 if no step has one."""
 
     def __init__(
-        self, step: Callable[[dict[str, Tensor]], StepOutputs], staging: Staging, device: torch.device, max_rows: int
+        self,
+        step: Callable[[dict[str, Tensor]], StepOutputs],
+        staging: Staging,
+        device: torch.device,
+        max_rows: int,
+        warming: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        super().__init__(step, staging, device)
+        super().__init__(step, staging, device, warming)
         self._max_rows = max_rows
         self._lacked: set[int] = set()
 

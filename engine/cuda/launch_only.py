@@ -13,6 +13,8 @@ from torch import Tensor
 from engine.cuda.kernels import linear_choice, triton_linear
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
+from engine.cuda.ranks import DeviceRanks
+from engine.cuda.share import CudaShare
 from engine.memory import mappings
 from engine.ops.ops import Matrix, PackedMatrix
 from engine.protocol import LoadModel
@@ -71,10 +73,18 @@ class LaunchOnlyOps(CudaOps):
         """Does nothing, because the weights have no memory."""
 
 
+class NoRanks(DeviceRanks):
+    """The ranks of a share whose steps exchange nothing."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self._alone = 0, size, True
+
+
 def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> CudaModel:
-    """Returns a model whose steps launch the kernels of the real model's steps and compute nothing. spec: only its dtypes and
-    limits are used."""
+    """Returns a model, or a share of one, whose steps launch the kernels of the real model's steps and compute nothing. spec: only
+    its dtypes and limits are used."""
     groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
     arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
     weights: Any = AddressRange(weights_bytes(shape, spec.dtype, FORMATS[spec.quantize]))
-    return CudaModel(LaunchOnlyOps(), spec, shape, weights, arena.all, block_tokens)
+    parts = (LaunchOnlyOps(), spec, shape, weights, arena.all, block_tokens)
+    return CudaModel(*parts) if shape.split is None else CudaShare(*parts, NoRanks(shape.split.size))

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.contracts.ranks import Ranks
 from engine.contracts.steps import Launched, NoWorkSpace, StepResult
 from engine.cuda.adapters import DeviceAdapterMemory
 from engine.cuda.batch import DeviceBatch, DeviceGroup, QueryTiles
@@ -133,7 +134,8 @@ class CudaModel:
 
     arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to this many rows run as graphs; 0: none do.
     max_graph_tokens: the same limit for the tokens of steps with prompt chunks. prepare_adapters: compiles the kernels of adapters;
-    called in the thread that reads one."""
+    called in the thread that reads one. ranks: for a share of a split model (engine/cuda/share.py), the connection to the other
+    shares; None: the model is whole."""
 
     def __init__(
         self,
@@ -146,8 +148,9 @@ class CudaModel:
         max_graph_rows: int = 0,
         max_graph_tokens: int = 0,
         prepare_adapters: Callable[[], None] = lambda: None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self._ops = ops
+        self._ops, self._ranks = ops, ranks
         self.name, self.vocab_size, self.weights_bytes, self.shape = spec.model, shape.vocab_size, weights.num_bytes, shape
         self.embeds = bool(shape.pooling)
         self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
@@ -255,7 +258,7 @@ class CudaModel:
             drawn, told, read = edited.drawn, edited.told, edited.result
         if owed is not None:
             prompts = owed.logprobs(self._ops, hidden[num_sampling:], logits, LOGITS_ROWS)
-            read = partial(_with_prompts, read, prompts)
+            read = partial(with_prompts, read, prompts)
         launched = self._pending(told, read, begun.marks, began_s)
         if self._predicting is None or plan.to_propose is None:
             return launched
@@ -455,7 +458,7 @@ class CudaModel:
 
     def _built(self) -> CausalLM[DeviceBatch]:
         held = Weights(self.shape, self._dtype_name, self._weights, self._format, self.expert_counts)
-        return build_model(self._ops, self.shape, held)
+        return build_model(self._ops, self.shape, held, self._ranks)
 
     def release(self) -> None:
         """Unmaps the weights, and removes all adapters. Idempotent; until `restore` any step raises RuntimeError."""
@@ -626,7 +629,7 @@ def _embedded_result(told: Tensor, seconds: float) -> StepResult:
     return vectors_result(told.numpy().copy(), seconds)
 
 
-def _with_prompts(
+def with_prompts(
     read: Callable[[Tensor, float], StepResult], prompts: list[PromptLogprobs], told: Tensor, seconds: float
 ) -> StepResult:
     """Returns the result of read(told, seconds), with the log-probabilities of prompts added."""

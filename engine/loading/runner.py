@@ -16,6 +16,7 @@ import torch
 from engine.contracts.backend import Backend, SplitsModels
 from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import KernelNews, LoadCancelled, LoadTask
+from engine.contracts.ranks import GroupBroken
 from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
 from engine.exchange import Exchange
 from engine.loading.kernel_wait import Compilation, time_of_kernels, wait_for_kernels
@@ -183,7 +184,7 @@ class TorchRunner:
             weights.unmap()
             if kv is not None:
                 kv.unmap()
-            if isinstance(error, ReadCancelled):
+            if isinstance(error, ReadCancelled | GroupBroken):
                 raise LoadCancelled(str(error)) from None
             raise
 

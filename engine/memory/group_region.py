@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.exchange import PAGE_BYTES, TABLE_COLUMNS, Exchange, RegionSizes, region_layout
+from engine.host.rendezvous import Rendezvous
 from engine.memory.stage_link import StageLink
 from engine.protocol import Group, LoadModel
 from loader.model_shape import Division
@@ -25,8 +26,8 @@ class GroupRegion:
 
     broken [1] int64: not 0 once the group is broken. rank: the member's rank. stage_rank: the member's number among the members of
     its pipeline stage. stage_size: how many members its stage has. ranks uint8: the memory through which the members of its stage
-    exchange their parts (engine/host/rank_memory.py). link: its connection to the other stages; None: there is one stage. table:
-    the model's sequences, without `params`, which only the leader has."""
+    exchange their parts (engine/host/rank_memory.py). rendezvous: where the members of its stage meet. link: its connection to the
+    other stages; None: there is one stage. table: the model's sequences, without `params`, which only the leader has."""
 
     def __init__(self, exchange: Exchange, group: Group, sizes: RegionSizes) -> None:
         parts, num_bytes = region_layout(sizes)
@@ -44,6 +45,7 @@ class GroupRegion:
         self.broken: LongArray = arrays["broken"]
         stage = division.stage_of(group.rank)
         self.ranks: npt.NDArray[np.uint8] = arrays["ranks"][stage]
+        self.rendezvous = Rendezvous(arrays["rendezvous"][stage], self.stage_rank, self.broken)
         self.link: StageLink | None = None
         if sizes.num_stages > 1:
             own_memory = arrays["stages"][self.stage_rank]

@@ -126,13 +126,20 @@ class Node:
 class EngineProcess:
     """An engine process, started as the daemon starts it. messages: everything received so far."""
 
-    def __init__(self, configure: Configure, stderr: Path | None = None, node: Node | None = None, number: int = 0) -> None:
-        """node, number: what the engine shares with others, and its number among them; None: nothing."""
+    def __init__(
+        self,
+        configure: Configure,
+        stderr: Path | None = None,
+        node: Node | None = None,
+        number: int = 0,
+        module: str = "engine",
+    ) -> None:
+        """node, number: what the engine shares with others, and its number among them; None: nothing. module: what is run."""
         self.sock, theirs = socket.socketpair()
         journal_fd = os.memfd_create("journal")
         os.ftruncate(journal_fd, JOURNAL_BYTES)
         self.journal = mmap.mmap(journal_fd, JOURNAL_BYTES)
-        command = [sys.executable, "-P", "-m", "engine", "--channel-fd", str(theirs.fileno()), "--journal-fd", str(journal_fd)]
+        command = [sys.executable, "-P", "-m", module, "--channel-fd", str(theirs.fileno()), "--journal-fd", str(journal_fd)]
         fds = [theirs.fileno(), journal_fd]
         if node is not None:
             bells = ",".join(map(str, node.doorbells))

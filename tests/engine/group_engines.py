@@ -17,9 +17,9 @@ LEASE = 16  # chunks, of 64; a model has 4 of weights and 4 of KV
 class Engines:
     """Engines of one node, and the models that are split over them, as the daemon has them."""
 
-    def __init__(self, number: int, configure: Configure, **loads: Any) -> None:
-        """loads: what all LoadModels have."""
-        self.node = Node(number)
+    def __init__(self, number: int, configure: Configure, module: str = "engine", **loads: Any) -> None:
+        """module: what is run as an engine. loads: what all LoadModels have."""
+        self.node, self._module = Node(number), module
         self._configure, self._loads = configure, {"lease_chunks": LEASE, **loads}
         self.all = [self._start(at) for at in range(number)]
         for engine in self.all:
@@ -28,7 +28,7 @@ class Engines:
         self._placement_id = self.request_id = 0
 
     def _start(self, number: int) -> EngineProcess:
-        return EngineProcess(self._configure, node=self.node, number=number)
+        return EngineProcess(self._configure, node=self.node, number=number, module=self._module)
 
     def close(self) -> None:
         for engine in self.all:

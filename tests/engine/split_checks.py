@@ -13,9 +13,9 @@ from tests.engine.split_models import How, execute_alone, logits_of_steps, resul
 FLOAT32_TOLERANCE = 2e-4
 
 
-def on_one_device(group: RankGroup, family: str, dtype: str) -> list[np.ndarray]:
+def on_one_device(group: RankGroup, family: str, dtype: str, few_steps: bool = False) -> list[np.ndarray]:
     """Returns the logits of steps of the whole model, which rank 0 computes."""
-    group.start(logits_of_steps, family, dtype, How(), True, ranks=[0])
+    group.start(logits_of_steps, family, dtype, How(few_steps=few_steps), True, ranks=[0])
     logits: list[np.ndarray] = group.results(ranks=[0])[0][0]
     return logits
 
@@ -23,7 +23,7 @@ def on_one_device(group: RankGroup, family: str, dtype: str) -> list[np.ndarray]
 def check_logits(group: RankGroup, family: str, hows: Sequence[How], tolerance: float = FLOAT32_TOLERANCE) -> None:
     """Checks that a divided model computes the logits of the whole one, on all ranks that have a head. These have exchanged the
     same pieces."""
-    whole = on_one_device(group, family, "float32")
+    whole = on_one_device(group, family, "float32", hows[0].few_steps)
     group.renew()
     every = group.run(logits_of_steps, family, "float32", list(hows))
     stage_size = group.size // hows[0].num_stages

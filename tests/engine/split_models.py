@@ -24,8 +24,12 @@ from engine.cpu.ops import CpuOps
 from engine.cpu.ranks import SharedRanks
 from engine.cpu.recording.program import Scratch
 from engine.cpu.stages import SharedStages
+from engine.cuda.ops import CudaOps
+from engine.cuda.ranks import DeviceRanks, connect
+from engine.cuda.share import CudaShare
 from engine.grammar.row_masks import RowMasks
 from engine.host.rank_memory import rank_memory_bytes
+from engine.host.rendezvous import Rendezvous, rendezvous_words
 from engine.host.stage_memory import stage_memory_bytes
 from engine.memory.stage_link import StageLink
 from engine.memory.weight_range import WeightRange
@@ -41,8 +45,10 @@ from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
 from loader.work_space import handed_bytes
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
+from tests.engine.gloo import Gloo
 from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_LAYERS, GEMMA4_ROPE, MAX_LEN, make_table, plan, put
 from tests.engine.rank_processes import BUFFER_BYTES, Rank
+from tests.kernel_cache import CACHE_DIR
 from tests.loader import fp8, gptq, int4
 from tests.loader.checkpoints import write_checkpoint
 
@@ -212,6 +218,7 @@ MIXTURES["gemma4-moe"] = FAMILIES["gemma4"] | {  # beside each layer's MLP, and 
 MIXTURES["deepseek-v3-moe"] = FAMILIES["deepseek-v3"] | GROUPED_EXPERTS
 FAMILIES |= MIXTURES
 SLOTS = 24
+AnyModel = CpuModel | CudaShare
 TOKENS = np.random.default_rng(2).integers(2, VOCAB, (SLOTS, 60)).tolist()
 KV_BYTES, CHUNK_BYTES = 8 << 20, 64 << 10
 
@@ -219,13 +226,16 @@ KV_BYTES, CHUNK_BYTES = 8 << 20, 64 << 10
 @dataclass(frozen=True)
 class How:
     """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps. expert_parts, num_stages: as in
-    Division. misrouting: its router is another one, and would choose other experts."""
+    Division. misrouting: its router is another one, and would choose other experts. gpu: as on a GPU, with interpreted
+    kernels. few_steps: it runs fewer steps, since interpreted kernels take seconds for each."""
 
     compiled: bool = True
     recorded: bool = True
     expert_parts: int = 1
     misrouting: bool = False
     num_stages: int = 1
+    gpu: bool = False
+    few_steps: bool = False
 
     def division(self, size: int) -> Division:
         return Division(size, self.expert_parts, self.num_stages)
@@ -246,7 +256,7 @@ def write_quantised(name: str, folder: Path) -> str:
     return str(folder / "quantised")
 
 
-def _load_files(own: Rank, folder: str, dtype: str, how: How, whole: bool) -> CpuModel:
+def _load_files(own: Rank, folder: str, dtype: str, how: How, whole: bool) -> AnyModel:
     """Returns a rank's share of a checkpoint, or all of it, as an engine loads it."""
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, share=None if whole else DeviceShare(own.rank, how.division(own.size)))
@@ -257,7 +267,7 @@ def _load_files(own: Rank, folder: str, dtype: str, how: How, whole: bool) -> Cp
     return _model(own, source.shape, dtype, how, whole, memory, weights, held_in.name)
 
 
-def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False) -> CpuModel:
+def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False) -> AnyModel:
     """Returns a rank's share of a model, or all of it. Its weights are drawn by their names. family: or the folder of a
     checkpoint."""
     if "/" in family:
@@ -294,7 +304,10 @@ def _model(
     memory: CpuMemory,
     weights: WeightRange,
     quantize: str = "",
-) -> CpuModel:
+) -> AnyModel:
+    own.kept["memory"] = memory
+    if how.gpu:
+        return _gpu_share(own, shape, dtype, weights, quantize)
     from tests.engine import rank_kernels
 
     ops = rank_kernels.compiled if how.compiled else rank_kernels.plain
@@ -308,8 +321,19 @@ def _model(
     sizes, kv_memory = (BLOCK_TOKENS, 1), torch.zeros(KV_BYTES, dtype=torch.uint8)
     model = CpuModel(ops, spec, shape, weights, memory, Scratch(8 << 20), *sizes, ranks=ranks, kv_memory=kv_memory, stages=stages)
     cpu_model.MAX_RECORDED_ROWS = recorded_rows
-    own.kept["memory"] = memory
     return model
+
+
+def _gpu_share(own: Rank, shape: ModelShape, dtype: str, weights: WeightRange, quantize: str) -> CudaShare:
+    words = own.stages[: 8 * rendezvous_words(own.size)].view(np.int64)
+    where = (own.rank, own.size, own.broken)
+    ranks = connect(Gloo(), Rendezvous(words, own.rank, own.broken), *where, torch.device("cpu"))
+    spec = LoadModel(1, "m", "", dtype, "", weights.num_chunks, 0, 0, MAX_LEN, SLOTS, [1], quantize=quantize)
+    kv_memory = torch.full((KV_BYTES,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
+    if (before := own.kept.get("share")) is not None:
+        before._links.close()
+    own.kept["share"] = share = CudaShare(CudaOps(CACHE_DIR), spec, shape, weights, kv_memory, BLOCK_TOKENS, ranks)
+    return share
 
 
 def _joins(
@@ -345,7 +369,7 @@ def _drawn(name: str, shape: tuple[int, ...], norms_around_one: bool) -> torch.T
     return torch.randn(shape, generator=generator) * (0.3 if name.endswith("bias") else 0.2)
 
 
-def table_of(model: CpuModel) -> SequenceTable:
+def table_of(model: AnyModel) -> SequenceTable:
     table = make_table(SLOTS, 64, model.kv_groups)
     for slot, tokens in enumerate(TOKENS):
         put(table, slot, tokens)
@@ -370,8 +394,16 @@ def logits_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool = 
         *(_decodes(range(4, 16), at) for at in range(5, 8)),
         plan((4, 8, 1), (5, 8, 3), (16, 5, 17), samples=(False, True, False)),
     ]
+    every_token = plan((20, 0, 33))
+    if how.few_steps:
+        steps = [
+            plan((0, 0, 1), (2, 0, 12), (3, 0, 5), samples=(True, True, False)),
+            plan((2, 12, 1), (3, 5, 9)),
+            plan((0, 1, 1), (2, 13, 1), (3, 14, 1)),
+        ]
+        every_token = plan((20, 0, 9))
     found = []
-    for number, step in enumerate([*steps, plan((20, 0, 33))]):
+    for number, step in enumerate([*steps, every_token]):
         _wait_for_leader(own, how, number)
         if model._model.makes_logits:
             found.append(model.logits(step, table, every_token=number == len(steps)))
@@ -382,8 +414,10 @@ def logits_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool = 
     return found, _pieces(model)
 
 
-def _pieces(model: CpuModel) -> int:
+def _pieces(model: AnyModel) -> int:
     ranks = model._ranks
+    if isinstance(ranks, DeviceRanks):
+        return int(ranks._collectives.num_exchanges)  # type: ignore[attr-defined]
     assert ranks is None or isinstance(ranks, SharedRanks)
     return 0 if ranks is None else int(ranks._own[0])
 
@@ -460,9 +494,11 @@ def _plain(result: StepResult) -> dict[str, Any]:
 
 
 def execute_alone(own: Rank, how: How) -> str:
-    """Executes a step whose other ranks never come. Returns the name of what it raises."""
-    model = load_share(own, "llama", "float32", how)
+    """Loads a share, and on rank 0 executes a step for which the other ranks never come. Returns the name of what is raised."""
     try:
+        model = load_share(own, "llama", "float32", how)
+        if own.rank:
+            return ""
         model.execute(plan((0, 0, 20)), table_of(model))
     except GroupBroken as error:
         return type(error).__name__

@@ -158,7 +158,8 @@ def gelu(x: Tensor) -> Tensor:
 
 def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: DeviceBatch) -> Tensor:
     """Returns the output [T, W] of a layer's experts for x [T, W], as Ops.experts does. Inside linear_choice.both_kernels products
-    are launched with tiles of both sizes, so that they are compiled."""
+    are launched with tiles of both sizes, so that they are compiled. All tokens are routed and sorted; products are computed of the
+    pairs whose expert is one of those with matrices here."""
     num_experts, num_chosen, kv_slots = experts.num_experts, experts.num_chosen, batch.groups[0].kv_slots
     chosen, weights, firsts, pairs = triton_experts.empty_routing(len(x), num_chosen, num_experts, x.device)
     if experts.sigmoid is None:
@@ -168,6 +169,10 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
     else:
         triton_experts.route_by_sigmoid(scores, kv_slots, experts.sigmoid, experts.normalised, chosen, weights)
     triton_experts.sort(chosen, firsts, pairs, counts=experts.counts)
+    own = range(experts.first_own, experts.first_own + experts.num_own)
+    some = len(own) < num_experts
+    if some:
+        firsts = firsts[own.start : own.stop + 1]
     inner, made = x.new_empty(len(pairs), experts.down.shape[2]), x.new_empty(len(pairs), x.shape[1])
     tiles = (triton_experts.tile_rows(len(pairs), num_experts),)
     for tile in triton_experts.TILE_ROWS if linear_choice.launches_both() else tiles:
@@ -180,7 +185,7 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
         triton_experts.grouped_linear(inner, experts.down, *how, False, *last, made, experts.down_bias)
     out = torch.empty_like(x)
     gates = scores if scores.shape[1] > num_experts else None
-    triton_experts.combine(made, weights, kv_slots, gates, shared, out, not experts.weighs_inputs)
+    triton_experts.combine(made, weights, kv_slots, gates, shared, out, not experts.weighs_inputs, chosen if some else None, own)
     return out
 
 

@@ -456,18 +456,22 @@ def grouped_linear(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_own", "num_own"])
 def _weighted_sum_kernel(
     made,  # [T, C, W]
     weights,  # [T, C] float32
     kv_slots,  # [T] int64
     gates,  # [T, COLUMNS], the last column is read if GATED
     shared,  # [T, W], read if SHARED
+    chosen,  # [T, C] int32, read if SOME
+    first_own,  # read if SOME, as is num_own
+    num_own,
     out,  # [T, W]
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
     WEIGHED: tl.constexpr,
+    SOME: tl.constexpr,  # only the pairs of experts first_own to first_own + num_own - 1 were made
     SHARED: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -480,7 +484,11 @@ def _weighted_sum_kernel(
         return
     for number in tl.static_range(C):
         pair = token * C + number
-        one = tl.load(made + pair * W + at, mask=inside, other=0.0).to(tl.float32)
+        there = inside
+        if SOME:
+            expert = tl.zeros([BLOCK], tl.int32) + (tl.load(chosen + pair) - first_own)
+            there = inside & (expert >= 0) & (expert < num_own)
+        one = tl.load(made + pair * W + at, mask=there, other=0.0).to(tl.float32)
         total += one * tl.load(weights + pair) if WEIGHED else one
     if SHARED:
         also = tl.load(shared + token * W + at, mask=inside, other=0.0).to(tl.float32)
@@ -498,10 +506,13 @@ def combine(
     shared: Tensor | None,
     out: Tensor,
     weighed: bool = True,
+    chosen: Tensor | None = None,
+    own: range = range(0),
 ) -> None:
     """Writes to out [T, W] the sum of made [P, W] over each token's pairs, times their weights [T, C], plus shared [T, W], times
     the sigmoid of the last column of gates [T, ...]; 0 for padding (kv_slots below 0). gates: None for the factor 1. shared: None
-    for none. weighed: False leaves the weights out."""
+    for none. weighed: False leaves the weights out. chosen [T, C] int32: the experts of the pairs, of which only those whose expert
+    is in `own` are added, because the others are computed elsewhere; None: all are added."""
     num_tokens, width = out.shape
     block = min(_COMBINE_BLOCK, power_of_two(width))
     _weighted_sum_kernel[(num_tokens, ceil_div(width, block))](
@@ -510,11 +521,15 @@ def combine(
         kv_slots,
         made if gates is None else gates,
         made if shared is None else shared,
+        made if chosen is None else chosen,
+        own.start,
+        len(own),
         out,
         COLUMNS=0 if gates is None else gates.shape[1],
         C=weights.shape[1],
         W=width,
         WEIGHED=weighed,
+        SOME=chosen is not None,
         SHARED=shared is not None,
         GATED=gates is not None,
         BLOCK=block,

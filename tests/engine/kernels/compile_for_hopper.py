@@ -293,6 +293,7 @@ def main(capability: int, listed: bool) -> None:
         triton_experts.grouped_linear(inner, in_nvfp4, *routing[2:], CHOSEN, False, tile, False, made)
     triton_experts.combine(made, routing[1], longs, scores, x, x)
     triton_experts.combine(made, routing[1], longs, None, x, x)
+    triton_experts.combine(made, routing[1], longs, None, x, x, True, routing[0], range(1, 3))
     entry.rms_norm(x, x[0], 1e-5, False)
     entry.add_rms_norm(x, x, x[0], 1e-5, False)
     entry.layer_norm(x, x, x[0], x[0], 1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -175,8 +177,24 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
     how = (num_chosen, normalised)
     gelu = clamped is None and draw.one_of(False, True)
     matrices = ExpertMatrices(gate_up, down, *how, *biases, clamped, weighs_inputs=weighs_inputs, gelu=gelu)
+    own_experts = range(num_experts)
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and draw.one_of(False, True):  # others have the other experts
+        own_experts = range(first := draw.between(0, num_experts - 1), draw.between(first + 1, num_experts))
+        part = slice(own_experts.start, own_experts.stop)
+        gate_up, down = gate_up[part], down[part]
+        biases = (None, None) if clamped is None else (biases[0][part], biases[1][part])
+        matrices = replace(
+            matrices,
+            gate_up=gate_up,
+            down=down,
+            gate_up_bias=biases[0],
+            down_bias=biases[1],
+            first_own=own_experts.start,
+            num_routed=num_experts,
+        )
     wanted = reference.experts(x, scores, matrices, kv_slots < 0, shared)
-    _, weights, firsts, pairs = (draw.on(one) for one in routed(scores, kv_slots, num_experts, *how, weighs_inputs))
+    chosen, weights, firsts, pairs = (draw.on(one) for one in routed(scores, kv_slots, num_experts, *how, weighs_inputs))
+    firsts = firsts[own_experts.start : own_experts.stop + 1]
     between, made = (draw.like(torch.empty(len(pairs), columns, dtype=draw.dtype)) for columns in (inner, width))
     tile, where, out = draw.one_of(*triton_experts.TILE_ROWS), (firsts, pairs, num_chosen), draw.like(x)
     gate_bias, down_bias = (None if bias is None else draw.on(bias) for bias in biases)
@@ -186,7 +204,9 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
     triton_experts.grouped_linear(draw.on(x), own[0], *where, True, tile, draw.interpreted, between, *activation)
     triton_experts.grouped_linear(between, own[1], *where, False, tile, draw.interpreted, made, down_bias)
     also = None if shared is None else draw.on(shared)
-    triton_experts.combine(made, weights, draw.on(kv_slots), draw.on(scores) if is_gated else None, also, out, not weighs_inputs)
+    some = (chosen, own_experts) if matrices.num_own < num_experts else ()
+    gates = draw.on(scores) if is_gated else None
+    triton_experts.combine(made, weights, draw.on(kv_slots), gates, also, out, not weighs_inputs, *some)
     if not nvfp4:
         close(out, wanted, draw.dtype)
         return

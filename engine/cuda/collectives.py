@@ -1,0 +1,45 @@
+"""Defines how the ranks of a split model exchange tensors on GPUs. engine/cuda/nccl.py implements it; tests use gloo."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+ID_BYTES = 128  # size of the id by which ranks find each other
+
+
+class Collectives(Protocol):
+    """One rank's connection to all ranks of its group. All ranks call the same methods in the same order, with contiguous tensors
+    of the same shapes and dtypes. A call launches the exchange on the current stream and may be captured in a graph. It does not
+    raise if another rank is gone: the exchange then waits until `abort`."""
+
+    def sum(self, x: Tensor) -> None:
+        """Replaces x by the sum of all ranks' x. All ranks get the same bits."""
+        ...
+
+    def share_first(self, x: Tensor) -> None:
+        """Replaces x by rank 0's x."""
+        ...
+
+    def gather(self, part: Tensor, out: Tensor) -> None:
+        """Writes the parts of all ranks, in the order of the ranks, to out [size, *part.shape]."""
+        ...
+
+    def abort(self) -> None:
+        """Ends the exchanges that are under way, whose results are then worthless, and gives the connection up. Called once, in any
+        thread; no other method is called afterwards, and no graph in which an exchange was captured is replayed. May wait until all
+        such graphs have been destroyed."""
+        ...
+
+
+class Connects(Protocol):
+    """Connects the ranks of new groups."""
+
+    def new_id(self) -> bytes:
+        """Returns the id of a new group, ID_BYTES long. Rank 0 calls it and passes the id to the other ranks."""
+        ...
+
+    def connect(self, group_id: bytes, rank: int, size: int) -> Collectives:
+        """Connects a rank with the others of its group. Waits until all ranks have called it."""
+        ...

@@ -1,0 +1,119 @@
+"""Calls NCCL (https://docs.nvidia.com/deeplearning/nccl), which exchanges tensors between the GPUs of a host.
+
+It is called directly, and not through torch.distributed. A process group of torch has a thread that ends the process if an exchange
+fails, but the other models of an engine must go on; and it runs exchanges on streams of its own, but ours belong to the stream of
+the steps, in whose order all engines of a group have put them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.cuda.collectives import ID_BYTES
+
+LIBRARY = "libnccl.so.2"  # torch has loaded it
+_SUCCESS, _SUM = 0, 0
+_TYPES = {
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}  # of ncclDataType_t
+# By default NCCL connects ranks for an algorithm when it is first used, which takes all ranks at once. But each engine captures its
+# graphs when it is idle, so everything is connected at the beginning.
+_SETTINGS = {"NCCL_RUNTIME_CONNECT": "0"}
+
+
+class NcclError(RuntimeError):
+    """Raised if NCCL refuses a call or cannot carry it out."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * ID_BYTES),)
+
+
+class Nccl:
+    """The functions of NCCL that hearthd calls (an engine.cuda.collectives.Connects). library: the loaded library. Methods raise
+    NcclError."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        buffers = (pointer, pointer, ctypes.c_size_t, number)
+        for name, arguments in (
+            ("ncclGetVersion", (ctypes.POINTER(number),)),
+            ("ncclGetUniqueId", (ctypes.POINTER(_UniqueId),)),
+            ("ncclCommInitRank", (ctypes.POINTER(pointer), number, _UniqueId, number)),
+            ("ncclCommAbort", (pointer,)),
+            ("ncclAllReduce", (*buffers, number, pointer, pointer)),
+            ("ncclAllGather", (*buffers, pointer, pointer)),
+            ("ncclBroadcast", (*buffers, number, pointer, pointer)),
+        ):
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, number
+        library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = (number,), ctypes.c_char_p
+
+    def version(self) -> tuple[int, int, int]:
+        code = ctypes.c_int()
+        self.call("ncclGetVersion", ctypes.byref(code))
+        major, rest = divmod(code.value, 10_000)
+        return major, rest // 100, rest % 100
+
+    def new_id(self) -> bytes:
+        group_id = _UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(group_id))
+        return ctypes.string_at(ctypes.byref(group_id), ID_BYTES)
+
+    def connect(self, group_id: bytes, rank: int, size: int) -> NcclGroup:
+        """Implements Connects.connect, for the current device of torch."""
+        torch.cuda.current_stream()  # makes the device's context, which NCCL uses, the current one
+        communicator = ctypes.c_void_p()
+        self.call("ncclCommInitRank", ctypes.byref(communicator), size, _UniqueId.from_buffer_copy(group_id), rank)
+        return NcclGroup(self, communicator)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != _SUCCESS:
+            text = self._library.ncclGetErrorString(code) or b"?"
+            raise NcclError(f"{name}: {text.decode(errors='replace')} ({code}); NCCL_DEBUG=INFO tells more")
+
+
+class NcclGroup:
+    """One rank of a communicator of NCCL (an engine.cuda.collectives.Collectives)."""
+
+    def __init__(self, nccl: Nccl, communicator: ctypes.c_void_p) -> None:
+        self._nccl, self._communicator = nccl, communicator
+
+    def sum(self, x: Tensor) -> None:
+        self._nccl.call("ncclAllReduce", x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], _SUM, *self._where())
+
+    def share_first(self, x: Tensor) -> None:
+        self._nccl.call("ncclBroadcast", x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], 0, *self._where())
+
+    def gather(self, part: Tensor, out: Tensor) -> None:
+        self._nccl.call("ncclAllGather", part.data_ptr(), out.data_ptr(), part.numel(), _TYPES[part.dtype], *self._where())
+
+    def abort(self) -> None:
+        self._nccl.call("ncclCommAbort", self._communicator)
+
+    def _where(self) -> tuple[ctypes.c_void_p, int]:
+        """Returns the last two arguments of every exchange: the communicator and the stream."""
+        return self._communicator, torch.cuda.current_stream().cuda_stream
+
+
+@functools.cache
+def nccl() -> Nccl:
+    """Returns the NCCL of this process. Raises NcclError if there is none."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        return Nccl(ctypes.CDLL(LIBRARY))
+    except (OSError, AttributeError) as error:
+        raise NcclError(f"models cannot be split over GPUs without NCCL: {error}") from None

@@ -1,0 +1,141 @@
+"""Connects the ranks of a group of GPUs.
+
+A rank whose device waits in an exchange for a lost one can run no other model's steps either. So a thread watches the group's flag,
+and ends all exchanges once it is set.
+
+Shapes: T tokens or rows, W width, S ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from engine.contracts.ranks import GroupBroken
+from engine.cuda.collectives import Collectives, Connects
+from engine.host.rendezvous import Rendezvous
+from loader.threads import Thread
+from scheduler.batch.plan import LongArray
+
+log = logging.getLogger("engine")
+
+WATCH_S = 0.02  # between looks at the group's flag
+LAUNCH_LIMIT_S = 0.1  # a launch that takes longer waits for another rank, and the exchange is aborted under it
+CLOSE_LIMIT_S = 10.0  # for which `close` waits at most
+
+
+class DeviceRanks:
+    """The engine.contracts.ranks.Ranks of a GPU. All ranks have tensors of the same shapes, padding included, and exchange all
+    rows. collectives: connects the ranks. broken [1]: not 0 once the group has lost a device; other code writes it."""
+
+    def __init__(self, collectives: Collectives, rank: int, size: int, broken: LongArray) -> None:
+        self.rank, self.size = rank, size
+        self._collectives, self._broken = collectives, broken
+        self._alone = False
+        self._lock = threading.Lock()  # held while something is launched that exchanges
+        self._has_ended = False
+        self._end = threading.Event()
+        self._watch = Thread(target=self._end_if_broken, name="group")
+        self._watch.start()
+
+    def count(self, num_tokens: int, num_rows: int) -> None:
+        """Does nothing, because padding is exchanged, too."""
+
+    def sum(self, x: Tensor) -> None:
+        if not self._alone:
+            self._launch(lambda: self._collectives.sum(x))
+
+    def share_first(self, x: Tensor) -> None:
+        if not self._alone:
+            self._launch(lambda: self._collectives.share_first(x))
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Implements Ranks.gather. Within `alone`, the parts of the other ranks are not initialised."""
+        num_rows, width = part.shape
+        parts = part.new_empty(self.size, num_rows, width)
+        if not self._alone:
+            self._launch(lambda: self._collectives.gather(part, parts))
+        return parts.transpose(0, 1).reshape(num_rows, self.size * width)
+
+    def check(self) -> None:
+        if self._has_ended or self._broken[0]:
+            raise GroupBroken(f"rank {self.rank} of {self.size}: the group has lost a device")
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Returns a context in which nothing is exchanged, for steps that only compile kernels or allocate memory. Only the thread
+        that runs steps, or that makes the model, may use it, and it must run no other step within."""
+        before, self._alone = self._alone, True
+        try:
+            yield
+        finally:
+            self._alone = before
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Returns a context in which a graph with exchanges may be replayed. Raises GroupBroken if it may not, because they were
+        aborted."""
+        with self._lock:
+            self.check()
+            yield
+
+    def close(self) -> None:
+        """Has all exchanges ended, and lets no other be launched. The connection is given up in the background, for that takes
+        until all graphs with exchanges have been destroyed. Idempotent."""
+        self._has_ended = True
+        self._end.set()
+
+    def wait_closed(self) -> None:
+        """Waits after `close` until the connection has been given up, for at most CLOSE_LIMIT_S."""
+        self._watch.join(CLOSE_LIMIT_S)
+        if self._watch.is_alive():
+            log.error("the connection of rank %d of %d was not given up within %.0f s", self.rank, self.size, CLOSE_LIMIT_S)
+
+    def _launch(self, exchange: Callable[[], None]) -> None:
+        with self.launching():
+            exchange()
+
+    def _end_if_broken(self) -> None:
+        while not self._end.wait(WATCH_S):
+            if self._broken[0]:
+                self.close()
+        if self._lock.acquire(timeout=LAUNCH_LIMIT_S):  # a launch under way has ended, and others see that they may not begin
+            self._lock.release()
+        try:
+            self._collectives.abort()
+        except RuntimeError as error:
+            log.error("rank %d of %d: %s", self.rank, self.size, error)
+
+
+def connect(connects: Connects, meeting: Rendezvous, rank: int, size: int, broken: LongArray, device: torch.device) -> DeviceRanks:
+    """Connects a rank of a group with the others, after all have arrived at `meeting`, and tries each kind of exchange. Raises
+    GroupBroken, and RuntimeError if an exchange gives a wrong result."""
+    if (group_id := meeting.meet(connects.new_id)) is None:
+        raise GroupBroken(f"rank {rank} of {size}: the group has lost a device before all shares were loaded")
+    ranks = DeviceRanks(connects.connect(group_id, rank, size), rank, size, broken)
+    try:
+        _try(ranks, device)
+    except BaseException:
+        ranks.close()
+        raise
+    return ranks
+
+
+def _try(ranks: DeviceRanks, device: torch.device) -> None:
+    """Exchanges a few numbers in each way. Raises RuntimeError if a result is wrong."""
+    own = torch.full((2, 8), float(ranks.rank + 1), device=device)
+    first, summed = own.clone(), own.clone()
+    ranks.share_first(first)
+    ranks.sum(summed)
+    gathered = ranks.gather(own).view(2, ranks.size, 8)
+    every = torch.arange(1.0, ranks.size + 1.0)
+    found = (first.cpu(), summed.cpu(), gathered.cpu())
+    expected = (torch.ones(2, 8), every.sum().expand(2, 8), every[None, :, None].expand(2, ranks.size, 8))
+    ranks.check()
+    if not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
+        raise RuntimeError(f"rank {ranks.rank} of {ranks.size}: an exchange between the group's devices gave wrong numbers")

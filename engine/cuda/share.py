@@ -1,0 +1,172 @@
+"""A device's share of a model that is split over several GPUs. All ranks run every step with tensors of the same shapes, since
+exchanges on GPUs take whole tensors.
+
+So a shape depends on the plan alone, and not on which graphs a rank has: a decode step of up to MAX_PADDED_ROWS rows is padded as
+for a graph, whether the rank has that graph or not, and every other step has exactly the plan's tokens. Rank 0 samples behind the
+step from its logits, which the step leaves in memory of their own; the other ranks end with the logits.
+
+Shapes: R rows, N sampling rows, V vocabulary, W width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contracts.ranks import GroupBroken
+from engine.contracts.steps import Launched, StepResult
+from engine.cuda.columns import decode_columns, extend_step
+from engine.cuda.graphs import DecodeGraphs, StepOutputs, destroy_dropped, graph_rows
+from engine.cuda.model import CudaModel, with_prompts
+from engine.cuda.ops import CudaOps
+from engine.cuda.ranks import DeviceRanks
+from engine.grammar.row_masks import RowMasks
+from engine.memory.weight_range import WeightRange
+from engine.protocol import LoadModel
+from engine.sampling.logprobs import owed_prompt_rows
+from engine.sampling.sampler import constrain, sampling_rows
+from loader.gpu_sizing import LOGITS_ROWS
+from loader.model_shape import ModelShape
+from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
+
+MAX_PADDED_ROWS = LOGITS_ROWS  # decode steps of more rows are not padded, and have no graph
+Logits = Callable[[Tensor], Tensor]  # [n, W] -> [n, V]
+
+
+class CudaShare(CudaModel):
+    """One rank's share of a decoder (an engine.contracts.steps.SplitModel) on a GPU, or on the CPU with interpreted kernels (for
+    tests). Parameters as in CudaModel. kv_memory: uint8, the memory of the share's KV, in which block numbers count from 0."""
+
+    def __init__(
+        self,
+        ops: CudaOps,
+        spec: LoadModel,
+        shape: ModelShape,
+        weights: WeightRange,
+        kv_memory: Tensor,
+        block_tokens: int,
+        ranks: DeviceRanks,
+        max_graph_rows: int = 0,
+    ) -> None:
+        super().__init__(ops, spec, shape, weights, kv_memory, block_tokens, ranks=ranks)
+        self._links = ranks
+        self.graphs = DecodeGraphs(
+            self._decode, self._staging, self._device, min(max_graph_rows, MAX_PADDED_ROWS), warming=ranks.alone
+        )
+        num_rows = min(graph_rows(spec.max_sequences), MAX_PADDED_ROWS)
+        # one memory for the graphs of all sizes; the logits of steps without a graph, too, are left there
+        self._logits = torch.empty(num_rows, self.vocab_size, dtype=getattr(torch, spec.dtype), device=self._device)
+
+    # ---- steps
+
+    def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
+        """Implements HostedModel.execute. All ranks run the step, the others by `follow`. Raises GroupBroken."""
+        result = self.launch(plan, table, masks).wait()
+        self._links.check()
+        return result
+
+    @torch.inference_mode()
+    def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
+        """Starts a step as CudaModel.launch does. Memory that it lacks ends the process, because the other ranks wait for its part
+        of the step."""
+        began_s = time.perf_counter()
+        self._links.check()
+        self._update(plan, table)
+        owed = owed_prompt_rows(plan, table)
+        rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size) if plan.samples.any() else None
+        if rows is not None and masks is not None:
+            constrain(rows, masks)
+        marks = self._marks()
+        hidden, num_sampling, logits = self._begin(plan, table, None if owed is None else owed.tokens)
+        told = torch.empty(2, 0, dtype=torch.int32, device=self._device)
+        read: Callable[[Tensor, float], StepResult] = _nothing_sampled
+        if rows is not None:
+            slots = plan.slots[plan.samples]
+            edited = self._edited.draw(hidden[:num_sampling], rows, slots, table.request_id[slots], None, logits)
+            told, read = edited.told, edited.result
+        if owed is not None:
+            read = partial(with_prompts, read, owed.logprobs(self._ops, hidden[num_sampling:], logits, LOGITS_ROWS))
+        return self._pending(told, read, marks, began_s)
+
+    @torch.inference_mode()
+    def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
+        """Implements SplitModel.follow. Returns once the step is launched: `table` has been read by then. Raises GroupBroken."""
+        self._links.check()
+        self._update(plan, table)
+        owed = owed_prompt_rows(plan, table)
+        hidden, num_sampling, logits = self._begin(plan, table, None if owed is None else owed.tokens)
+        for first, end in ((0, num_sampling), (num_sampling, num_sampling + (0 if owed is None else len(owed.tokens)))):
+            for at in range(first, end, LOGITS_ROWS):
+                logits(hidden[at : min(at + LOGITS_ROWS, end)])
+
+    @torch.inference_mode()
+    def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
+        self._update(plan, table)
+        also = np.arange(int(plan.num_new.sum())) if every_token else None
+        hidden, num_sampling, logits_of = self._begin(plan, table, also)
+        made = logits_of(hidden[num_sampling:]) if every_token else logits_of(hidden)[:num_sampling]
+        logits: FloatArray = made.float().cpu().numpy().copy()  # the next step overwrites what it was made from
+        return logits
+
+    def _begin(self, plan: BatchPlan, table: SequenceTable, also: LongArray | None) -> tuple[Tensor, int, Logits]:
+        """Launches a step up to its hidden states, a decode step up to its logits. also: indices into T of tokens whose hidden
+        states are wanted besides those of the sampling rows; None: no others. Returns hidden states [>= N, W], those of the N
+        sampling rows first; N; and a function that all ranks call for parts of up to LOGITS_ROWS of them, in order: first of the
+        sampling rows, then of the others."""
+        num_sampling, num_tokens = int(plan.samples.sum()), int(plan.num_new.sum())
+        padded = graph_rows(num_tokens)
+        if also is not None or num_sampling < num_tokens or padded > min(MAX_PADDED_ROWS, len(self._logits)):
+            hidden, _ = self._forward(extend_step(plan, table, self.tile_tokens, also))
+            return hidden, num_sampling, self._loaded().logits
+        columns = decode_columns(plan, table, None, padded)
+        if self._graph_for(num_tokens, adapted=False):
+            with self._links.launching():
+                outputs = self.graphs.run(padded, columns)
+        else:
+            outputs = self._decode(self._staging.send(columns))
+        return outputs.hidden, num_sampling, lambda hidden: self._logits[: len(hidden)]
+
+    def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
+        """Computes a decode step of R rows up to its logits, which it leaves in self._logits. It may run while a graph is
+        captured."""
+        hidden, _ = self._computed(self._decode_batch(columns, adapted), None)
+        for first in range(0, len(hidden), LOGITS_ROWS):
+            part = self._loaded().logits(hidden[first : first + LOGITS_ROWS])
+            self._logits[: len(part)].copy_(part[: len(self._logits)])
+        return StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), hidden)
+
+    # ---- kernels and graphs
+
+    def launch_all(self) -> None:
+        with self._links.alone():
+            super().launch_all()
+
+    def warm(self) -> None:
+        with self._links.alone():
+            super().warm()
+
+    def capture(self, num_rows: int, adapted: bool = False) -> int:
+        """Captures a graph as CudaModel.capture does. Returns 0 if the group breaks meanwhile."""
+        try:
+            return super().capture(num_rows, adapted)
+        except GroupBroken:
+            return 0
+
+    def release(self) -> None:
+        """Unmaps the weights and gives up the connection to the other ranks, for which its graphs must be destroyed."""
+        self._links.close()  # exchanges under way end, so that the device can end its steps
+        super().release()
+        self.drop_graphs()
+        destroy_dropped()
+        self._links.wait_closed()
+
+
+def _nothing_sampled(told: Any, seconds: float) -> StepResult:
+    """Returns the result of a step without sampling rows. seconds: the step's device time."""
+    return StepResult(np.empty(0, np.int32), np.empty(0, np.bool_), seconds)

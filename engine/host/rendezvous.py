@@ -1,0 +1,52 @@
+"""Lets the ranks of a split model meet once, in memory that their engines share, before they connect in another way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from engine.host.shared_words import Fence
+from scheduler.batch.plan import LongArray
+
+ID_WORDS = 16  # of 8 bytes
+POLL_S = 2e-3
+
+
+def rendezvous_words(size: int) -> int:
+    """Returns how many words of 8 bytes a rendezvous of `size` ranks takes. All are 0 at the beginning."""
+    return ID_WORDS + 1 + size
+
+
+class Rendezvous:
+    """One rank's side of a rendezvous. words [rendezvous_words(size)]: the shared memory. broken [1]: not 0 once the group is
+    broken."""
+
+    def __init__(self, words: LongArray, rank: int, broken: LongArray) -> None:
+        self._id, self._is_told, self._arrived = words[:ID_WORDS], words[ID_WORDS : ID_WORDS + 1], words[ID_WORDS + 1 :]
+        self._rank, self._broken, self._fence = rank, broken, Fence()
+
+    def meet(self, new_id: Callable[[], bytes]) -> bytes | None:
+        """Waits until all ranks have called this, and returns what new_id has returned on rank 0, 8 * ID_WORDS bytes. Returns None
+        if the group is broken before."""
+        self._arrived[self._rank] = 1
+        self._fence.order()
+        if self._rank == 0:
+            if not self._awaited(lambda: bool(self._arrived.all())):
+                return None
+            self._id[:] = np.frombuffer(new_id(), np.int64)
+            self._fence.order()
+            self._is_told[0] = 1
+        elif not self._awaited(lambda: bool(self._is_told[0])):
+            return None
+        self._fence.order()
+        return self._id.tobytes()
+
+    def _awaited(self, is_over: Callable[[], bool]) -> bool:
+        """Waits until is_over() and returns True, or returns False once the group is broken."""
+        while not is_over():
+            if self._broken[0]:
+                return False
+            time.sleep(POLL_S)
+        return True

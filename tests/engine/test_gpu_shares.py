@@ -1,0 +1,117 @@
+"""Models that are split over GPUs compute what they compute on one device: in processes that are the ranks of a group, with
+interpreted kernels, and with gloo in the place of NCCL. What only GPUs can show (NCCL, graphs) is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.protocol import Configure
+from loader.catalog import scan_one
+from tests.e2e.checkpoints import make_model
+from tests.engine.group_engines import Engines
+from tests.engine.rank_processes import RankGroup
+from tests.engine.split_checks import check_broken, check_logits, check_results
+from tests.engine.split_models import FAMILIES, MIXTURES, QUANTISED, How, execute_alone, write_quantised
+from tests.kernel_cache import CACHE_DIR
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of infinities, a GPU does not
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU"),
+]
+
+GPU, SOME_EXPERTS = How(gpu=True, few_steps=True), How(gpu=True, few_steps=True, expert_parts=2)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankGroup]:
+    made = RankGroup(2)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_one_device(two: RankGroup, family: str) -> None:
+    check_logits(two, family, (GPU, GPU))
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_each_rank_may_have_some_of_the_experts(two: RankGroup, family: str) -> None:
+    check_logits(two, family, (SOME_EXPERTS, SOME_EXPERTS))
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path: Path, name: str) -> None:
+    check_logits(two, write_quantised(name, tmp_path), (GPU, GPU))
+
+
+def test_followers_join_whatever_the_leader_executes(two: RankGroup) -> None:
+    check_results(two, (GPU, GPU))
+
+
+def test_a_load_whose_group_breaks_raises(two: RankGroup) -> None:
+    """The other rank never loads its share."""
+    check_broken(two, GPU)
+
+
+def test_a_step_of_a_broken_group_raises(two: RankGroup) -> None:
+    two.renew()
+    two.start(execute_alone, GPU)
+    assert two.results(ranks=[1]) == [""]
+    time.sleep(0.2)  # in most runs the rank waits by now
+    two.broken[0] = 1
+    assert two.results(ranks=[0]) == ["GroupBroken"]
+
+
+# what is asked -> settings of the request: each takes another road through the leader
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "num_tokens": 3},
+    "sampled": {"temperature": 0.7, "top_p": 0.9, "seed": 3, "num_tokens": 2},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {7: 4.0}, "num_tokens": 2},
+    "log-probabilities": {"temperature": 0.0, "logprobs": 3, "num_tokens": 2},
+    "allowed tokens": {"temperature": 0.7, "seed": 4, "allowed_token_ids": [65, 66, 67, 68], "num_tokens": 2},
+}
+
+
+class Asked:
+    """Asks a model on an engine everything in ASKED."""
+
+    def __init__(self, engines: Engines, number: int, model: str) -> None:
+        self._engine = engines.all[number]
+        self._ids = [engines.ask(number, model, **settings) for settings in ASKED.values()]
+
+    def answers(self) -> list[list[int]]:
+        self._engine.until(lambda: all(one in self._engine.finished() for one in self._ids))
+        return [self._engine.output()[one] for one in self._ids]
+
+
+def test_engines_that_compute_as_on_gpus_share_a_model(tmp_path: Path) -> None:
+    """Two engines say together what one says alone, before and after an eviction. When one dies, the other one goes on."""
+    path = str(make_model(tmp_path / "a", seed=1, hidden_size=64, num_hidden_layers=1))
+    configure = Configure("cuda:0", 96, 64 << 10, 1 << 20, 64, 16, 10.0, 1, cache_dir=CACHE_DIR)
+    limits = {"max_model_len": 64, "max_sequences": 8, "eos_token_ids": [], "weights_chunks": 8, "kv_reserved_chunks": 8}
+    settings = {"fingerprint": scan_one(Path(path)).fingerprint}
+    engines = Engines(2, configure, module="tests.engine.interpreted_engine", **limits)
+    try:
+        engines.load_alone(path, "whole", 0, **settings)
+        expected = Asked(engines, 0, "whole").answers()
+        assert len({tuple(answer) for answer in expected}) > 1
+        for _ in range(2):
+            engines.load(path, "split", [0, 1], **settings)
+            assert Asked(engines, 0, "split").answers() == expected
+            engines.evict("split")
+        engines.load(path, "split", [0, 1], **settings)
+        engines.wait_tokens(0, engines.ask(0, "split", 50), 2)
+        engines.all[1].process.kill()
+        engines.node.exchange.break_group(engines.groups["split"][1][0])  # as the daemon does
+        assert Asked(engines, 0, "whole").answers() == expected
+        engines.evict("split", [0])
+    finally:
+        engines.close()
