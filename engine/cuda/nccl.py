@@ -73,7 +73,6 @@ class Nccl:
 
     def connect(self, group_id: bytes, rank: int, size: int) -> NcclGroup:
         """Implements Connects.connect, for the current device of torch."""
-        torch.cuda.current_stream()  # makes the device's context, which NCCL uses, the current one
         communicator = ctypes.c_void_p()
         self.call("ncclCommInitRank", ctypes.byref(communicator), size, _UniqueId.from_buffer_copy(group_id), rank)
         return NcclGroup(self, communicator)

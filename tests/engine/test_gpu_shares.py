@@ -6,19 +6,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.protocol import Configure
+from loader import slices
 from loader.catalog import scan_one
 from tests.e2e.checkpoints import make_model
 from tests.engine.group_engines import Engines
 from tests.engine.rank_processes import RankGroup
-from tests.engine.split_checks import check_broken, check_logits, check_results
-from tests.engine.split_models import FAMILIES, MIXTURES, QUANTISED, How, execute_alone, write_quantised
+from tests.engine.split_checks import FLOAT32_TOLERANCE, check_broken, check_logits, check_results, on_one_device
+from tests.engine.split_models import FAMILIES, MIXTURES, How, execute_alone, logits_of_steps, shape_of, write_quantised
 from tests.kernel_cache import CACHE_DIR
 
 pytest.importorskip("triton")
@@ -37,19 +40,24 @@ def two() -> Iterator[RankGroup]:
     made.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# what they have the others have, too; `python -m tests.engine.test_gpu_shares` computes all
+ALIKE = {"llama", "qwen3", "cohere", "phi", "glm4", "qwen3-next", "deepseek-v2", "mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe"}
+ALIKE |= {"gemma4-moe", "deepseek-v3-moe"}
+WITH_SOME_EXPERTS = ("qwen2-moe", "deepseek-v3-moe", "llama4", "gpt-oss", "gemma4-moe")
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ALIKE])
 def test_logits_are_those_of_one_device(two: RankGroup, family: str) -> None:
     check_logits(two, family, (GPU, GPU))
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", WITH_SOME_EXPERTS)
 def test_each_rank_may_have_some_of_the_experts(two: RankGroup, family: str) -> None:
     check_logits(two, family, (SOME_EXPERTS, SOME_EXPERTS))
 
 
-@pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path: Path, name: str) -> None:
-    check_logits(two, write_quantised(name, tmp_path), (GPU, GPU))
+def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path: Path) -> None:
+    check_logits(two, write_quantised("INT4", tmp_path), (GPU, GPU))
 
 
 def test_followers_join_whatever_the_leader_executes(two: RankGroup) -> None:
@@ -115,3 +123,25 @@ def test_engines_that_compute_as_on_gpus_share_a_model(tmp_path: Path) -> None:
         engines.evict("split", [0])
     finally:
         engines.close()
+
+
+def main() -> None:
+    """Computes all families over two and four ranks, with the experts divided in each way, and prints what differs most."""
+    for size, how in ((2, GPU), (2, SOME_EXPERTS), (4, GPU), (4, SOME_EXPERTS), (4, replace(SOME_EXPERTS, expert_parts=4))):
+        group = RankGroup(size)
+        for family in MIXTURES if how.expert_parts > 1 else FAMILIES:
+            if why := slices.refusal(shape_of(family, "float32"), how.division(size)):
+                print(f"{family}, {size} ranks, {how.expert_parts} parts of experts: {why}", flush=True)
+                continue
+            whole = on_one_device(group, family, "float32", few_steps=True)
+            group.renew()
+            every = group.run(logits_of_steps, family, "float32", [how] * size)
+            group.renew()
+            worst = max(float(np.abs(own - other).max()) for logits, _ in every for own, other in zip(logits, whole, strict=True))
+            print(f"{family}, {size} ranks, {how.expert_parts} parts of experts: {worst:.1e}", flush=True)
+            assert worst < FLOAT32_TOLERANCE
+        group.close()
+
+
+if __name__ == "__main__":
+    main()

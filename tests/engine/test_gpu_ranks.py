@@ -1,0 +1,248 @@
+"""What connects ranks on GPUs: how they meet, what they exchange, and how exchanges end; with stand-ins for NCCL."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.contracts.ranks import GroupBroken
+from engine.cuda import nccl
+from engine.cuda.collectives import ID_BYTES
+from engine.cuda.ranks import DeviceRanks, connect
+from engine.host.rendezvous import Rendezvous, rendezvous_words
+
+CPU = torch.device("cpu")
+
+
+class Halves:
+    """Stands in for the Collectives of rank 0 of two, whose other rank has the same tensors times `factor`."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        self.factor = factor
+        self.calls: list[str] = []
+        self.blocked: Callable[[], None] = lambda: None
+
+    def sum(self, x: Tensor) -> None:
+        self.calls.append("sum")
+        self.blocked()
+        x.mul_(1.0 + self.factor)
+
+    def share_first(self, x: Tensor) -> None:
+        self.calls.append("first")
+
+    def gather(self, part: Tensor, out: Tensor) -> None:
+        self.calls.append("gather")
+        out[0], out[1] = part, part * self.factor
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+
+def ranks_of(halves: Halves) -> tuple[DeviceRanks, Any]:
+    broken = np.zeros(1, np.int64)
+    return DeviceRanks(halves, 0, 2, broken), broken
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10.0
+    while not done():
+        assert time.monotonic() < deadline_s
+        time.sleep(1e-3)
+
+
+def test_parts_are_gathered_side_by_side() -> None:
+    ranks, _ = ranks_of(Halves())
+    part = torch.arange(6.0).view(3, 2)
+    assert torch.equal(ranks.gather(part), torch.cat((part, 2 * part), 1))
+    ranks.close()
+
+
+def test_nothing_is_exchanged_alone() -> None:
+    halves = Halves()
+    ranks, _ = ranks_of(halves)
+    x = torch.ones(2, 3)
+    with ranks.alone(), ranks.alone():
+        ranks.sum(x)
+        ranks.share_first(x)
+        assert ranks.gather(x).shape == (2, 6)
+    assert (halves.calls, x.sum().item()) == ([], 6.0)
+    ranks.sum(x)
+    assert (halves.calls, x.sum().item()) == (["sum"], 18.0)
+    ranks.close()
+
+
+def test_a_broken_group_ends_exchanges_once_and_launches_no_others() -> None:
+    halves = Halves()
+    ranks, broken = ranks_of(halves)
+    broken[0] = 1
+    until(lambda: halves.calls == ["abort"])
+    for refused in (ranks.check, lambda: ranks.sum(torch.ones(1, 1)), lambda: ranks.gather(torch.ones(1, 1))):
+        with pytest.raises(GroupBroken):
+            refused()
+    with pytest.raises(GroupBroken), ranks.launching():
+        pytest.fail("a graph may not be replayed")
+    ranks.close()
+    ranks.wait_closed()
+    assert halves.calls == ["abort"]
+
+
+def test_an_exchange_that_waits_on_the_host_is_aborted_under_it() -> None:
+    """Then the thread that waits goes on, although it holds what launches hold."""
+    halves = Halves()
+    halves.blocked = lambda: until(lambda: "abort" in halves.calls)
+    ranks, broken = ranks_of(halves)
+    waiting = threading.Thread(target=lambda: ranks.sum(torch.ones(1, 1)))
+    waiting.start()
+    until(lambda: halves.calls == ["sum"])
+    broken[0] = 1
+    waiting.join(10.0)
+    assert not waiting.is_alive()
+    assert halves.calls == ["sum", "abort"]
+
+
+def test_an_abort_that_waits_for_graphs_holds_up_nobody() -> None:
+    """NCCL gives a communicator up when the graphs that use it are destroyed, which is done by the thread that runs steps."""
+    halves, destroyed = Halves(), threading.Event()
+    abort = halves.abort
+    halves.abort = lambda: (abort(), destroyed.wait(10.0))  # type: ignore[method-assign, assignment, func-returns-value]
+    ranks, broken = ranks_of(halves)
+    broken[0] = 1
+    until(lambda: halves.calls == ["abort"])
+    with pytest.raises(GroupBroken):
+        ranks.sum(torch.ones(1, 1))
+    ranks.close()
+    destroyed.set()
+    ranks.wait_closed()
+
+
+class Meeting:
+    """Stands in for a Rendezvous."""
+
+    def meet(self, new_id: Callable[[], bytes]) -> bytes:
+        return new_id()
+
+
+def connected(halves: Halves) -> DeviceRanks:
+    connects = SimpleNamespace(new_id=lambda: bytes(ID_BYTES), connect=lambda group_id, rank, size: halves)
+    meeting: Any = Meeting()
+    return connect(connects, meeting, 0, 2, np.zeros(1, np.int64), CPU)
+
+
+def test_each_kind_of_exchange_is_tried_before_the_first_step() -> None:
+    halves = Halves()
+    connected(halves).close()
+    assert halves.calls[:3] == ["first", "sum", "gather"]
+    wrong = Halves(factor=3.0)
+    with pytest.raises(RuntimeError, match="rank 0 of 2: an exchange between the group's devices gave wrong numbers"):
+        connected(wrong)
+    until(lambda: wrong.calls[-1] == "abort")
+
+
+def test_ranks_meet_and_get_the_id_of_the_first() -> None:
+    words, broken = np.zeros(rendezvous_words(3), np.int64), np.zeros(1, np.int64)
+    found: dict[int, bytes | None] = {}
+
+    def meet(rank: int) -> None:
+        found[rank] = Rendezvous(words, rank, broken).meet(lambda: bytes([rank + 1]) * ID_BYTES)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 2, 1)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        if number < 2:
+            time.sleep(0.02)
+            assert not found, "a rank does not wait for the others"
+    for thread in threads:
+        thread.join(10.0)
+    assert found == dict.fromkeys(range(3), b"\1" * ID_BYTES)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_waits_for_a_rank_that_will_not_come(rank: int) -> None:
+    words, broken = np.zeros(rendezvous_words(2), np.int64), np.zeros(1, np.int64)
+    found: list[bytes | None] = []
+    waiting = threading.Thread(target=lambda: found.append(Rendezvous(words, rank, broken).meet(lambda: bytes(ID_BYTES))))
+    waiting.start()
+    time.sleep(0.02)
+    assert waiting.is_alive()
+    broken[0] = 1
+    waiting.join(10.0)
+    assert found == [None]
+
+
+class Function:
+    """Stands in for a function of a C library: notes what it is given, converted as ctypes would, and returns `code`."""
+
+    def __init__(self, code: Any = 0, fill: Callable[..., None] = lambda *given: None) -> None:
+        self.code, self.fill, self.given = code, fill, list[tuple[Any, ...]]()
+        self.argtypes: tuple[Any, ...] = ()
+        self.restype: Any = None
+
+    def __call__(self, *given: Any) -> Any:
+        assert len(given) == len(self.argtypes)
+        for value, kind in zip(given, self.argtypes, strict=True):
+            kind.from_param(value)  # raises for what the function does not take
+        self.fill(*given)
+        self.given.append(given)
+        return self.code
+
+
+class Library(SimpleNamespace):
+    """Stands in for libnccl. Its communicators have the address 77."""
+
+    def __init__(self) -> None:
+        names = ("ncclCommAbort", "ncclAllReduce", "ncclAllGather", "ncclBroadcast")
+        super().__init__(**{name: Function() for name in names})
+        self.ncclGetVersion = Function(fill=lambda code: setattr(code._obj, "value", 22907))
+        self.ncclGetUniqueId = Function(fill=lambda group_id: setattr(group_id._obj, "internal", b"an id"))
+        self.ncclCommInitRank = Function(fill=lambda made, *_: setattr(made._obj, "value", 77))
+        self.ncclGetErrorString = Function(b"unhandled system error")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=55))
+    return Library()
+
+
+def test_nccl_is_given_addresses_counts_types_and_the_stream(library: Library) -> None:
+    calls = nccl.Nccl(library)
+    assert calls.version() == (2, 29, 7)
+    assert calls.new_id() == b"an id".ljust(ID_BYTES, b"\0")
+    group = calls.connect(b"an id".ljust(ID_BYTES, b"\0"), 1, 4)
+    _, size, group_id, rank = library.ncclCommInitRank.given[0]
+    assert (size, group_id.internal, rank) == (4, b"an id", 1)
+    x, out = torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(4, 3, 5, dtype=torch.bfloat16)
+    group.sum(x)
+    group.share_first(x.float())
+    group.gather(x, out)
+    group.abort()
+
+    def given(name: str) -> list[Any]:
+        return [value.value if isinstance(value, ctypes.c_void_p) else value for value in getattr(library, name).given[0]]
+
+    assert given("ncclAllReduce") == [x.data_ptr(), x.data_ptr(), 15, 9, 0, 77, 55]
+    assert given("ncclBroadcast")[2:] == [15, 7, 0, 77, 55]
+    assert given("ncclAllGather") == [x.data_ptr(), out.data_ptr(), 15, 9, 77, 55]
+    assert given("ncclCommAbort") == [77]
+
+
+def test_an_error_of_nccl_names_the_call_and_what_it_says(library: Library) -> None:
+    library.ncclCommInitRank.code = 2
+    with pytest.raises(nccl.NcclError, match=r"ncclCommInitRank: unhandled system error \(2\); NCCL_DEBUG=INFO tells more"):
+        nccl.Nccl(library).connect(bytes(ID_BYTES), 0, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is CUDA there is NCCL")
+def test_without_nccl_the_error_says_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "LIBRARY", "libnccl-that-is-not-there.so.2")
+    with pytest.raises(nccl.NcclError, match="models cannot be split over GPUs without NCCL: libnccl-that-is-not-there"):
+        nccl.nccl()
