@@ -24,8 +24,9 @@ from engine.cuda.model import CudaModel
 from engine.cuda.nccl import NcclError, nccl
 from engine.cuda.ops import CudaOps
 from engine.cuda.ranks import connect
-from engine.cuda.share import CudaShare
+from engine.cuda.share import CudaShare, ShareLinks
 from engine.cuda.sink import DeviceSink
+from engine.cuda.stages import DeviceStages
 from engine.host.process import num_cores
 from engine.host.weight_decoder import weight_decoder
 from engine.memory import handles
@@ -177,29 +178,36 @@ class CudaBackend:
     def split_model(
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> CudaShare:
-        """Implements SplitsModels.split_model. Waits until the shares of all ranks are loaded. The result is a new object at each
-        load, because graphs hold addresses of the connection. Raises GroupBroken, UnsupportedModel for a pipeline or if there is no
-        NCCL, and RuntimeError if the devices cannot exchange anything."""
-        if region.num_stages > 1:
-            raise UnsupportedModel(CONFIG_NAME, None, "parallel: pipeline is not built for cuda devices")
+        """Implements SplitsModels.split_model. Waits until the other shares of the same layers are loaded. The result is a new
+        object at each load, because graphs hold addresses of the connection. Raises GroupBroken, UnsupportedModel if NCCL is needed and
+        there is none, and RuntimeError if the devices cannot exchange anything."""
         known = self._models.pop(spec.model, None)
         if known is not None:
             known[1].drop_graphs()
-        try:
-            connects = self._connects or nccl()
-        except NcclError as error:
-            raise UnsupportedModel(CONFIG_NAME, None, f"parallel: {error}") from None
         with self._on_load_stream():
-            place = (region.stage_rank, region.stage_size, region.broken, self.memory.arena.device)
-            ranks = connect(connects, region.rendezvous, *place)
+            links = self._links(spec, shape, region)
             try:
-                sizes = (self._options.block_tokens, ranks, MAX_GRAPH_ROWS if self.memory.arena.is_cuda else 0)
+                sizes = (self._options.block_tokens, links, MAX_GRAPH_ROWS if self.memory.arena.is_cuda else 0)
                 share = CudaShare(self._ops, spec, shape, weights, kv_memory, *sizes)
                 share.warm()
             except BaseException:
-                ranks.close()
+                links.close()
                 raise
         return share
+
+    def _links(self, spec: LoadModel, shape: ModelShape, region: GroupRegion) -> ShareLinks:
+        """Connects a share with the others of its group."""
+        device, ranks, stages = self.memory.arena.device, None, None
+        if region.stage_size > 1:
+            try:
+                connects = self._connects or nccl()
+            except NcclError as error:
+                raise UnsupportedModel(CONFIG_NAME, None, f"parallel: {error}") from None
+            ranks = connect(connects, region.rendezvous, region.stage_rank, region.stage_size, region.broken, device)
+        if region.num_stages > 1:
+            width, dtype = shape.hidden_size, getattr(torch, spec.dtype)
+            stages = DeviceStages(region.new_link(), region.new_link(), width, dtype, device)
+        return ShareLinks(ranks, stages, region.broken)
 
     @contextmanager
     def _on_load_stream(self) -> Iterator[None]:

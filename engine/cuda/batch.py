@@ -6,7 +6,7 @@ with one new token come first: row r's token is token r for r below num_decode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +56,14 @@ class DeviceAdapters(BatchAdapters):
 class DeviceBatch:
     """The inputs of one step. num_decode: number of rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper
     bound, while the groups' `work` has the pieces of the actual decode rows. slots, contexts [R] int32: each row's slot, and its
-    number of positions stored after this step. layer_places: for each layer, its group and its place in that group. token_rows [T]:
-    the row of each token. firsts, starts [R]: each row's number of positions before this step, and the index of its first token in
-    the step. layer_inputs, adapters: as in StepBatch."""
+    number of positions stored after this step. layer_places: for each layer that is computed here, its group and its place in that
+    group. token_rows [T]: the row of each token. firsts, starts [R]: each row's number of positions before this step, and the index
+    of its first token in the step. layer_inputs, adapters: as in StepBatch."""
 
     input_ids: Tensor  # [T]
     num_decode: int
     groups: list[DeviceGroup]
-    layer_places: Sequence[tuple[int, int]]
+    layer_places: Mapping[int, tuple[int, int]]
     slots: Tensor
     contexts: Tensor
     tiles: QueryTiles | None

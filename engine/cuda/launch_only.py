@@ -14,7 +14,8 @@ from engine.cuda.kernels import linear_choice, triton_linear
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.cuda.ranks import DeviceRanks
-from engine.cuda.share import CudaShare
+from engine.cuda.share import CudaShare, ShareLinks
+from engine.cuda.stages import DeviceStages
 from engine.memory import mappings
 from engine.ops.ops import Matrix, PackedMatrix
 from engine.protocol import LoadModel
@@ -80,6 +81,13 @@ class NoRanks(DeviceRanks):
         self.rank, self.size, self._alone = 0, size, True
 
 
+class NoStages(DeviceStages):
+    """The stages of a share whose steps pass nothing on."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self._width, self._dtype, self._device, self._alone = width, dtype, torch.device("cpu"), True
+
+
 def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> CudaModel:
     """Returns a model, or a share of one, whose steps launch the kernels of the real model's steps and compute nothing. spec: only
     its dtypes and limits are used."""
@@ -87,4 +95,8 @@ def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> 
     arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
     weights: Any = AddressRange(weights_bytes(shape, spec.dtype, FORMATS[spec.quantize]))
     parts = (LaunchOnlyOps(), spec, shape, weights, arena.all, block_tokens)
-    return CudaModel(*parts) if shape.split is None else CudaShare(*parts, NoRanks(shape.split.size))
+    if (split := shape.split) is None:
+        return CudaModel(*parts)
+    ranks = NoRanks(split.size) if split.size > 1 else None
+    stages = NoStages(shape.hidden_size, getattr(torch, spec.dtype)) if split.num_stages > 1 else None
+    return CudaShare(*parts, ShareLinks(ranks, stages, np.zeros(1, np.int64)))

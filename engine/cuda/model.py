@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts.ranks import Ranks
+from engine.contracts.stages import Stages
 from engine.contracts.steps import Launched, NoWorkSpace, StepResult
 from engine.cuda.adapters import DeviceAdapterMemory
 from engine.cuda.batch import DeviceBatch, DeviceGroup, QueryTiles
@@ -134,8 +135,8 @@ class CudaModel:
 
     arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to this many rows run as graphs; 0: none do.
     max_graph_tokens: the same limit for the tokens of steps with prompt chunks. prepare_adapters: compiles the kernels of adapters;
-    called in the thread that reads one. ranks: for a share of a split model (engine/cuda/share.py), the connection to the other
-    shares; None: the model is whole."""
+    called in the thread that reads one. ranks, stages: for a share of a split model (engine/cuda/share.py), the connections to the
+    other shares of its layers and to the stages with other layers; None: there are none."""
 
     def __init__(
         self,
@@ -149,8 +150,9 @@ class CudaModel:
         max_graph_tokens: int = 0,
         prepare_adapters: Callable[[], None] = lambda: None,
         ranks: Ranks | None = None,
+        stages: Stages | None = None,
     ) -> None:
-        self._ops, self._ranks = ops, ranks
+        self._ops, self._ranks, self._stages = ops, ranks, stages
         self.name, self.vocab_size, self.weights_bytes, self.shape = spec.model, shape.vocab_size, weights.num_bytes, shape
         self.embeds = bool(shape.pooling)
         self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
@@ -181,7 +183,8 @@ class CudaModel:
             num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // decode_programs(shape, dims[1]))
             self._memory.append(DeviceGroupMemory(*kv, turning, group.reach, group.block_tokens, num_pieces))
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
-        self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_computed_layers))
+        own = (*shape.own_layers, *range(shape.num_layers, shape.num_computed_layers))
+        self._layer_places = {layer: places[shape.kv_layer(layer)] for layer in own}
         self._staging, self._free_marks = Staging(self._device), list[_Marks]()
         self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
         self._edited = EditedSampling(self.vocab_size, spec.max_sequences, self._sequences.last_ids)
@@ -338,6 +341,8 @@ class CudaModel:
         }
         step = ExtendStep(columns, 0, 1, 1)
         hidden, kept = self._forward(step)
+        if not self.embeds and not self._loaded().makes_logits:
+            return
         sent = self._staging.send(padding_columns(1, self._sequences.num_slots))
         self._draw(hidden, sent, sent["slots"])
         if self._predicting is not None and kept is not None:
@@ -458,7 +463,7 @@ class CudaModel:
 
     def _built(self) -> CausalLM[DeviceBatch]:
         held = Weights(self.shape, self._dtype_name, self._weights, self._format, self.expert_counts)
-        return build_model(self._ops, self.shape, held, self._ranks)
+        return build_model(self._ops, self.shape, held, self._ranks, self._stages)
 
     def release(self) -> None:
         """Unmaps the weights, and removes all adapters. Idempotent; until `restore` any step raises RuntimeError."""

@@ -11,7 +11,8 @@ Shapes: R rows, N sampling rows, V vocabulary, W width.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from engine.cuda.graphs import DecodeGraphs, StepOutputs, destroy_dropped, graph
 from engine.cuda.model import CudaModel, with_prompts
 from engine.cuda.ops import CudaOps
 from engine.cuda.ranks import DeviceRanks
+from engine.cuda.stages import DeviceStages
 from engine.grammar.row_masks import RowMasks
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel
@@ -39,9 +41,61 @@ MAX_PADDED_ROWS = LOGITS_ROWS  # decode steps of more rows are not padded, and h
 Logits = Callable[[Tensor], Tensor]  # [n, W] -> [n, V]
 
 
+class ShareLinks:
+    """A share's connections to the other shares. ranks: to those of the same layers; None: there are none. stages: to those of
+    other layers; None: there are none. broken [1]: not 0 once the group has lost a device; other code writes it."""
+
+    def __init__(self, ranks: DeviceRanks | None, stages: DeviceStages | None, broken: LongArray) -> None:
+        self.ranks, self.stages, self._broken = ranks, stages, broken
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds for which the host has waited for other stages in all."""
+        return 0.0 if self.stages is None else self.stages.waited_s
+
+    def count(self, num_tokens: int) -> None:
+        """Tells the connection to other stages how many rows of the next step are not padding."""
+        if self.stages is not None:
+            self.stages.count(num_tokens)
+
+    def check(self) -> None:
+        """Raises GroupBroken if the group has lost a device."""
+        if self.ranks is not None:
+            self.ranks.check()
+        if self._broken[0]:
+            raise GroupBroken("the group has lost a device")
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Returns a context in which a graph may be replayed, as DeviceRanks.launching does."""
+        with nullcontext() if self.ranks is None else self.ranks.launching():
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Returns a context in which nothing is exchanged or passed on (DeviceRanks.alone)."""
+        with ExitStack() as stack:
+            for one in (self.ranks, self.stages):
+                if one is not None:
+                    stack.enter_context(one.alone())
+            yield
+
+    def close(self) -> None:
+        """Has everything ended that is under way between the shares, and lets nothing else begin. Idempotent."""
+        for one in (self.ranks, self.stages):
+            if one is not None:
+                one.close()
+
+    def wait_closed(self) -> None:
+        """Waits after `close` as DeviceRanks.wait_closed does."""
+        if self.ranks is not None:
+            self.ranks.wait_closed()
+
+
 class CudaShare(CudaModel):
     """One rank's share of a decoder (an engine.contracts.steps.SplitModel) on a GPU, or on the CPU with interpreted kernels (for
-    tests). Parameters as in CudaModel. kv_memory: uint8, the memory of the share's KV, in which block numbers count from 0."""
+    tests). Parameters as in CudaModel. kv_memory: uint8, the memory of the share's KV, in which block numbers count from 0. links:
+    its connections to the other shares. A share of a pipeline has no graphs, because the host waits within its steps."""
 
     def __init__(
         self,
@@ -51,24 +105,26 @@ class CudaShare(CudaModel):
         weights: WeightRange,
         kv_memory: Tensor,
         block_tokens: int,
-        ranks: DeviceRanks,
+        links: ShareLinks,
         max_graph_rows: int = 0,
     ) -> None:
-        super().__init__(ops, spec, shape, weights, kv_memory, block_tokens, ranks=ranks)
-        self._links = ranks
-        self.graphs = DecodeGraphs(
-            self._decode, self._staging, self._device, min(max_graph_rows, MAX_PADDED_ROWS), warming=ranks.alone
-        )
+        super().__init__(ops, spec, shape, weights, kv_memory, block_tokens, ranks=links.ranks, stages=links.stages)
+        self._links = links
+        graph_limit = min(max_graph_rows, MAX_PADDED_ROWS) if links.stages is None else 0
+        self.graphs = DecodeGraphs(self._decode, self._staging, self._device, graph_limit, warming=links.alone)
         num_rows = min(graph_rows(spec.max_sequences), MAX_PADDED_ROWS)
         # one memory for the graphs of all sizes; the logits of steps without a graph, too, are left there
-        self._logits = torch.empty(num_rows, self.vocab_size, dtype=getattr(torch, spec.dtype), device=self._device)
+        width = self.vocab_size if self._loaded().makes_logits else 0
+        self._logits = torch.empty(num_rows, width, dtype=getattr(torch, spec.dtype), device=self._device)
 
     # ---- steps
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Implements HostedModel.execute. All ranks run the step, the others by `follow`. Raises GroupBroken."""
+        waited_s = self._links.waited_s
         result = self.launch(plan, table, masks).wait()
         self._links.check()
+        result.seconds -= self._links.waited_s - waited_s
         return result
 
     @torch.inference_mode()
@@ -101,6 +157,8 @@ class CudaShare(CudaModel):
         self._update(plan, table)
         owed = owed_prompt_rows(plan, table)
         hidden, num_sampling, logits = self._begin(plan, table, None if owed is None else owed.tokens)
+        if not self._loaded().makes_logits:
+            return
         for first, end in ((0, num_sampling), (num_sampling, num_sampling + (0 if owed is None else len(owed.tokens)))):
             for at in range(first, end, LOGITS_ROWS):
                 logits(hidden[at : min(at + LOGITS_ROWS, end)])
@@ -120,6 +178,7 @@ class CudaShare(CudaModel):
         sampling rows first; N; and a function that all ranks call for parts of up to LOGITS_ROWS of them, in order: first of the
         sampling rows, then of the others."""
         num_sampling, num_tokens = int(plan.samples.sum()), int(plan.num_new.sum())
+        self._links.count(num_tokens)
         padded = graph_rows(num_tokens)
         if also is not None or num_sampling < num_tokens or padded > min(MAX_PADDED_ROWS, len(self._logits)):
             hidden, _ = self._forward(extend_step(plan, table, self.tile_tokens, also))
@@ -136,10 +195,13 @@ class CudaShare(CudaModel):
         """Computes a decode step of R rows up to its logits, which it leaves in self._logits. It may run while a graph is
         captured."""
         hidden, _ = self._computed(self._decode_batch(columns, adapted), None)
+        nothing_drawn = torch.empty(2, 0, dtype=torch.int32, device=self._device)
+        if not self._loaded().makes_logits:
+            return StepOutputs(nothing_drawn, hidden)
         for first in range(0, len(hidden), LOGITS_ROWS):
             part = self._loaded().logits(hidden[first : first + LOGITS_ROWS])
             self._logits[: len(part)].copy_(part[: len(self._logits)])
-        return StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), hidden)
+        return StepOutputs(nothing_drawn, hidden)
 
     # ---- kernels and graphs
 

@@ -7,7 +7,9 @@ exchange of the step, because the leader may write again then.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,8 @@ class GroupRegion:
     broken [1] int64: not 0 once the group is broken. rank: the member's rank. stage_rank: the member's number among the members of
     its pipeline stage. stage_size: how many members its stage has. ranks uint8: the memory through which the members of its stage
     exchange their parts (engine/host/rank_memory.py). rendezvous: where the members of its stage meet. link: its connection to the
-    other stages; None: there is one stage. table: the model's sequences, without `params`, which only the leader has."""
+    other stages; None: there is one stage. new_link: makes another such connection. table: the model's sequences, without `params`,
+    which only the leader has."""
 
     def __init__(self, exchange: Exchange, group: Group, sizes: RegionSizes) -> None:
         parts, num_bytes = region_layout(sizes)
@@ -46,10 +49,9 @@ class GroupRegion:
         stage = division.stage_of(group.rank)
         self.ranks: npt.NDArray[np.uint8] = arrays["ranks"][stage]
         self.rendezvous = Rendezvous(arrays["rendezvous"][stage], self.stage_rank, self.broken)
-        self.link: StageLink | None = None
-        if sizes.num_stages > 1:
-            own_memory = arrays["stages"][self.stage_rank]
-            self.link = StageLink(own_memory, stage, sizes.num_stages, sizes.handed_bytes, self.broken)
+        own_memory, of_stages = arrays["stages"][self.stage_rank], (stage, sizes.num_stages, sizes.handed_bytes, self.broken)
+        self.new_link: Callable[[], StageLink] = partial(StageLink, own_memory, *of_stages)
+        self.link = self.new_link() if sizes.num_stages > 1 else None
         self._num_plans = 0  # number of plans that this member has posted or read
         self._plans: LongArray = arrays["plans"]
         self._slots: IntArray = arrays["plan_slots"]

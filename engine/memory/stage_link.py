@@ -25,7 +25,9 @@ _SLEEP_S = 0.02  # a sleeping stage looks this often whether the group is broken
 
 
 class StageLink:
-    """One device's connection to the stages before and after its own. Only one thread may use it at a time."""
+    """One device's connection to the stages before and after its own. Only one thread may use it at a time. If one thread takes and
+    another one sends, each has a connection of its own. waited_s: the seconds that `take` has waited in all. handed_bytes: bytes of
+    the states of one step."""
 
     def __init__(self, memory: Bytes, stage: int, num_stages: int, handed: int, broken: LongArray) -> None:
         """memory: the part of the stage memory that belongs to this device and those with the same number in the other stages.
@@ -36,7 +38,7 @@ class StageLink:
         lines, self._places = pieces[:, :LINE_BYTES], pieces[:, LINE_BYTES:].reshape(num_stages - 1, num_stages, handed)
         self._lines = [line.view(np.int64) for line in lines]
         self._num_taken = self._num_sent = 0
-        self.waited_s = 0.0
+        self.waited_s, self.handed_bytes = 0.0, handed
         self._fence = Fence()
 
     def take(self) -> Bytes | None:

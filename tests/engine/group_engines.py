@@ -10,7 +10,7 @@ from engine.exchange import RegionSizes
 from engine.protocol import Configure, Evicted, EvictModel, Group, LoadDone
 from tests.engine.engine_process import EngineProcess, Node, load_message, submit_message
 
-HANDED_BYTES = 64  # of the states of a step, of which null models have none
+HANDED_BYTES = 16 << 10  # of the states of a step of a tiny model
 LEASE = 16  # chunks, of 64; a model has 4 of weights and 4 of KV
 
 

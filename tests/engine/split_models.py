@@ -26,7 +26,8 @@ from engine.cpu.recording.program import Scratch
 from engine.cpu.stages import SharedStages
 from engine.cuda.ops import CudaOps
 from engine.cuda.ranks import DeviceRanks, connect
-from engine.cuda.share import CudaShare
+from engine.cuda.share import CudaShare, ShareLinks
+from engine.cuda.stages import DeviceStages
 from engine.grammar.row_masks import RowMasks
 from engine.host.rank_memory import rank_memory_bytes
 from engine.host.rendezvous import Rendezvous, rendezvous_words
@@ -47,7 +48,7 @@ from loader.work_space import handed_bytes
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
 from tests.engine.gloo import Gloo
 from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_LAYERS, GEMMA4_ROPE, MAX_LEN, make_table, plan, put
-from tests.engine.rank_processes import BUFFER_BYTES, Rank
+from tests.engine.rank_processes import BUFFER_BYTES, STAGE_BYTES, Rank
 from tests.kernel_cache import CACHE_DIR
 from tests.loader import fp8, gptq, int4
 from tests.loader.checkpoints import write_checkpoint
@@ -325,14 +326,22 @@ def _model(
 
 
 def _gpu_share(own: Rank, shape: ModelShape, dtype: str, weights: WeightRange, quantize: str) -> CudaShare:
-    words = own.stages[: 8 * rendezvous_words(own.size)].view(np.int64)
-    where = (own.rank, own.size, own.broken)
-    ranks = connect(Gloo(), Rendezvous(words, own.rank, own.broken), *where, torch.device("cpu"))
+    assert shape.split is not None
+    division, device = shape.split.division, torch.device("cpu")
+    size, stage, ranks, stages = division.stage_size, division.stage_of(own.rank), None, None
+    if size > 1:
+        all_words, num_words = own.stages[-STAGE_BYTES // 2 :].view(np.int64), rendezvous_words(size)
+        words, rank = all_words[stage * num_words : (stage + 1) * num_words], own.rank % size
+        ranks = connect(Gloo(), Rendezvous(words, rank, own.broken), rank, size, own.broken, device)
+    if division.num_stages > 1:
+        taking, sending = (_link(own, shape, dtype, division) for _ in range(2))
+        stages = DeviceStages(taking, sending, shape.hidden_size, getattr(torch, dtype), device)
+    links = ShareLinks(ranks, stages, own.broken)
     spec = LoadModel(1, "m", "", dtype, "", weights.num_chunks, 0, 0, MAX_LEN, SLOTS, [1], quantize=quantize)
     kv_memory = torch.full((KV_BYTES,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
     if (before := own.kept.get("share")) is not None:
         before._links.close()
-    own.kept["share"] = share = CudaShare(CudaOps(CACHE_DIR), spec, shape, weights, kv_memory, BLOCK_TOKENS, ranks)
+    own.kept["share"] = share = CudaShare(CudaOps(CACHE_DIR), spec, shape, weights, kv_memory, BLOCK_TOKENS, links)
     return share
 
 
@@ -346,12 +355,16 @@ def _joins(
         num_bytes = rank_memory_bytes(size, BUFFER_BYTES)
         ranks = SharedRanks(ops, own.rank % size, size, own.broken, own.memory[stage * num_bytes : (stage + 1) * num_bytes])
     if division.num_stages > 1:
-        handed = handed_bytes(shape, dtype, MAX_LEN)
-        num_bytes = stage_memory_bytes(1, division.num_stages, handed)
-        memory = own.stages[own.rank % size * num_bytes :][:num_bytes]
-        link = StageLink(memory, stage, division.num_stages, handed, own.broken)
-        stages = SharedStages(link, shape.hidden_size, getattr(torch, dtype))
+        stages = SharedStages(_link(own, shape, dtype, division), shape.hidden_size, getattr(torch, dtype))
     return ranks, stages
+
+
+def _link(own: Rank, shape: ModelShape, dtype: str, division: Division) -> StageLink:
+    """Returns a connection of a rank to the stages before and after its own."""
+    handed = handed_bytes(shape, dtype, MAX_LEN)
+    num_bytes = stage_memory_bytes(1, division.num_stages, handed)
+    memory = own.stages[own.rank % division.stage_size * num_bytes :][:num_bytes]
+    return StageLink(memory, division.stage_of(own.rank), division.num_stages, handed, own.broken)
 
 
 def _wait_for_leader(own: Rank, how: How, step: int) -> None:

@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU"),
 ]
 
+STAGES = How(gpu=True, few_steps=True, num_stages=2)
 GPU, SOME_EXPERTS = How(gpu=True, few_steps=True), How(gpu=True, few_steps=True, expert_parts=2)
 
 
@@ -54,6 +55,17 @@ def test_logits_are_those_of_one_device(two: RankGroup, family: str) -> None:
 @pytest.mark.parametrize("family", WITH_SOME_EXPERTS)
 def test_each_rank_may_have_some_of_the_experts(two: RankGroup, family: str) -> None:
     check_logits(two, family, (SOME_EXPERTS, SOME_EXPERTS))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3.5", "gpt-oss"])
+def test_layers_may_be_divided_among_stages(two: RankGroup, family: str) -> None:
+    check_logits(two, family, (STAGES, STAGES))
+
+
+def test_the_layers_of_a_stage_may_be_divided_too() -> None:
+    four = RankGroup(4)
+    check_logits(four, "llama-biases", (STAGES,) * 4)
+    four.close()
 
 
 def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path: Path) -> None:
@@ -102,7 +114,7 @@ class Asked:
 
 def test_engines_that_compute_as_on_gpus_share_a_model(tmp_path: Path) -> None:
     """Two engines say together what one says alone, before and after an eviction. When one dies, the other one goes on."""
-    path = str(make_model(tmp_path / "a", seed=1, hidden_size=64, num_hidden_layers=1))
+    path = str(make_model(tmp_path / "a", seed=1, hidden_size=64, num_hidden_layers=2))
     configure = Configure("cuda:0", 96, 64 << 10, 1 << 20, 64, 16, 10.0, 1, cache_dir=CACHE_DIR)
     limits = {"max_model_len": 64, "max_sequences": 8, "eos_token_ids": [], "weights_chunks": 8, "kv_reserved_chunks": 8}
     settings = {"fingerprint": scan_one(Path(path)).fingerprint}
@@ -111,34 +123,41 @@ def test_engines_that_compute_as_on_gpus_share_a_model(tmp_path: Path) -> None:
         engines.load_alone(path, "whole", 0, **settings)
         expected = Asked(engines, 0, "whole").answers()
         assert len({tuple(answer) for answer in expected}) > 1
-        for _ in range(2):
-            engines.load(path, "split", [0, 1], **settings)
+        for num_stages in (1, 2, 1):
+            engines.load(path, "split", [0, 1], num_stages=num_stages, **settings)
             assert Asked(engines, 0, "split").answers() == expected
             engines.evict("split")
         engines.load(path, "split", [0, 1], **settings)
-        engines.wait_tokens(0, engines.ask(0, "split", 50), 2)
+        engines.load(path, "layers", [0, 1], num_stages=2, **settings)
+        for model in ("split", "layers"):
+            engines.wait_tokens(0, engines.ask(0, model, 50), 2)
         engines.all[1].process.kill()
-        engines.node.exchange.break_group(engines.groups["split"][1][0])  # as the daemon does
+        for model in ("split", "layers"):
+            engines.node.exchange.break_group(engines.groups[model][1][0])  # as the daemon does
         assert Asked(engines, 0, "whole").answers() == expected
-        engines.evict("split", [0])
+        for model in ("split", "layers"):
+            engines.evict(model, [0])
     finally:
         engines.close()
 
 
 def main() -> None:
     """Computes all families over two and four ranks, with the experts divided in each way, and prints what differs most."""
-    for size, how in ((2, GPU), (2, SOME_EXPERTS), (4, GPU), (4, SOME_EXPERTS), (4, replace(SOME_EXPERTS, expert_parts=4))):
+    parts = ((2, GPU), (2, SOME_EXPERTS), (4, GPU), (4, SOME_EXPERTS), (4, replace(SOME_EXPERTS, expert_parts=4)))
+    for size, how in (*parts, (2, STAGES), (4, STAGES), (4, replace(STAGES, expert_parts=2))):
         group = RankGroup(size)
         for family in MIXTURES if how.expert_parts > 1 else FAMILIES:
+            title = f"{family}, {size} ranks, {how.expert_parts} parts of experts, {how.num_stages} stages"
             if why := slices.refusal(shape_of(family, "float32"), how.division(size)):
-                print(f"{family}, {size} ranks, {how.expert_parts} parts of experts: {why}", flush=True)
+                print(f"{title}: {why}", flush=True)
                 continue
             whole = on_one_device(group, family, "float32", few_steps=True)
             group.renew()
             every = group.run(logits_of_steps, family, "float32", [how] * size)
             group.renew()
-            worst = max(float(np.abs(own - other).max()) for logits, _ in every for own, other in zip(logits, whole, strict=True))
-            print(f"{family}, {size} ranks, {how.expert_parts} parts of experts: {worst:.1e}", flush=True)
+            heads = every[: size // how.num_stages]
+            worst = max(float(np.abs(own - other).max()) for logits, _ in heads for own, other in zip(logits, whole, strict=True))
+            print(f"{title}: {worst:.1e}", flush=True)
             assert worst < FLOAT32_TOLERANCE
         group.close()
 
