@@ -2,58 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from msgspec.structs import replace
+from collections.abc import Iterable, Mapping, Sequence
 
 from config.schema import ModelConfig, ParallelConfig
 
 AUTO = "auto"  # the fewest devices that hold the model
 MOST_RANKS = 64
-KINDS = ("cpu",)  # kinds of devices over which models are split
+KINDS = ("cpu", "cuda")  # kinds of devices over which models are split, each model over devices of one kind
+KINDS_WITH_STAGES = frozenset({"cpu"})  # those over which layers are divided, too (pipeline)
 SPECULATORS = ("auto", "none", "prompt-lookup")  # allowed for a split model, where auto means prompt lookup
 
 
 def num_ranks(settings: ModelConfig) -> int:
     """Returns the number of devices over which the settings split the model. It is 1 for a whole model, and for parallel = "auto",
-    in whose place `split_over` puts a division."""
+    which stands for a division that is found later."""
     return how.num_devices if isinstance(how := settings.parallel, ParallelConfig) else 1
 
 
-def fit_for_shares(settings: ModelConfig, devices: Sequence[str]) -> list[str]:
-    """Returns the names of the devices over which the model may be split: those that its settings allow (all if they name none), as
-    far as they are cpu devices. devices: names of the node's devices."""
-    return [name for name in settings.devices or devices if name.partition(":")[0] in KINDS]
+def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns kind -> names of devices, for the kinds over which models are split. names: of any devices."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if (kind := name.partition(":")[0]) in KINDS:
+            found.setdefault(kind, []).append(name)
+    return found
 
 
-def split_over(settings: ModelConfig, devices: Sequence[str], how: ParallelConfig) -> ModelConfig:
-    """Returns a model's settings with `how` in place of parallel = "auto". Its `devices` keeps only devices of the kinds over which
-    models can be split (cpu). devices: names of the node's devices."""
-    named = fit_for_shares(settings, devices) if settings.devices else []
-    return replace(settings, parallel=how, devices=named)
+def refused_kinds(settings: ModelConfig) -> dict[str, str]:
+    """Returns kind of devices -> why a model with these settings is not split over such devices; kinds without a reason are left
+    out."""
+    reasons = {}
+    if settings.kv_cache_dtype != "auto":
+        reasons["cpu"] = f"kv_cache_dtype = {settings.kv_cache_dtype!r} is not built for cpu devices"
+    if isinstance(how := settings.parallel, ParallelConfig) and how.pipeline > 1:
+        reasons |= {kind: f"pipeline is not built for {kind} devices" for kind in KINDS if kind not in KINDS_WITH_STAGES}
+    return reasons
 
 
-def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
+def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str, str] | None = None) -> str:
     """Returns why a model cannot be split over devices as its settings ask, or "" if it can or is not split. devices: names of the
-    node's devices."""
+    node's devices. refused: kind of devices -> why the model's files do not allow that kind."""
     ranks = num_ranks(settings)
     if ranks == 1:
         return ""
     if settings.isolate:
         return "does not go with isolate = true: an isolated model has a part of one device"
-    if settings.kv_cache_dtype != "auto":
-        return f"does not go with kv_cache_dtype = {settings.kv_cache_dtype!r}: it is for cuda devices, and models are split on cpu"
     if settings.speculator not in SPECULATORS:
         return f"does not go with speculator = {settings.speculator!r}: allowed beside it are {', '.join(SPECULATORS)}"
-    if others := [name for name in settings.devices if name.partition(":")[0] not in KINDS]:
-        return f"models are split on cpu devices so far, and devices names {others[0]}"
     if ranks > MOST_RANKS:
         return f"{_asked(settings)} asks for {ranks} devices; a model is split over {MOST_RANKS} at most"
-    where = fit_for_shares(settings, devices)
-    if len(where) < ranks:
-        has = f"devices names {', '.join(where)}" if settings.devices else f"the node has {', '.join(where) or 'no cpu device'}"
-        return f"{_asked(settings)} needs {ranks} cpu devices, and {has}"
-    return ""
+    reasons = refused_kinds(settings) | dict(refused or {})
+    kinds, why = [kind for kind in KINDS if kind not in reasons], "; ".join(reasons.values())
+    if not kinds:
+        return f"{_asked(settings)} is possible on no kind of device: {why}"
+    there = by_kind(settings.devices or devices)
+    if any(len(there.get(kind, ())) >= ranks for kind in kinds):
+        return ""
+    needed = f"{ranks} devices of one kind" if len(kinds) > 1 else f"{ranks} {kinds[0]} devices"
+    has = f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(devices) or 'none'}"
+    return f"{_asked(settings)} needs {needed}{f' ({why})' if why else ''}, and {has}"
 
 
 def _asked(settings: ModelConfig) -> str:

@@ -23,8 +23,8 @@ def problem(settings: ModelConfig) -> str:
     return ""
 
 
-def number(settings: ModelConfig, num_devices: int, num_ranks: int) -> int:
-    """Returns the most replicas (whole copies) that the model may have, each on devices of its own; at least 1. num_devices: the
-    number of devices on which it may be. num_ranks: the number of devices over which each replica is split."""
-    most = max(1, num_devices // num_ranks)
+def number(settings: ModelConfig, num_places: int) -> int:
+    """Returns the most replicas (whole copies) that the model may have, each on devices of its own; at least 1. num_places: the
+    number of devices, or of groups of devices if it is split, on which it may be at once."""
+    most = max(1, num_places)
     return most if settings.replicas == AUTO else min(int(settings.replicas), most)

@@ -27,14 +27,18 @@ ADAPTER_BYTES, ADAPTER_TOKENS = 4 * 4 * 256, 512
 DRAFT_BYTES = 512
 # cuBLAS's work space, 32 MiB for each stream and thread: for steps, for captures, and for two loads at a time
 LIBRARY_BYTES = 128 << 20
+# Memory that NCCL takes on each device of a group for one communicator: its channels' buffers, and its kernels. An assumption until
+# it is measured. It is counted once a device, however many split models the device has a share of.
+COMMUNICATOR_BYTES = 512 << 20
 # Buffers that packed weights pass through, and as many again while their speed is measured (engine/cuda/frames.py).
 PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES)
 
 
 def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
     """Returns an upper bound of the bytes that one step allocates on a GPU besides weights and KV; 0 for encoders, which GPUs do
-    not serve. max_num_batched_tokens, max_sequences: most tokens and sequences of a step. Memory that a loaded model keeps between
-    steps (block tables, graphs) is not included: it comes from the memory that the default budget leaves free."""
+    not serve. shape: a model's, or that of a device's share. max_num_batched_tokens, max_sequences: most tokens and sequences of a
+    step. Memory that a loaded model keeps between steps (block tables, graphs) is not included: it comes from the memory that the
+    default budget leaves free. What a share keeps for its exchange with other devices is included."""
     if shape.is_encoder:
         return 0
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size
@@ -54,6 +58,8 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
         # some queries in the latents' space, and their sums
         absorbed = min(tokens, max(LATENT_TOKENS, max_sequences)) * shape.num_heads * (latent.token_values + latent.rank)
         attention = (tokens * by_token + absorbed) * item + pieces
+    if shape.whole_width_norms and shape.split is not None:  # queries in float32, as they are and divided
+        attention += tokens * 2 * query * 4
     if shape.gated_attention:  # queries with their gates, and the attention output that the gates multiply
         attention += tokens * (2 * query + 2 * key + query) * item
     attention += tokens * keys_as_values(shape) * item
@@ -64,7 +70,7 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
         attention += tokens * max(hidden, query) * item
         mlp += tokens * max(hidden, shape.widest_inner_size) * item
     rows = min(LOGITS_ROWS, max(1, max_sequences))
-    logits = rows * (shape.vocab_size * item + hidden * item) + sampling_bytes(rows, shape.vocab_size)
+    logits = rows * (_logits_values(shape) + hidden) * item + sampling_bytes(rows, shape.vocab_size)
     logits += edited_bytes(min(rows, EDITED_ROWS), shape)
     if shape.eagle is not None:  # logits of the head's own tokens, too
         logits += rows * shape.eagle.draft_vocab_size * item
@@ -77,7 +83,20 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
         + LIBRARY_BYTES
         + PACKED_BYTES
         + held.load_bytes
+        + _exchange_bytes(shape, rows, item)
     )
+
+
+def _logits_values(shape: ModelShape) -> int:
+    """Returns how many numbers the logits of one row take: the whole vocabulary, and in a share of a model also the share's own
+    logits, and the parts of all shares as they arrive, one after the other."""
+    return shape.vocab_size if shape.split is None else shape.vocab_size // shape.split.size + 2 * shape.vocab_size
+
+
+def _exchange_bytes(shape: ModelShape, rows: int, item: int) -> int:
+    """Returns the bytes that a share of a model keeps for its exchange with the other devices: the communicator, and the logits of
+    `rows` rows; 0 for a whole model. item: bytes of an element of the model's dtype."""
+    return 0 if shape.split is None else COMMUNICATOR_BYTES + rows * shape.vocab_size * item
 
 
 def sampling_bytes(rows: int, vocab_size: int) -> int:

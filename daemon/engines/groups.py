@@ -111,7 +111,7 @@ class Groups:
         each device. message: the message for one member, to which its lease and its place in the group are added. form: how the
         model is divided. Raises OSError if there is no exchange memory, or no room in it."""
         if self._regions is None:
-            raise OSError("this node has fewer than two cpu devices to split a model over")
+            raise OSError("this node has no two devices of one kind to split a model over")
         leases = action.leases
         numbers = [self._regions.number(device) for device in leases]
         num_stages, of_model = form.division.num_stages, (message.max_sequences, message.max_model_len)

@@ -7,7 +7,7 @@ result is the same as with that setting.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -108,19 +108,23 @@ class Planner:
     def _search(self, name: str, settings: ModelConfig, whole: Plan, attempt: _Attempt) -> _Search:
         """Looks for the fewest devices over which the model can be split so that it fits. attempt: makes the plan for fixed
         settings. whole: the plan for one device, which does not hold the model."""
-        names = self._sizing.shared_names()
-        roomy = parallel.fit_for_shares(settings, names)
-        if len(roomy) < 2:
+        sizing, shape, names = self._sizing, whole.shape, self._sizing.shared_names()
+        most = max(map(len, parallel.by_kind(settings.devices or names).values()), default=0)
+        if most < 2:
             has = f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(names)}"
-            return _Search(why=f"splits over two or more {' or '.join(parallel.KINDS)} devices, and {has}")
-        if why := parallel.problem(parallel.split_over(settings, names, ParallelConfig(2)), names):
+            return _Search(why=f"splits over two or more devices of one kind, and {has}")
+        if why := sizing.why_not_split(_divided(settings, ParallelConfig(2)), shape):
             return _Search(why=why)
         largest, too_large, refused = None, ["1"], dict[str, list[str]]()
-        for number in range(2, min(len(roomy), parallel.MOST_RANKS) + 1):
-            if whole.facts.weights_bytes * _SHARES_AT_LEAST > self._sizing.largest_bytes(roomy, number):
+        for number in range(2, min(most, parallel.MOST_RANKS) + 1):
+            by_matrices = _divided(settings, ParallelConfig(number))
+            kinds = sizing.kinds(name, by_matrices, shape)
+            if not kinds:
+                break  # there are more devices of another kind only
+            if whole.facts.weights_bytes * _SHARES_AT_LEAST > sizing.largest_bytes(name, by_matrices, shape):
                 too_large.append(str(number))  # without computing a share's layout, which takes seconds for a very large model
                 continue
-            plan = attempt(parallel.split_over(settings, names, division_over(whole.shape, number)))
+            plan = attempt(_divided(settings, division_over(shape, number, kinds)))
             if isinstance(plan, str):
                 refused.setdefault(plan.removeprefix(f'models."{name}".parallel: '), []).append(str(number))
             elif plan.fits:
@@ -159,11 +163,18 @@ class Planner:
         return Plan(settings, shape, division_of(settings), dtype, speculator, facts, fits)
 
 
-def division_over(shape: ModelShape, num_devices: int) -> ParallelConfig:
-    """Returns how "auto" divides a model among this number of devices: by matrices; if that is impossible, by whole experts; if
-    that is impossible, too, by layers."""
-    kinds = (ParallelConfig(num_devices), ParallelConfig(expert=num_devices), ParallelConfig(pipeline=num_devices))
-    return next((how for how in kinds if not slices.refusal(shape, division(how))), kinds[0])
+def division_over(shape: ModelShape, num_devices: int, kinds: Collection[str]) -> ParallelConfig:
+    """Returns how "auto" divides a model among this number of devices of one kind: by matrices; if that is impossible, by whole
+    experts; if that is impossible, too, by layers, where one of the kinds allows it. kinds: the kinds of which there are so many
+    devices."""
+    ways = [ParallelConfig(num_devices), ParallelConfig(expert=num_devices)]
+    if not parallel.KINDS_WITH_STAGES.isdisjoint(kinds):
+        ways.append(ParallelConfig(pipeline=num_devices))
+    return next((how for how in ways if not slices.refusal(shape, division(how))), ways[0])
+
+
+def _divided(settings: ModelConfig, how: ParallelConfig) -> ModelConfig:
+    return msgspec.structs.replace(settings, parallel=how)
 
 
 def _no_number(too_large: list[str], refused: Mapping[str, list[str]]) -> str:

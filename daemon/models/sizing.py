@@ -6,6 +6,7 @@ Its functions expect settings that fix the number of devices over which a model 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -90,9 +91,12 @@ class Sizing:
         besides weights and work space holds, but at least max_model_len and at most max_sequences times max_model_len."""
         num_tokens = facts.kv_floor_tokens
         if settings.kv_floor_tokens is None:
-            budget_bytes, _ = self._budgets(facts.name, settings, shape)
-            left_bytes = budget_bytes - facts.weights_bytes - facts.work_space_bytes
             chunk_bytes, size = int(config.chunk_bytes), size_of(facts, int(config.chunk_bytes))
+            budgets = [budget_bytes for budget_bytes, _ in self._budgets_by_kind(facts.name, settings, shape)]
+            # of the kinds that hold the model, the one with the least room: no kind is ruled out by KV beyond what a request needs
+            roomy = [one for one in budgets if size.chunks + size.work_space_chunks <= one // chunk_bytes]
+            budget_bytes = min(roomy or budgets, default=0)
+            left_bytes = budget_bytes - facts.weights_bytes - facts.work_space_bytes
             # in whole chunks; one chunk is for blocks that cross the boundaries of chunks
             num_left = budget_bytes // chunk_bytes - size.weights_chunks - size.work_space_chunks - 1
             block_bytes = facts.kv_bytes_per_token * config.block_tokens
@@ -104,8 +108,8 @@ class Sizing:
         return replace(facts, kv_floor_tokens=num_tokens, kv_reserved_bytes=kv_reserved_bytes)
 
     def fits(self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape) -> bool:
-        """Returns whether an empty device where the model may live, or as many of them as it is split over, has enough memory for
-        the model. facts: the model's."""
+        """Returns whether an empty device where the model may live, or as many of one kind as it is split over, has enough memory
+        for the model. facts: the model's."""
         chunk_bytes = int(config.chunk_bytes)
         size = size_of(facts, chunk_bytes)
         budget_bytes, _ = self._budgets(facts.name, settings, shape)
@@ -116,15 +120,23 @@ class Sizing:
 
     def num_replicas(self, name: str, settings: ModelConfig, shape: ModelShape, num_ranks: int) -> int:
         """Returns the most replicas that the model may have. num_ranks: the number of devices over which each replica is split."""
-        return replicas.number(settings, len(self._allowed(name, settings, shape)), num_ranks)
+        allowed = self._allowed_by_kind(name, settings, shape) if num_ranks > 1 else [self._allowed(name, settings, shape)]
+        return replicas.number(settings, sum(len(devices) // num_ranks for devices in allowed))
 
     def shared_names(self) -> list[str]:
         """Returns the names of the node's devices that are not carve-outs."""
         return [device.name for device in self._devices if not device.model]
 
-    def largest_bytes(self, names: Sequence[str], number: int) -> int:
-        """Returns the sum of the budgets, in bytes, of the `number` largest of the devices `names`."""
-        return sum(sorted((device.budget_bytes for device in self._devices if device.name in names), reverse=True)[:number])
+    def why_not_split(self, settings: ModelConfig, shape: ModelShape) -> str:
+        """Returns why the settings, the node's devices or the checkpoint's format do not allow that the model is split as the
+        settings say; "" if they do."""
+        return parallel.problem(settings, self.shared_names(), _refused_kinds(shape))
+
+    def largest_bytes(self, name: str, settings: ModelConfig, shape: ModelShape) -> int:
+        """Returns the sum of the budgets, in bytes, of the largest devices of one kind, as many as the model is split over."""
+        ranks = parallel.num_ranks(settings)
+        allowed = self._allowed_by_kind(name, settings, shape)
+        return max((sum(sorted((one.budget_bytes for one in each), reverse=True)[:ranks]) for each in allowed), default=0)
 
     def computed_dtype(self, asked: str, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns the dtype in which the model is computed on the devices where it may live, by the rule of
@@ -142,27 +154,41 @@ class Sizing:
             log.warning("%s: dtype: float16 has no kernels on cpu devices and is several times slower there than bfloat16", name)
 
     def _budgets(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[int, int]:
-        """Returns the smallest budget, in bytes, among the largest devices where the model may live, taking as many devices as it
-        is split over; and the same number for the budgets as they were before carve-outs. (0, 0) if there are too few such
-        devices."""
-        allowed, at = self._allowed(name, settings, shape), parallel.num_ranks(settings) - 1
-        if len(allowed) <= at:
-            return 0, 0
-        budgets = sorted((device.budget_bytes for device in allowed), reverse=True)
-        return budgets[at], sorted((device.whole_bytes or device.budget_bytes for device in allowed), reverse=True)[at]
+        """Returns the smallest budget, in bytes, among the largest devices of one kind where the model may live, taking as many
+        devices as it is split over; and the same number for the budgets as they were before carve-outs. Of several kinds the larger
+        number counts. (0, 0) if there are too few such devices."""
+        budgets = self._budgets_by_kind(name, settings, shape)
+        return max((budget for budget, _ in budgets), default=0), max((whole for _, whole in budgets), default=0)
+
+    def _budgets_by_kind(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[tuple[int, int]]:
+        """Returns for each kind of devices where the model may live what `_budgets` returns for a node of such devices alone."""
+        at, found = parallel.num_ranks(settings) - 1, []
+        for allowed in self._allowed_by_kind(name, settings, shape):
+            budgets = sorted((device.budget_bytes for device in allowed), reverse=True)
+            wholes = sorted((device.whole_bytes or device.budget_bytes for device in allowed), reverse=True)
+            found.append((budgets[at], wholes[at]))
+        return found
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
         """Returns the devices where the model may live and that are of a kind that can run it: only its carve-out if it has one,
-        otherwise the configured devices (all, if none are configured) without carve-outs."""
+        otherwise the configured devices (all, if none are configured) without carve-outs. For a split model they are those of the
+        kinds of which there are enough."""
         own = [device for device in self._devices if device.model == name]
         shared = [device for device in self._devices if not device.model]
         named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
-        kinds = _kinds(settings, shape)
+        numbers = Counter(device.kind for device in named)
+        kinds = {kind for kind in _kinds(settings, shape) if numbers[kind] >= parallel.num_ranks(settings)}
         return [device for device in named if device.kind in kinds]
+
+    def _allowed_by_kind(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[list[DeviceBudget]]:
+        """Returns the devices of _allowed, those of each kind in a list of its own."""
+        allowed = self._allowed(name, settings, shape)
+        return [[device for device in allowed if device.kind == kind] for kind in sorted({device.kind for device in allowed})]
 
     def _named_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[str, ...]:
         """Returns the names of the devices where the scheduler may place the model; () means any device."""
-        if len(_kinds(settings, shape)) < 2 or any(device.model for device in self._devices):
+        is_split = parallel.num_ranks(settings) > 1
+        if is_split or len(_kinds(settings, shape)) < 2 or any(device.model for device in self._devices):
             return tuple(device.name for device in self._allowed(name, settings, shape)) or tuple(settings.devices)
         return tuple(settings.devices)
 
@@ -184,7 +210,7 @@ class Sizing:
         ranks = parallel.num_ranks(settings)
         if ranks == 1:
             return ""
-        why = parallel.problem(settings, self.shared_names()) or slices.refusal(shape, division_of(settings))
+        why = self.why_not_split(settings, shape) or slices.refusal(shape, division_of(settings))
         return f'models."{name}".parallel: {why}' if why else ""
 
     def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
@@ -203,8 +229,7 @@ class Sizing:
         if shape.stored_format:
             if self._allowed(name, settings, shape):
                 return ""
-            title = stored_format(shape).title
-            return f"quantization_config: {title} is not built for cuda devices; give the node a cpu device for it"
+            return f"quantization_config: {_refused_kinds(shape)['cuda']}; give the node a cpu device for it"
         try:
             asked = asked_format(settings.quantize, settings.resident)
         except ValueError as error:
@@ -285,15 +310,21 @@ def division(how: ParallelConfig) -> Division:
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
     """Returns the kinds of devices ("cpu", "cuda") that can run the model. GPUs have no kernels for encoders and some checkpoint
-    formats, CPUs none for some types of KV, and models are split only over cpu devices."""
-    if shape.is_encoder or parallel.num_ranks(settings) > 1:
+    formats, CPUs none for some types of KV, and not every division is possible on each kind."""
+    if shape.is_encoder:
         return {"cpu"}
-    kinds = {"cpu", "cuda"}
+    kinds = {"cpu", "cuda"} - _refused_kinds(shape).keys()
     if (kv_dtype := KV_CACHE_DTYPES.get(settings.kv_cache_dtype)) is not None:
         kinds.intersection_update(kv_dtype.device_kinds)
-    if not stored_format(shape).runs_on_gpus:
-        kinds.discard("cuda")
+    if parallel.num_ranks(settings) > 1:
+        kinds -= parallel.refused_kinds(settings).keys()
     return kinds
+
+
+def _refused_kinds(shape: ModelShape) -> dict[str, str]:
+    """Returns kind of devices -> why they have no kernels for the format of the checkpoint; kinds that have are left out."""
+    held = stored_format(shape)
+    return {} if held.runs_on_gpus else {"cuda": f"{held.title} is not built for cuda devices"}
 
 
 def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num_tokens: int) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError, load
-from config.parallel import num_ranks, split_over
+from config.parallel import by_kind, num_ranks, problem
 from config.provenance import Sources, settings
 from config.reload import plan
 from config.schema import ModelConfig, NodeConfig, ParallelConfig
@@ -41,7 +41,7 @@ def check_refused(tmp_path: Path, text: str, words: list[str]) -> None:
         ("parallel = { pipeline = 0 }", [".parallel.pipeline", "at least 1 and at most 64"]),
         (
             "parallel = { tensor = 2, pipeline = 2 }",
-            ['"m".parallel', "tensor = 2, pipeline = 2 needs 4 cpu devices", "the node has"],
+            ['"m".parallel', "tensor = 2, pipeline = 2 needs 4 cpu devices (pipeline is not built for cuda devices), and"],
         ),
         ("parallel = { tensors = 2 }", [".parallel.tensors", "did you mean tensor?"]),
         ("parallel = 2", ["node.toml:3", '"m".parallel', '2 must be "auto" or a table', "{ tensor = 2 }"]),
@@ -52,10 +52,17 @@ def check_refused(tmp_path: Path, text: str, words: list[str]) -> None:
         ("parallel = { tensor = 65 }", [".parallel.tensor", "at least 1 and at most 64"]),
         ("parallel = { tensor = 1.5 }", [".parallel.tensor", "whole number"]),
         ("parallel = { tensor = 2 }\nisolate = true", ['"m".parallel', "isolate = true"]),
-        ('parallel = { tensor = 2 }\nkv_cache_dtype = "fp8"', ['"m".parallel', "kv_cache_dtype = 'fp8'"]),
+        (
+            'parallel = { tensor = 2 }\nkv_cache_dtype = "fp8"',
+            ["needs 2 cuda devices (kv_cache_dtype = 'fp8' is not built for cpu devices), and the node has cpu:0, cpu:1"],
+        ),
+        (
+            'parallel = { pipeline = 2 }\nkv_cache_dtype = "fp8"',
+            ["is possible on no kind of device: kv_cache_dtype = 'fp8' is not built for cpu devices; pipeline is not built"],
+        ),
         ('parallel = { tensor = 2 }\nspeculator = "mtp"', ['"m".parallel', "speculator = 'mtp'", "auto, none, prompt-lookup"]),
-        ("parallel = { tensor = 3 }", ['"m".parallel', "needs 3 cpu devices", "the node has cpu:0, cpu:1"]),
-        ('parallel = { tensor = 2 }\ndevices = ["cpu:1"]', ['"m".parallel', "needs 2 cpu devices", "devices names cpu:1"]),
+        ("parallel = { tensor = 3 }", ['"m".parallel', "needs 3 devices of one kind", "the node has cpu:0, cpu:1"]),
+        ('parallel = { tensor = 2 }\ndevices = ["cpu:1"]', ['"m".parallel', "needs 2 devices of one kind", "devices names cpu:1"]),
         ('parallel = { tensor = 2 }\nupstream = "http://a/v1"', [".parallel", "no effect beside upstream"]),
         ('parallel = { tensor = 2 }\nbase = "b"', [".parallel", "no effect beside base"]),
         ('parallel = "auto"\nupstream = "http://a/v1"', [".parallel", "no effect beside upstream"]),
@@ -69,17 +76,54 @@ def test_what_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("device", "words"),
     [
-        ('["cuda:0", "cuda:1"]', ["needs 2 cpu devices", "the node has no cpu device"]),
-        ('["cpu=1GiB"]', ["needs 2 cpu devices", "the node has cpu:0"]),
+        ('["cuda:0"]', ["needs 2 devices of one kind, and the node has cuda:0"]),
+        ('["cpu=1GiB"]', ["needs 2 devices of one kind, and the node has cpu:0"]),
+        ('["cpu=1GiB", "cuda:0"]', ["needs 2 devices of one kind, and the node has cpu:0, cuda:0"]),
     ],
 )
-def test_nodes_without_two_cpu_devices(tmp_path: Path, device: str, words: list[str]) -> None:
+def test_nodes_without_two_devices_of_a_kind(tmp_path: Path, device: str, words: list[str]) -> None:
     check_refused(tmp_path, f"device = {device}\n[models.m]\nparallel = {{ tensor = 2 }}\n", words)
-    named = (
-        'device = ["cpu:0=1GiB", "cpu:1=1GiB", "cuda:0"]\n[models.m]\nparallel = { tensor = 2 }\ndevices = ["cpu:0", "cuda:0"]\n'
-    )
-    with pytest.raises(ConfigError, match="on cpu devices so far, and devices names cuda:0"):
-        load(write(tmp_path, named))
+
+
+FOUR = ["cpu:0", "cuda:0", "cpu:1", "cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("how", "devices", "others", "wrong"),
+    [
+        (ParallelConfig(2), [], {}, ""),
+        (ParallelConfig(2), ["cpu:0", "cuda:0", "cuda:1"], {}, ""),
+        (ParallelConfig(2), ["cpu:0", "cuda:0"], {}, "tensor = 2 needs 2 devices of one kind, and devices names cpu:0, cuda:0"),
+        (ParallelConfig(4), [], {}, f"tensor = 4 needs 4 devices of one kind, and the node has {', '.join(FOUR)}"),
+        (ParallelConfig(2, 2), ["cuda:0", "cuda:1"], {}, "tensor = 2, expert = 2 needs 4 devices of one kind, and devices names"),
+        (ParallelConfig(pipeline=2), [], {}, ""),
+        (
+            ParallelConfig(pipeline=2),
+            ["cuda:0", "cuda:1"],
+            {},
+            "pipeline = 2 needs 2 cpu devices (pipeline is not built for cuda devices), and devices names cuda:0, cuda:1",
+        ),
+        (ParallelConfig(2), [], {"kv_cache_dtype": "fp8"}, ""),
+        (ParallelConfig(2), ["cpu:0", "cpu:1"], {"kv_cache_dtype": "fp8"}, "tensor = 2 needs 2 cuda devices (kv_cache_dtype = "),
+    ],
+)
+def test_devices_count_by_their_kind(how: ParallelConfig, devices: list[str], others: dict[str, str], wrong: str) -> None:
+    found = problem(ModelConfig(parallel=how, devices=devices, **others), FOUR)  # type: ignore[arg-type]
+    assert found.startswith(wrong)
+    assert bool(found) == bool(wrong)
+
+
+def test_files_may_not_allow_a_kind() -> None:
+    settings, no_gpu = ModelConfig(parallel=ParallelConfig(2)), {"cuda": "int9 is not built for cuda devices"}
+    assert problem(settings, FOUR, no_gpu) == ""
+    why = "tensor = 2 needs 2 cpu devices (int9 is not built for cuda devices), and the node has cpu:0, cuda:0, cuda:1"
+    assert problem(settings, ["cpu:0", "cuda:0", "cuda:1"], no_gpu) == why
+
+
+def test_gpus_are_named_by_number_or_uuid(tmp_path: Path) -> None:
+    text = 'device = ["cuda:GPU-a", "cuda:1"]\n[models.m]\nparallel = { expert = 2 }\nkv_cache_dtype = "fp8"\n'
+    assert num_ranks(load(write(tmp_path, text)).models["m"]) == 2
+    assert by_kind(["cuda:GPU-a", "cpu:0", "cuda:1"]) == {"cuda": ["cuda:GPU-a", "cuda:1"], "cpu": ["cpu:0"]}
 
 
 def test_a_change_needs_a_restart_and_the_settings_show_it(tmp_path: Path) -> None:
@@ -101,14 +145,6 @@ def test_auto_goes_with_what_a_split_model_does_not(tmp_path: Path, beside: str)
     """It means whole there. One device is enough, too."""
     model = load(write(tmp_path, f'device = ["cpu=1GiB"]\n[models.m]\nparallel = "auto"\n{beside}\n')).models["m"]
     assert (model.parallel, num_ranks(model)) == ("auto", 1)
-
-
-def test_numbers_in_place_of_auto() -> None:
-    names = ["cuda:0", "cpu:0", "cpu:1"]
-    anywhere = split_over(ModelConfig(parallel="auto"), names, ParallelConfig(2, 2))
-    assert (anywhere.parallel, anywhere.devices) == (ParallelConfig(2, 2), [])
-    named = split_over(ModelConfig(parallel="auto", devices=["cuda:0", "cpu:1"]), names, ParallelConfig(2))
-    assert (named.parallel, named.devices) == (ParallelConfig(2), ["cpu:1"])
 
 
 def test_auto_needs_a_restart_and_the_settings_show_it(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ async def test_weights_and_kinds_that_have_no_shares(tmp_path: Path) -> None:
     [
         ({"isolate": True}, "does not go with isolate = true: "),
         ({"speculator": "mtp"}, "does not go with speculator = 'mtp': "),
-        ({"devices": ["cpu:1"]}, "splits over two or more cpu devices, and devices names cpu:1"),
+        ({"devices": ["cpu:1"]}, "splits over two or more devices of one kind, and devices names cpu:1"),
     ],
 )
 async def test_settings_that_keep_it_whole(tmp_path: Path, beside: dict[str, object], why: str) -> None:
@@ -167,12 +167,42 @@ async def test_a_gpu_holds_it_whole_and_cpu_devices_share_what_it_does_not_hold(
         split = await facts_of(folder, msgspec.structs.replace(AUTO, devices=named), small, *cpus(HALVES, HALVES))
         assert (split.num_ranks, split.devices) == (2, ("cpu:0", "cpu:1"))
     gpu_alone = await facts_of(folder, msgspec.structs.replace(AUTO, devices=["cuda:0"]), small, *cpus(HALVES, HALVES))
-    why = "splits over two or more cpu devices, and devices names cuda:0"
+    why = "splits over two or more devices of one kind, and devices names cuda:0"
     assert gpu_alone.if_too_large == f'models."m".parallel = "auto" {why}'
     fp8 = msgspec.structs.replace(AUTO, kv_cache_dtype="fp8")
     assert (await facts_of(folder, fp8, gpu, *cpus(HALVES, HALVES))).num_ranks == 1
     forbidden = await facts_of(folder, fp8, small, *cpus(HALVES, HALVES))
-    assert "does not go with kv_cache_dtype = 'fp8'" in forbidden.if_too_large
+    assert "needs 2 cuda devices (kv_cache_dtype = 'fp8' is not built for cpu devices), and the node" in forbidden.if_too_large
+
+
+def gpus(*mib: int) -> list[DeviceBudget]:
+    return [DeviceBudget(f"cuda:{at}", size * MIB, f"GPU-{at}") for at, size in enumerate(mib)]
+
+
+async def test_the_fewest_devices_of_one_kind(tmp_path: Path) -> None:
+    """Its KV is divided. On a GPU a share's work space has 512 MiB for the communicator, too."""
+    make_model(tmp_path / "m", num_heads=4, num_kv_heads=4)
+    each = (await facts_of(tmp_path, AUTO, *gpus(2048))).kv_bytes_per_token
+    long = msgspec.structs.replace(AUTO, kv_floor_tokens=2048 * MIB // each)
+    few, many = gpus(2048, 2048, 2048), cpus(700, 700, 700, 700)
+    for there, number, devices in (
+        (gpus(2048, 4096), 1, ()),
+        (few, 2, ("cuda:0", "cuda:1", "cuda:2")),
+        ([*gpus(LITTLE, 2048, LITTLE, 2048), *many[:1]], 2, tuple(f"cuda:{at}" for at in range(4))),
+        ([*few[:1], *many], 4, tuple(f"cpu:{at}" for at in range(4))),
+        ([*few[:2], *many], 2, ("cuda:0", "cuda:1", *(f"cpu:{at}" for at in range(4)))),
+    ):
+        facts = await facts_of(tmp_path, long, *there)
+        assert (facts.num_ranks, facts.devices, facts.if_too_large) == (number, devices, "")
+    why = "finds no number of devices: it is too large for 1 and 2"
+    assert (await facts_of(tmp_path, long, *gpus(1500, 1500))).if_too_large == f'models."m".parallel = "auto" {why}'
+
+
+async def test_layers_are_not_divided_among_gpus(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", num_heads=3, num_kv_heads=3, hidden_size=96, num_layers=60)
+    assert (await registered(tmp_path, AUTO, *gpus(LITTLE, LITTLE), *cpus(30, 30))).division == Division(2, num_stages=2)
+    refused = await facts_of(tmp_path, AUTO, *gpus(LITTLE, LITTLE))
+    assert "num_attention_heads 3 is no multiple of 2, the number of devices" in refused.if_too_large
 
 
 async def test_without_the_key_a_refusal_tells_whether_it_would_help(folder: Path) -> None:
@@ -201,10 +231,12 @@ def test_experts_are_divided_where_only_they_can_be(monkeypatch: pytest.MonkeyPa
         return "" if division in can else "refused"
 
     monkeypatch.setattr(planning.slices, "refusal", refusal)
-    assert division_over(mixture, 2) == ParallelConfig(tensor=2)
-    assert division_over(mixture, 3) == ParallelConfig(tensor=3), "nothing else can be done either"
-    assert division_over(mixture, 4) == ParallelConfig(expert=4)
-    assert division_over(dense, 5) == ParallelConfig(pipeline=5)
+    both = {"cpu", "cuda"}
+    assert division_over(mixture, 2, both) == ParallelConfig(tensor=2)
+    assert division_over(mixture, 3, both) == ParallelConfig(tensor=3), "nothing else can be done either"
+    assert division_over(mixture, 4, both) == division_over(mixture, 4, {"cuda"}) == ParallelConfig(expert=4)
+    assert division_over(dense, 5, both) == division_over(dense, 5, {"cpu"}) == ParallelConfig(pipeline=5)
+    assert division_over(dense, 5, {"cuda"}) == ParallelConfig(tensor=5)
 
 
 async def test_the_largest_share_counts(tmp_path: Path) -> None:

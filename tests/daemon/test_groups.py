@@ -324,12 +324,19 @@ def test_who_gets_an_exchange_memory() -> None:
         return exchange_memory(devices)
 
     own_part = DeviceBudget("cpu:0/m", 1, model="m")
-    assert of(DeviceBudget("cpu:0", 1), own_part, DeviceBudget("cuda:0", 1, "GPU-a")) is None
-    memory = of(DeviceBudget("cpu:0", 1), own_part, DeviceBudget("cuda:0", 1, "GPU-a"), DeviceBudget("cpu:3", 1))
+    gpus = [DeviceBudget(f"cuda:{at}", 1, f"GPU-{at}") for at in range(2)]
+    assert of(DeviceBudget("cpu:0", 1), own_part, gpus[0]) is None
+    assert of(DeviceBudget("cuda:1/m", 1, "GPU-1", model="m"), gpus[0]) is None
+    memory = of(DeviceBudget("cpu:0", 1), own_part, gpus[0], DeviceBudget("cpu:3", 1))
     assert memory is not None
     assert memory.arguments("cuda:0") == memory.arguments("cpu:0/m") == ([], [])
     arguments, passed = memory.arguments("cpu:3")
     assert arguments[:4] == ["--exchange-fd", str(memory.fd), "--engine-number", "1"]
     assert passed == [memory.fd, *memory.doorbells]
     assert len(memory.doorbells) == 2
+    memory.close()
+    memory = of(gpus[0], DeviceBudget("cpu:0", 1), gpus[1])
+    assert memory is not None
+    assert [memory.number(gpu.name) for gpu in gpus] == [0, 1]
+    assert memory.arguments("cpu:0") == ([], [])
     memory.close()

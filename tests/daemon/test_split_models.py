@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig, ParallelConfig
 from daemon.errors import HearthError
 from daemon.models.registry import Registry
 from daemon.record.state import NodeState
-from loader import kv_layout, layout, slices, work_space
+from loader import gpu_sizing, kv_layout, layout, slices, work_space
 from loader.catalog import scan_one
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
+from loader.formats.stored_int8 import STORED_INT8
 from loader.model_shape import Division
 from scheduler.node import events
 from tests.e2e.checkpoints import make_head, make_model
@@ -24,6 +26,7 @@ from tests.loader import test_predictor as predictors
 from tests.loader.adapters import adapter_tensors, modules_of, write_adapter
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 from tests.loader.checkpoints import shape as shape_of_checkpoint
+from tests.loader.compressed import compress
 from tests.loader.packed_checkpoints import pack_checkpoint
 from tests.loader.test_experts import MIXTRAL
 
@@ -141,9 +144,9 @@ async def test_a_layer_that_predicts_further_tokens_is_left_out(tmp_path: Path) 
             {"parallel": ParallelConfig(expert=2)},
             "num_local_experts) 3 is no multiple of 2, the parts of experts",
         ),
-        (make_model, {"parallel": ParallelConfig(tensor=3)}, "needs 3 cpu devices, and the node has cpu:0, cpu:1"),
+        (make_model, {"parallel": ParallelConfig(tensor=3)}, "needs 3 devices of one kind, and the node has cpu:0, cpu:1"),
         (make_ordered_gptq, {}, "has its 128 inputs in an order of its own (desc_act): not divided"),
-        (make_model, {"devices": ["cpu:1"]}, "needs 2 cpu devices, and devices names cpu:1"),
+        (make_model, {"devices": ["cpu:1"]}, "needs 2 devices of one kind, and devices names cpu:1"),
         (make_encoder, {}, "an encoder is served on one device alone"),
     ],
 )
@@ -165,13 +168,65 @@ async def test_heads_that_cannot_be_divided(tmp_path: Path) -> None:
     assert problem == 'models."m".parallel: num_attention_heads 3 is no multiple of 2, the number of devices'
 
 
-async def test_a_gpu_is_no_device_of_a_split_model(tmp_path: Path) -> None:
+CPUS = (DeviceBudget("cpu:0", 32 * MIB), DeviceBudget("cpu:1", 32 * MIB))
+GPUS = (DeviceBudget("cuda:0", 4096 * MIB, "GPU-a"), DeviceBudget("cuda:1", 2048 * MIB, "GPU-b"))
+
+
+async def test_a_group_is_of_one_kind(tmp_path: Path) -> None:
     make_model(tmp_path / "m")
-    gpu = DeviceBudget("cuda:0", 64 * MIB, "GPU-a")
-    one = await registry_of(tmp_path, DeviceBudget("cpu:0", 32 * MIB), gpu, m=ModelConfig(parallel=TWO))
-    assert "needs 2 cpu devices, and the node has cpu:0" in one.models["m"].problem
-    two = (DeviceBudget("cpu:0", 32 * MIB), gpu, DeviceBudget("cpu:1", 32 * MIB))
-    assert (await facts_of(tmp_path, ModelConfig(parallel=TWO), *two)).devices == ("cpu:0", "cpu:1")
+    one = await registry_of(tmp_path, CPUS[0], GPUS[0], m=ModelConfig(parallel=TWO))
+    assert "tensor = 2 needs 2 devices of one kind, and the node has cpu:0, cuda:0" in one.models["m"].problem
+    for there, devices in (
+        ((CPUS[0], GPUS[0], CPUS[1]), ("cpu:0", "cpu:1")),
+        ((GPUS[0], CPUS[0], GPUS[1]), ("cuda:0", "cuda:1")),
+        ((*CPUS, *GPUS), ("cpu:0", "cpu:1", "cuda:0", "cuda:1")),
+    ):
+        assert (await facts_of(tmp_path, ModelConfig(parallel=TWO), *there)).devices == devices
+    by_layers = await facts_of(tmp_path, ModelConfig(parallel=ParallelConfig(pipeline=2)), *CPUS, *GPUS)
+    assert by_layers.devices == ("cpu:0", "cpu:1")
+    no_stages = await registry_of(tmp_path, *GPUS, m=ModelConfig(parallel=ParallelConfig(pipeline=2)))
+    assert "pipeline = 2 needs 2 cpu devices (pipeline is not built for cuda devices)" in no_stages.models["m"].problem
+
+
+async def test_bytes_of_a_share_on_gpus(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    settings = ModelConfig(max_model_len=256, parallel=TWO)
+    facts, shape = await facts_of(tmp_path, settings, *GPUS), scan_one(tmp_path / "m", "m").shape
+    assert shape is not None
+    share = slices.split(shape, 0, Division(2))
+    assert facts.weights_bytes == layout.weights_bytes(share, "float32")
+    assert facts.work_space_bytes == gpu_sizing.gpu_work_space_bytes(share, "float32", 512, 256)
+    assert facts.kv_floor_tokens == 256 * 256, "the most that it can use, on the smaller one"
+    in_fp8 = await facts_of(tmp_path, msgspec.structs.replace(settings, kv_cache_dtype="fp8"), *CPUS, *GPUS)
+    assert in_fp8.devices == ("cuda:0", "cuda:1")
+    assert in_fp8.kv_bytes_per_token == kv_layout.kv_bytes_per_token(share, "fp8") < facts.kv_bytes_per_token / 2
+
+
+async def test_kv_leaves_no_kind_out_that_holds_the_model(tmp_path: Path) -> None:
+    """A pair of small GPUs beside two large cpu devices, and one that holds no share."""
+    make_model(tmp_path / "m")
+    roomy = [DeviceBudget(f"cpu:{at}", 8192 * MIB) for at in range(2)]
+    settings = ModelConfig(parallel=TWO, max_sequences=4096)
+    gpus_alone, both = [await facts_of(tmp_path, settings, *more, *GPUS) for more in ((), roomy)]
+    assert both.kv_floor_tokens == gpus_alone.kv_floor_tokens < 4096 * both.max_model_len
+    small = [DeviceBudget(f"cuda:{at}", 64 * MIB, f"GPU-{at}") for at in range(2)]
+    assert (await facts_of(tmp_path, settings, *roomy, *small)).kv_floor_tokens > both.kv_floor_tokens
+
+
+async def test_replicas_are_on_groups_of_one_kind(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    for devices, number in (((*CPUS, GPUS[0]), 0), ((*CPUS, *GPUS), 1)):
+        registry = await registry_of(tmp_path, *devices, m=ModelConfig(parallel=TWO, replicas="auto"))
+        assert len(registry.models["m"].replicas) == number
+
+
+async def test_a_format_that_gpus_do_not_compute(tmp_path: Path) -> None:
+    compress(write_checkpoint(tmp_path / "plain", CONFIG, random_bytes=True), tmp_path / "models" / "m")
+    settings = ModelConfig(parallel=TWO)
+    assert (await facts_of(tmp_path / "models", settings, *CPUS, *GPUS)).devices == ("cpu:0", "cpu:1")
+    problem = (await registry_of(tmp_path / "models", CPUS[0], *GPUS, m=settings)).models["m"].problem
+    why = f"{STORED_INT8.title} is not built for cuda devices"
+    assert problem == f'models."m".parallel: tensor = 2 needs 2 cpu devices ({why}), and the node has cpu:0, cuda:0, cuda:1'
 
 
 async def test_packed_weights_alone_are_refused(tmp_path: Path) -> None:

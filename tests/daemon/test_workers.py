@@ -14,6 +14,7 @@ import pytest
 
 from config.schema import DeviceBudget, NodeConfig
 from daemon.engines import workers
+from daemon.engines.exchange_memory import ExchangeMemory
 from daemon.engines.fork_client import threads_per_engine
 from daemon.engines.left_memory import LeftMemory
 from daemon.engines.workers import EngineSpec, EngineWorker
@@ -142,6 +143,36 @@ async def pair() -> AsyncIterator[tuple[EngineWorker, Told]]:
     async with asyncio.timeout(60):
         yield worker, told
     await worker.stop()
+
+
+EXCHANGE_WORDS = (("--exchange-fd", 0), ("--doorbell-fds", 0), ("--doorbell-fds", 1))
+
+
+def proc_file(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+async def test_an_engine_that_is_started_with_exec_shares_the_exchange_memory(is_last: bool) -> None:
+    """As those of GPUs are: each has all doorbells, its own number and its own GPU."""
+    exchange, told, names = ExchangeMemory(["cuda:0", "cuda:1"]), Told(), ["cuda:0", "cuda:1"]
+    name, config = names[is_last], NodeConfig(runner="null", chunk_bytes=2 << 20)
+    spec = EngineSpec(DeviceBudget(name, 64 << 20, "GPU-a"), 0, config, 1)
+    worker = EngineWorker(name, 1, lambda: spec, told, LongTasks(), gpu="GPU-a", exchange=exchange)
+    worker.start()
+    worker.configure()
+    async with asyncio.timeout(60):
+        pid = (await told.ups.get()).pid
+        cmdline, variables = [proc_file(pid, name) for name in ("cmdline", "environ")]
+        words = cmdline.split("\0")
+        assert words[words.index("--engine-number") + 1] == f"{int(is_last)}"
+        own, *bells = (int(words[words.index(flag) + 1].split(",")[at]) for flag, at in EXCHANGE_WORDS)
+        assert os.path.samestat(os.stat(f"/proc/{pid}/fd/{own}"), os.fstat(exchange.fd))
+        for bell, here in zip(bells, exchange.doorbells, strict=True):
+            assert os.readlink(f"/proc/{pid}/fd/{bell}") == os.readlink(f"/proc/self/fd/{here}") == "anon_inode:[eventfd]"
+        assert "CUDA_VISIBLE_DEVICES=GPU-a" in variables.split("\0")
+    await worker.stop()
+    exchange.close()
 
 
 async def test_a_death_is_told_with_the_step_it_happened_in(pair: tuple[EngineWorker, Told], tmp_path: Path) -> None:

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from loader.gpu_sizing import LIBRARY_BYTES, gpu_work_space_bytes
+import pytest
+
+from loader.gpu_sizing import COMMUNICATOR_BYTES, LIBRARY_BYTES, LOGITS_ROWS, gpu_work_space_bytes, sampling_bytes
+from loader.hf_config import parse_config
+from loader.model_shape import Division
+from loader.slices import split
 from loader.work_space import work_space_bytes
 from tests.loader.checkpoints import shape
 
@@ -36,3 +42,40 @@ def test_a_large_model_with_a_long_context_needs_a_fraction_of_the_cpus() -> Non
     # the MLP's arrays of 4,096 tokens, or logits of 256 rows
     assert 4096 * 14336 * 3 * 2 < needed < 1 << 30
     assert work_space_bytes(llama, "bfloat16", 4096, 256, 131072) > 4 << 30
+
+
+PUBLISHED = Path(__file__).parents[1] / "published"
+
+
+@pytest.mark.parametrize(
+    ("name", "division", "part"), [("llama-3.1-8b", Division(8), 0.25), ("qwen3-235b-a22b", Division(8, 8), 1.0)]
+)
+def test_steps_of_many_tokens(name: str, division: Division, part: float) -> None:
+    """A share has an eighth of a layer's heads and inner dimensions, but the residual of the model, and whole experts are as wide
+    as all are."""
+    model = parse_config((PUBLISHED / f"{name}.json").read_bytes())
+    kept = COMMUNICATOR_BYTES + LOGITS_ROWS * model.vocab_size * 2
+    own, others = (
+        gpu_work_space_bytes(one, "bfloat16", 65_536, 256) - 65_536 * model.hidden_size * 3 * 2 * 5 // 4
+        for one in (split(model, 3, division), model)
+    )
+    assert kept < own <= kept + part * others
+
+
+def test_logits_of_a_share() -> None:
+    """Of few tokens they count: the share's own, all parts as they arrive, and side by side; and once more in the memory that it
+    keeps."""
+    model, rows = shape(vocab_size=4096 * 64, num_attention_heads=4, num_key_value_heads=2), 256
+    whole, half = (gpu_work_space_bytes(one, "bfloat16", 1, rows) for one in (model, split(model, 1, Division(2))))
+    logits = rows * model.vocab_size * 2
+    assert (half - whole) == (logits // 2 + logits) * 5 // 4 + logits + COMMUNICATOR_BYTES
+    few = [gpu_work_space_bytes(split(model, 1, Division(2)), "bfloat16", 1, num) for num in (8, 16)]
+    assert few[1] - few[0] > 8 * (3.5 * model.vocab_size * 2) + sampling_bytes(8, model.vocab_size), "as many rows as sequences"
+
+
+def test_norms_over_all_heads_are_computed_in_float32_in_a_share() -> None:
+    model = shape(vocab_size=512, hidden_size=64, num_attention_heads=16, head_dim=128)
+    plain, normed = (split(replace(model, whole_width_norms=own), 0, Division(2)) for own in (False, True))
+    more = gpu_work_space_bytes(normed, "bfloat16", 4096, 8) - gpu_work_space_bytes(plain, "bfloat16", 4096, 8)
+    query = 8 * 128
+    assert more == 4096 * query * (2 + 2 * 4) * 5 // 4
