@@ -1,8 +1,8 @@
 """Computes how much memory a model takes on given devices, which need not exist here: its weights, its work space, its KV, and how
 many tokens fit.
 
-On several devices the figures are those of the largest share, as it would be loaded (loader/slices.py). For models that hearthd
-does not split they are what one would expect of tensor parallelism: each device holds an equal part of the matrices and of the KV
+On several devices the figures are those of the largest share, as it would be loaded (loader/slices.py). For models that cannot be
+divided so they are what one would expect of tensor parallelism: each device holds an equal part of the matrices and of the KV
 heads (one KV head if there are fewer heads than devices), and has a work space of its own.
 """
 
@@ -192,8 +192,6 @@ def why_not_split(shape: ModelShape, settings: Settings, devices: Devices) -> st
     """Returns why the model cannot be divided among these devices, as a sentence; "" if it can, or if there is one device."""
     if devices.num_devices == 1:
         return ""
-    if devices.kind != "cpu":
-        return f"models are not split over {devices.kind} devices yet"
     try:
         share_weights_bytes(shape, settings.dtype, devices.division, settings.weight_format)
     except CheckpointError as error:

@@ -19,6 +19,7 @@ from daemon.cli.client import CommandError
 from daemon.cli.table import size
 from daemon.errors import EXIT_NO_FIT, EXIT_OK, EXIT_USAGE
 from daemon.models import speculators
+from daemon.models.planning import division_over
 from loader import capacity, catalog
 from loader.described_model import CONFIG, HEADERS, INDEX, DescribedModel, described_model
 from loader.dtypes import computed_dtype
@@ -46,8 +47,10 @@ def capacity_plan(options: argparse.Namespace) -> int:
     settings = _settings(options, described.shape, kind)
     budget_bytes = max(0, memory_bytes - (CUDA_LEFT_BYTES if kind == "cuda" else 0))
     division = _division(options, num_devices)
-    if division is None:  # without a division: on one device, and split over all of them
-        devices = [capacity.Devices(kind, number, budget_bytes) for number in sorted({1, num_devices} - {0}) if num_devices]
+    if not num_devices:
+        devices = []
+    elif division is None:  # on one device, and split over all of them
+        devices = [_devices_by_default(kind, number, budget_bytes, described.shape) for number in sorted({1, num_devices} - {0})]
     else:
         devices = [capacity.Devices(kind, num_devices, budget_bytes, division.expert, division.pipeline)]
         _check_division(options, described.shape, settings, devices[0], division)
@@ -74,10 +77,16 @@ def capacity_plan(options: argparse.Namespace) -> int:
     return EXIT_NO_FIT
 
 
+def _devices_by_default(kind: str, number: int, budget_bytes: int, shape: ModelShape) -> capacity.Devices:
+    """Returns so many devices with the division that parallel = "auto" would choose for them."""
+    how = division_over(shape, number, {kind}) if number > 1 else ParallelConfig()
+    return capacity.Devices(kind, number, budget_bytes, how.expert, how.pipeline)
+
+
 def _shape_on(devices: capacity.Devices, speculator: speculators.Speculator, described: DescribedModel) -> ModelShape:
     """Returns the shape of the model as it is loaded on these devices: with the predictor that the speculator uses, but without it
-    on several cpu devices, because shares of a split model have none."""
-    return described.shape if devices.kind == "cpu" and devices.num_devices > 1 else speculator.shape
+    on several devices, because shares of a split model have none."""
+    return described.shape if devices.num_devices > 1 else speculator.shape
 
 
 def _described(folder: str) -> DescribedModel:
@@ -102,7 +111,7 @@ def _speculator(
             heads.clear()
         if not heads or heads[folder].head is None:
             raise _usage(f"--speculator: one of {', '.join(speculators.KINDS)}, or the folder of an EAGLE-3 head, not {folder!r}")
-    settings, kinds = ModelConfig(speculator=folder, parallel=division if kind == "cpu" else None), {kind} - {""}
+    settings, kinds = ModelConfig(speculator=folder, parallel=division), {kind} - {""}
     model = catalog.Checkpoint(options.config, options.config, shape=described.shape)
     choice = speculators.Choice(settings, described, described.shape, kinds, model, heads)
     if why := choice.why_not():
@@ -151,12 +160,15 @@ def _check_division(
     devices: capacity.Devices,
     division: ParallelConfig,
 ) -> None:
-    """Raises CommandError if a node with these cpu devices cannot split the model by `division`. Devices of other kinds are not
-    checked, because models are not split over them yet."""
-    if devices.kind != "cpu":
-        return
-    asked = ModelConfig(quantize=options.quantize, resident=options.resident, speculator=options.speculator, parallel=division)
-    why = parallel.problem(asked, [f"cpu:{number}" for number in range(devices.num_devices)])
+    """Raises CommandError if a node with these devices cannot split the model by `division`."""
+    asked = ModelConfig(
+        quantize=options.quantize,
+        resident=options.resident,
+        speculator=options.speculator,
+        kv_cache_dtype=options.kv_cache_dtype,
+        parallel=division,
+    )
+    why = parallel.problem(asked, [f"{devices.kind}:{number}" for number in range(devices.num_devices)])
     if why := f"parallel: {why}" if why else capacity.why_not_split(shape, settings, devices):
         raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{options.config}: {why}", "details": {}})
 

@@ -13,6 +13,7 @@ from loader import capacity
 from loader.capacity import Devices, Settings, share_of
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
+from loader.gpu_sizing import gpu_work_space_bytes
 from loader.hf_config import parse_config
 from loader.kv_layout import kv_bytes_per_token, kv_reserved_bytes
 from loader.layout import share_weights_bytes, weights_bytes
@@ -48,7 +49,7 @@ def planned(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
     ("config", "parameters", "active", "token_bytes", "devices", "tokens"),
     [
         (LLAMA31_8B, 8_030_261_248, 8_030_261_248, 131_072, "cuda=80GiB", (500_000, 520_000)),
-        (QWEN3_235B_A22B, 235_093_634_560, 22_190_763_520, 192_512, "cuda=8x80GiB", (500_000, 525_000)),
+        (QWEN3_235B_A22B, 235_093_634_560, 22_190_763_520, 192_512, "cuda=8x80GiB", (465_000, 485_000)),
         (DEEPSEEK_V2_LITE, 15_706_484_224, 2_661_150_208, 31_104, "cuda=80GiB", (1_600_000, 1_700_000)),
     ],
 )
@@ -73,7 +74,7 @@ def test_kimi_k25_is_planned_in_int4_from_the_text_model_of_its_config(tmp_path:
     """4.5 bits for each weight of the experts that are chosen, 16 for each other, as `ignore` says. Published: 1 T parameters, 32 B
     of them for a token."""
     folder = folder_of(tmp_path, json.loads((PUBLISHED / "kimi-k2.5.json").read_text()))
-    plan = planned(capsys, "--config", folder, "--devices", "cuda=8x80GiB", "--max-model-len", "65536")
+    plan = planned(capsys, "--config", folder, "--devices", "cuda=8x80GiB", "--max-model-len", "49152")
     assert plan["settings"]["weight_format"] == "int4 by 32"
     assert plan["num_parameters"] == 1_026_408_232_448
     assert plan["num_parameters"] - plan["active_parameters"] == 60 * (384 - 8) * 3 * 7168 * 2048
@@ -81,7 +82,11 @@ def test_kimi_k25_is_planned_in_int4_from_the_text_model_of_its_config(tmp_path:
     wanted = chosen * 4.5 / 8 + 2 * (plan["num_parameters"] - chosen)
     assert wanted <= plan["weights_bytes"] < 1.001 * wanted
     assert [need["token_bytes"] for need in plan["kv"]] == [70_272]
-    assert plan["shares"][-1]["sequences"] == 1
+    share = plan["shares"][-1]
+    assert (share["sequences"], share["not_split"]) == (1, "")
+    # whole on each: the embedding, what makes latents (1536 + 512 + 64 outputs) in 61 layers, 60 routers in float32
+    whole = 7168 * (2 * 163_840 + 2 * 61 * (1536 + 512 + 64) + 4 * 60 * 384)
+    assert 0 < share["weights_bytes"] - (wanted / 8 + 7 / 8 * whole) < 0.001 * share["weights_bytes"]
 
 
 def test_states_are_planned_beside_kv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,8 +224,8 @@ def test_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "Qwen3MoeForCausalLM, 235.09 B parameters, 22.19 B for a token: by config.json alone",
         "one cuda device of 80.0 GiB: does not fit",
         "8 cuda devices of 80.0 GiB: fits",
-        "54.8 GiB on each for weights",
-        "models are not split over cuda devices yet; over several devices, these are the sums of tensor parallelism",
+        "55.9 GiB on each for weights",
+        "split so by parallel = { tensor = 8 } in the model's table; without it a model is on one device",
     ):
         assert line in told
     assert main.run(["plan", "--config", folder, "--devices", "cuda=80GiB"]) == 4
@@ -229,23 +234,40 @@ def test_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out)["shares"][0]["sequences"] == 0, "one JSON value, for scripts"
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize(("number", "flags"), [(2, ()), (2, ("--tensor", "2")), (4, ("--tensor", "4", "--expert", "1"))])
-def test_shares_on_cpu_devices_are_those_that_are_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, flags: tuple[str, ...]
+def test_shares_are_those_that_are_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, number: int, flags: tuple[str, ...]
 ) -> None:
-    args = ("--config", folder_of(tmp_path, DENSE_LATENTS), "--devices", f"cpu={number}x64GiB", *flags)
+    args = ("--config", folder_of(tmp_path, DENSE_LATENTS), "--devices", f"{kind}={number}x64GiB", *flags)
     plan, division = planned(capsys, *args), Division(number)
     assert [share["devices"]["num_devices"] for share in plan["shares"]] == ([number] if flags else [1, number])
     share, shape, chunk = plan["shares"][-1], parse_config(json.dumps(DENSE_LATENTS).encode()), plan["settings"]["chunk_bytes"]
     own = split(shape, 0, division)
     assert (share["devices"]["expert_parts"], share["not_split"]) == (1, "")
     assert 0 <= share["weights_bytes"] - share_weights_bytes(shape, "bfloat16", division) < chunk
-    assert 0 <= share["work_space_bytes"] - work_space_bytes(own, "bfloat16", 512, 256) < chunk
+    of_step = work_space_bytes(own, "bfloat16", 512, 256) if kind == "cpu" else gpu_work_space_bytes(own, "bfloat16", 4096, 256)
+    assert 0 <= share["work_space_bytes"] - of_step < chunk
     assert share["kv_token_bytes"] == plan["kv"][0]["token_bytes"] == 31_104, "the latents of all heads, on each device"
     assert main.run(["plan", *args]) == 0
     told = capsys.readouterr().out
     assert f"split so by parallel = {{ tensor = {number} }} in the model's table" in told
-    assert ("one cpu device" in told) == (not flags)
+    assert (f"one {kind} device" in told) == (not flags)
+
+
+def test_by_default_a_model_is_divided_as_auto_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By whole experts where parts of them are no whole blocks, and by layers among cpu devices alone. More devices than KV heads
+    have each of them several times."""
+    fp8 = json.loads((PUBLISHED / "qwen3-235b-a22b-fp8.json").read_text())
+    (folder := tmp_path / "fp8").mkdir()
+    four, eight = (
+        planned(capsys, "--config", folder_of(folder, fp8), "--devices", f"cuda={number}x141GB")["shares"][-1] for number in (4, 8)
+    )
+    assert [share["devices"]["expert_parts"] for share in (four, eight)] == [1, 8]
+    assert four["not_split"] == eight["not_split"] == ""
+    assert four["kv_token_bytes"] == eight["kv_token_bytes"] == 192_512 // 4
+    three = planned(capsys, "--config", folder_of(tmp_path, LLAMA31_8B), "--devices", "cpu=3x64GiB")["shares"][-1]
+    assert (three["devices"]["num_stages"], three["not_split"]) == (3, "")
 
 
 def test_parts_of_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,29 +291,23 @@ def test_parts_of_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_what_is_not_split_is_planned_as_expected_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path, LLAMA31_8B)
-    three = planned(capsys, "--config", folder, "--devices", "cpu=3x32GiB")["shares"][-1]
+    three = planned(capsys, "--config", folder, "--devices", "cuda=3x32GiB")["shares"][-1]
     why = "config.json: parallel: num_attention_heads 32 is no multiple of 3, the number of devices"
     assert three["not_split"] == why
     assert three["weights_bytes"] < 5.1 * 2**30, "a third of all matrices"
-    assert main.run(["plan", "--config", folder, "--devices", "cpu=3x32GiB"]) == 0
+    assert main.run(["plan", "--config", folder, "--devices", "cuda=3x32GiB"]) == 0
     assert f"{why}; over several devices, these are the sums of tensor parallelism" in capsys.readouterr().out
-    by_default, named = (
-        planned(capsys, "--config", folder, "--devices", "cuda=4x16GiB", *flags)["shares"]
-        for flags in ((), ("--tensor", "2", "--expert", "2"))
-    )
-    assert named[0].pop("devices")["expert_parts"] == 2
-    assert by_default[-1].pop("devices")["expert_parts"] == 1
-    assert named == by_default[-1:], "the same sums"
-    assert named[0]["not_split"] == "models are not split over cuda devices yet"
 
 
-def test_shares_have_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("kind", "by_default"), [("cpu", "mtp"), ("cuda", "prompt-lookup")])
+def test_shares_have_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, by_default: str) -> None:
     """Whether they are asked for or are shown beside one device."""
     config = config_of("deepseek-v3", first_k_dense_replace=2)
-    args = ("--config", folder_of(tmp_path, config), "--devices", "cpu=2x1GiB")
+    args = ("--config", folder_of(tmp_path, config), "--devices", f"{kind}=2x4GiB")
     plain = planned(capsys, *args, "--speculator", "none")
     beside, named = planned(capsys, *args), planned(capsys, *args, "--tensor", "2")
-    assert beside["speculator"] == "mtp"
+    assert beside["speculator"] == by_default
+    beside = planned(capsys, *args, "--speculator", "mtp")
     assert beside["shares"][0]["kv_token_bytes"] > plain["shares"][0]["kv_token_bytes"]
     assert beside["shares"][1] == plain["shares"][1] == named["shares"][0]
     assert plain["shares"][1]["not_split"] == ""
@@ -320,6 +336,16 @@ def test_shares_have_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[
             ["--config", "{}", "--devices", "cpu=2x80GiB", "--expert", "2"],
             4,
             "config.json: parallel: expert = 2 divides the experts of a model, and LlamaForCausalLM has none",
+        ),
+        (
+            ["--config", "{}", "--devices", "cuda=2x80GiB", "--pipeline", "2"],
+            4,
+            "parallel: pipeline = 2 needs 2 cpu devices (pipeline is not built for cuda devices), and the node has cuda:0, cuda:1",
+        ),
+        (
+            ["--config", "{}", "--devices", "cuda=3x80GiB", "--tensor", "3"],
+            4,
+            "config.json: parallel: num_attention_heads 32 is no multiple of 3, the number of devices",
         ),
         (
             ["--config", "{}", "--devices", "cpu=3x80GiB", "--tensor", "3"],
