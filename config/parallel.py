@@ -9,7 +9,6 @@ from config.schema import ModelConfig, ParallelConfig
 AUTO = "auto"  # the fewest devices that hold the model
 MOST_RANKS = 64
 KINDS = ("cpu", "cuda")  # kinds of devices over which models are split, each model over devices of one kind
-KINDS_WITH_STAGES = frozenset({"cpu"})  # those over which layers are divided, too (pipeline)
 SPECULATORS = ("auto", "none", "prompt-lookup")  # allowed for a split model, where auto means prompt lookup
 
 
@@ -31,12 +30,9 @@ def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 def refused_kinds(settings: ModelConfig) -> dict[str, str]:
     """Returns kind of devices -> why a model with these settings is not split over such devices; kinds without a reason are left
     out."""
-    reasons = {}
-    if settings.kv_cache_dtype != "auto":
-        reasons["cpu"] = f"kv_cache_dtype = {settings.kv_cache_dtype!r} is not built for cpu devices"
-    if isinstance(how := settings.parallel, ParallelConfig) and how.pipeline > 1:
-        reasons |= {kind: f"pipeline is not built for {kind} devices" for kind in KINDS if kind not in KINDS_WITH_STAGES}
-    return reasons
+    if settings.kv_cache_dtype == "auto":
+        return {}
+    return {"cpu": f"kv_cache_dtype = {settings.kv_cache_dtype!r} is not built for cpu devices"}
 
 
 def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str, str] | None = None) -> str:

@@ -96,7 +96,9 @@ def _logits_values(shape: ModelShape) -> int:
 def _exchange_bytes(shape: ModelShape, rows: int, item: int) -> int:
     """Returns the bytes that a share of a model keeps for its exchange with the other devices: the communicator, and the logits of
     `rows` rows; 0 for a whole model. item: bytes of an element of the model's dtype."""
-    return 0 if shape.split is None else COMMUNICATOR_BYTES + rows * shape.vocab_size * item
+    if shape.split is None:
+        return 0
+    return (COMMUNICATOR_BYTES if shape.split.size > 1 else 0) + rows * shape.vocab_size * item
 
 
 def sampling_bytes(rows: int, vocab_size: int) -> int:

@@ -7,7 +7,7 @@ result is the same as with that setting.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -118,13 +118,12 @@ class Planner:
         largest, too_large, refused = None, ["1"], dict[str, list[str]]()
         for number in range(2, min(most, parallel.MOST_RANKS) + 1):
             by_matrices = _divided(settings, ParallelConfig(number))
-            kinds = sizing.kinds(name, by_matrices, shape)
-            if not kinds:
+            if not sizing.kinds(name, by_matrices, shape):
                 break  # there are more devices of another kind only
             if whole.facts.weights_bytes * _SHARES_AT_LEAST > sizing.largest_bytes(name, by_matrices, shape):
                 too_large.append(str(number))  # without computing a share's layout, which takes seconds for a very large model
                 continue
-            plan = attempt(_divided(settings, division_over(shape, number, kinds)))
+            plan = attempt(_divided(settings, division_over(shape, number)))
             if isinstance(plan, str):
                 refused.setdefault(plan.removeprefix(f'models."{name}".parallel: '), []).append(str(number))
             elif plan.fits:
@@ -163,13 +162,10 @@ class Planner:
         return Plan(settings, shape, division_of(settings), dtype, speculator, facts, fits)
 
 
-def division_over(shape: ModelShape, num_devices: int, kinds: Collection[str]) -> ParallelConfig:
-    """Returns how "auto" divides a model among this number of devices of one kind: by matrices; if that is impossible, by whole
-    experts; if that is impossible, too, by layers, where one of the kinds allows it. kinds: the kinds of which there are so many
-    devices."""
-    ways = [ParallelConfig(num_devices), ParallelConfig(expert=num_devices)]
-    if not parallel.KINDS_WITH_STAGES.isdisjoint(kinds):
-        ways.append(ParallelConfig(pipeline=num_devices))
+def division_over(shape: ModelShape, num_devices: int) -> ParallelConfig:
+    """Returns how "auto" divides a model among this number of devices: by matrices; if that is impossible, by whole experts; if
+    that is impossible, too, by layers."""
+    ways = (ParallelConfig(num_devices), ParallelConfig(expert=num_devices), ParallelConfig(pipeline=num_devices))
     return next((how for how in ways if not slices.refusal(shape, division(how))), ways[0])
 
 

@@ -310,7 +310,7 @@ def division(how: ParallelConfig) -> Division:
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
     """Returns the kinds of devices ("cpu", "cuda") that can run the model. GPUs have no kernels for encoders and some checkpoint
-    formats, CPUs none for some types of KV, and not every division is possible on each kind."""
+    formats, CPUs none for some types of KV."""
     if shape.is_encoder:
         return {"cpu"}
     kinds = {"cpu", "cuda"} - _refused_kinds(shape).keys()

@@ -179,8 +179,8 @@ class CudaBackend:
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> CudaShare:
         """Implements SplitsModels.split_model. Waits until the other shares of the same layers are loaded. The result is a new
-        object at each load, because graphs hold addresses of the connection. Raises GroupBroken, UnsupportedModel if NCCL is needed and
-        there is none, and RuntimeError if the devices cannot exchange anything."""
+        object at each load, because graphs hold addresses of the connection. Raises GroupBroken, UnsupportedModel if NCCL is needed
+        and there is none, and RuntimeError if the devices cannot exchange anything."""
         known = self._models.pop(spec.model, None)
         if known is not None:
             known[1].drop_graphs()

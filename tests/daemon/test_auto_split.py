@@ -198,13 +198,6 @@ async def test_the_fewest_devices_of_one_kind(tmp_path: Path) -> None:
     assert (await facts_of(tmp_path, long, *gpus(1500, 1500))).if_too_large == f'models."m".parallel = "auto" {why}'
 
 
-async def test_layers_are_not_divided_among_gpus(tmp_path: Path) -> None:
-    make_model(tmp_path / "m", num_heads=3, num_kv_heads=3, hidden_size=96, num_layers=60)
-    assert (await registered(tmp_path, AUTO, *gpus(LITTLE, LITTLE), *cpus(30, 30))).division == Division(2, num_stages=2)
-    refused = await facts_of(tmp_path, AUTO, *gpus(LITTLE, LITTLE))
-    assert "num_attention_heads 3 is no multiple of 2, the number of devices" in refused.if_too_large
-
-
 async def test_without_the_key_a_refusal_tells_whether_it_would_help(folder: Path) -> None:
     for given in (None, ParallelConfig(1)):
         plain = msgspec.structs.replace(AUTO, parallel=given)
@@ -231,12 +224,10 @@ def test_experts_are_divided_where_only_they_can_be(monkeypatch: pytest.MonkeyPa
         return "" if division in can else "refused"
 
     monkeypatch.setattr(planning.slices, "refusal", refusal)
-    both = {"cpu", "cuda"}
-    assert division_over(mixture, 2, both) == ParallelConfig(tensor=2)
-    assert division_over(mixture, 3, both) == ParallelConfig(tensor=3), "nothing else can be done either"
-    assert division_over(mixture, 4, both) == division_over(mixture, 4, {"cuda"}) == ParallelConfig(expert=4)
-    assert division_over(dense, 5, both) == division_over(dense, 5, {"cpu"}) == ParallelConfig(pipeline=5)
-    assert division_over(dense, 5, {"cuda"}) == ParallelConfig(tensor=5)
+    assert division_over(mixture, 2) == ParallelConfig(tensor=2)
+    assert division_over(mixture, 3) == ParallelConfig(tensor=3), "nothing else can be done either"
+    assert division_over(mixture, 4) == ParallelConfig(expert=4)
+    assert division_over(dense, 5) == ParallelConfig(pipeline=5)
 
 
 async def test_the_largest_share_counts(tmp_path: Path) -> None:

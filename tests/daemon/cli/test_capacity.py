@@ -292,10 +292,12 @@ def test_parts_of_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_what_is_not_split_is_planned_as_expected_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path, LLAMA31_8B)
     three = planned(capsys, "--config", folder, "--devices", "cuda=3x32GiB")["shares"][-1]
-    why = "config.json: parallel: num_attention_heads 32 is no multiple of 3, the number of devices"
-    assert three["not_split"] == why
-    assert three["weights_bytes"] < 5.1 * 2**30, "a third of all matrices"
-    assert main.run(["plan", "--config", folder, "--devices", "cuda=3x32GiB"]) == 0
+    assert (three["devices"]["num_stages"], three["not_split"]) == (3, ""), "as by default its layers would be divided"
+    many = planned(capsys, "--config", folder, "--devices", "cuda=33x32GiB")["shares"][-1]
+    why = "config.json: parallel: num_attention_heads 32 is no multiple of 33, the number of devices"
+    assert many["not_split"] == why
+    assert many["weights_bytes"] < 0.5 * 2**30, "a part of each of the matrices"
+    assert main.run(["plan", "--config", folder, "--devices", "cuda=33x32GiB"]) == 0
     assert f"{why}; over several devices, these are the sums of tensor parallelism" in capsys.readouterr().out
 
 
@@ -336,11 +338,6 @@ def test_shares_have_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[
             ["--config", "{}", "--devices", "cpu=2x80GiB", "--expert", "2"],
             4,
             "config.json: parallel: expert = 2 divides the experts of a model, and LlamaForCausalLM has none",
-        ),
-        (
-            ["--config", "{}", "--devices", "cuda=2x80GiB", "--pipeline", "2"],
-            4,
-            "parallel: pipeline = 2 needs 2 cpu devices (pipeline is not built for cuda devices), and the node has cuda:0, cuda:1",
         ),
         (
             ["--config", "{}", "--devices", "cuda=3x80GiB", "--tensor", "3"],

@@ -93,6 +93,45 @@ def test_never_a_carve_out_nor_two_kinds() -> None:
         assert part in reason
 
 
+MIXED = {"cpu:0": 100, "cuda:0": 100, "cpu:1": 100, "cuda:1": 100}
+
+
+@pytest.mark.parametrize(("taken", "devices"), [((), ["cpu:0", "cpu:1"]), (("cpu:0",), ["cuda:0", "cuda:1"])])
+def test_gpus_hold_a_model_together_and_kinds_never_mix(taken: tuple[str, ...], devices: list[str]) -> None:
+    """Not even where a device of each kind is free, as when another model is on one of either."""
+    node = FakeNode(MIXED)
+    node.register(*(facts(f"on-{name}", 60, devices=(name,)) for name in taken), pair())
+    for name in taken:
+        node.bring_up(f"on-{name}")
+    node.arrive("pair")
+    assert members_of(node.loads[len(taken) + 1]) == devices
+    node.loaded("pair")
+    assert node.view("pair").devices == tuple(devices)
+
+
+def test_a_model_leaves_before_two_kinds_share() -> None:
+    node = FakeNode(MIXED)
+    node.register(*(facts(f"on-{name}", 60, devices=(name,)) for name in ("cpu:0", "cuda:1")), pair())
+    for name in ("cpu:0", "cuda:1"):
+        node.bring_up(f"on-{name}")
+    node.arrive("pair")
+    left = of_kind(node.log, actions.Evict)
+    assert [action.model for action in left] == ["on-cpu:0"]  # type: ignore[attr-defined]
+    node.evicted("on-cpu:0")
+    assert members_of(node.loads[3]) == ["cpu:0", "cpu:1"]
+
+
+def test_two_gpus_lose_a_model_together() -> None:
+    node = FakeNode({"cuda:0": 100, "cuda:1": 100})
+    node.register(pair(devices=("cuda:0", "cuda:1")))
+    request = node.arrive("pair")
+    node.loaded("pair")
+    assert node.running[request].device == "cuda:0"
+    assert held(node, "pair") == {"cuda:0": 22, "cuda:1": 22}
+    node.engine_down("cuda:1")
+    assert [members_of(action) for action in of_kind(node.log, actions.Evict)] == [["cuda:0"]]  # type: ignore[arg-type]
+
+
 def test_too_large_a_share_and_too_few_devices_are_refused_until_there_are_more() -> None:
     node = FakeNode({"cpu:0": 100, "cpu:1": 40})
     node.register(pair())
