@@ -119,8 +119,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "{ tensor = 2 }: the model is split over two devices, each of which holds a share of every layer and computes it for "
             "each token; { expert = 2 }: each of them has half of the experts of a layer, in place of half of each; "
             "{ pipeline = 2 }: each of them has half of the layers, and steps of different requests are in both at the same time; "
-            "several of these: over as many devices as their product. cpu devices, decoders; not with isolate, kv_cache_dtype or a "
-            "speculator that predicts. "
+            "several of these: over as many devices as their product, all of one kind. Decoders; not with isolate or a speculator "
+            "that predicts. "
             '"auto": it is whole where a device holds it, with one request of max_model_len, else split over the fewest devices '
             "that do (docs/operations.md)"
         ),
