@@ -163,7 +163,7 @@ class NoDriverOps(CudaOps):
     def __init__(self) -> None:
         """Leaves Triton's cache folder as it is."""
 
-    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0, first: int | None = None) -> Tensor:
         assert isinstance(weight, Tensor)
         functional.linear(_one, _one)
         return weight.new_empty(len(ids), weight.shape[1])

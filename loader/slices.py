@@ -2,10 +2,10 @@
 each of the stages of a pipeline.
 
 A stage has consecutive layers; the first stage also has the embedding, and the last one the final norm and the head. Each device of
-a stage has equal parts of the attention heads, of each MLP's inner dimensions and of the head's rows; a family's list of tensors
-says how each group is divided (TensorGroup.divided). Norms and the embedding are whole on each device; biases of outputs that the
-devices add up are only on the first device. Of a router's experts each device has some, either whole or an equal part of each;
-routers are whole on each device.
+a stage has equal parts of the attention heads, of each MLP's inner dimensions and of the rows of embedding and head. A family's
+list of tensors says how each group is divided (TensorGroup.divided). Norms are whole on each device; biases of outputs that the devices
+add up are only on the first device. Of a router's experts each device has some, either whole or an equal part of each; routers are
+whole on each device.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _unserved_kind(shape: ModelShape) -> str:
 def format_of(shape: ModelShape, at: int, group: TensorGroup, weight_format: WeightFormat) -> WeightFormat:
     """Returns the format in which a group of tensors is held: weight_format, or PLAIN if that format does not hold such groups, or
     if the checkpoint stores the group plain. at: the group's index in the whole model. Embeddings and heads of a model that is
-    split are plain, because a device may use only some rows of an embedding that it has whole."""
+    split are plain, because a packed matrix is not cut."""
     if group.may_be_packed:
         return weight_format if weight_format.resident and shape.split is None else PLAIN
     return weight_format if group.may_be_quantized and at not in shape.plain_groups else PLAIN
@@ -389,11 +389,3 @@ def _block_offset(group: TensorGroup, own: TensorGroup, of_whole: int, held_in: 
     is_direct = (first.cut is None or first.cut.axis == 0) and skipped_bytes % 8 == 0
     num_bytes = sum(slot.num_bytes for slot in slots)
     return (of_whole + skipped_bytes) % BLOCK_BYTES if is_direct and num_bytes >= MIN_BLOCK_ALIGNED_BYTES else -1
-
-
-def rows_of(num_rows: int, share: SplitShape | None) -> slice:
-    """Returns the rows of the head (output matrix) with which a device computes logits. num_rows: number of rows of the whole head.
-    share: None: the device has the whole model."""
-    if share is None:
-        return slice(0, num_rows)
-    return slice(share.rank * num_rows // share.size, (share.rank + 1) * num_rows // share.size)

@@ -69,7 +69,7 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
         call(kernels.keep_own_experts, *which, slots, routing.places, routing.firsts, routing.tokens)
         routing = replace(routing, firsts=routing.firsts[: matrices.num_own + 1])
     rows = empty(x, len(x) * num_chosen, x.shape[1])
-    call(kernels.gather_rows, routing.tokens, array(x), 1.0, array(rows))
+    call(kernels.gather_rows, routing.tokens, array(x), 0, 1.0, array(rows))
     if matrices.weighs_inputs:
         call(_weigh_rows, rows.view(rows.shape), *where, slots)
     sizes = (routing, len(x))

@@ -204,13 +204,13 @@ class CpuOps:
                 self._asks(one)
         return not missing
 
-    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0, first: int | None = None) -> Tensor:
         if isinstance(weight, PackedMatrix):
             return self._packed_embedding(ids, weight, scale)
         if not self._served(weight, PLAIN):
-            return reference.gather_rows(weight, ids, scale)
+            return reference.gather_rows(weight, ids, scale, first)
         out = empty(weight, len(ids), weight.shape[1])
-        call(self.kernels.gather_rows, ids.numpy(), array(weight), scale, array(out))
+        call(self.kernels.gather_rows, ids.numpy(), array(weight), first or 0, scale, array(out))
         return out
 
     def _packed_embedding(self, ids: Tensor, weight: PackedMatrix, scale: float) -> Tensor:
@@ -226,13 +226,13 @@ class CpuOps:
         if not self._served(x, PLAIN):
             torch.index_select(x, 0, rows, out=out)
         else:
-            call(self.kernels.gather_rows, rows.numpy(), array(x), 1.0, array(out))
+            call(self.kernels.gather_rows, rows.numpy(), array(x), 0, 1.0, array(out))
 
     def copy(self, x: Tensor, out: Tensor) -> None:
         if not self._served(x, PLAIN):
             call(out.view(out.shape).copy_, x.view(x.shape))
         else:
-            call(self.kernels.gather_rows, np.arange(len(x)), array(x), 1.0, array(out))
+            call(self.kernels.gather_rows, np.arange(len(x)), array(x), 0, 1.0, array(out))
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, Int8Matrix):

@@ -50,7 +50,7 @@ class LaunchOnlyOps(CudaOps):
     def __init__(self) -> None:
         """Skips CudaOps.__init__, which would set Triton's cache folder."""
 
-    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0, first: int | None = None) -> Tensor:
         assert isinstance(weight, Tensor)
         return weight.new_empty(len(ids), weight.shape[1])
 

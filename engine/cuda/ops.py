@@ -37,10 +37,10 @@ class CudaOps:
     def __init__(self, cache_dir: str) -> None:
         entry.configure(str(Path(cache_dir or Path.home() / ".cache" / "hearthd") / "triton"))
 
-    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0, first: int | None = None) -> Tensor:
         if isinstance(weight, PackedMatrix):
             raise TypeError("there is no kernel for a PackedMatrix on a GPU")
-        return reference.gather_rows(weight, ids, scale)
+        return reference.gather_rows(weight, ids, scale, first)
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         """Implements Ops.linear for all weight formats but those that loader/formats keeps from GPUs: raises TypeError for an

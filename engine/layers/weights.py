@@ -22,7 +22,6 @@ from loader.formats.relayout import INPUT_ORDER
 from loader.formats.weight_format import WeightFormat, WeightSlot
 from loader.layout import weight_layout
 from loader.model_shape import ModelShape
-from loader.slices import rows_of
 
 
 @cache
@@ -58,17 +57,9 @@ class Weights:
         return dtype
 
     def table(self, name: str) -> Tensor | PackedMatrix:
-        """Returns an embedding or a head [V, K], which may be packed."""
+        """Returns an embedding or a head, which may be packed: its rows [V, K], or in a split model those of this rank."""
         packed = self._slots[name].packed
         return self.get(name) if packed is None else self._packed(packed)
-
-    def head_rows(self, name: str) -> Tensor | PackedMatrix:
-        """Returns the rows of a head with which this rank computes logits: [V / size, K], or all rows [V, K] if the model is on one
-        device. name: name of the head's tensor, or of the embedding if that is the head, too."""
-        stored = self.table(name)
-        if isinstance(stored, PackedMatrix):  # the model is on one device
-            return stored
-        return stored if self._slots[name].cut is not None else stored[rows_of(len(stored), self._split)]
 
     def ones(self, width: int) -> Tensor:
         """Returns a tensor of `width` ones, for norms that have no weight. It is the same tensor each time a model is built,

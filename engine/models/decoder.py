@@ -42,7 +42,7 @@ class DecoderModel(Generic[BatchT]):
         self.ops, self.ranks, self.stages = ops, ranks, stages
         names, split = family.names, shape.split
         is_last = split is None or split.is_last_stage
-        self.embedding = Embedding(ops, family, shape, weights) if split is None or split.is_first_stage else None
+        self.embedding = Embedding(ops, family, shape, weights, ranks) if split is None or split.is_first_stage else None
         self.inputs = LayerInputs(ops, family, shape, weights) if shape.layer_inputs is not None else None
         self.num_layers = shape.num_layers
         self.layers = [DecoderLayer(ops, family, shape, weights, layer, ranks) for layer in shape.own_layers]
@@ -51,7 +51,7 @@ class DecoderModel(Generic[BatchT]):
         self.logit_scale, self.logit_softcap = shape.logit_scale, shape.logit_softcap
         self.head: Tensor | PackedMatrix | None = None  # None: the model embeds, or this stage computes no logits
         if is_last and not shape.pooling:
-            self.head = weights.head_rows(f"{names.embedding if shape.tie_word_embeddings else names.head}.weight")
+            self.head = weights.table(f"{names.embedding if shape.tie_word_embeddings else names.head}.weight")
         self.makes_logits = self.head is not None
         self.head_bias = weights.find(f"{names.head}.bias")
         self.predictor: Predictor[BatchT] | EagleDrafter[BatchT] | None = None

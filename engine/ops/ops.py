@@ -397,8 +397,9 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
     """The operations of one kind of device, of which models are made. BatchT_contra: the type of the inputs of a step on the
     device."""
 
-    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0) -> Tensor:
-        """Returns rows [T, W] of the table weight [V, W], those with indices ids [T] int64, times scale."""
+    def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0, first: int | None = None) -> Tensor:
+        """Returns rows [T, W] of the table weight [V, W], those with indices ids [T] int64, times scale. first: weight has only
+        some rows of the table, from this index on, and is not packed; the other rows are zeros. None: it has all rows."""
         ...
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:

@@ -884,9 +884,14 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Ten
     return total.masked_fill_(is_padding.unsqueeze(1), 0.0).to(x.dtype)
 
 
-def gather_rows(table: Tensor, ids: Tensor, scale: float) -> Tensor:
-    """Returns the rows of table [V, W] with the indices ids [T], as [T, W], multiplied with scale in float32."""
-    return _scaled_rows(functional.embedding(ids, table), scale)
+def gather_rows(table: Tensor, ids: Tensor, scale: float, first: int | None = None) -> Tensor:
+    """Returns the rows of table [V, W] with the indices ids [T], as [T, W], multiplied with scale in float32. first: as in
+    Ops.embedding."""
+    if first is None:
+        return _scaled_rows(functional.embedding(ids, table), scale)
+    at = ids - first
+    own = at.clamp(0, len(table) - 1)
+    return _scaled_rows(functional.embedding(own, table).masked_fill_((at != own).unsqueeze(1), 0.0), scale)
 
 
 def _scaled_rows(rows: Tensor, scale: float) -> Tensor:

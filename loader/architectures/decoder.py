@@ -211,8 +211,8 @@ class Decoder:
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
         """Implements Architecture.tensor_groups."""
         names, hidden = self.decoder_of(shape).names, shape.hidden_size
-        embedding = one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden)._replace(may_be_packed=True)
-        groups = [embedding, *self._input_groups(shape)]
+        embedding = one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden, divided=ROWS)
+        groups = [embedding._replace(may_be_packed=True), *self._input_groups(shape)]
         of_delta = self._groups_before_mlp_of_delta(shape)
         sparse, last = self._expert_groups(shape), self._groups_at_the_end(shape)
         kinds: dict[tuple[HeadShape, int], tuple[list[TensorGroup], list[TensorGroup], list[TensorGroup]]] = {}

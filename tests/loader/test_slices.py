@@ -113,7 +113,7 @@ BY_ROWS = (
     "fc1",
     "lm_head",
 )
-BY_ROWS += ("lm_head", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d")
+BY_ROWS += ("embed_tokens", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d")
 NUMBERS_OF_HEADS = ("A_log", "dt_bias")
 BY_COLUMNS = ("o_proj", "dense", "down_proj", "fc2", "out_proj")
 # Matrices of 64 KiB and more, whose shares are, too.
@@ -264,7 +264,7 @@ def test_little_more_than_the_share_is_read(tmp_path: Path, architecture: str) -
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shares_cover_each_tensor_once(name: str, size: int) -> None:
-    """All but what each rank has whole, and KV heads that several ranks share; rows of a head as well, tied or not."""
+    """All but what each rank has whole, and KV heads that several ranks share; rows of the embedding and of the head, too."""
     shape = parse(config_of(name))
     covered = {tensor: np.zeros(dims, int) for tensor, dims in parameter_shapes(shape).items()}
     for rank in range(size):
@@ -362,12 +362,9 @@ def test_views_are_of_the_share(tied: bool) -> None:
         assert weights.get(f"{layer}self_attn.o_proj.weight").shape == (16, 4)
         assert (weights.find(f"{layer}self_attn.o_proj.bias") is None) == (rank > 0)
         assert weights.get(f"{layer}mlp.down_proj.weight").shape == (16, 6)
-        head, stored = weights.head_rows(name), weights.get(name)
-        assert head.shape == (8, 16)
-        assert torch.equal(head, stored[8 * rank : 8 * rank + 8] if tied else stored)
-        assert weights.get("model.embed_tokens.weight").shape == (32, 16)
+        assert weights.table(name).shape == weights.table("model.embed_tokens.weight").shape == (8, 16)
     whole_memory: Any = Memory(weights_bytes(shape, "float32"))
-    assert Weights(shape, "float32", whole_memory).head_rows(name).shape == (32, 16)
+    assert Weights(shape, "float32", whole_memory).table(name).shape == (32, 16)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -478,8 +475,8 @@ def test_plans_count_the_largest_share() -> None:
     by_kind = {kind: share_of(shape, settings, Devices(kind, 2, 64 << 20)) for kind in ("cpu", "cuda")}
     needed = share_weights_bytes(shape, "bfloat16", Division(2))
     assert 0 <= by_kind["cpu"].weights_bytes - needed < chunk
-    assert needed > weights_bytes(shape, "bfloat16") / 2  # each device has the whole embedding
-    assert by_kind["cuda"].weights_bytes < by_kind["cpu"].weights_bytes
+    assert needed > weights_bytes(shape, "bfloat16") / 2  # each device has all norms
+    assert by_kind["cuda"].weights_bytes == by_kind["cpu"].weights_bytes
     quantised = share_of(shape, replace(settings, weight_format=INT8), Devices("cpu", 2, 64 << 20))
     assert quantised.weights_bytes < by_kind["cpu"].weights_bytes
 

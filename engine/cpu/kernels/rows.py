@@ -32,16 +32,22 @@ def _compiled(function: Any) -> tuple[Any, Any]:
 
 
 def gather_rows_signature(element: types.Type) -> Any:
-    return void(int64[::1], element[:, ::1], float64, element[:, ::1])
+    return void(int64[::1], element[:, ::1], int64, float64, element[:, ::1])
 
 
-def _gather_rows(ids: Any, weight: Any, scale: float, out: Any) -> None:
-    """Writes the rows `ids` [T] of weight [V, W], times scale, to out [T, W], rounded to its elements."""
+def _gather_rows(ids: Any, weight: Any, first: int, scale: float, out: Any) -> None:
+    """Writes the rows `ids` [T] of a table, times scale, to out [T, W], rounded to its elements. weight [V, W]: the table's rows
+    from `first` on; other rows are written as zeros."""
     factor = float32(scale)
     for row in prange(ids.shape[0]):
-        found, to = weight[ids[row]], out[row]
-        for i in range(to.shape[0]):
-            to[i] = narrow(widen(found[i]) * factor, found[i])
+        at, to = ids[row] - first, out[row]
+        if 0 <= at < weight.shape[0]:
+            found = weight[at]
+            for i in range(to.shape[0]):
+                to[i] = narrow(widen(found[i]) * factor, found[i])
+        else:
+            for i in range(to.shape[0]):
+                to[i] = narrow(float32(0.0), to[i])
 
 
 def rms_norm_signature(element: types.Type) -> Any:
