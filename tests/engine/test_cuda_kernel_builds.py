@@ -26,6 +26,7 @@ from tests.engine.kernels.key_cases import BLOCK_TOKENS, CASES, KeyCase
 ROOT = Path(__file__).parents[2]
 HOPPER = 90
 CASE: KeyCase = CASES[0]
+SHARE: KeyCase = next(case for case in CASES if case.share is not None)
 COMPILED: KeyCase = next(case for case in CASES if case.pooling)  # it has fewest kernels, since it draws no tokens
 # stands in for a process that compiles: prints what is given, as lines, does what is put in, and ends with the exit code
 PROCESS = "import sys, time; sys.stdin.read(); print('\\n'.join(sys.argv[2:]), flush=True); {}; sys.exit(int(sys.argv[1]))"
@@ -104,9 +105,10 @@ def test_the_engine_finds_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     assert found > 20
 
 
-def test_a_compiler_that_is_done_is_not_finalised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", [CASE, SHARE], ids=["whole", "share"])
+def test_a_compiler_that_is_done_is_not_finalised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: KeyCase) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    job = msgspec.json.encode(CompileJob(CASE.spec, CASE.shape, BLOCK_TOKENS, HOPPER, str(tmp_path)))
+    job = msgspec.json.encode(CompileJob(case.spec, case.shape, BLOCK_TOKENS, HOPPER, str(tmp_path)))
     ended = subprocess.run([sys.executable, "-c", ABORTS], cwd=ROOT, input=job, capture_output=True, timeout=100, check=False)
     assert (ended.returncode, ended.stdout) == (0, b"units 0\n"), ended.stderr.decode()
 
@@ -129,6 +131,8 @@ def test_it_happens_once_for_each_kind_of_model(machine: Machine) -> None:
     assert len(machine.processes) == 2
     CudaKernelBuilds(str(machine.folder), 100, BLOCK_TOKENS, 2, lambda news: None).need(CASE.spec, CASE.shape, lambda: None)
     assert len(machine.processes) == 4
+    again.need(CASE.spec, SHARE.shape, lambda: None)
+    assert len(machine.processes) == 6, "a share of a split model has kernels of other sizes"
 
 
 def test_a_folder_that_is_gone_leaves_the_kernels_to_the_load(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:

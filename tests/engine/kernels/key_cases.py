@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from engine.cuda.model import CudaModel
+from engine.cuda.share import CudaShare
 from engine.grammar.row_masks import RowMasks
 from engine.protocol import LoadModel, SamplingParams
 from loader.architectures.registry import architecture_of
 from loader.hf_config import parse_config
-from loader.model_shape import LAST_TOKEN, ModelShape
+from loader.model_shape import LAST_TOKEN, DeviceShare, Division, ModelShape
+from loader.slices import split
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table, write_sampling
 from tests.loader.fp8 import FINE_GRAINED
 from tests.loader.gptq import gptq
@@ -49,7 +51,7 @@ class KeyCase:
     """A model. config: a config.json, changed by SMALL and `more`. block_offset: where the first of each three groups of parameters
     begins, in bytes from a block's boundary, the others 8 and 16 bytes further; -1: all are aligned. max_len: the length of its
     sequences, in tokens. pooling: of ModelShape. adapters: whether rows of its steps have LoRA adapters. predicts: whether its
-    predictor drafts behind each step."""
+    predictor drafts behind each step. share: the part of a split model that it is; None: it is whole."""
 
     name: str
     config: dict[str, Any]
@@ -62,11 +64,14 @@ class KeyCase:
     pooling: str = ""
     adapters: bool = False
     predicts: bool = False
+    share: DeviceShare | None = None
 
     @property
     def shape(self) -> ModelShape:
         shape = parse_config(json.dumps(self.config | SMALL | self.more).encode())
         shape = replace(shape, pooling=self.pooling, predicts=self.predicts)
+        if self.share is not None:
+            shape = split(shape, *self.share)
         if self.block_offset < 0:
             return shape
         num_groups = len(architecture_of(shape).tensor_groups(shape))
@@ -88,6 +93,7 @@ GEMMA4_26B = json.loads((PUBLISHED / "gemma-4-26b-a4b.json").read_text())["text_
 LLAMA4_TEXT = LLAMA4_SCOUT["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
 FP8_WEIGHTS = {"quantization_config": FINE_GRAINED}
 GPTQ_WEIGHTS = {"quantization_config": gptq(sym=False, desc_act=True)}
+TWO = Division(2)
 QWEN3 = QWEN25_7B | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
 CASES = [
     KeyCase("mistral", MISTRAL_7B, more={"sliding_window": None}),
@@ -199,6 +205,17 @@ CASES = [
         },
         adapters=True,
     ),
+    KeyCase("llama share that leads", MISTRAL_7B, more={"sliding_window": None, "vocab_size": 4096}, share=DeviceShare(0, TWO)),
+    KeyCase(
+        "qwen2 share that follows", QWEN25_7B, block_offset=8, max_rows=17, more={"vocab_size": 1006}, share=DeviceShare(1, TWO)
+    ),
+    KeyCase(
+        "mixtral share of experts",
+        MIXTRAL_8X7B,
+        max_rows=17,
+        more={"num_experts": 8, "vocab_size": 1006},
+        share=DeviceShare(0, Division(2, expert_parts=2)),
+    ),
     KeyCase("one block a sequence", MISTRAL_7B, max_len=BLOCK_TOKENS, max_rows=1, more={"sliding_window": None}),
 ]
 # Each stands for settings that the others do not have; the whole list takes many minutes.
@@ -219,6 +236,9 @@ COVERING = (
     "deepseek v2 lite float16",
     "llama 4",
     "qwen3 next at odd places",
+    "llama share that leads",
+    "qwen2 share that follows",
+    "mixtral share of experts",
     "one block a sequence",
 )
 
@@ -277,7 +297,10 @@ class KeyStep:
         if model.shape.predicts:
             room = np.clip(max_len - columns.sum(axis=1), 0, 2).astype(np.int32)
             plan = replace(plan, to_propose=np.where(samples, room, np.int32(0)))
-        model.launch(plan, table, row_masks).wait()
+        if isinstance(model, CudaShare) and model.shape.split is not None and model.shape.split.rank:
+            model.follow(plan, table)
+        else:
+            model.launch(plan, table, row_masks).wait()
 
 
 def make_table(case: KeyCase, model: CudaModel) -> SequenceTable:
