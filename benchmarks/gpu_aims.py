@@ -91,6 +91,21 @@ AIMS = (
          {"what": "cold"}, least=(1,)),
     _aim("confined", "200 streams with half a core over the free run", "gpu_server", "of_free",
          {"what": "streams", "confined": "0.5 core, by control group"}, least=(0.95,)),
+    _aim("split", "wrong results of exchanges, by the first / the second connection", "gpu_split", "wrong", {"what": "exchanges"},
+         most=(0,)),
+    _aim("split", "the same, of 100 replays of a graph", "gpu_split", "wrong_replays", {"what": "exchanges"}, most=(0,)),
+    _aim("split", "memory that a connection takes over what is reckoned for it", "gpu_split", "of_reckoned",
+         {"what": "exchanges"}, most=(1,)),
+    _aim("split", "connections that could not be given up, after their graph / beside it", "gpu_split", "hung", {"what": "abort"},
+         most=(0,)),
+    _aim("split", "float32 logits of shares: largest difference to the whole model", "gpu_split", "difference",
+         {"what": "logits"}, most=(2e-4,)),
+    _aim("split", "float32 logits of a share alone: largest difference that its graphs make", "gpu_split", "difference",
+         {"what": "graphs of a share alone"}, most=(2e-4,)),
+    _aim("split", "a rank killed: seconds until the other one's stream goes on", "gpu_split", "goes_on_s", {"what": "rank killed"},
+         most=(1,)),
+    _aim("split", "8B on two GPUs, a row: its rate over that on one", "gpu_split", "faster", {"what": "decode", "model": "8b"},
+         least=(1.3,)),
 )  # fmt: skip
 
 

@@ -66,6 +66,7 @@ OTHERS = (
     Part("peer", ("benchmarks.gpu_throughput", "--engine", "transformers"), 90),
     Part("confined", ("benchmarks.gpu_server", "--what", "confined"), 150),
     Part("tiles", ("benchmarks.gpu_tiles",), 240),
+    Part("split", ("benchmarks.gpu_split",), 400),
 )
 PARTS = {part.name: part for parts in (*COMMANDS.values(), OTHERS) for part in parts}
 ALL = ",".join(COMMANDS)

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,8 @@ from benchmarks import (
     gpu_server,
     gpu_shapes,
     gpu_soak,
+    gpu_split,
+    gpu_split_models,
     gpu_throughput,
     gpu_tiles,
 )
@@ -63,7 +66,7 @@ NODES = {
     "adoption": gpu_adoption.NODE,
 }
 # Parts that compute in their own process: what they run, with these arguments, and the largest model of it.
-MAINS: dict[str, tuple[Callable[[], None], list[str], str]] = {
+MAINS: dict[str, tuple[Callable[[], object], list[str], str]] = {
     "forward": (gpu_forward.main, [], "8b"),
     "forward-1b": (gpu_forward.main, ["--model", "1b"], "1b"),
     "mixed": (gpu_mixed.main, [], "8b"),
@@ -74,6 +77,8 @@ MAINS: dict[str, tuple[Callable[[], None], list[str], str]] = {
     "kernels": (gpu_kernels.main, [], "8b"),
     "tiles": (gpu_tiles.main, [], "8b"),
     "ncu": (gpu_ncu.main, ["--launches"], "8b"),
+    # the rank that holds the whole model, after its share
+    "split": (partial(gpu_split_models.decode_whole, "8b", "cuda", gpu_split.CONTEXT, gpu_split.NUM_STEPS), [], "8b"),
 }
 # tests, cache, sanitizer: tiny shapes; memory, loading: a few GiB of chunks; peer: transformers takes a share of what is free
 SMALL = {"tests", "cache", "sanitizer", "memory", "loading", "peer"}

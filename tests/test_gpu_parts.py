@@ -11,12 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_checkpoints, gpu_drives, gpu_ncu, gpu_node, gpu_sanitizer, gpu_server, gpu_soak
+from benchmarks import gpu_checkpoints, gpu_drives, gpu_ncu, gpu_node, gpu_sanitizer, gpu_server, gpu_soak, gpu_split
 from benchmarks.gpu_evictions import gaps_in
+from benchmarks.gpu_ranks import HOST, Rank, RankProcesses, visible_devices
 from benchmarks.gpu_texts import Question, compared, prompt_of, text_of, texts_of
 from benchmarks.gpu_watched import watched
 from benchmarks.load import Result
@@ -232,3 +234,42 @@ def test_a_page_cache_that_keeps_the_weights_is_told(
     monkeypatch.setattr(gpu_server, "set_cache", lambda *_, **__: sys.exit("m: in the page cache at 0"))
     assert not gpu_server.dropped(tmp_path, "m")
     assert "in the page cache at 0" in capsys.readouterr().out
+
+
+def failing_rank(own: Rank) -> None:
+    """Waits on rank 0 for rank 1, which raises."""
+    if own.rank:
+        raise ValueError(f"rank {own.rank} cannot")
+    own.connected()
+
+
+def test_ranks_that_fail_are_told_and_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that raises while the other one waits for it, one that was killed before it is told what to do, and, after these, one
+    that is killed while the other one waits in an exchange."""
+    group = gpu_split.Group([""] * 2, "cpu", HOST)
+
+    def killed(ranks: RankProcesses) -> None:
+        ranks.kill(1)
+        ranks.run(Rank.give_up)
+
+    group.does("raising", lambda ranks: ranks.run(failing_rank) and None)
+    group.does("dying", killed)
+    assert group.failed
+    group.does("going on", lambda ranks: gpu_split.lose_one(ranks, captured=False), ends=True)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["what"] for line in told] == ["started", "failed", "started", "failed", "started", "rank killed"]
+    assert told[1]["why"] == "ValueError: rank 1 cannot"
+    assert told[3]["why"] == "rank 1 ended with -9"
+
+
+def test_each_rank_sees_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_devices(2) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    assert visible_devices(2) == ["GPU-a", "GPU-b"]
+
+
+def test_logits_that_are_no_numbers_differ() -> None:
+    numbers, nothing = np.ones((2, 3), np.float32), np.full((2, 3), np.nan, np.float32)
+    assert gpu_split._difference([numbers, numbers + 0.5], [numbers, numbers]) == 0.5
+    assert gpu_split._difference([numbers, nothing], [numbers, numbers]) == float("inf")
