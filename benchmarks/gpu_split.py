@@ -24,10 +24,9 @@ import torch
 from benchmarks.gpu_ranks import HOST, NCCL, Rank, RankProcesses, RanksFailed, visible_devices
 from benchmarks.gpu_split_exchanges import abort, connections, prepare_abort, sums, wait_for_lost
 from benchmarks.gpu_split_models import decode_share, decode_whole_on, mirrored_logits, share_logits, whole_logits
-from loader import gpu_sizing
+from loader.gpu_sizing import COMMUNICATOR_BYTES
 
 # What hearthd reckons with for a connection of a rank.
-COMMUNICATOR_BYTES: int = getattr(gpu_sizing, "COMMUNICATOR_BYTES", 512 << 20)
 SIZES = tuple(kib << 10 for kib in (8, 64, 1024, 32 << 10))  # of sums, in bytes
 MODELS = (("llama", 1), ("mixture", 1), ("mixture", 2))  # name, expert_parts
 GRAPH_ROWS = 256

@@ -24,7 +24,7 @@ from engine.cuda.model import CudaModel
 from engine.cuda.nccl import nccl
 from engine.cuda.ops import CudaOps
 from engine.cuda.ranks import DeviceRanks
-from engine.cuda.share import CudaShare
+from engine.cuda.share import CudaShare, ShareLinks
 from engine.protocol import LoadModel
 from loader import kv_layout, layout
 from loader.hf_config import parse_config
@@ -79,7 +79,10 @@ class SplitBench(Bench):
         kv_memory = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=device)  # NaN in every dtype
         spec = LoadModel(1, "split", "", dtype, "", 0, 0, 0, length, num_rows, [])
         parts = (CudaOps(CACHE_DIR), spec, shape, cast(Any, weights), kv_memory, BLOCK_TOKENS)
-        self.model = CudaModel(*parts) if ranks is None else CudaShare(*parts, ranks, max_graph_rows)
+        if ranks is None:
+            self.model = CudaModel(*parts)
+        else:
+            self.model = CudaShare(*parts, ShareLinks(ranks, None, np.zeros(1, np.int64)), max_graph_rows)
         self.table = self.new_table(num_rows, length)
         self.table.num_tokens[:] = length
 

@@ -3,9 +3,9 @@ each of the stages of a pipeline.
 
 A stage has consecutive layers; the first stage also has the embedding, and the last one the final norm and the head. Each device of
 a stage has equal parts of the attention heads, of each MLP's inner dimensions and of the rows of embedding and head. A family's
-list of tensors says how each group is divided (TensorGroup.divided). Norms are whole on each device; biases of outputs that the devices
-add up are only on the first device. Of a router's experts each device has some, either whole or an equal part of each; routers are
-whole on each device.
+list of tensors says how each group is divided (TensorGroup.divided). Norms are whole on each device; biases of outputs that the
+devices add up are only on the first device. Of a router's experts each device has some, either whole or an equal part of each;
+routers are whole on each device.
 """
 
 from __future__ import annotations

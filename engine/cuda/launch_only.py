@@ -78,7 +78,8 @@ class NoRanks(DeviceRanks):
     """The ranks of a share whose steps exchange nothing."""
 
     def __init__(self, size: int) -> None:
-        self.rank, self.size, self._alone = 0, size, True
+        self.rank, self.size, self._alone, self._has_ended = 0, size, True, False
+        self._broken = np.zeros(1, np.int64)
 
 
 class NoStages(DeviceStages):

@@ -26,9 +26,15 @@ _TYPES = {
     torch.float32: 7,
     torch.bfloat16: 9,
 }  # of ncclDataType_t
-# By default NCCL connects ranks for an algorithm when it is first used, which takes all ranks at once. But each engine captures its
-# graphs when it is idle, so everything is connected at the beginning.
-_SETTINGS = {"NCCL_RUNTIME_CONNECT": "0"}
+_SETTINGS = {
+    # By default NCCL connects ranks for an algorithm when it is first used, which takes all ranks at once. But each engine captures
+    # its graphs when it is idle, so everything is connected at the beginning.
+    "NCCL_RUNTIME_CONNECT": "0",
+    # Ranks find each other through sockets of this host alone.
+    "NCCL_SOCKET_IFNAME": "lo",
+    # A buffer that a rank gives up is then still there for a rank that reads it at that moment.
+    "NCCL_CUMEM_ENABLE": "1",
+}
 
 
 class NcclError(RuntimeError):

@@ -23,7 +23,6 @@ from engine.cuda.frames import DeviceFrames
 from engine.cuda.launch_only import launch_only_model
 from engine.cuda.launches import recorded
 from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
-from engine.cuda.share import CudaShare
 from engine.protocol import Configure
 from loader import codec
 from tests.engine import cuda_stand_in
@@ -42,8 +41,6 @@ def record(case: KeyCase, every: bool) -> dict[str, Any]:
         model.warm()
         if case.adapters:
             model.launch_adapters()
-        if isinstance(model, CudaShare):
-            model._links.check = lambda: None  # it has no group that could lose a device
         warmed, num_steps = len(launches), 0
         table = make_table(case, model)
         for step in steps(case, every):
