@@ -341,13 +341,13 @@ class CudaModel:
         }
         step = ExtendStep(columns, 0, 1, 1)
         hidden, kept = self._forward(step)
-        if not self.embeds and not self._loaded().makes_logits:
-            return
         sent = self._staging.send(padding_columns(1, self._sequences.num_slots))
-        self._draw(hidden, sent, sent["slots"])
+        draws = self._loaded().makes_logits
+        if draws or self.embeds:
+            self._draw(hidden, sent, sent["slots"])
         if self._predicting is not None and kept is not None:
             self._predicting.see(kept, self._staging.send(columns), step)
-        if self.embeds:  # nothing is sampled; block tables are changed by the kernel that stores sampled tokens elsewhere
+        if not draws:  # nothing is sampled; block tables are changed by the kernel that stores sampled tokens elsewhere
             entry.set_entries(self._sequences.last_ids, sent["slots"], sent["host_ids"])
             return
         self._edited.launch_all(self._loaded().logits(hidden))

@@ -14,10 +14,10 @@ from engine.cuda.model import CudaModel
 from engine.cuda.share import CudaShare
 from engine.grammar.row_masks import RowMasks
 from engine.protocol import LoadModel, SamplingParams
+from loader import slices
 from loader.architectures.registry import architecture_of
 from loader.hf_config import parse_config
 from loader.model_shape import LAST_TOKEN, DeviceShare, Division, ModelShape
-from loader.slices import split
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table, write_sampling
 from tests.loader.fp8 import FINE_GRAINED
 from tests.loader.gptq import gptq
@@ -71,7 +71,7 @@ class KeyCase:
         shape = parse_config(json.dumps(self.config | SMALL | self.more).encode())
         shape = replace(shape, pooling=self.pooling, predicts=self.predicts)
         if self.share is not None:
-            shape = split(shape, *self.share)
+            shape = slices.split(shape, *self.share)
         if self.block_offset < 0:
             return shape
         num_groups = len(architecture_of(shape).tensor_groups(shape))
@@ -216,6 +216,13 @@ CASES = [
         more={"num_experts": 8, "vocab_size": 1006},
         share=DeviceShare(0, Division(2, expert_parts=2)),
     ),
+    KeyCase(
+        "llama first stage",
+        MISTRAL_7B,
+        max_rows=17,
+        more={"sliding_window": None, "num_hidden_layers": 2},
+        share=DeviceShare(1, Division(2, num_stages=2)),
+    ),
     KeyCase("one block a sequence", MISTRAL_7B, max_len=BLOCK_TOKENS, max_rows=1, more={"sliding_window": None}),
 ]
 # Each stands for settings that the others do not have; the whole list takes many minutes.
@@ -239,6 +246,7 @@ COVERING = (
     "llama share that leads",
     "qwen2 share that follows",
     "mixtral share of experts",
+    "llama first stage",
     "one block a sequence",
 )
 
@@ -297,7 +305,8 @@ class KeyStep:
         if model.shape.predicts:
             room = np.clip(max_len - columns.sum(axis=1), 0, 2).astype(np.int32)
             plan = replace(plan, to_propose=np.where(samples, room, np.int32(0)))
-        if isinstance(model, CudaShare) and model.shape.split is not None and model.shape.split.rank:
+        split = model.shape.split
+        if isinstance(model, CudaShare) and split is not None and (split.rank or not split.is_last_stage):
             model.follow(plan, table)
         else:
             model.launch(plan, table, row_masks).wait()

@@ -29,4 +29,4 @@ def test_no_step_needs_a_kernel_that_the_warm_up_did_not_launch() -> None:
     assert {name: line["added"] for name, line in told.items() if line["added"]} == {}
     assert told.pop("loads")["warmed"] == 3  # checksums, and the decoder, aligned to 16 bytes or not
     assert told.pop("values")["warmed"] > 20
-    assert all(line["warmed"] > 20 and line["steps"] > 20 for line in told.values())
+    assert all(line["warmed"] >= 20 and line["steps"] > 20 for line in told.values())
