@@ -10,7 +10,7 @@ import pytest
 from daemon.cli.main import run
 
 ROOT = Path(__file__).resolve().parents[3]
-EIGHT = str(ROOT / "docs" / "simulate" / "eight.toml")
+EIGHT, EIGHT_SPLIT = (str(ROOT / "docs" / "simulate" / f"{name}.toml") for name in ("eight", "eight-split"))
 
 
 def made(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
@@ -56,6 +56,21 @@ def test_scenario_with_flags_over_it(capsys: pytest.CaptureFixture[str]) -> None
     assert wait_s("--device", "cpu=8GiB") < usual
     assert wait_s("--disk", "25MB") > usual
     assert wait_s("--seed", "2") != usual
+
+
+@pytest.mark.parametrize(
+    ("devices", "is_split"), [(("cpu:0", "cpu:1"), True), (("cuda:0", "cuda:1"), True), (("cpu:0", "cuda:0"), False)]
+)
+def test_models_that_are_split_over_devices_of_one_kind(
+    devices: tuple[str, ...], is_split: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [word for name in devices for word in ("--device", f"{name}=640MiB")]
+    assert run(["simulate", "--generate", "--costs", EIGHT_SPLIT, "--policy", "hearthd", "--json", *flags]) == 0
+    (policy,) = json.loads(capsys.readouterr().out)["policies"]
+    whole, split = ([policy["models"][f"mid-{number}"] for number in numbers] for numbers in ((1, 3, 4, 6, 7, 8), (2, 5)))
+    assert all(model["slo_attainment"] > 0.9 for model in whole)
+    assert {model["slo_attainment"] > 0.9 for model in split} == {is_split}
+    assert (policy["num_refused"] == 0) == is_split
 
 
 def test_trace_from_a_scenario(capsys: pytest.CaptureFixture[str]) -> None:
