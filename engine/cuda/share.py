@@ -87,9 +87,11 @@ class ShareLinks:
                 one.close()
 
     def wait_closed(self) -> None:
-        """Waits after `close` as DeviceRanks.wait_closed does."""
-        if self.ranks is not None:
-            self.ranks.wait_closed()
+        """Waits after `close` until the connections are given up. The device must be able to end its steps, and graphs with
+        exchanges must have been destroyed."""
+        for one in (self.ranks, self.stages):
+            if one is not None:
+                one.wait_closed()
 
 
 class CudaShare(CudaModel):

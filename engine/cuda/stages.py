@@ -8,6 +8,7 @@ Shapes: T tokens, W width.
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
 from engine.cuda.copies import EventFence
+from engine.cuda.ranks import CLOSE_LIMIT_S
 from engine.memory.stage_link import StageLink
 from loader.threads import Thread
+
+log = logging.getLogger("engine")
 
 _NUM_BUFFERS = 2  # of each direction, besides the one that is being filled
 
@@ -34,10 +38,12 @@ class DeviceStages:
         self._taken = [_Buffer(taking.handed_bytes, self._is_cuda) for _ in range(0 if taking.is_first else _NUM_BUFFERS)]
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         self._filled: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
+        self._sender: Thread | None = None  # None for the last stage, which sends nothing
         if not sending.is_last:
             for _ in range(_NUM_BUFFERS + 1):
                 self._free.put(_Buffer(sending.handed_bytes, self._is_cuda))
-            Thread(target=self._send_filled, name="stage").start()
+            self._sender = Thread(target=self._send_filled, name="stage")
+            self._sender.start()
 
     @property
     def waited_s(self) -> float:
@@ -83,8 +89,16 @@ class DeviceStages:
             self._alone = before
 
     def close(self) -> None:
-        """Ends the thread that sends, once it has sent what it was given. Idempotent."""
+        """Has the thread that sends end, once it has sent what it was given. Idempotent."""
         self._filled.put(None)
+
+    def wait_closed(self) -> None:
+        """Waits after `close` until nothing more is written to the memory that the stages share, for another group may get it. The
+        device must be able to end its steps. Gives up after CLOSE_LIMIT_S."""
+        if self._sender is not None:
+            self._sender.join(CLOSE_LIMIT_S)
+            if self._sender.is_alive():
+                log.error("the states of a stage were not sent within %.0f s", CLOSE_LIMIT_S)
 
     def _send_filled(self) -> None:
         while (buffer := self._filled.get()) is not None:
