@@ -85,6 +85,8 @@ class NoRanks(DeviceRanks):
 class NoStages(DeviceStages):
     """The stages of a share whose steps pass nothing on."""
 
+    waited_s = 0.0
+
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self._width, self._dtype, self._device, self._alone = width, dtype, torch.device("cpu"), True
 

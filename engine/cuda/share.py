@@ -123,17 +123,15 @@ class CudaShare(CudaModel):
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Implements HostedModel.execute. All ranks run the step, the others by `follow`. Raises GroupBroken."""
-        waited_s = self._links.waited_s
         result = self.launch(plan, table, masks).wait()
         self._links.check()
-        result.seconds -= self._links.waited_s - waited_s
         return result
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
         """Starts a step as CudaModel.launch does. Memory that it lacks ends the process, because the other ranks wait for its part
-        of the step."""
-        began_s = time.perf_counter()
+        of the step. The step's seconds do not include waits for other stages."""
+        began_s, waited_s = time.perf_counter(), self._links.waited_s
         self._links.check()
         self._update(plan, table)
         owed = owed_prompt_rows(plan, table)
@@ -141,7 +139,10 @@ class CudaShare(CudaModel):
         if rows is not None and masks is not None:
             constrain(rows, masks)
         marks = self._marks()
+        if marks is not None and self._links.stages is not None:
+            self._links.stages.received = marks.started.record  # once more: the host has waited by then
         hidden, num_sampling, logits = self._begin(plan, table, None if owed is None else owed.tokens)
+        began_s += self._links.waited_s - waited_s
         told = torch.empty(2, 0, dtype=torch.int32, device=self._device)
         read: Callable[[Tensor, float], StepResult] = _nothing_sampled
         if rows is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,10 +29,12 @@ _NUM_BUFFERS = 2  # of each direction, besides the one that is being filled
 
 class DeviceStages:
     """The engine.contracts.stages.Stages of a GPU. taking, sending: two connections of this device to its neighbours, because two
-    threads use them. width, dtype: width and dtype of the states."""
+    threads use them. width, dtype: width and dtype of the states. received: called when the states of the stage before have arrived
+    on the host."""
 
     def __init__(self, taking: StageLink, sending: StageLink, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._taking, self._sending, self._width, self._dtype, self._device = taking, sending, width, dtype, device
+        self.received: Callable[[], None] = lambda: None
         self._num_tokens, self._alone = 0, False
         self._is_cuda = device.type == "cuda"  # False where kernels are interpreted
         self._taken = [_Buffer(taking.handed_bytes, self._is_cuda) for _ in range(0 if taking.is_first else _NUM_BUFFERS)]
@@ -58,6 +60,7 @@ class DeviceStages:
         if not self._alone:
             if (place := self._taking.take()) is None:
                 raise GroupBroken("a stage of a pipeline waits for another one: the group has lost a device")
+            self.received()
             buffer = self._taken.pop(0)
             self._taken.append(buffer)
             buffer.wait()
