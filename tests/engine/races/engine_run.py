@@ -334,7 +334,7 @@ class EngineRun:
             (device_counts, {"torch": torch_on, "EventFence": copies.EventFence}),
             (model, {"torch": torch_on, "entry": entry}),
             (model, {"Weights": lambda shape, dtype, weights, held_in, counts: (weights, counts)}),
-            (model, {"build_model": lambda ops, shape, held, ranks: Layers(device, *held, shape.predicts)}),
+            (model, {"build_model": lambda ops, shape, held, *_: Layers(device, *held, shape.predicts)}),
             (model, {"kv_views": lambda arena, *_: (arena, None)}),
             (model, {"rotaries_of": lambda *_: (Rotary(Drawn(device, (8,))),) * 2}),
             *((module, {"Thread": self.schedule.thread}) for module in (loads, transfers, unmapping)),
