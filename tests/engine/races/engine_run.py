@@ -119,6 +119,8 @@ class Driver(cuda_stand_in.Driver):
 class Layers:
     """A model's layers: two products, one around an access to its KV, and experts, which are counted."""
 
+    makes_logits = True
+
     def __init__(self, on: Device, weights: Any, counts: ExpertCounts, predicts: bool) -> None:
         self._on, self.num_kept = on, int(predicts)
         self._counts = counts.row(0)
