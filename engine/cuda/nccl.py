@@ -18,7 +18,8 @@ from torch import Tensor
 from engine.cuda.collectives import ID_BYTES
 
 LIBRARY = "libnccl.so.2"  # torch has loaded it
-_SUCCESS, _SUM = 0, 0
+_SUCCESS, _SYSTEM_ERROR, _SUM = 0, 2, 0  # of ncclResult_t, and of ncclRedOp_t
+_FAMILIES = ": under systemd it needs RestrictAddressFamilies=AF_UNIX AF_INET AF_NETLINK (docs/operations.md)"
 _TYPES = {
     torch.uint8: 1,
     torch.int32: 2,
@@ -87,7 +88,8 @@ class Nccl:
         code = getattr(self._library, name)(*arguments)
         if code != _SUCCESS:
             text = self._library.ncclGetErrorString(code) or b"?"
-            raise NcclError(f"{name}: {text.decode(errors='replace')} ({code}); NCCL_DEBUG=INFO tells more")
+            hint = _FAMILIES if code == _SYSTEM_ERROR and name in ("ncclGetUniqueId", "ncclCommInitRank") else ""
+            raise NcclError(f"{name}: {text.decode(errors='replace')} ({code}){hint}; NCCL_DEBUG=INFO tells more")
 
 
 class NcclGroup:

@@ -237,8 +237,13 @@ def test_nccl_is_given_addresses_counts_types_and_the_stream(library: Library) -
 
 def test_an_error_of_nccl_names_the_call_and_what_it_says(library: Library) -> None:
     library.ncclCommInitRank.code = 2
-    with pytest.raises(nccl.NcclError, match=r"ncclCommInitRank: unhandled system error \(2\); NCCL_DEBUG=INFO tells more"):
+    with pytest.raises(
+        nccl.NcclError, match=r"ncclCommInitRank: .* error \(2\): under systemd it needs RestrictAddressFamilies=AF_UNIX AF"
+    ):
         nccl.Nccl(library).connect(bytes(ID_BYTES), 0, 2)
+    library.ncclAllReduce.code = 3
+    with pytest.raises(nccl.NcclError, match=r"ncclAllReduce: unhandled system error \(3\); NCCL_DEBUG=INFO tells more"):
+        nccl.NcclGroup(nccl.Nccl(library), ctypes.c_void_p(77)).sum(torch.zeros(1))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is CUDA there is NCCL")
