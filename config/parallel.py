@@ -27,14 +27,6 @@ def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def refused_kinds(settings: ModelConfig) -> dict[str, str]:
-    """Returns kind of devices -> why a model with these settings is not split over such devices; kinds without a reason are left
-    out."""
-    if settings.kv_cache_dtype == "auto":
-        return {}
-    return {"cpu": f"kv_cache_dtype = {settings.kv_cache_dtype!r} is not built for cpu devices"}
-
-
 def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str, str] | None = None) -> str:
     """Returns why a model cannot be split over devices as its settings ask, or "" if it can or is not split. devices: names of the
     node's devices. refused: kind of devices -> why the model's files do not allow that kind."""
@@ -47,7 +39,9 @@ def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str,
         return f"does not go with speculator = {settings.speculator!r}: allowed beside it are {', '.join(SPECULATORS)}"
     if ranks > MOST_RANKS:
         return f"{_asked(settings)} asks for {ranks} devices; a model is split over {MOST_RANKS} at most"
-    reasons = refused_kinds(settings) | dict(refused or {})
+    reasons = dict(refused or {})
+    if settings.kv_cache_dtype != "auto":
+        reasons = {"cpu": f"kv_cache_dtype = {settings.kv_cache_dtype!r} is not built for cpu devices"} | reasons
     kinds, why = [kind for kind in KINDS if kind not in reasons], "; ".join(reasons.values())
     if not kinds:
         return f"{_asked(settings)} is possible on no kind of device: {why}"

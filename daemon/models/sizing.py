@@ -120,7 +120,7 @@ class Sizing:
 
     def num_replicas(self, name: str, settings: ModelConfig, shape: ModelShape, num_ranks: int) -> int:
         """Returns the most replicas that the model may have. num_ranks: the number of devices over which each replica is split."""
-        allowed = self._allowed_by_kind(name, settings, shape) if num_ranks > 1 else [self._allowed(name, settings, shape)]
+        allowed = self._allowed_by_kind(name, settings, shape)
         return replicas.number(settings, sum(len(devices) // num_ranks for devices in allowed))
 
     def shared_names(self) -> list[str]:
@@ -316,8 +316,6 @@ def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
     kinds = {"cpu", "cuda"} - _refused_kinds(shape).keys()
     if (kv_dtype := KV_CACHE_DTYPES.get(settings.kv_cache_dtype)) is not None:
         kinds.intersection_update(kv_dtype.device_kinds)
-    if parallel.num_ranks(settings) > 1:
-        kinds -= parallel.refused_kinds(settings).keys()
     return kinds
 
 

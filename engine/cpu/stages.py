@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.contracts.ranks import GroupBroken
 from engine.cpu.recording.program import call, empty
 from engine.memory.stage_link import Bytes, StageLink
+from engine.memory.stage_states import state_rows
 
 
 class SharedStages:
@@ -47,14 +48,8 @@ class SharedStages:
         self._link.send()
 
     def _rows(self, place: Bytes, states: tuple[Tensor, ...]) -> list[Tensor]:
-        """Returns, for each of the states, the part of the memory `place` that holds its rows without padding, one state after the
-        other."""
-        rows, begin = [], 0
-        for state in states:
-            end = begin + self._num_tokens * state.shape[1] * state.element_size()
-            rows.append(torch.from_numpy(place[begin:end]).view(state.dtype).view(self._num_tokens, state.shape[1]))
-            begin = end
-        return rows
+        """Returns, for each of the states, the part of the memory `place` that holds its rows without padding."""
+        return state_rows(torch.from_numpy(place), states, self._num_tokens)
 
 
 def _views(*states: Tensor) -> tuple[Tensor, ...]:

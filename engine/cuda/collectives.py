@@ -6,7 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-ID_BYTES = 128  # size of the id by which ranks find each other
+from engine.host.rendezvous import ID_WORDS
+
+ID_BYTES = 8 * ID_WORDS  # size of the id by which ranks find each other, as NCCL has it
 
 
 class Collectives(Protocol):

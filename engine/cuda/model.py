@@ -240,10 +240,7 @@ class CudaModel:
     def _launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> Launched:
         began_s = time.perf_counter()
         adapted = self._update(plan, table)
-        owed = owed_prompt_rows(plan, table)
-        rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size) if plan.samples.any() else None
-        if rows is not None and masks is not None:
-            constrain(rows, masks)
+        owed, rows = owed_prompt_rows(plan, table), self._sampling_rows(plan, table, masks)
         apart = owed is not None  # whether rows are sampled after the step instead of within it
         if rows is not None:
             apart |= rows.edits is not None or rows.num_top is not None or rows.allowed is not None
@@ -267,6 +264,15 @@ class CudaModel:
             return launched
         assert begun.outputs.kept is not None
         return WithProposals(launched, self._predicting.after(plan, table, begun.outputs.kept, drawn[0]))
+
+    def _sampling_rows(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> SamplingRows | None:
+        """Returns the settings of a step's sampling rows; None: it has none."""
+        if not plan.samples.any():
+            return None
+        rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size)
+        if masks is not None:
+            constrain(rows, masks)
+        return rows
 
     def _begin_padded(
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, apart: bool, adapted: bool

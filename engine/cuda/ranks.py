@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
 from engine.cuda.collectives import Collectives, Connects
+from engine.cuda.link import Link
 from engine.host.rendezvous import Rendezvous
 from loader.threads import Thread
 from scheduler.batch.plan import LongArray
@@ -26,22 +27,20 @@ log = logging.getLogger("engine")
 
 WATCH_S = 0.02  # between looks at the group's flag
 LAUNCH_LIMIT_S = 0.1  # a launch that takes longer waits for another rank, and the exchange is aborted under it
-CLOSE_LIMIT_S = 10.0  # for which `close` waits at most
 
 
-class DeviceRanks:
+class DeviceRanks(Link):
     """The engine.contracts.ranks.Ranks of a GPU. All ranks have tensors of the same shapes, padding included, and exchange all
     rows. collectives: connects the ranks. broken [1]: not 0 once the group has lost a device; other code writes it."""
 
     def __init__(self, collectives: Collectives, rank: int, size: int, broken: LongArray) -> None:
         self.rank, self.size = rank, size
         self._collectives, self._broken = collectives, broken
-        self._alone = False
         self._lock = threading.Lock()  # held while something is launched that exchanges
         self._has_ended = False
         self._end = threading.Event()
-        self._watch = Thread(target=self._end_if_broken, name="group")
-        self._watch.start()
+        self._thread = Thread(target=self._end_if_broken, name="group")
+        self._thread.start()
 
     def count(self, num_tokens: int, num_rows: int) -> None:
         """Does nothing, because padding is exchanged, too."""
@@ -67,16 +66,6 @@ class DeviceRanks:
             raise GroupBroken(f"rank {self.rank} of {self.size}: the group has lost a device")
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Returns a context in which nothing is exchanged, for steps that only compile kernels or allocate memory. Only the thread
-        that runs steps, or that makes the model, may use it, and it must run no other step within."""
-        before, self._alone = self._alone, True
-        try:
-            yield
-        finally:
-            self._alone = before
-
-    @contextmanager
     def launching(self) -> Iterator[None]:
         """Returns a context in which a graph with exchanges may be replayed. Raises GroupBroken if it may not, because they were
         aborted."""
@@ -89,12 +78,6 @@ class DeviceRanks:
         until all graphs with exchanges have been destroyed. Idempotent."""
         self._has_ended = True
         self._end.set()
-
-    def wait_closed(self) -> None:
-        """Waits after `close` until the connection has been given up, for at most CLOSE_LIMIT_S."""
-        self._watch.join(CLOSE_LIMIT_S)
-        if self._watch.is_alive():
-            log.error("the connection of rank %d of %d was not given up within %.0f s", self.rank, self.size, CLOSE_LIMIT_S)
 
     def _launch(self, exchange: Callable[[], None]) -> None:
         with self.launching():

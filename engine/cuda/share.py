@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,6 @@ from engine.grammar.row_masks import RowMasks
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel
 from engine.sampling.logprobs import owed_prompt_rows
-from engine.sampling.sampler import constrain, sampling_rows
 from loader.gpu_sizing import LOGITS_ROWS
 from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
@@ -66,14 +65,8 @@ class ShareLinks:
             raise GroupBroken("the group has lost a device")
 
     @contextmanager
-    def launching(self) -> Iterator[None]:
-        """Returns a context in which a graph may be replayed, as DeviceRanks.launching does."""
-        with nullcontext() if self.ranks is None else self.ranks.launching():
-            yield
-
-    @contextmanager
     def alone(self) -> Iterator[None]:
-        """Returns a context in which nothing is exchanged or passed on (DeviceRanks.alone)."""
+        """Returns a context in which nothing is exchanged or passed on (Link.alone)."""
         with ExitStack() as stack:
             for one in (self.ranks, self.stages):
                 if one is not None:
@@ -134,10 +127,7 @@ class CudaShare(CudaModel):
         began_s, waited_s = time.perf_counter(), self._links.waited_s
         self._links.check()
         self._update(plan, table)
-        owed = owed_prompt_rows(plan, table)
-        rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size) if plan.samples.any() else None
-        if rows is not None and masks is not None:
-            constrain(rows, masks)
+        owed, rows = owed_prompt_rows(plan, table), self._sampling_rows(plan, table, masks)
         marks = self._marks()
         if marks is not None and self._links.stages is not None:
             self._links.stages.received = marks.started.record  # once more: the host has waited by then
@@ -188,7 +178,8 @@ class CudaShare(CudaModel):
             return hidden, num_sampling, self._loaded().logits
         columns = decode_columns(plan, table, None, padded)
         if self._graph_for(num_tokens, adapted=False):
-            with self._links.launching():
+            assert self._links.ranks is not None  # a share of a pipeline has no graphs
+            with self._links.ranks.launching():
                 outputs = self.graphs.run(padded, columns)
         else:
             outputs = self._decode(self._staging.send(columns))

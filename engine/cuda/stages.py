@@ -8,26 +8,23 @@ Shapes: T tokens, W width.
 
 from __future__ import annotations
 
-import logging
 import queue
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
 from engine.cuda.copies import EventFence
-from engine.cuda.ranks import CLOSE_LIMIT_S
+from engine.cuda.link import Link
 from engine.memory.stage_link import StageLink
+from engine.memory.stage_states import state_rows
 from loader.threads import Thread
-
-log = logging.getLogger("engine")
 
 _NUM_BUFFERS = 2  # of each direction, besides the one that is being filled
 
 
-class DeviceStages:
+class DeviceStages(Link):
     """The engine.contracts.stages.Stages of a GPU. taking, sending: two connections of this device to its neighbours, because two
     threads use them. width, dtype: width and dtype of the states. received: called when the states of the stage before have arrived
     on the host."""
@@ -35,17 +32,16 @@ class DeviceStages:
     def __init__(self, taking: StageLink, sending: StageLink, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._taking, self._sending, self._width, self._dtype, self._device = taking, sending, width, dtype, device
         self.received: Callable[[], None] = lambda: None
-        self._num_tokens, self._alone = 0, False
+        self._num_tokens = 0
         self._is_cuda = device.type == "cuda"  # False where kernels are interpreted
         self._taken = [_Buffer(taking.handed_bytes, self._is_cuda) for _ in range(0 if taking.is_first else _NUM_BUFFERS)]
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         self._filled: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
-        self._sender: Thread | None = None  # None for the last stage, which sends nothing
         if not sending.is_last:
             for _ in range(_NUM_BUFFERS + 1):
                 self._free.put(_Buffer(sending.handed_bytes, self._is_cuda))
-            self._sender = Thread(target=self._send_filled, name="stage")
-            self._sender.start()
+            self._thread = Thread(target=self._send_filled, name="stage")
+            self._thread.start()
 
     @property
     def waited_s(self) -> float:
@@ -65,8 +61,7 @@ class DeviceStages:
             self._taken.append(buffer)
             buffer.wait()
             parts = buffer.parts(states, self._num_tokens)
-            num_bytes = sum(part.nbytes for part in parts)
-            buffer.memory[:num_bytes] = torch.from_numpy(place[:num_bytes])
+            buffer.memory[: buffer.num_bytes] = torch.from_numpy(place[: buffer.num_bytes])
             for state, part in zip(states, parts, strict=True):
                 state[: self._num_tokens].copy_(part, non_blocking=True)
             buffer.mark()
@@ -82,26 +77,9 @@ class DeviceStages:
         buffer.mark()
         self._filled.put(buffer)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Returns a context in which nothing is passed on, as DeviceRanks.alone does for exchanges."""
-        before, self._alone = self._alone, True
-        try:
-            yield
-        finally:
-            self._alone = before
-
     def close(self) -> None:
         """Has the thread that sends end, once it has sent what it was given. Idempotent."""
         self._filled.put(None)
-
-    def wait_closed(self) -> None:
-        """Waits after `close` until nothing more is written to the memory that the stages share, for another group may get it. The
-        device must be able to end its steps. Gives up after CLOSE_LIMIT_S."""
-        if self._sender is not None:
-            self._sender.join(CLOSE_LIMIT_S)
-            if self._sender.is_alive():
-                log.error("the states of a stage were not sent within %.0f s", CLOSE_LIMIT_S)
 
     def _send_filled(self) -> None:
         while (buffer := self._filled.get()) is not None:
@@ -122,13 +100,9 @@ class _Buffer:
         self._copied: EventFence | None = None
 
     def parts(self, states: list[Tensor], num_tokens: int) -> list[Tensor]:
-        """Returns views of the memory for the first num_tokens rows of each of the states, one state after the other."""
-        made, begin = [], 0
-        for state in states:
-            end = begin + num_tokens * state.shape[1] * state.element_size()
-            made.append(self.memory[begin:end].view(state.dtype).view(num_tokens, state.shape[1]))
-            begin = end
-        self.num_bytes = begin
+        """Returns the memory of the first num_tokens rows of each of the states, as state_rows does."""
+        made = state_rows(self.memory, states, num_tokens)
+        self.num_bytes = sum(part.nbytes for part in made)
         return made
 
     def mark(self) -> None:

@@ -43,7 +43,7 @@ class Weights:
     ) -> None:
         self._slots = {slot.name: slot for slot in weight_layout(shape, dtype, weight_format)}
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._memory, self._split, self._counts = memory, shape.split, counts
+        self._memory, self._counts = memory, counts
         matrices = adapted_matrices(shape)
         self._adapted = {of: AdaptedProduct(number, matrices[number].outputs) for of, number in numbers_of(shape).items()}
 

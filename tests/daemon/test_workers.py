@@ -154,7 +154,7 @@ def proc_file(pid: int, name: str) -> str:
 
 @pytest.mark.parametrize("is_last", [False, True])
 async def test_an_engine_that_is_started_with_exec_shares_the_exchange_memory(is_last: bool) -> None:
-    """As those of GPUs are: each has all doorbells, its own number and its own GPU."""
+    """Checks this for GPUs, whose engines have all doorbells each, and a number and a GPU of their own."""
     exchange, told, names = ExchangeMemory(["cuda:0", "cuda:1"]), Told(), ["cuda:0", "cuda:1"]
     name, config = names[is_last], NodeConfig(runner="null", chunk_bytes=2 << 20)
     spec = EngineSpec(DeviceBudget(name, 64 << 20, "GPU-a"), 0, config, 1)

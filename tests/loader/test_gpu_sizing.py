@@ -63,8 +63,8 @@ def test_steps_of_many_tokens(name: str, division: Division, part: float) -> Non
 
 
 def test_logits_of_a_share() -> None:
-    """Of few tokens they count: the share's own, all parts as they arrive, and side by side; and once more in the memory that it
-    keeps."""
+    """Checks this for steps of few tokens, in which logits take most: the share's own, all parts as they arrive and side by side,
+    and once more in the memory that the share keeps."""
     model, rows = shape(vocab_size=4096 * 64, num_attention_heads=4, num_key_value_heads=2), 256
     whole, half = (gpu_work_space_bytes(one, "bfloat16", 1, rows) for one in (model, split(model, 1, Division(2))))
     logits = rows * model.vocab_size * 2

@@ -1,0 +1,39 @@
+"""What the connections of a share of a split model to the other shares have in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from loader.threads import Thread
+
+log = logging.getLogger("engine")
+
+CLOSE_LIMIT_S = 10.0  # for which `wait_closed` waits at most
+
+
+class Link:
+    """A connection of a share to other shares. _alone: whether nothing passes through it at the moment. _thread: uses it, and ends
+    after `close`, which subclasses have; None if the connection needs no thread."""
+
+    _alone = False
+    _thread: Thread | None = None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Returns a context in which nothing passes through the connection, for steps that only compile kernels or allocate memory.
+        Only the thread that runs steps, or that makes the model, may use it, and it must run no other step within."""
+        before, self._alone = self._alone, True
+        try:
+            yield
+        finally:
+            self._alone = before
+
+    def wait_closed(self) -> None:
+        """Waits after `close` until the thread has ended, and with it the use of all memory that is shared, for at most
+        CLOSE_LIMIT_S. The device must be able to end its steps, and graphs with exchanges must have been destroyed."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_LIMIT_S)
+            if self._thread.is_alive():
+                log.error("a connection of a split model was not given up within %.0f s", CLOSE_LIMIT_S)
