@@ -10,11 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.distributed import FileStore, ProcessGroupGloo
+from torch import Tensor, distributed
 
 from engine.cuda.collectives import ID_BYTES
 
+# torch's stubs lack FileStore here and the options of gloo's group
+_TORCH: Any = distributed
 LIMIT = timedelta(seconds=60)
 
 
@@ -29,11 +30,11 @@ class Gloo:
 
     def connect(self, group_id: bytes, rank: int, size: int) -> GlooGroup:
         path = group_id.rstrip(b"\0").decode()
-        store = FileStore(path, size)
-        device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        options = ProcessGroupGloo._Options()
+        store = _TORCH.FileStore(path, size)
+        device = _TORCH.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        options = _TORCH.ProcessGroupGloo._Options()
         options._devices, options._timeout = [device], LIMIT
-        return GlooGroup(ProcessGroupGloo(store, rank, size, options), store, Path(path))
+        return GlooGroup(_TORCH.ProcessGroupGloo(store, rank, size, options), store, Path(path))
 
 
 class GlooGroup:
