@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from benchmarks.server import Server
 from engine.host.processor import this_processor
-from loader.adapters.matrices import adapted_matrices
+from loader.adapter_matrices import adapted_matrices
 from loader.catalog import scan_one
 
 READ_BYTES = 1 << 20

@@ -19,8 +19,8 @@ from benchmarks.gpu_limits import give_back
 from benchmarks.gpu_pipeline import StepSeconds, pipelined
 from benchmarks.gpu_shapes import BLOCK_TOKENS, Bench, shape_of
 from loader import kv_layout
+from loader.adapter_matrices import adapted_matrices
 from loader.adapters.layout import ALIGN_BYTES, AdapterLayout, AdapterPlace
-from loader.adapters.matrices import adapted_matrices
 from loader.dtypes import ITEM_BYTES
 from loader.model_shape import ModelShape
 

@@ -41,8 +41,8 @@ from benchmarks.run import machine, table  # noqa: E402
 from benchmarks.server import ROOT  # noqa: E402
 from engine.cpu.batch import GroupBatch, HostBatch  # noqa: E402
 from engine.cpu.ops import CpuOps  # noqa: E402
-from engine.cpu.recording.program import Recorder, Scratch, recording  # noqa: E402
-from engine.cpu.recording.replay import Replay  # noqa: E402
+from engine.cpu.programs.program import Recorder, Scratch, recording  # noqa: E402
+from engine.cpu.programs.replay import Replay  # noqa: E402
 
 ops = CpuOps(str(ROOT / ".cache"))
 

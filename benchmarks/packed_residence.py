@@ -38,8 +38,8 @@ from engine.cpu.kernels import packed_linear  # noqa: E402
 from engine.cpu.kernels.entry import Forms, num_shares  # noqa: E402
 from engine.cpu.kernels.packed_tiles import IS_FUSED  # noqa: E402
 from engine.cpu.products import array  # noqa: E402
-from engine.cpu.recording.program import Recorder, Scratch, recording  # noqa: E402
-from engine.cpu.recording.replay import Replay  # noqa: E402
+from engine.cpu.programs.program import Recorder, Scratch, recording  # noqa: E402
+from engine.cpu.programs.replay import Replay  # noqa: E402
 from loader.packed_rows import PackedRows, pack  # noqa: E402
 
 MODEL = "one-b"

@@ -37,9 +37,9 @@ from benchmarks.server import ROOT  # noqa: E402
 from engine.cpu.memory import CpuMemory  # noqa: E402
 from engine.cpu.model import CpuModel  # noqa: E402
 from engine.cpu.ops import CpuOps  # noqa: E402
+from engine.cpu.programs.program import Recorder, Scratch, recording  # noqa: E402
+from engine.cpu.programs.replay import Replay  # noqa: E402
 from engine.cpu.ranks import SharedRanks  # noqa: E402
-from engine.cpu.recording.program import Recorder, Scratch, recording  # noqa: E402
-from engine.cpu.recording.replay import Replay  # noqa: E402
 from engine.host.processor import this_processor  # noqa: E402
 from engine.host.rank_memory import LINE_BYTES, rank_memory_bytes  # noqa: E402
 from engine.memory.weight_range import WeightRange  # noqa: E402

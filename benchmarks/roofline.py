@@ -35,7 +35,7 @@ from engine.cpu.backend import CpuBackend  # noqa: E402
 from engine.cpu.memory import CpuMemory  # noqa: E402
 from engine.cpu.model import CpuModel  # noqa: E402
 from engine.cpu.ops import CpuOps  # noqa: E402
-from engine.cpu.recording.replay import ChunkProgram, LogitsProgram, Replay  # noqa: E402
+from engine.cpu.programs.replay import ChunkProgram, LogitsProgram, Replay  # noqa: E402
 from engine.host.process import num_cores  # noqa: E402
 from engine.loading.runner import TorchRunner  # noqa: E402
 from engine.ops import reference  # noqa: E402

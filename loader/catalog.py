@@ -16,9 +16,9 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from loader import adapter as lora
 from loader import hub_cache, layout, open_files
-from loader.adapters import adapter as lora
-from loader.adapters.adapter import Adapter
+from loader.adapter import Adapter
 from loader.architectures import eagle
 from loader.architectures.eagle import EagleHead
 from loader.config_fields import json_fields

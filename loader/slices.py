@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from loader.adapters.matrices import decoder_of
+from loader.adapter_matrices import decoder_of
 from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, Cut, Dims, TensorGroup
 from loader.architectures.registry import architecture_of
 from loader.direct_io import BLOCK_BYTES

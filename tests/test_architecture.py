@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.metadata
 import pathlib
 import subprocess
@@ -38,7 +39,7 @@ DAEMON_FROM_ENGINE = {
 }
 # direct_io: system calls alone; `hearth doctor` reads from the drive with it; packer and verifier: `hearth pack`, on numpy
 DAEMON_FROM_LOADER = {
-    "loader.adapters.adapter",
+    "loader.adapter",
     "loader.adapters.layout",
     "loader.capacity",
     "loader.catalog",
@@ -238,6 +239,25 @@ def test_rooms_have_an_order(package: str) -> None:
         assert not above, f"{module} imports {above} from above itself"
     loose = [module for module in own if module.count(".") == 1 and not is_package(module) and not module.endswith("__main__")]
     assert len(loose) <= MOST_LOOSE_FILES, loose
+
+
+FOLDERS = sorted({".".join(parts[:depth]) for parts in (m.split(".") for m in MODULES) for depth in range(1, len(parts))})
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_and_folders_beside_each_other_have_an_order(folder: str) -> None:
+    """A folder within a folder is one idea, so it is above or below each file and folder beside it, not both. What a folder imports
+    counts for all its files, which is stricter than a rule against circles of files. Counts what TYPE_CHECKING guards, too."""
+    depth, inside = folder.count(".") + 1, [module for module in MODULES if module.startswith(f"{folder}.")]
+    below: dict[str, set[str]] = {}
+    for module in inside:
+        part = module.split(".")[depth]
+        names = {name.split(".")[depth] for name in IMPORTS[module] if name in MODULES and name.startswith(f"{folder}.")}
+        below.setdefault(part, set()).update(names - {part})
+    try:
+        graphlib.TopologicalSorter(below).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"{folder}: circle of " + " -> ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

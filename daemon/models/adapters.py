@@ -21,7 +21,7 @@ from config.units import format_bytes
 from config.upstream import host_of
 from daemon.models.entry import ModelEntry, ServedAdapter
 from daemon.models.registered import Registered
-from loader.adapters.adapter import Adapter
+from loader.adapter import Adapter
 from loader.adapters.layout import misfit
 from loader.catalog import Checkpoint
 from loader.errors import shortened

@@ -18,7 +18,7 @@ from typing import Any
 from daemon.scanning.messages import Finished, Found, FromScanner, Looking, Same, Scan
 from engine.host.child_process import child_environment, malloc_tunables
 from engine.protocol import FrameReader, encode
-from loader.adapters.adapter import Adapter
+from loader.adapter import Adapter
 from loader.catalog import Checkpoint, Seen, merged
 
 log = logging.getLogger("hearthd.models")

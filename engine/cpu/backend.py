@@ -19,8 +19,8 @@ from engine.cpu.encoder import CpuEncoder
 from engine.cpu.memory import CpuMemory
 from engine.cpu.model import CpuModel
 from engine.cpu.ops import CpuOps
+from engine.cpu.programs.program import Scratch
 from engine.cpu.ranks import SharedRanks
-from engine.cpu.recording.program import Scratch
 from engine.cpu.stages import SharedStages
 from engine.host.process import num_cores
 from engine.host.weight_decoder import weight_decoder

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.cpu.batch import HostBatch
 from engine.cpu.products import array
-from engine.cpu.recording.program import call, empty
+from engine.cpu.programs.program import call, empty
 from engine.ops import reference
 from engine.ops.ops import DeltaRule
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.cpu.products import array, four_bits, four_bits_in_parts, fp8_in_parts, write_product
-from engine.cpu.recording.program import call, empty
+from engine.cpu.programs.program import call, empty
 from engine.ops.ops import ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
 
 # In steps of so few tokens, whose kernels are called without Python, the activation also computes rows that no product has filled.

@@ -43,7 +43,7 @@ from engine.cpu.kernels.amx_prefill import prefill_tiles_parallel, prefill_tiles
 from engine.cpu.kernels.attention import paged_attention_parallel, paged_attention_serial
 from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
 from engine.cpu.kernels.prefill import prefill_attention_parallel, prefill_attention_serial
-from engine.cpu.recording import native
+from engine.cpu.programs import native
 from loader import kernel_sets
 from loader.kernel_sets import KernelSet
 

@@ -19,10 +19,10 @@ from engine.cpu.adapters import HostAdapterMemory
 from engine.cpu.batch import GroupMemory, HostBatch, build_batch, padded_rows
 from engine.cpu.ops import CpuOps
 from engine.cpu.predicting import CpuPredicting
+from engine.cpu.programs.program import Scratch
+from engine.cpu.programs.replay import DecodeProgram
 from engine.cpu.recording.inputs import StepInputs
-from engine.cpu.recording.program import Scratch
 from engine.cpu.recording.recorded import RecordedSteps
-from engine.cpu.recording.replay import DecodeProgram
 from engine.cpu.sliced import in_slices, slices
 from engine.grammar.row_masks import RowMasks
 from engine.layers.expert_counts import ExpertCounts, has_counts

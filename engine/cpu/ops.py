@@ -20,7 +20,7 @@ from engine.cpu import deltas, latents, products
 from engine.cpu import experts as grouped_experts
 from engine.cpu.batch import LONG_ROW_TOKENS, HostBatch
 from engine.cpu.products import array
-from engine.cpu.recording.program import call, empty, into, is_recording
+from engine.cpu.programs.program import call, empty, into, is_recording
 from engine.host import compiled
 from engine.ops import reference, reference_inputs
 from engine.ops.ops import (

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cpu.recording.program import call, empty
+from engine.cpu.programs.program import call, empty
 from engine.ops.ops import Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix, PackedMatrix
 from engine.ops.reference import panels_of
 from loader.formats.int8 import WIDENED_BYTES

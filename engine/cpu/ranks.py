@@ -19,7 +19,7 @@ from engine.contracts.ranks import GroupBroken
 from engine.cpu.kernels.rank_words import GATHER_ROWS, OWN_WORDS, PIECES, PUBLISHED, SLEEPERS, SUM_ROWS
 from engine.cpu.ops import CpuOps
 from engine.cpu.products import array
-from engine.cpu.recording.program import call, empty
+from engine.cpu.programs.program import call, empty
 from engine.host.rank_memory import LINE_BYTES, buffer_bytes_of
 from engine.host.shared_words import Fence, wake_all
 from scheduler.batch.plan import LongArray

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
-from engine.cpu.recording.program import call, empty
+from engine.cpu.programs.program import call, empty
 from engine.memory.stage_link import Bytes, StageLink
 from engine.memory.stage_states import state_rows
 

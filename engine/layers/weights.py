@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.layers.expert_counts import ExpertCounts
 from engine.memory.weight_range import WeightRange
 from engine.ops.ops import AdaptedProduct, Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix, Nvfp4Matrix, PackedMatrix
-from loader.adapters.matrices import adapted_matrices, numbers_of
+from loader.adapter_matrices import adapted_matrices, numbers_of
 from loader.dtypes import FLOAT_OF
 from loader.formats import mxfp4, nvfp4_settings, stored_nvfp4
 from loader.formats.int4_layout import BY_INPUT, COMPRESSED, IN_WORD, Names

@@ -137,7 +137,7 @@ class PackedMatrix:
 
 @dataclass(slots=True, frozen=True)
 class AdaptedProduct:
-    """A matrix product of a layer that LoRA adapters may change. number: its index in loader.adapters.matrices.adapted_matrices.
+    """A matrix product of a layer that LoRA adapters may change. number: its index in loader.adapter_matrices.adapted_matrices.
     parts: the product may compute several of the checkpoint's matrices at once, such as those of queries, keys and values; the
     number of outputs of each."""
 

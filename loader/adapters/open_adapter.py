@@ -9,7 +9,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from loader.adapters.adapter import WEIGHTS_NAME, Adapter
+from loader.adapter import WEIGHTS_NAME, Adapter
 from loader.checked_again import check_unchanged, open_unchanged, scanned_again
 from loader.errors import CheckpointChanged, ReadFailed
 from loader.safetensors import Header, TensorRef, read_header

@@ -21,8 +21,8 @@ from engine.cpu import model as cpu_model
 from engine.cpu.memory import CpuMemory
 from engine.cpu.model import CpuModel
 from engine.cpu.ops import CpuOps
+from engine.cpu.programs.program import Scratch
 from engine.cpu.ranks import SharedRanks
-from engine.cpu.recording.program import Scratch
 from engine.cpu.stages import SharedStages
 from engine.cuda.ops import CudaOps
 from engine.cuda.ranks import DeviceRanks, connect
@@ -35,7 +35,7 @@ from engine.host.stage_memory import stage_memory_bytes
 from engine.memory.stage_link import StageLink
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel, SamplingParams
-from loader.adapters.matrices import decoder_of
+from loader.adapter_matrices import decoder_of
 from loader.formats.registry import FORMATS, stored_format
 from loader.hf_config import parse_config
 from loader.layout import weight_layout, weights_bytes

@@ -11,8 +11,8 @@ import pytest
 
 from engine.cpu import model as cpu_model
 from engine.cpu.model import CpuModel
+from engine.cpu.programs.program import Scratch
 from engine.cpu.recording import recorded as recorded_steps
-from engine.cpu.recording.program import Scratch
 from engine.loading.runner import TorchRunner
 from loader import work_space
 from loader.catalog import scan_one

@@ -17,7 +17,7 @@ from engine.cpu import backend as cpu_backend
 from engine.cpu import model as cpu_model
 from engine.cpu.batch import HostBatch
 from engine.cpu.model import CpuModel
-from engine.cpu.recording.program import Scratch
+from engine.cpu.programs.program import Scratch
 from engine.loading.runner import TorchRunner
 from engine.ops import reference
 from engine.protocol import SamplingParams

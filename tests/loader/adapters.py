@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from loader.adapters.matrices import adapted_matrices
+from loader.adapter_matrices import adapted_matrices
 from loader.model_shape import ModelShape
 from tests.loader.checkpoints import safetensors_bytes
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loader.adapters import adapter as lora
-from loader.adapters.adapter import Adapter, parse_adapter
+from loader import adapter as lora
+from loader.adapter import Adapter, parse_adapter
+from loader.adapter_matrices import adapted_matrices, numbers_of
 from loader.adapters.layout import adapter_layout, misfit
-from loader.adapters.matrices import adapted_matrices, numbers_of
 from loader.adapters.open_adapter import open_adapter
 from loader.catalog import scan, scan_one
 from loader.errors import CheckpointChanged, CheckpointError, UnsupportedModel

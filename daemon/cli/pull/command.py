@@ -102,7 +102,7 @@ def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
     """Returns the files of the repository to download. Fetches the configuration and the index first, so that a model that cannot
     be served costs only two small files. Raises CommandError for such a model."""
     from daemon.cli.pull import plan
-    from loader.adapters import adapter
+    from loader import adapter
     from loader.errors import CheckpointError
     from loader.hf_config import CONFIG_NAME, QUANT_CONFIG_NAME, check_config
     from loader.safetensors import INDEX_NAME, parse_index

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from daemon.cli.client import CommandError
 from daemon.cli.table import size
 from daemon.errors import EXIT_NO_FIT, EXIT_USAGE
-from loader.adapters import adapter
+from loader import adapter
 from loader.catalog import SIDE_FILES
 from loader.safetensors import INDEX_NAME, SINGLE_NAME
 

@@ -1,2 +1,2 @@
-"""Steps whose kernel calls are recorded when they first run, and repeated without Python from then on: what CUDA graphs are on a
-GPU."""
+"""Records a model's steps as programs (engine/cpu/programs) when they first run, one for each kind and size, and replays them: what
+CUDA graphs are on a GPU."""

@@ -16,8 +16,8 @@ import torch
 
 from engine.cpu.batch import LONG_ROW_TOKENS, GroupBatch, GroupMemory, HostBatch, adapter_numbers, padded_rows
 from engine.cpu.ops import CpuOps
-from engine.cpu.recording.program import Call
-from engine.cpu.recording.replay import Replay
+from engine.cpu.programs.program import Call
+from engine.cpu.programs.replay import Replay
 from engine.ops.ops import BatchAdapters
 from engine.ops.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, SAMPLING, TOKENS
 from scheduler.batch.plan import BatchPlan, FloatArray, IntArray, SequenceTable

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from engine.cpu.batch import HostBatch
 from engine.cpu.ops import CpuOps
+from engine.cpu.programs.program import Recorder, Scratch, recording
+from engine.cpu.programs.replay import ChunkProgram, DecodeProgram, Drawing, LogitsProgram, Replay
 from engine.cpu.recording.inputs import StepInputs
-from engine.cpu.recording.program import Recorder, Scratch, recording
-from engine.cpu.recording.replay import ChunkProgram, DecodeProgram, Drawing, LogitsProgram, Replay
 from engine.models.registry import CausalLM
 from loader.work_space import MAX_RECORDED_TOKENS, recorded_tokens
 from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, SequenceTable

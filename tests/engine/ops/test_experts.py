@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.cpu import experts as grouped_experts
 from engine.cpu.products import array, four_bits
-from engine.cpu.recording.program import Recorder, Scratch, recording
-from engine.cpu.recording.replay import Replay
+from engine.cpu.programs.program import Recorder, Scratch, recording
+from engine.cpu.programs.replay import Replay
 from engine.ops import reference
 from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix, SigmoidRouting
 from tests.engine.cpu_ops import ops

@@ -18,7 +18,7 @@ from tests.engine.ops.twins import random, same, share_everything
 pytest.importorskip("numba")
 from numba import float64, njit, uint64, void
 
-from engine.cpu.recording.native import NativeCalls
+from engine.cpu.programs.native import NativeCalls
 
 
 def compiled(kernel: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -16,9 +16,9 @@ import torch
 from engine.contracts.ranks import GroupBroken
 from engine.cpu.kernels import ranks as kernels
 from engine.cpu.ops import CpuOps
+from engine.cpu.programs.program import Recorder, Scratch, recording
+from engine.cpu.programs.replay import Replay
 from engine.cpu.ranks import SharedRanks
-from engine.cpu.recording.program import Recorder, Scratch, recording
-from engine.cpu.recording.replay import Replay
 from engine.host.rank_memory import LINE_BYTES, buffer_bytes_of, rank_memory_bytes
 from tests.engine.cpu_ops import ops
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.cpu.recording.program import Recorder, Scratch, call, recording
-from engine.cpu.recording.replay import DecodeProgram
+from engine.cpu.programs.program import Recorder, Scratch, call, recording
+from engine.cpu.programs.replay import DecodeProgram
 from tests.engine.cpu_ops import ops
 from tests.engine.ops.test_layers import HEAD_DIM, HEADS, KV_HEADS, make_batch
 from tests.engine.ops.twins import random, share_everything
@@ -67,7 +67,7 @@ def test_each_call_has_its_seconds_once_they_are_wanted(dtype: torch.dtype) -> N
 
 
 def test_where_no_clock_can_be_read_calls_share_the_seconds(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    from engine.cpu.recording.native import NativeCalls
+    from engine.cpu.programs.native import NativeCalls
 
     run = NativeCalls.run
 

@@ -1,6 +1,6 @@
 """Runs a recorded step again.
 
-Consecutive calls of compiled kernels are laid out once and then made without Python between them (engine/cpu/recording/native.py).
+Consecutive calls of compiled kernels are laid out once and then made without Python between them (engine/cpu/programs/native.py).
 Calls of torch are made from Python, at their places between these.
 """
 
@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from engine.cpu.recording.program import Call
+from engine.cpu.programs.program import Call
 from engine.host.compiled import compilation, direct
 from scheduler.batch.plan import BoolArray, IntArray
 
 if TYPE_CHECKING:
-    from engine.cpu.recording.native import NativeCalls
+    from engine.cpu.programs.native import NativeCalls
 
 
 class _Part(Protocol):
@@ -66,7 +66,7 @@ class _NativePart:
     def of(cls, forms: Sequence[_Forms], first: int) -> _NativePart:
         """Lays out consecutive calls in memory and returns them as a part. forms: both forms of each call. first: number of the
         first call in the program."""
-        from engine.cpu.recording.native import NativeCalls
+        from engine.cpu.programs.native import NativeCalls
 
         varies = any(one is not other for one, other in forms)
         serial = NativeCalls([one for one, _ in forms])

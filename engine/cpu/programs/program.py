@@ -1,6 +1,6 @@
 """Records a step: its kernel calls with their arguments, while it runs for the first time.
 
-Together with engine/cpu/recording/replay.py, which repeats the calls, this is on the CPU what a CUDA graph is on a GPU. A program
+Together with engine/cpu/programs/replay.py, which repeats the calls, this is on the CPU what a CUDA graph is on a GPU. A program
 holds addresses: of weights, of the KV arena, of the model's input arrays (engine/cpu/recording/inputs.py) and of intermediate
 results. While a step is recorded, engine/cpu/ops.py makes its calls through the recorder and takes memory for their results from
 it. If a model computes anything without the recorder, with torch itself, that is noticed and the recording is discarded.
