@@ -3,7 +3,6 @@ dtype."""
 
 from __future__ import annotations
 
-import platform
 from dataclasses import astuple
 from typing import Any
 
@@ -17,18 +16,14 @@ from engine.cpu.programs.program import call, empty
 from engine.ops import reference
 from engine.ops.ops import DeltaRule
 
-# On an emulated Neoverse V1 the kernels gave wrong outputs for some shapes, on an emulated Neoverse N1 correct ones. Whether the
-# kernels or the emulator is at fault is not known yet (docs/aarch64.md).
-IS_TRUSTED = platform.machine() != "aarch64"
-
 
 def gated_delta(kernels: Any, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: HostBatch) -> Tensor:
     """Implements Ops.gated_delta. kernels: the module engine.cpu.kernels.entry; None: the reference implementation computes the
-    result, as it always does on processors where the kernels are not trusted (IS_TRUSTED)."""
+    result."""
     group, place = batch.group_of(layer)
     out = empty(x, len(x), rule.num_value_heads * rule.value_dim)
     rows = (batch.block_tokens, group.block_table, batch.starts, batch.num_new, batch.contexts)
-    if kernels is None or not IS_TRUSTED:
+    if kernels is None:
         call(_by_reference, x.view(x.shape), gates.view(gates.shape), rule, group.kv, place, *rows, out.view(out.shape))
         return out
     mixed = empty(x, len(x), rule.conv_width, torch.float32)

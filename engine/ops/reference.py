@@ -620,7 +620,7 @@ def gated_delta(
         matrices, before = state[: rule.matrix_values], state[rule.matrix_values :]
         own = slice(start, start + num)
         columns = torch.cat((before.view(-1, rule.conv_width), _delta_columns(x[own].float(), rule)))
-        seen = functional.conv1d(columns.t(), rule.convolution.float().unsqueeze(1), groups=rule.conv_width).t()
+        seen = _delta_convolve(columns, rule)
         query, key, value = _delta_heads(functional.silu(seen).to(x.dtype).float(), rule)
         update, step = _delta_gates(gates[own].float(), rule)
         decay = -rule.decay.exp() * functional.softplus(step + rule.step_bias)
@@ -675,6 +675,17 @@ def _delta_columns(x: Tensor, rule: DeltaRule) -> Tensor:
     at = rule.columns
     keys = (_by_key_head(x, first, rule).flatten(1) for first in (at.query, at.key))
     return torch.cat((*keys, _by_value_head(x, at.value, at.value_stride, rule).flatten(1)), dim=1)
+
+
+def _delta_convolve(columns: Tensor, rule: DeltaRule) -> Tensor:
+    """Convolves columns [N - 1 + T, C], which begin with those of the N - 1 tokens before the step. Returns [T, C]."""
+    weights = rule.convolution.float()
+    num = len(columns) - weights.shape[1] + 1
+    # not torch's conv1d, which oneDNN computes wrongly for 8 modulo 16 columns in SVE vectors of 512 bits (docs/aarch64.md)
+    made = columns[:num] * weights[:, 0]
+    for n in range(1, weights.shape[1]):
+        made.addcmul_(columns[n : n + num], weights[:, n])
+    return made
 
 
 def _delta_heads(columns: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,7 +50,8 @@ class Processor:
 
 PROCESSORS = {
     "neoverse-v1": Processor(
-        "max,pauth-impdef=on",  # the other way of computing pointers' signatures is slow
+        # "max" alone has vectors of 512 bits, where a Neoverse V1 has 256; the other way of computing pointers' signatures is slow
+        "max,sve-max-vq=2,pauth-impdef=on",
         "0xd40",
         "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 sm3 sm4 asimddp"
         " sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs paca pacg dcpodp svei8mm svebf16 i8mm bf16 dgh rng",

@@ -43,13 +43,10 @@ class DeltaRows:
         return out, states
 
 
-def delta_rows(draw: Draw, dims: tuple[int, ...] = (8, 12, 20, 32), padding: bool = True) -> DeltaRows:
-    """Draws one. dims: sizes of heads' keys and values."""
-    key_heads, served, block_tokens = draw.between(1, 2), draw.between(1, 3), draw.one_of(4, 8, 16)
-    sizes = (key_heads, key_heads * served, draw.one_of(*dims), draw.one_of(*dims), draw.one_of(2, 4))
-    shape = DeltaShape(frozenset((0,)), *sizes, by_head=draw.one_of(True, False))
-    heads, values = shape.num_value_heads, shape.num_value_heads * shape.value_dim
-    rule = DeltaRule(
+def delta_rule(draw: Draw, shape: DeltaShape) -> DeltaRule:
+    """Draws the weights of a layer of this shape."""
+    heads = shape.num_value_heads
+    return DeltaRule(
         convolution=draw.normal(shape.conv_width, shape.conv_tokens, scale=0.5),
         decay=torch.empty(heads).uniform_(-4.0, 0.0, generator=draw.generator),
         step_bias=torch.randn(heads, generator=draw.generator),
@@ -61,6 +58,15 @@ def delta_rows(draw: Draw, dims: tuple[int, ...] = (8, 12, 20, 32), padding: boo
         value_dim=shape.value_dim,
         columns=columns_of(shape),
     )
+
+
+def delta_rows(draw: Draw, dims: tuple[int, ...] = (8, 12, 20, 32), padding: bool = True) -> DeltaRows:
+    """Draws one. dims: sizes of heads' keys and values."""
+    key_heads, served, block_tokens = draw.between(1, 2), draw.between(1, 3), draw.one_of(4, 8, 16)
+    sizes = (key_heads, key_heads * served, draw.one_of(*dims), draw.one_of(*dims), draw.one_of(2, 4))
+    shape = DeltaShape(frozenset((0,)), *sizes, by_head=draw.one_of(True, False))
+    heads, values = shape.num_value_heads, shape.num_value_heads * shape.value_dim
+    rule = delta_rule(draw, shape)
     new = [draw.one_of(1, 1, draw.between(2, 9), draw.between(10, 80)) for _ in range(draw.between(1, 3))]
     new.sort(key=lambda num: num > 1)  # rows that decode come first
     firsts = [draw.one_of(0, draw.between(1, 40), block_tokens, 2 * block_tokens - 1) for _ in new]

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from engine.cpu import deltas
+from engine.ops import reference
+from loader.model_shape import DeltaShape
 from tests.engine.cpu_ops import ops
-from tests.engine.kernels.delta_states import DeltaRows, by_steps, delta_rows
+from tests.engine.kernels.delta_states import DeltaRows, by_steps, delta_rows, delta_rule
 from tests.engine.kernels.draw import Draw
 from tests.engine.ops.twins import compiled_as_called, share_everything
 
@@ -47,12 +49,25 @@ def test_any_rows(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seed: int
     assert not found[int(rows.num_new.sum()) :].any()
 
 
-def test_kernels_that_are_not_trusted_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = delta_rows(Draw(3, torch.float32, "cpu"))
-    monkeypatch.setattr(deltas, "IS_TRUSTED", False)
-    monkeypatch.setattr(ops, "kernels", object())
-    for found, wanted in zip(computed(rows), rows.compute(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+@pytest.mark.parametrize(("served", "value_dim"), [(3, 8), (1, 8), (3, 4)])
+def test_the_convolution_of_any_number_of_columns(served: int, value_dim: int) -> None:
+    """The kernel and its twin convolve 40, 24 and 28 columns as the formula says. On aarch64 oneDNN computes 40 and 24 wrongly in
+    vectors of 512 bits."""
+    pytest.importorskip("numba")
+    shape, num = DeltaShape(frozenset((0,)), 1, served, 8, value_dim, 4, by_head=False), 20
+    drawn = Draw(7, torch.float32, "cpu")
+    columns, rule = drawn.normal(num, shape.conv_width), delta_rule(drawn, shape)
+    values, ints = served * value_dim, [torch.tensor([value], dtype=torch.int32) for value in (0, num, num)]
+    x, gates = torch.cat((columns, drawn.normal(num, values)), dim=1), drawn.normal(num, 2 * served)
+    table = torch.arange(2, dtype=torch.int32).unsqueeze(0)
+    rows = DeltaRows(rule, x, gates, torch.zeros(2, 1, shape.state_values), 0, 16, table, *ints)
+
+    before = torch.cat((torch.zeros(3, shape.conv_width), columns))
+    wanted = torch.stack([(before[t : t + 4].double() * rule.convolution.t()).sum(dim=0) for t in range(num)])
+    torch.testing.assert_close(reference._delta_convolve(before, rule).double(), wanted, rtol=1e-6, atol=1e-6)
+    ops.set_num_threads(1)
+    for found, of_twin in zip(computed(rows), rows.compute(), strict=True):
+        torch.testing.assert_close(found, of_twin, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("sizes", [[1] * 70, [3, 64, 2, 1], [16, 16, 38]])
