@@ -13,7 +13,7 @@ from engine.host.processor import this_processor
 from engine.ops import reference
 from engine.ops.ops import Fp8Matrix, Int8Matrix
 from tests.engine.cpu_ops import ops
-from tests.engine.ops.twins import both, compiled_as_called, random, same, share_everything
+from tests.engine.ops.twins import both, compiled_as_called, lost_by_adding_to, random, same, share_everything
 from tests.kernel_cache import CACHE_DIR
 
 pytest.importorskip("numba")
@@ -119,8 +119,7 @@ def test_fp8_linear(
     wanted = x.double() @ dense.double().T + (0 if added is None else added.double())
     rounding = 1e-6 if dtype is torch.float32 else 2**-8
     lost = rounding * (wanted.abs() + x.abs().double() @ dense.abs().double().T)  # the most that rounded weights and results lose
-    if added is not None:  # on aarch64 torch adds every product to the bias, which is rounded each time (docs/aarch64.md)
-        lost += 4 * num_inputs**0.5 * 2**-24 * added.abs()
+    lost += lost_by_adding_to(added, num_inputs)
     for given in both(monkeypatch, lambda: ops.linear(x, weight, added)):
         assert ((given.double() - wanted).abs() <= lost).all()
     if dtype is torch.bfloat16 and num_rows <= 16 and num_outputs >= 4:  # the result's own rounding, and next to nothing else
