@@ -19,6 +19,7 @@ SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 # Resident memory of an engine besides its budget: libraries, kernels, buffers for reading. Not yet measured for cuda engines.
 CPU_ENGINE_BYTES, CUDA_ENGINE_BYTES = 768 << 20, 3 << 30
+NO_LIMIT_BYTES = 1 << 62  # the first version of control groups says that there is no limit by a number that is nearly 2**63
 OTHERS_BYTES = 1536 << 20  # the memory of the daemon, text workers (usually 100 MiB each, 1 GiB at most) and the scanning process
 MAX_SHARE = 0.9  # the largest share of the memory for budgets: the rest is for the system, the daemon, and the engines' own needs
 
@@ -53,9 +54,11 @@ def service_limit(needed: int, limit: int | None, whose: str) -> Finding:
     returns it. limit: the limit of their control group in bytes; None: there is none. whose: words for the processes whose limit it
     is."""
     found = f"budgets and what hearthd's processes need beside them come to {size(needed)}"
-    change = f"systemctl edit hearthd: [Service] MemoryMax={-(-needed // (1 << 20))}M, or lower budgets"
+    mib = -(-needed // (1 << 20))
+    change = f"systemctl edit hearthd: [Service] MemoryMax={mib}M, for a container --memory {mib}m, or lower budgets"
     if limit is None:
-        return Finding("memory limit", OK, f"{found}; {whose} has none: a MemoryMax= of its unit should be no less")
+        rule = "MemoryMax= of its unit, or --memory of its container, should be no less"
+        return Finding("memory limit", OK, f"{found}; {whose} has none: {rule}")
     if limit < needed:
         return Finding("memory limit", WARN, f"{found}; {whose} may take {size(limit)}", change)
     return Finding("memory limit", OK, f"{found}; {whose} may take {size(limit)}")
@@ -68,15 +71,23 @@ def find_service_limit(devices: Mapping[str, int], host_tier_bytes: int, pid: in
 
 
 def limit_of(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Returns the smallest memory.max, in bytes, of the control groups that contain a process; None: there is no limit. pid 0: this
-    process. proc, groups: where the kernel's file systems are mounted."""
-    line = next((one for one in _read(proc / str(pid or "self") / "cgroup").splitlines() if one.startswith("0::")), "")
+    """Returns the smallest memory limit, in bytes, of the control groups that contain a process, in either version of control
+    groups; None: there is no limit. pid 0: this process. proc, groups: where the kernel's file systems are mounted."""
     limits = []
-    folder = groups / line.removeprefix("0::").strip("/")
-    while line and folder != groups.parent:
-        value = _read(folder / "memory.max")
-        limits += [int(value)] if value.isdigit() else []
-        folder = folder.parent
+    for line in _read(proc / str(pid or "self") / "cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0":
+            top, name = groups, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = groups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = top / path.strip("/")
+        while folder != top.parent:
+            value = _read(folder / name)
+            limits += [int(value)] if value.isdigit() and int(value) < NO_LIMIT_BYTES else []
+            folder = folder.parent
     return min(limits, default=None)
 
 

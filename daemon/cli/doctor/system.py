@@ -84,7 +84,7 @@ def open_files(limits: dict[str, int], whose: str) -> Finding:
     value = limits.get("Max open files", UNLIMITED)
     if value == UNLIMITED or value >= MIN_OPEN_FILES:
         return Finding("open files", OK, f"{'unlimited' if value == UNLIMITED else value} ({whose})")
-    change = f"ulimit -Hn {MIN_OPEN_FILES} before hearthd starts, or LimitNOFILE= in its unit"
+    change = f"ulimit -Hn {MIN_OPEN_FILES} before hearthd starts, LimitNOFILE= in its unit, --ulimit nofile= of its container"
     return Finding("open files", WARN, f"{value} ({whose}): connections beyond are answered 503", change)
 
 

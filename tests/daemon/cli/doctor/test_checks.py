@@ -116,7 +116,7 @@ def test_what_all_processes_need_is_reckoned() -> None:
 def test_a_limit_from_outside() -> None:
     says(memory.service_limit(6 * GIB, None, "hearthd"), OK, "come to 6.0 GiB", "has none")
     says(memory.service_limit(6 * GIB, 8 * GIB, "hearthd"), OK, "hearthd may take 8.0 GiB")
-    says(memory.service_limit(6 * GIB, 4 * GIB, "hearthd"), WARN, "may take 4.0 GiB", "MemoryMax=6144M")
+    says(memory.service_limit(6 * GIB, 4 * GIB, "hearthd"), WARN, "may take 4.0 GiB", "MemoryMax=6144M", "--memory 6144m")
 
 
 def test_the_least_limit_above_a_process_counts(tmp_path: Path) -> None:
@@ -133,6 +133,23 @@ def test_the_least_limit_above_a_process_counts(tmp_path: Path) -> None:
     assert memory.limit_of(8, proc, groups) is None
     assert memory.limit_of(9, proc, groups) is None
     assert memory.limit_of(10, proc, groups) is None
+
+
+def test_a_limit_of_the_first_version_of_control_groups_counts(tmp_path: Path) -> None:
+    """In a container the kernel names the group as the host sees it, and what is mounted there begins with the container's own."""
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    for pid, line in (("7", "5:cpu:/\n4:memory:/docker/0123\n0::/docker/0123\n"), ("8", "4:hugetlb,memory:/wide/open\n")):
+        (proc / pid).mkdir(parents=True)
+        (proc / pid / "cgroup").write_text(line)
+    (groups / "memory" / "wide" / "open").mkdir(parents=True)
+    (groups / "memory" / "wide" / "memory.limit_in_bytes").write_text(f"{5 * GIB}\n")
+    (groups / "memory" / "wide" / "open" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # there is none
+    assert memory.limit_of(7, proc, groups) is None
+    assert memory.limit_of(8, proc, groups) == 5 * GIB
+    (groups / "memory" / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
+    assert memory.limit_of(7, proc, groups) == 4 * GIB
+    (groups / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory.limit_of(7, proc, groups) is None
 
 
 def test_huge_pages() -> None:
