@@ -273,7 +273,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         key("who may use the node: a TOML file, or credential:NAME given by systemd; its content is read again at each reload"),
     ] = ""
     insecure: Annotated[bool, key("listen beyond this machine though no keys_file is set: anybody there may use the node")] = False
-    admin_listen: Annotated[str, key("HOST:PORT of a second listener for /metrics and health, which leave the first one")] = ""
+    admin_listen: Annotated[str, key("HOST:PORT of a second listener for /metrics, which leaves the first one, and health")] = ""
     tls_certificate: Annotated[
         str,
         key(

@@ -254,8 +254,12 @@ async def _handle(
     Raises HearthError: 404 for a path that is unknown or not served here, and what the endpoint raises."""
     if target is None or not context.serves(target.endpoint):
         raw_path = request.rel_url.raw_path[:256]
-        near = router.nearest(raw_path)
-        hint = f"did you mean {near}?" if near else "chats go to /v1/chat/completions, and /v1/models lists what there is"
+        if target is not None:
+            hint = "another listener of this node serves it: see --admin-listen"
+        elif near := router.nearest(raw_path):
+            hint = f"did you mean {near}?"
+        else:
+            hint = "chats go to /v1/chat/completions, and /v1/models lists what there is"
         raise BadRequest("not_found", f"no such path: {raw_path}; {hint}", status=404)
     endpoint = target.endpoint
     if request.method not in endpoint.methods:

@@ -250,6 +250,7 @@ async def test_an_admin_listener_takes_the_page_with_it() -> None:
         for path in ("/", "/status", "/status/events"):
             async with http.get(path) as answer:
                 assert answer.status == 404
+                assert "another listener of this node serves it" in await answer.text()
     async with serve(node, serves=lambda endpoint: endpoint.for_operators or endpoint.open) as url, ClientSession(url) as http:
         async with http.get("/") as answer:
             assert answer.status == 200
