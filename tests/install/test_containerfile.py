@@ -1,4 +1,4 @@
-"""The Containerfile, read: what it names exists, and what a container's user relies on is there. No engine has built it here."""
+"""The Containerfile, read: what it names exists, and what a container's user relies on is there. tests/image builds it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.install.containerfile import arguments_before, read
 from tests.install.environments import PACKAGES, ROOT
 
 TEXT = (ROOT / "Containerfile").read_text()
-BUILD, FINAL = read(TEXT)
+STAGES = PACKAGES_STAGE, BUILD, FINAL = read(TEXT)
 KNOWN = {
     "ARG",
     "ENV",
@@ -48,7 +48,7 @@ def tracked() -> set[str]:
 def copied() -> list[tuple[str, str]]:
     """(source, target) of what comes from the clone."""
     pairs = []
-    for text in BUILD.all("COPY") + FINAL.all("COPY"):
+    for text in [text for stage in STAGES for text in stage.all("COPY")]:
         if not text.startswith("--from="):
             *sources, target = text.split()
             pairs += [(source, target) for source in sources]
@@ -72,24 +72,25 @@ def test_a_line_that_is_no_instruction_is_noticed() -> None:
 
 
 def test_instructions_are_known() -> None:
-    for stage in (BUILD, FINAL):
+    for stage in STAGES:
         assert {one.name for one in stage.instructions} <= KNOWN
 
 
 def test_the_base_is_pinned_and_one_for_both_stages() -> None:
     arguments = arguments_before(TEXT)
     assert re.fullmatch(r"3\.\d+-slim-[a-z]+", arguments["PYTHON"]), arguments
-    assert BUILD.image == FINAL.image == "docker.io/library/python:${PYTHON}"
+    assert PACKAGES_STAGE.image == FINAL.image == "docker.io/library/python:${PYTHON}"
+    assert BUILD.image == PACKAGES_STAGE.name
     least = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
     assert tuple(map(int, arguments["PYTHON"].partition("-")[0].split("."))) >= tuple(map(int, least.split(".")))
 
 
 def test_arguments_are_declared_where_they_are_used() -> None:
-    for stage in (BUILD, FINAL):
+    for stage in STAGES:
         declared = {text.partition("=")[0] for text in stage.all("ARG")}
         used = {name for text in stage.all("RUN") for name in re.findall(r"\$\{?([A-Z_]+)", text)}
         assert declared == used, stage.name
-        assert {text for text in stage.all("ARG") if text.startswith("VARIANT")} == {"VARIANT=cpu"}
+        assert {text for text in stage.all("ARG") if text.startswith("VARIANT")} <= {"VARIANT=cpu"}
 
 
 def test_what_is_copied_is_tracked_and_sent_to_the_builder() -> None:
@@ -116,11 +117,32 @@ def test_all_that_the_build_needs_is_copied() -> None:
         assert target in ("./", source), "it lies where pyproject.toml looks for it"
 
 
-def test_what_a_stage_copies_is_made_by_the_other() -> None:
-    (text,) = [one for one in FINAL.all("COPY") if one.startswith("--from=")]
-    assert text.split()[0] == f"--from={BUILD.name}"
-    assert any(f"-m venv {text.split()[1]}" in command for command in BUILD.all("RUN")), "a virtual environment does not move"
-    assert text.split()[1] == text.split()[2]
+def test_what_the_last_stage_copies_is_made_by_the_others() -> None:
+    """hearthd is a layer of its own above its packages, in the same virtual environment."""
+    packages, own = (text.split() for text in FINAL.all("COPY"))
+    assert packages[0] == f"--from={PACKAGES_STAGE.name}"
+    assert any(f"-m venv {packages[1]}" in command for command in PACKAGES_STAGE.all("RUN"))
+    assert packages[1] == packages[2] == own[2], "a virtual environment does not move"
+    assert own[0] == f"--from={BUILD.name}"
+    (command,) = BUILD.all("RUN")
+    assert command.startswith(f"{packages[1]}/bin/pip install "), "the console scripts start the Python that installed them"
+    assert "--no-deps" in command.split()
+    assert command.partition(" --prefix ")[2].split()[0] == own[1]
+
+
+@pytest.mark.parametrize("variant", ["cpu", "cuda"])
+def test_the_requirements_are_those_of_the_project(variant: str, tmp_path: Path) -> None:
+    """The command itself, with a program that prints what pip would install in the place of pip."""
+    (command,) = [one for one in PACKAGES_STAGE.all("RUN") if "tomllib" in one]
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    script = f"PATH={Path(sys.executable).parent}:$PATH\n{command.replace('/opt/hearthd/bin/pip', 'echo')}"
+    environment = {"VARIANT": variant, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["sh", "-ec", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["install", "-c", "constraints.txt", "-r", "requirements.txt"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for name in ["cpu", "cuda"][: 1 + (variant == "cuda")] for line in project["optional-dependencies"][name]]
+    assert (tmp_path / "requirements.txt").read_text().splitlines() == [*project["dependencies"], *extras]
 
 
 def test_it_runs_as_a_user_of_a_fixed_number() -> None:
@@ -166,7 +188,7 @@ def test_the_extras_exist() -> None:
 
 
 def test_each_command_is_one_the_shell_can_read() -> None:
-    for stage in (BUILD, FINAL):
+    for stage in STAGES:
         for command in stage.all("RUN"):
             result = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True, timeout=60)
             assert result.returncode == 0, (command, result.stderr)
