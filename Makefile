@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # where it is set, each start of a daemon, an engine or a command compiles all it imports again: 0.3 s
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test kernels test-tiers test-aarch64 test-vm chaos check bench gpu gpu-dry gpu-wheels install uninstall clean
+.PHONY: help demo test kernels test-tiers test-aarch64 test-vm test-image chaos check bench gpu gpu-dry gpu-wheels install uninstall clean
 
 help:
 	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (a minute or two the first time)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-tiers    the same, once for each kind of processor that this one can stand for: a quarter of an hour each"
 	@echo "sudo make test-aarch64   kernels, models and a daemon on an emulated aarch64 processor; docs/aarch64.md"
 	@echo "sudo make test-vm   the systemd units in an emulated machine that boots Debian; docs/vm.md"
+	@echo "make test-image     builds the image of Containerfile with this machine's podman or docker and tries it; docs/install.md"
 	@echo "make chaos SECONDS=600   a node under load while its processes, disks and clients fail; SEED=N repeats an order"
 	@echo "make check   ruff, mypy, architecture and docs tests"
 	@echo "make gpu ONLY=correctness, ONLY=speed, ONLY=system   tests and figures of docs/gpu.md, on a machine with a CUDA device,"
@@ -66,6 +67,10 @@ test-aarch64:
 # Not part of `make test`: it needs root and two Debian packages, and takes half an hour.
 test-vm:
 	@$(PYTHON) -m tests.vm.run $(PARTS)
+
+# Not part of `make test`: it needs a container engine. BUILD_FLAGS and RUN_FLAGS go to its build and its runs: another index, say.
+test-image: $(VENV)/.test
+	@$(BIN)/python -m tests.image.run --engine='$(ENGINE)' --build-flags='$(BUILD_FLAGS)' --run-flags='$(RUN_FLAGS)'
 
 # Each fault that it finds is printed with what was done; the last line is a JSON object. RUNNER=null computes nothing.
 SECONDS ?= 60
