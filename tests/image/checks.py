@@ -1,4 +1,4 @@
-"""What the image is tried with, in this order: a container of one check is looked at by the next."""
+"""Checks of the image, in the order in which they run: some look at the container that the one before has left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.image.engine import NAME, Engine, documented, documented_run
 
 ASK = {"model": "oak", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 
-# Run by the image's Python: which compiled files would be compiled again at every start, because this user may not write them.
+# The image's Python runs this. It finds compiled files that each start would compile again, as this user may not write them.
 _STALE = """
 import importlib.util, os, struct
 stale, num = [], 0
@@ -34,7 +34,7 @@ _KILL_ENGINE = "for one in /proc/[0-9]*; do grep -qs '^engine ' $one/comm && kil
 
 
 class Wrong(Exception):
-    """A check found something else than it should; the message says what."""
+    """Raised if a check finds something else than it should; the message says what."""
 
 
 def ask(engine: Engine, path: str, body: dict[str, object] | None = None) -> tuple[int, str]:
@@ -144,8 +144,9 @@ def killed_container(engine: Engine) -> str:
 
 
 def stopped(engine: Engine) -> str:
-    """The stream is long enough that it is being written when the signal comes, which the log's order shows. It is read meanwhile:
-    what the kernel still holds for a client that does not read goes with the container's network."""
+    """Stops the container under a stream that is long enough to be under way when the signal comes, which the order of the log
+    shows. The stream is read meanwhile, because what the kernel still holds for a client that does not read is lost with the
+    container's network."""
     body = {"model": "oak", "prompt": "a", "max_tokens": 12000, "stream": True, "ignore_eos": True}
     with closing(http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)) as connection, ThreadPoolExecutor(1) as pool:
         connection.request("POST", "/v1/completions", json.dumps(body))

@@ -1,4 +1,4 @@
-"""A container engine of this machine, and the commands of docs/install.md as they are given to it."""
+"""Calls a container engine of this machine, and gives it the commands of docs/install.md."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ENGINES = ("podman", "docker")
 
 
 class Failed(Exception):
-    """A command ended with another status than it should; the message has what it wrote."""
+    """Raised if a command ends with another status than it should; the message has what it wrote."""
 
 
 @dataclass(slots=True, frozen=True)
 class Engine:
-    """program: podman or docker. port: of this machine, where containers serve. models: a folder of this machine. flags: more flags
-    for each `run`."""
+    """A container engine. program: podman or docker. port: the port of this machine at which containers serve. models: a folder of
+    this machine. flags: more flags for each `run`."""
 
     program: str
     port: int

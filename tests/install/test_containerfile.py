@@ -132,7 +132,7 @@ def test_what_the_last_stage_copies_is_made_by_the_others() -> None:
 
 @pytest.mark.parametrize("variant", ["cpu", "cuda"])
 def test_the_requirements_are_those_of_the_project(variant: str, tmp_path: Path) -> None:
-    """The command itself, with a program that prints what pip would install in the place of pip."""
+    """Runs the command of the Containerfile with `echo` in the place of pip."""
     (command,) = [one for one in PACKAGES_STAGE.all("RUN") if "tomllib" in one]
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     script = f"PATH={Path(sys.executable).parent}:$PATH\n{command.replace('/opt/hearthd/bin/pip', 'echo')}"
