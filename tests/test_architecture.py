@@ -241,6 +241,15 @@ def test_rooms_have_an_order(package: str) -> None:
     assert len(loose) <= MOST_LOOSE_FILES, loose
 
 
+def circle_in(imported: dict[str, set[str]]) -> str:
+    """Returns a circle of imports as text, "a -> b -> a"; "" if there is none. imported: what each name imports."""
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        return " -> ".join(reversed(error.args[1]))
+    return ""
+
+
 FOLDERS = sorted({".".join(parts[:depth]) for parts in (m.split(".") for m in MODULES) for depth in range(1, len(parts))})
 
 
@@ -254,10 +263,8 @@ def test_files_and_folders_beside_each_other_have_an_order(folder: str) -> None:
         part = module.split(".")[depth]
         names = {name.split(".")[depth] for name in IMPORTS[module] if name in MODULES and name.startswith(f"{folder}.")}
         below.setdefault(part, set()).update(names - {part})
-    try:
-        graphlib.TopologicalSorter(below).prepare()
-    except graphlib.CycleError as error:
-        pytest.fail(f"{folder}: circle of " + " -> ".join(reversed(error.args[1])))
+    circle = circle_in(below)
+    assert not circle, f"{folder}: {circle}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -317,20 +324,8 @@ def test_kernels_know_nothing_of_checkpoints() -> None:
 
 def test_no_import_circles() -> None:
     """A circle means two files are one idea cut in the wrong place, also where a local import or TYPE_CHECKING hides it."""
-    graph = {m: {n for n in IMPORTS[m] if n in MODULES and n != m} for m in MODULES}
-    state: dict[str, int] = {}
-
-    def visit(module: str, trail: list[str]) -> None:
-        state[module] = 1
-        for name in graph[module]:
-            assert state.get(name) != 1, "circle: " + " -> ".join([*trail[trail.index(name) if name in trail else 0 :], name])
-            if name not in state:
-                visit(name, [*trail, name])
-        state[module] = 2
-
-    for module in graph:
-        if module not in state:
-            visit(module, [module])
+    circle = circle_in({module: {name for name in names if name in MODULES} - {module} for module, names in IMPORTS.items()})
+    assert not circle, circle
 
 
 def test_init_files_hold_a_docstring_only() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
@@ -73,22 +73,27 @@ def find_service_limit(devices: Mapping[str, int], host_tier_bytes: int, pid: in
 def limit_of(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Returns the smallest memory limit, in bytes, of the control groups that contain a process, in either version of control
     groups; None: there is no limit. pid 0: this process. proc, groups: where the kernel's file systems are mounted."""
-    limits = []
-    for line in _read(proc / str(pid or "self") / "cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0":
-            top, name = groups, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = groups / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = top / path.strip("/")
-        while folder != top.parent:
-            value = _read(folder / name)
-            limits += [int(value)] if value.isdigit() and int(value) < NO_LIMIT_BYTES else []
-            folder = folder.parent
-    return min(limits, default=None)
+    lines = _read(proc / str(pid or "self") / "cgroup").splitlines()
+    values = [_read(file) for line in lines for file in _limit_files(line, groups)]
+    limits = [int(value) for value in values if value.isdigit()]
+    return min((limit for limit in limits if limit < NO_LIMIT_BYTES), default=None)
+
+
+def _limit_files(line: str, groups: Path) -> Iterator[Path]:
+    """Yields the files with the memory limits of a control group and of all groups above it. line: a line of /proc/PID/cgroup; one
+    of a hierarchy without memory limits has no such files. groups: where control groups are mounted."""
+    number, _, rest = line.partition(":")
+    controllers, _, path = rest.partition(":")
+    if number == "0":
+        top, name = groups, "memory.max"
+    elif "memory" in controllers.split(","):
+        top, name = groups / "memory", "memory.limit_in_bytes"
+    else:
+        return
+    folder = top / path.strip("/")
+    while folder != top.parent:
+        yield folder / name
+        folder = folder.parent
 
 
 def chosen(text: str) -> str:
