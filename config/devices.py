@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from config import units
+from config.device_names import is_local
 from config.load import ConfigError, located_setting
 from config.schema import DeviceBudget, NodeConfig
 
@@ -48,7 +49,8 @@ def device_budgets(
     """Returns the node's devices with their budgets. If none is configured, that is `cpu:0` with half of the machine's memory.
     memory_bytes: the machine's memory. source: where the settings come from, for errors. gpus: returns the machine's GPUs or raises
     NoGpus; called only if a cuda device is configured. Raises ConfigError for a device that is named twice or does not exist, for a
-    budget below 8 chunks or above the GPU's memory, and for cpu devices whose budgets together exceed the machine's memory."""
+    budget below 8 chunks or above the GPU's memory, and for cpu devices whose budgets together exceed the machine's memory. Of
+    devices of other hosts nothing else is known here than the budget."""
     try:
         return _device_budgets(config, memory_bytes, source, gpus)
     except ConfigError as error:
@@ -69,7 +71,7 @@ def _device_budgets(
         if name in devices:
             raise ConfigError(source, "device", f"{name} is named twice")
         uuid, total_bytes, free_bytes = "", memory_bytes, memory_bytes
-        if name.startswith("cuda"):
+        if is_local(name, "cuda"):
             try:
                 gpu = _gpu(name.partition(":")[2], gpus())
             except (NoGpus, LookupError) as error:
@@ -97,7 +99,7 @@ def _device_budgets(
             has = units.format_bytes(total_bytes)
             raise ConfigError(source, "device", f"{text!r}: the budget is {units.format_bytes(budget_bytes)}, the GPU has {has}")
         devices[name] = DeviceBudget(name, budget_bytes, uuid)
-    total = sum(device.budget_bytes for device in devices.values() if not device.uuid)
+    total = sum(device.budget_bytes for device in devices.values() if device.is_local("cpu"))
     if total > memory_bytes:
         raise ConfigError(
             source,

@@ -15,13 +15,15 @@ DEFAULT_PERCENT = 50
 
 def resolved(config: NodeConfig, devices: Sequence[DeviceBudget], memory_bytes: int, source: str = "flags") -> NodeConfig:
     """Returns the settings with the size of the host tier (`host_tier_bytes`) as a number of bytes, rounded down to whole chunks.
-    devices: the node's. memory_bytes: the machine's memory. The default is half of the machine's memory, or 0 if all devices are
-    cpu devices, whose models are in the machine's memory anyway. source: where the settings come from, for the error. Raises
-    ConfigError if a configured size and the cpu devices' budgets together exceed the machine's memory."""
+    devices: the node's; those of other hosts do not count. memory_bytes: the machine's memory. The default is half of the machine's
+    memory, or 0 if all devices are cpu devices, whose models are in the machine's memory anyway. source: where the settings come
+    from, for the error. Raises ConfigError if a configured size and the cpu devices' budgets together exceed the machine's
+    memory."""
     value, chunk_bytes = config.host_tier_bytes, units.parse_bytes(config.chunk_bytes)
-    in_memory = [device for device in devices if device.name.startswith("cpu")]
+    own = [device for device in devices if not device.host]
+    in_memory = [device for device in own if device.kind == "cpu"]
     if value is None:
-        num_bytes = 0 if len(in_memory) == len(devices) else memory_bytes * DEFAULT_PERCENT // 100
+        num_bytes = 0 if len(in_memory) == len(own) else memory_bytes * DEFAULT_PERCENT // 100
     else:
         num_bytes = units.parse_size_or_share(value, memory_bytes)
     total = num_bytes + sum(device.budget_bytes for device in in_memory)

@@ -13,6 +13,7 @@ import msgspec
 
 from config import (
     adapters,
+    hosts,
     locate,
     names,
     origins,
@@ -25,8 +26,9 @@ from config import (
     upstream,
     warm,
 )
+from config.device_names import host_of, is_local
 from config.nearest import nearest
-from config.schema import ModelConfig, NodeConfig, ParallelConfig, SamplingDefaults, TracesConfig
+from config.schema import HostConfig, ModelConfig, NodeConfig, ParallelConfig, SamplingDefaults, TracesConfig
 from config.settings_files import present_files, settings_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -129,7 +131,8 @@ def _load(path: str | None, flags: Mapping[str, Any] | None, environment: Mappin
     for file in _files(path) if path is not None else ():
         _merge(table, _table_of(file))
     config = _node(path or "flags", table)
-    config = msgspec.structs.replace(config, traces=_traces(path or "flags", table.get("traces", {}), environment))
+    traces = _traces(path or "flags", table.get("traces", {}), environment)
+    config = msgspec.structs.replace(config, traces=traces, hosts=_hosts(path or "flags", table.get("hosts", {})))
     if flags:
         config = msgspec.structs.replace(config, **_from_flags(flags))
         config = msgspec.structs.replace(config, **_absolute(config, os.getcwd()))
@@ -162,6 +165,7 @@ def _table_of(path: str) -> dict[str, Any]:
     table = read_toml(path)
     try:
         config, traces = _node(path, table), _traces_values(path, table.get("traces", {}))
+        lenders = _hosts_values(path, table.get("hosts", {}))
     except ConfigError as error:
         raise located(error) from None
     folder = os.path.dirname(os.path.abspath(path))
@@ -174,6 +178,9 @@ def _table_of(path: str) -> dict[str, Any]:
     headers_file = str(traces.get("headers_file", ""))
     if headers_file and not headers_file.startswith(CREDENTIAL):
         table["traces"]["headers_file"] = os.path.join(folder, headers_file)
+    for name, values in lenders.items():
+        if (value := values.get("key_file")) and not value.startswith(CREDENTIAL):
+            table["hosts"][name]["key_file"] = os.path.join(folder, value)
     return table
 
 
@@ -188,9 +195,10 @@ def _merge(into: dict[str, Any], table: dict[str, Any]) -> None:
 
 
 def with_device_defaults(config: NodeConfig, devices: Iterable[str], given: Container[str]) -> NodeConfig:
-    """Returns the settings with the defaults for GPUs (CUDA_DEFAULTS) if one of the devices is a cuda device; otherwise unchanged.
-    devices: names such as `cuda:0`. given: the keys that were set by a file or a flag, whose values stay."""
-    if not any(name.startswith("cuda") for name in devices):
+    """Returns the settings with the defaults for GPUs (CUDA_DEFAULTS) if one of the devices is a cuda device of this machine;
+    otherwise unchanged. devices: names such as `cuda:0`, with or without a budget. given: the keys that were set by a file or a
+    flag, whose values stay."""
+    if not any(is_local(text.partition("=")[0].strip(), "cuda") for text in devices):
         return config
     return msgspec.structs.replace(config, **{key: value for key, value in CUDA_DEFAULTS.items() if key not in given})
 
@@ -207,7 +215,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def _node(source: str, table: dict[str, Any]) -> NodeConfig:
-    plain = {key: value for key, value in table.items() if key not in ("models", "names", "traces")}
+    plain = {key: value for key, value in table.items() if key not in ("models", "names", "traces", "hosts")}
     values = fields_of(source, "", NodeConfig, plain)
     values["names"] = _names(source, table.get("names", {}))
     models = table.get("models", {})
@@ -252,6 +260,34 @@ def _traces_values(source: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ConfigError(source, "traces", 'must be a table: [traces], and below it endpoint = "http://HOST:4318"')
     return fields_of(source, "traces.", TracesConfig, table)
+
+
+def _hosts(source: str, table: Any) -> dict[str, HostConfig]:
+    """Returns the settings from `table`, the content of all tables `[hosts.NAME]`. Raises ConfigError."""
+    found = {}
+    for name, values in _hosts_values(source, table).items():
+        for key in HostConfig.__struct_fields__:
+            if key not in values:
+                example = 'address = "10.0.0.2:7100" and key_file = "/etc/hearthd/b.key"'
+                raise ConfigError(source, f"hosts.{name}", f"needs {key}; a host has {example}")
+        found[name] = HostConfig(**values)
+    return found
+
+
+def _hosts_values(source: str, table: Any) -> dict[str, dict[str, Any]]:
+    """Returns for each host the keys that its table sets. Raises ConfigError."""
+    if not isinstance(table, dict):
+        raise ConfigError(source, "hosts", "must be tables, one for each host, as in [hosts.b]")
+    found = {}
+    for name, entry in table.items():
+        try:
+            hosts.check_name(name)
+        except ValueError as error:
+            raise ConfigError(source, f'hosts."{name}"', f"{name!r} {error}") from None
+        if not isinstance(entry, dict):
+            raise ConfigError(source, f"hosts.{name}", f"{entry!r} must be a table [hosts.{name}]")
+        found[name] = fields_of(source, f"hosts.{name}.", HostConfig, entry)
+    return found
 
 
 def _names(source: str, table: Any) -> dict[str, list[str]]:
@@ -531,6 +567,8 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "min_p": _between(0, 1),
     "repetition_penalty": _above_zero,
     "max_tokens": _between(1),
+    "address": hosts.check_address,
+    "key_file": _not_empty,
     "endpoint": _endpoint,
     "headers": _header_values,
     "sample": _between(0, 1),
@@ -546,6 +584,9 @@ def _check_across(source: str, config: NodeConfig) -> None:
     for key in ("tls_key", "tls_client_ca"):
         if getattr(config, key) and not config.tls_certificate:
             raise ConfigError(source, key, "needs tls_certificate beside it")
+    wrong_key, wrong = hosts.problem(config.device, config.hosts)
+    if wrong:
+        raise ConfigError(source, wrong_key, wrong)
     owners: dict[str, str] = {}
     for name, model in config.models.items():
         where = f'models."{name}"'
@@ -563,6 +604,9 @@ def _check_across(source: str, config: NodeConfig) -> None:
         for device in model.devices:
             if device not in known:
                 raise ConfigError(source, f"{where}.devices", f"{device!r} is no device of this node: {', '.join(known)}")
+        if model.devices and all(map(host_of, model.devices)):
+            message = f"{model.devices!r} must name a device of this machine: the last stage of every model is on one"
+            raise ConfigError(source, f"{where}.devices", message)
         if wrong := parallel.problem(model, known):
             raise ConfigError(source, f"{where}.parallel", wrong)
         if wrong := replicas.problem(model):

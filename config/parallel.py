@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from config.device_names import host_of, kind_of
 from config.schema import ModelConfig, ParallelConfig
 
 AUTO = "auto"  # the fewest devices that hold the model
 MOST_RANKS = 64
 KINDS = ("cpu", "cuda")  # kinds of devices over which models are split, each model over devices of one kind
+ONE_HOST = "a model whose matrices are divided uses the devices of this host only"
+STAGES = "each stage is on devices of one host, and the last one on devices of this host"
 SPECULATORS = ("auto", "none", "prompt-lookup")  # allowed for a split model, where auto means prompt lookup
 
 
@@ -22,16 +26,24 @@ def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
     """Returns kind -> names of devices, for the kinds over which models are split. names: of any devices."""
     found: dict[str, list[str]] = {}
     for name in names:
-        if (kind := name.partition(":")[0]) in KINDS:
+        if (kind := kind_of(name)) in KINDS:
             found.setdefault(kind, []).append(name)
     return found
 
 
+def hold(names: Iterable[str], how: ParallelConfig) -> bool:
+    """Returns whether there are enough devices for a model that is divided in this way: each stage needs its devices on one host,
+    and the last one on this machine. A model without stages is a single, last one. names: of devices of one kind."""
+    stage_size = how.tensor * how.expert
+    numbers = Counter(map(host_of, names))
+    return numbers[""] >= stage_size and sum(number // stage_size for number in numbers.values()) >= how.pipeline
+
+
 def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str, str] | None = None) -> str:
     """Returns why a model cannot be split over devices as its settings ask, or "" if it can or is not split. devices: names of the
-    node's devices. refused: kind of devices -> why the model's files do not allow that kind."""
-    ranks = num_ranks(settings)
-    if ranks == 1:
+    node's devices, those of other hosts included. refused: kind of devices -> why the model's files do not allow that kind."""
+    how, ranks = settings.parallel, num_ranks(settings)
+    if ranks == 1 or not isinstance(how, ParallelConfig):
         return ""
     if settings.isolate:
         return "does not go with isolate = true: an isolated model has a part of one device"
@@ -45,12 +57,14 @@ def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str,
     kinds, why = [kind for kind in KINDS if kind not in reasons], "; ".join(reasons.values())
     if not kinds:
         return f"{_asked(settings)} is possible on no kind of device: {why}"
-    there = by_kind(settings.devices or devices)
-    if any(len(there.get(kind, ())) >= ranks for kind in kinds):
+    named = settings.devices or devices
+    there = by_kind(named)
+    if any(hold(there.get(kind, ()), how) for kind in kinds):
         return ""
     needed = f"{ranks} devices of one kind" if len(kinds) > 1 else f"{ranks} {kinds[0]} devices"
     has = f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(devices) or 'none'}"
-    return f"{_asked(settings)} needs {needed}{f' ({why})' if why else ''}, and {has}"
+    rule = f"; {ONE_HOST if how.pipeline == 1 else STAGES}" if any(map(host_of, named)) else ""
+    return f"{_asked(settings)} needs {needed}{f' ({why})' if why else ''}, and {has}{rule}"
 
 
 def _asked(settings: ModelConfig) -> str:

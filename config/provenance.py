@@ -72,12 +72,15 @@ class Sources:
 
 
 def settings(config: NodeConfig, sources: Sources, needs_restart: Collection[str] = ()) -> list[Setting]:
-    """Returns all of the node's settings in the schema's order, then `[traces]`, the entries of `[names]` and the keys that are set
-    for models. Secret values are hidden. config: the settings in use. needs_restart: dotted keys whose new value in the file takes
-    effect only after a restart."""
-    found = _of_struct(config, (), sources, needs_restart, skip=("names", "traces", "models"))
+    """Returns all of the node's settings in the schema's order, then `[traces]`, the entries of `[names]`, the tables of hosts and
+    the keys that are set for models. Secret values are hidden. config: the settings in use. needs_restart: dotted keys whose new
+    value in the file takes effect only after a restart."""
+    found = _of_struct(config, (), sources, needs_restart, skip=("names", "traces", "hosts", "models"))
     found += _of_struct(config.traces, ("traces",), sources, needs_restart)
     found += [Setting(f'names."{name}"', targets, sources.of("names", name), LIVE, False) for name, targets in config.names.items()]
+    for name, host in config.hosts.items():
+        for key, value in msgspec.structs.asdict(host).items():
+            found.append(Setting(f"hosts.{name}.{key}", value, sources.of("hosts", name, key), RESTART, "hosts" in needs_restart))
     for name, model in config.models.items():
         split = model.parallel
         tables = ("sampling",) if isinstance(split, str) else ("sampling", "parallel")

@@ -12,9 +12,9 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from config.load import flag_name
-from config.schema import ModelConfig, NodeConfig, SamplingDefaults, TracesConfig
+from config.schema import HostConfig, ModelConfig, NodeConfig, SamplingDefaults, TracesConfig
 
-TABLES = ("names", "traces", "models")  # keys of the node whose values are tables, which cannot be set by flags
+TABLES = ("names", "traces", "hosts", "models")  # keys of the node whose values are tables, which cannot be set by flags
 _INTRO = """# Configuration
 
 Made from `config/schema.py` by `python -m config.reference`; do not edit by hand.
@@ -32,14 +32,16 @@ without starting.
 
 
 def fields(struct: type[msgspec.Struct]) -> list[tuple[str, Any, str, str, str]]:
-    """Returns (key, default, unit, reload, description) of each field, in the schema's order. unit: "" if it has none. reload:
-    "live" if a reload applies the key, or "restart"."""
+    """Returns (key, default, unit, reload, description) of each field, in the schema's order. default: None for a key that must be
+    set. unit: "" if it has none. reload: "live" if a reload applies the key, or "restart"."""
     hints = get_type_hints(struct, include_extras=True)
     rows = []
     for info in msgspec.structs.fields(struct):
         meta = next((arg for arg in get_args(hints[info.name]) if isinstance(arg, msgspec.Meta)), None)
         extra = (meta.extra or {}) if meta is not None else {}
-        default = info.default_factory() if info.default is msgspec.NODEFAULT else info.default
+        default = None if info.required else info.default
+        if info.default_factory is not msgspec.NODEFAULT:
+            default = info.default_factory()
         description = (meta.description or "") if meta is not None else ""
         rows.append((info.name, default, str(extra.get("unit", "")), str(extra.get("reload", "live")), description))
     return rows
@@ -77,6 +79,8 @@ def reference() -> str:
     ]
     for name, default, _, reload, description in fields(TracesConfig):
         lines.append(f"| `{name}` | {_default(default)} | {_VARIABLES.get(name, '')} | {reload} | {description} |")
+    lines += ["", "## A host that lends devices: `[hosts.NAME]`", "", _HOSTS, "", "| key | reload | what it is |", "|---|---|---|"]
+    lines += [f"| `{name}` | {reload} | {description} |" for name, _, _, reload, description in fields(HostConfig)]
     lines += ["", '## A model: `[models."org/name"]`', ""]
     lines += ["| key | default | unit | reload | what it is |", "|---|---|---|---|---|"]
     for name, default, unit, reload, description in fields(ModelConfig):
@@ -90,6 +94,8 @@ def reference() -> str:
 _TRACES = """OpenTelemetry's own variables count for keys that the file leaves out; `hearth config` shows which did. Those of
 `OTEL_EXPORTER_OTLP_TRACES_*` win over those without `TRACES`. `OTEL_SDK_DISABLED=true` and `OTEL_TRACES_EXPORTER=none` leave all
 of them aside. [operations.md](../operations.md#traces) says what a trace holds."""
+_HOSTS = """`device` names what it lends as `cpu:0@NAME=8GiB` or `cuda:1@NAME=70GiB`. NAME is chosen here, of small letters, digits
+and `-`. Both keys are needed."""
 _VARIABLES = {
     "endpoint": "`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, `OTEL_EXPORTER_OTLP_ENDPOINT` (then with `/v1/traces` below it)",
     "headers": "`OTEL_EXPORTER_OTLP_TRACES_HEADERS`, `OTEL_EXPORTER_OTLP_HEADERS`",
@@ -109,7 +115,9 @@ _EXAMPLES = {
     "tls_client_ca": '"/etc/hearthd/clients-ca.pem"',
     "allowed_hosts": '["gpu1.example.org"]',
     "allowed_origins": '["https://chat.example.org"]',
-    "device": '["cpu:0=25%", "cpu:1=25%"]',
+    "device": '["cpu:0=25%", "cpu:1=25%", "cpu:0@b=8GiB"]',
+    "address": '"10.0.0.2:7100"',
+    "key_file": '"/etc/hearthd/b.key"',
     "state_dir": '"/var/lib/hearthd"',
     "cache_dir": '"/var/cache/hearthd"',
     "host_tier_bytes": '"64GiB"',
@@ -152,7 +160,7 @@ _NAMES = ('# "gpt-4*" = "meta/llama-3-8b"', '# "fast" = ["qwen3-4b", "qwen3-1.7b
 
 def example() -> str:
     """Returns the text of config/example.toml: all keys, each with its default, or with an example if the default is empty. All
-    keys but `models_dir` are commented out."""
+    keys but `models_dir` are commented out, and so is the head of a host's table, which would be incomplete without its keys."""
     lines = [
         "# Every key of hearthd. What is commented out shows the default, or an example where the default is empty.",
         "# Files conf.d/*.toml beside this one are read after it, in the order of their names; the later ones win key by key.",
@@ -166,6 +174,10 @@ def example() -> str:
         elif name == "traces":
             lines += ["", f"# {description} ({reload})", "[traces]"]
             for each in fields(TracesConfig):
+                lines += _entry(*each)
+        elif name == "hosts":
+            lines += ["", f"# {description} ({reload})", "# [hosts.b]"]
+            for each in fields(HostConfig):
                 lines += _entry(*each)
     lines += ["", '[models."org/name"]']
     of_upstreams = [field for field in fields(ModelConfig) if field[0].startswith("upstream")]

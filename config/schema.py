@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from config import device_names
+
 LIVE, RESTART = "live", "restart"
 
 
@@ -22,9 +24,10 @@ class DeviceBudget(msgspec.Struct, frozen=True):
     """A device with its memory budget (`--device NAME=BUDGET`), or the part of a device that is set aside for an isolated model.
     Each has its own memory accounting and its own engine.
 
-    name: `cpu:0`, or `cpu:0/org/name` for a model's part. budget_bytes: for weights, KV and work space together. uuid: the GPU of a
-    cuda device, "" for a cpu device. model: the only model of such a part, "" for a device. whole_bytes: the budget of the whole
-    device, where a part of it was set aside; 0 where it was not divided."""
+    name: `cpu:0`; `cpu:0@b` for a device that the host b lends; `cpu:0/org/name` for a model's part. budget_bytes: for weights, KV
+    and work space together. uuid: the GPU of a cuda device of this machine, "" for any other device. model: the only model of such
+    a part, "" for a device. whole_bytes: the budget of the whole device, where a part of it was set aside; 0 where it was not
+    divided."""
 
     name: str
     budget_bytes: int
@@ -33,13 +36,23 @@ class DeviceBudget(msgspec.Struct, frozen=True):
     whole_bytes: int = 0
 
     @property
+    def host(self) -> str:
+        """Returns the name of the host that lends the device; "" for a device of this machine."""
+        return device_names.host_of(self.name)
+
+    @property
     def hardware(self) -> str:
-        """Returns the name of the real device, `cpu:0` for the part `cpu:0/MODEL` that was set aside for an isolated model."""
-        return self.name.partition("/")[0]
+        """Returns the name that the real device has on its own machine: `cpu:0` for `cpu:0@b`, and for the part `cpu:0/MODEL` that
+        was set aside for an isolated model."""
+        return device_names.hardware_of(self.name)
 
     @property
     def kind(self) -> str:
-        return self.name.partition(":")[0]
+        return device_names.kind_of(self.name)
+
+    def is_local(self, kind: str) -> bool:
+        """Returns whether it is a device of this machine and of this kind: only those use this machine's memory, cores or GPUs."""
+        return device_names.is_local(self.name, kind)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,8 +132,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "{ tensor = 2 }: the model is split over two devices, each of which holds a share of every layer and computes it for "
             "each token; { expert = 2 }: each of them has half of the experts of a layer, in place of half of each; "
             "{ pipeline = 2 }: each of them has half of the layers, and steps of different requests are in both at the same time; "
-            "several of these: over as many devices as their product, all of one kind. Decoders; not with isolate or a speculator "
-            "that predicts. "
+            "several of these: over as many devices as their product, all of one kind. Each stage is on one host, the last one on "
+            "this. Decoders; not with isolate or a speculator that predicts. "
             '"auto": it is whole where a device holds it, with one request of max_model_len, else split over the fewest devices '
             "that do (docs/operations.md)"
         ),
@@ -224,6 +237,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
 
 
+class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another host that lends devices to this one, from its table `[hosts.NAME]`."""
+
+    address: Annotated[str, key("where `hearth lend` listens on that host, as HOST:PORT")]
+    key_file: Annotated[
+        str, key("the secret that both hosts share: a file with nothing else in it, or credential:NAME given by systemd")
+    ]
+
+
 class TracesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The destination and the settings of traces, from the table `[traces]`."""
 
@@ -308,7 +330,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         list[str],
         key(
             "NAME=BUDGET, one entry a device: cpu=512MiB, cpu:1=25%, cuda:0=70GiB, cuda:GPU-3f1a (by UUID); "
-            "a cuda device's budget is all of its memory but 1.5 GiB if none is given"
+            "a cuda device's budget is all of its memory but 1.5 GiB if none is given. cuda:1@b=70GiB is a device that the host b "
+            "lends (see hosts), with a budget in bytes; only stages of pipelines live on it"
         ),
     ] = []
     dtype: Annotated[
@@ -467,4 +490,5 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traces: Annotated[
         TracesConfig, key("a table: where traces of requests go (OpenTelemetry), see below; default: nowhere", reload=LIVE)
     ] = TracesConfig()
+    hosts: Annotated[dict[str, HostConfig], key("a table for each host that lends devices to this one, see below")] = {}
     models: Annotated[dict[str, ModelConfig], key("per model, see below")] = {}

@@ -6,6 +6,8 @@ import math
 import os
 import re
 
+from config.device_names import HOST, HOST_FORM
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -24,7 +26,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*\Z")
-_DEVICE = re.compile(r"(cpu|cuda)(?::([A-Za-z0-9-]+))?\Z")
+_DEVICE = re.compile(r"(cpu|cuda)(?::([A-Za-z0-9-]+))?(@.*)?\Z")
 SIZE_FORM = 'a number of bytes or a size such as "512MiB", "1.5GiB" or "2GB"'
 
 FOREVER = "forever"
@@ -108,15 +110,20 @@ def parse_size_or_share(value: int | str, memory_bytes: int) -> int:
 
 
 def parse_device(text: str) -> tuple[str, str]:
-    """Splits a device entry into its name and budget: `cpu=512MiB` -> ("cpu:0", "512MiB"), `cuda:1` -> ("cuda:1", ""). Only a
-    cuda device may have no budget. Raises ValueError."""
+    """Splits a device entry into its name and budget: `cpu=512MiB` -> ("cpu:0", "512MiB"), `cuda:1` -> ("cuda:1", ""),
+    `cpu@b=8GiB` -> ("cpu:0@b", "8GiB"). Only a cuda device of this machine may have no budget; that of another host's device may be
+    no percentage. Raises ValueError."""
     name, equals, budget = text.partition("=")
     match = _DEVICE.match(name.strip())
     is_cpu = match is not None and match[1] == "cpu"
     if match is None or bool(equals) != bool(budget.strip()) or (is_cpu and not (equals and (match[2] or "0").isdigit())):
         raise ValueError('must be NAME=BUDGET, as in "cpu=512MiB", "cpu:1=25%" or "cuda:0=90%", or a cuda device\'s name alone')
-    index = match[2] if match[2] is not None else "0"
-    return f"{match[1]}:{int(index) if index.isdigit() else index}", budget.strip()
+    index, at_host = match[2] if match[2] is not None else "0", match[3] or ""
+    if at_host and HOST.match(at_host[1:]) is None:
+        raise ValueError(f"must be NAME@HOST=BUDGET: {HOST_FORM}")
+    if at_host and (not equals or _PERCENT.match(budget) is not None):
+        raise ValueError('must have a budget in bytes, as in "cuda:1@b=70GiB": this machine does not know the memory of that host')
+    return f"{match[1]}:{int(index) if index.isdigit() else index}{at_host}", budget.strip()
 
 
 def parse_listen(text: str) -> tuple[str, int]:

@@ -148,9 +148,9 @@ def test_a_host_tier_beyond_the_machine_is_refused(tmp_path: Path) -> None:
 
 def test_every_checked_key_is_a_key() -> None:
     """A check for a key that was renamed would silently never run."""
-    from config.schema import ModelConfig, ParallelConfig, SamplingDefaults, TracesConfig
+    from config.schema import HostConfig, ModelConfig, ParallelConfig, SamplingDefaults, TracesConfig
 
-    structs = (NodeConfig, ModelConfig, ParallelConfig, SamplingDefaults, TracesConfig)
+    structs = (NodeConfig, ModelConfig, ParallelConfig, SamplingDefaults, TracesConfig, HostConfig)
     known = {field for struct in structs for field in struct.__struct_fields__}
     assert set(config_load._CHECKS) <= known
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError, load
-from config.parallel import by_kind, num_ranks, problem
+from config.parallel import ONE_HOST, STAGES, by_kind, num_ranks, problem
 from config.provenance import Sources, settings
 from config.reload import plan
 from config.schema import ModelConfig, NodeConfig, ParallelConfig
@@ -101,6 +101,54 @@ def test_devices_count_by_their_kind(how: ParallelConfig, devices: list[str], ot
     found = problem(ModelConfig(parallel=how, devices=devices, **others), FOUR)  # type: ignore[arg-type]
     assert found.startswith(wrong)
     assert bool(found) == bool(wrong)
+
+
+LENT = ["cpu:0", "cpu:1", "cpu:0@b", "cpu:1@b", "cpu:0@c"]
+
+
+@pytest.mark.parametrize(
+    ("how", "devices", "wrong"),
+    [
+        (ParallelConfig(2), [], ""),
+        (
+            ParallelConfig(3),
+            [],
+            "tensor = 3 needs 3 devices of one kind, and the node has cpu:0, cpu:1, cpu:0@b, cpu:1@b, cpu:0@c; a ",
+        ),
+        (
+            ParallelConfig(2),
+            ["cpu:0", "cpu:0@b"],
+            "tensor = 2 needs 2 devices of one kind, and devices names cpu:0, cpu:0@b; a model",
+        ),
+        (ParallelConfig(expert=3), [], "expert = 3 needs 3 devices of one kind, and the node has"),
+        (ParallelConfig(pipeline=5), [], ""),
+        (ParallelConfig(pipeline=6), [], "pipeline = 6 needs 6 devices of one kind, and the node has"),
+        (ParallelConfig(pipeline=3), ["cpu:0", "cpu:0@b", "cpu:0@c"], ""),
+        (
+            ParallelConfig(pipeline=2),
+            ["cpu:0@b", "cpu:1@b"],
+            "pipeline = 2 needs 2 devices of one kind, and devices names cpu:0@b, ",
+        ),
+        (ParallelConfig(2, pipeline=2), [], ""),
+        (
+            ParallelConfig(2, pipeline=2),
+            ["cpu:0", "cpu:0@b", "cpu:1@b", "cpu:0@c"],
+            "tensor = 2, pipeline = 2 needs 4 devices of one",
+        ),
+        (
+            ParallelConfig(2, pipeline=2),
+            ["cpu:0", "cpu:1", "cpu:0@b", "cpu:0@c"],
+            "tensor = 2, pipeline = 2 needs 4 devices of one",
+        ),
+    ],
+)
+def test_devices_of_other_hosts_hold_stages_alone(how: ParallelConfig, devices: list[str], wrong: str) -> None:
+    found = problem(ModelConfig(parallel=how, devices=devices), LENT)
+    assert found.startswith(wrong)
+    assert bool(found) == bool(wrong)
+    assert bool(wrong) == (found.endswith((ONE_HOST, STAGES))), "and it tells why"
+    if wrong:
+        assert found.endswith(STAGES) == (how.pipeline > 1)
 
 
 def test_files_may_not_allow_a_kind() -> None:

@@ -26,7 +26,7 @@ def test_flags_lines_and_defaults(tmp_path: Path) -> None:
     Path(path).write_text(TEXT)
     flags = {"listen": "127.0.0.1:2", "device": ["cpu=1GiB"]}
     found = {row.key: row for row in settings(load(path, flags), Sources(path, flags), {"device"})}
-    assert set(NodeConfig.__struct_fields__) - set(found) == {"names", "traces", "models"}
+    assert set(NodeConfig.__struct_fields__) - set(found) == {"names", "traces", "hosts", "models"}
     assert found["max_wait_s"] == Setting("max_wait_s", 50.0, f"{path}:1", "live", False)
     assert found["listen"] == Setting("listen", "127.0.0.1:2", "--listen", "restart", False)
     assert found["device"].source == "--device"

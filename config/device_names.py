@@ -1,0 +1,30 @@
+"""The parts of a device's name: `cpu:0` or `cuda:1`, behind that `@HOST` if another host lends the device, or `/MODEL` if it is the
+part of a device that was set aside for an isolated model."""
+
+from __future__ import annotations
+
+import re
+
+# the form of a host's name; it is the name of a table and a part of devices' names, and never looked up in the network
+HOST = re.compile(r"[a-z0-9][a-z0-9-]*\Z")
+HOST_FORM = 'the name of a host has small letters, digits and "-", as in "b" or "gpu-2"'
+
+
+def kind_of(name: str) -> str:
+    """Returns the kind of a device: "cpu" or "cuda"."""
+    return name.partition(":")[0]
+
+
+def host_of(name: str) -> str:
+    """Returns the host that lends a device: "b" of `cpu:0@b`; "" for a device of this machine."""
+    return name.partition("/")[0].partition("@")[2]
+
+
+def hardware_of(name: str) -> str:
+    """Returns the name that the real device has on its own machine: `cpu:0` of `cpu:0@b`, and of the part `cpu:0/MODEL`."""
+    return name.partition("/")[0].partition("@")[0]
+
+
+def is_local(name: str, kind: str) -> bool:
+    """Returns whether it is a device of this machine and of this kind: only those use this machine's memory, cores or GPUs."""
+    return not host_of(name) and kind_of(name) == kind

@@ -1,0 +1,37 @@
+"""Other hosts that lend devices to this one: their tables `[hosts.NAME]`, and the devices that are named after them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from config import units
+from config.device_names import HOST, HOST_FORM, host_of
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError if a table cannot be that of a host because of its name."""
+    if HOST.match(name) is None:
+        raise ValueError(f"is no name of a host: {HOST_FORM}")
+
+
+def check_address(value: str) -> None:
+    """Raises ValueError if the value is no address at which another host can be reached."""
+    host, port = units.parse_listen(value)
+    if not host or not port:
+        raise ValueError('must be HOST:PORT with a host and a port above 0, as in "10.0.0.2:7100"')
+
+
+def problem(entries: Sequence[str], hosts: Collection[str]) -> tuple[str, str]:
+    """Returns what is wrong with the devices and the hosts' tables together, as the key and a message; two empty texts if nothing
+    is. entries: the valid entries of the setting `device`. hosts: the names of the tables."""
+    named = {entry: host_of(units.parse_device(entry)[0]) for entry in entries}
+    for entry, host in named.items():
+        if host and host not in hosts:
+            return "device", f"{entry!r}: there is no table [hosts.{host}] with the address and the key_file of that host"
+    for host in hosts:
+        if host not in named.values():
+            return f"hosts.{host}", f'no device of this host is named; name one in device, as in "cpu:0@{host}=8GiB"'
+    if named and all(named.values()):
+        shown = ", ".join(entries)
+        return "device", f"{shown}: a device of this machine is needed, too, because the last stage of every model is on one"
+    return "", ""
