@@ -57,6 +57,7 @@ class ScenarioModel(msgspec.Struct, frozen=True):
     keep_alive: Annotated[float | str, key("how long it stays after its last request")] = _MODEL_DEFAULTS.keep_alive
     pinned: Annotated[bool, key("loaded at start, never evicted")] = _MODEL_DEFAULTS.pinned
     num_ranks: Annotated[int, key("devices that it is split over; the bytes above are then those of each share")] = 1
+    num_stages: Annotated[int, key("stages of its pipeline, each on devices of one host; num_ranks is a multiple of it")] = 1
     replicas: Annotated[int | Literal["auto"], key("on how many devices, or groups of them, it may be at once")] = 1
     disk_load_s: Annotated[float | None, key("measured; as below")] = None
     host_load_s: float | None = None
@@ -203,6 +204,9 @@ def _model(path: str, prefix: str, name: str, entry: dict[str, Any]) -> tuple[Mo
             values[size] = _size(path, prefix + size, values[size])
     if values.get("num_ranks", 1) < 1:
         raise ConfigError(path, prefix + "num_ranks", f"{values['num_ranks']} must be 1 or more")
+    num_stages = values.get("num_stages", 1)
+    if num_stages < 1 or values.get("num_ranks", 1) % num_stages:
+        raise ConfigError(path, prefix + "num_stages", f"{num_stages} must divide num_ranks, {values.get('num_ranks', 1)}")
     try:
         replicas.check(values.get("replicas", 1))
     except ValueError as error:
@@ -232,6 +236,7 @@ def facts_of(name: str, model: ScenarioModel) -> ModelFacts:
         keep_alive_s=units.parse_duration_s(model.keep_alive),
         pinned=model.pinned,
         num_ranks=model.num_ranks,
+        num_stages=model.num_stages,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.node.eviction import Resident
+from scheduler.node.groups import num_other_hosts
 
 
 @dataclass(slots=True)
@@ -28,10 +29,12 @@ class Option:
         return sum(victim.value * victim.chunks for victim in self.victims)
 
 
-def rank(option: Option) -> tuple[bool, bool, float, bool, int, tuple[str, ...]]:
+def rank(option: Option) -> tuple[bool, bool, float, bool, int, int, tuple[str, ...]]:
     """Returns the sort key of an option; the least is best. The criteria in order: it disturbs no running request, it evicts
-    nothing, its evictions cost least, its weights need not be read, it has the most room (so that models spread)."""
-    return option.forced, bool(option.victims), option.cost, not option.left, -option.lease_chunks, option.devices
+    nothing, its evictions cost least, its weights need not be read, it is on the fewest other hosts, it has the most room (so that
+    models spread)."""
+    hosts, room = num_other_hosts(option.devices), option.lease_chunks
+    return option.forced, bool(option.victims), option.cost, not option.left, hosts, -room, option.devices
 
 
 def choose(options: Iterable[Option]) -> Option | None:

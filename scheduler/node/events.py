@@ -40,6 +40,7 @@ class ModelFacts:
     keep_alive_s: float = inf  # how long it may stay on a device after its last request; inf: until its memory is needed
     # How many devices it is split over; 1: none. A split model's bytes are those of a share, and it has no KV beyond its reserve.
     num_ranks: int = 1
+    num_stages: int = 1  # stages of its pipeline; each is on num_ranks // num_stages devices of one host, the last one on this host
     unusable: str = ""  # why its files or settings can never be served; empty: they can
     if_too_large: str = ""  # text that a refusal adds to the arithmetic if the model fits nowhere
     replica_of: str = ""  # the model whose further replica this is (replicas.py); "": it is a model itself

@@ -1,15 +1,22 @@
 """Determines which devices may hold a model together. A whole model takes any one of the devices on which it may be. A split model
 (ModelFacts.num_ranks > 1) takes several of one kind, each of which holds one share.
+
+A device may be lent by another host (`cpu:0@b`). What the devices of one stage exchange is too much for a network, so each stage is
+on devices of one host, and the last stage, whose first device leads, is on this machine. A model without stages, whole or split, is
+a single, last one. Therefore of each host a group has as many devices as a number of stages needs, and of this machine those of one
+stage at least.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, islice
 
 # There are many combinations of several devices, and an event must not look at all of them. The first ones are the best, except
 # where a victim is on several of the devices.
 MAX_GROUPS = 16
+HERE = ""  # the host of this machine's own devices
 
 
 def kind_of(device: str) -> str:
@@ -18,29 +25,105 @@ def kind_of(device: str) -> str:
     return "" if "/" in device else device.partition(":")[0]
 
 
-def pools(devices: Iterable[str], num_ranks: int) -> list[tuple[str, ...]]:
-    """Returns sets of devices, each in the given order, of which any num_ranks may hold a model together: for a whole model all
-    devices, else those of each kind if they are enough. [] if there are too few devices."""
+def host_of(device: str) -> str:
+    """Returns the host that lends a device: "b" of "cpu:0@b"; HERE for a device of this machine, and for a carve-out."""
+    return device.partition("/")[0].partition("@")[2]
+
+
+def num_other_hosts(devices: Iterable[str]) -> int:
+    """Returns on how many other hosts some of the devices are."""
+    return len({host_of(device) for device in devices} - {HERE})
+
+
+def pools(devices: Iterable[str], num_ranks: int, num_stages: int = 1) -> list[tuple[str, ...]]:
+    """Returns sets of devices, each in the given order, of which a model may have a group: for a whole model all devices of this
+    machine, else those of each kind if they are enough. Each device of a set is in one of its groups at least. [] if there are too
+    few devices."""
     if num_ranks == 1:
-        return [alone] if (alone := tuple(devices)) else []
+        return [alone] if (alone := tuple(device for device in devices if host_of(device) == HERE)) else []
     by_kind: dict[str, list[str]] = {}
     for device in devices:
         by_kind.setdefault(kind_of(device), []).append(device)
-    return [tuple(names) for kind, names in by_kind.items() if kind and len(names) >= num_ranks]
+    stage_size = num_ranks // num_stages
+    found = (_usable(names, stage_size, num_stages) for kind, names in by_kind.items() if kind)
+    return [pool for pool in found if pool]
 
 
-def groups(preferred: Sequence[str], num_ranks: int) -> list[tuple[str, ...]]:
-    """Returns the groups of num_ranks devices that may hold a split model, each in the order of its ranks, which is the order of
-    the devices' names. preferred: the devices that could hold a share, the best first. The groups of the best devices come first:
-    of three devices these are (1, 2), (1, 3) and (2, 3). Of each kind of device at most MAX_GROUPS groups are returned. For a whole
-    model (num_ranks 1) each device is a group."""
+def _usable(devices: Sequence[str], stage_size: int, num_stages: int) -> tuple[str, ...]:
+    """Returns those devices, all of one kind, that may be in a group; () if there is no group."""
+    numbers = Counter(map(host_of, devices))
+    if numbers[HERE] < stage_size or sum(number // stage_size for number in numbers.values()) < num_stages:
+        return ()
+    hosts = {HERE, *(host for host, number in numbers.items() if number >= stage_size and num_stages > 1)}
+    return tuple(devices) if len(hosts) == len(numbers) else tuple(device for device in devices if host_of(device) in hosts)
+
+
+def groups(preferred: Sequence[str], num_ranks: int, num_stages: int = 1) -> list[tuple[str, ...]]:
+    """Returns the groups of num_ranks devices that may hold a split model, each in the order of its ranks, which is that of the
+    devices' hosts, this machine first, and names. preferred: the devices that could hold a share, the best first. The groups of the
+    best devices come first: of three devices these are (1, 2), (1, 3) and (2, 3). Of each kind of device at most MAX_GROUPS groups
+    are returned. For a whole model (num_ranks 1) each device of this machine is a group."""
+    found = pools(preferred, num_ranks, num_stages)
     if num_ranks == 1:
-        return [(device,) for device in preferred]
-    return [group for pool in pools(preferred, num_ranks) for group in _of_pool(pool, num_ranks)]
+        return [(device,) for pool in found for device in pool]
+    return [group for pool in found for group in _of_pool(pool, num_ranks, num_ranks // num_stages)]
 
 
-def _of_pool(pool: tuple[str, ...], num_ranks: int) -> Iterator[tuple[str, ...]]:
-    return (tuple(sorted(names)) for names in islice(combinations(pool, num_ranks), MAX_GROUPS))
+def _of_pool(pool: tuple[str, ...], num_ranks: int, stage_size: int) -> Iterator[tuple[str, ...]]:
+    is_local = not num_other_hosts(pool)
+    chosen = combinations(pool, num_ranks) if is_local else _Stages(pool, stage_size).combinations(num_ranks)
+    return (tuple(sorted(names, key=_by_rank)) for names in islice(chosen, MAX_GROUPS))
+
+
+def _by_rank(device: str) -> tuple[str, str]:
+    return host_of(device), device
+
+
+def is_group(devices: Sequence[str], num_ranks: int, num_stages: int = 1) -> bool:
+    """Returns whether these devices, in the order of their ranks, may hold a model together."""
+    stage_size, kinds, numbers = num_ranks // num_stages, set(map(kind_of, devices)), Counter(map(host_of, devices))
+    if len(devices) != num_ranks or list(devices) != sorted(set(devices), key=_by_rank):
+        return False
+    if numbers[HERE] < stage_size or any(number % stage_size for number in numbers.values()):
+        return False
+    return num_ranks == 1 or (len(kinds) == 1 and "" not in kinds)
+
+
+class _Stages:
+    """Lists the groups of a pool with devices of several hosts, in the order of itertools.combinations. It never begins a group
+    that the devices behind cannot complete, because very many combinations may come before the first one that is a group."""
+
+    def __init__(self, pool: Sequence[str], stage_size: int) -> None:
+        self._pool, self._stage_size = pool, stage_size
+        self._hosts = list(map(host_of, pool))
+        self._left: list[Counter[str]] = [Counter()]  # for each place in the pool, the devices of each host from there on
+        for host in reversed(self._hosts):
+            self._left.append(self._left[-1] + Counter((host,)))
+        self._left.reverse()
+
+    def combinations(self, number: int, begin: int = 0, taken: tuple[int, ...] = ()) -> Iterator[tuple[str, ...]]:
+        """Yields the groups that consist of the devices at the places `taken` and of `number` further ones at or behind the place
+        `begin`."""
+        if not number:
+            yield tuple(self._pool[at] for at in taken)
+            return
+        have = Counter(self._hosts[at] for at in taken)
+        for at in range(begin, len(self._pool) - number + 1):
+            have[self._hosts[at]] += 1
+            if self._can_end(have, self._left[at + 1], number - 1):
+                yield from self.combinations(number - 1, at + 1, (*taken, at))
+            have[self._hosts[at]] -= 1
+
+    def _can_end(self, have: Counter[str], left: Counter[str], number: int) -> bool:
+        """Returns whether some of the devices that are left, this number of them, make a group with those that it has."""
+        size, needed, more = self._stage_size, 0, 0
+        for host in {HERE, *have, *left}:
+            due = -have[host] % size if host or have[host] else size
+            if due > left[host]:
+                return False
+            needed += due
+            more += (left[host] - due) // size * size
+        return needed <= number <= needed + more
 
 
 def joined(devices: Iterable[str]) -> str:

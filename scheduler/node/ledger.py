@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.node.events import ModelFacts
-from scheduler.node.groups import kind_of
+from scheduler.node.groups import HERE, host_of, kind_of
 
 MIB = 1024 * 1024
 
@@ -54,25 +54,33 @@ def arithmetic(facts: ModelFacts, chunk_bytes: int, budgets: dict[str, int]) -> 
     size = size_of(facts, chunk_bytes)
     each = f"{'at most ' if facts.kv_reserved_bytes else ''}{facts.kv_bytes_per_token} bytes"
     weights, kv, work = (n * chunk_bytes for n in (size.weights_chunks, size.kv_chunks, size.work_space_chunks))
-    share = f"it is split over {facts.num_ranks} devices of one kind (num_ranks), each with " if facts.is_split else ""
+    stages = f" in {facts.num_stages} stages" if facts.num_stages > 1 else ""
+    share = f"it is split over {facts.num_ranks} devices of one kind{stages} (num_ranks), each with " if facts.is_split else ""
     lines = [
         f"{share}weights {amount(weights)} + reserved KV {amount(kv)} for {max(facts.kv_floor_tokens, facts.max_model_len)} tokens"
         f" of {each} + work space {amount(work)} = {amount(weights + kv + work)}"
         f", in chunks of {chunk_bytes} bytes"
     ]
-    num_roomy: dict[str, int] = {}  # kind of device -> how many have room for a share
+    num_roomy: dict[str, int] = {}  # kind of device, and its host if that is another one -> how many have room for a share
+    is_lent = False
     for device, budget in sorted(budgets.items()):
         kind = kind_of(device)
         if facts.is_split and not kind:
             lines.append(f"{device} is set aside for one model and holds no share")
             continue
+        if (host := host_of(device)) != HERE and facts.num_stages == 1:
+            lines.append(f"{device} is another host's and holds stages of pipelines alone")
+            continue
+        if host != HERE:
+            is_lent, kind = True, f"{kind} on {host}"
         usable = budget // chunk_bytes * chunk_bytes
         over = weights + kv + work - usable
         num_roomy[kind] = num_roomy.get(kind, 0) + (over <= 0)
         lines.append(f"{device} has {amount(usable)}: {'fits' if over <= 0 else f'{amount(over)} too little'}")
     if facts.is_split:
         counts = ", ".join(f"{num} of kind {kind}" for kind, num in num_roomy.items()) or "none"
-        lines.append(f"{facts.num_ranks} are needed, a share fits on {counts}")
+        size_of_stage = f"{facts.num_ranks // facts.num_stages} for each stage, on one host, that of the last one on this"
+        lines.append(f"{facts.num_ranks} are needed{f' ({size_of_stage})' if is_lent else ''}, a share fits on {counts}")
     return "; ".join(lines)
 
 

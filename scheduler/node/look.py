@@ -71,7 +71,8 @@ def options(node: Node, model: Model, may_force: bool, idle: dict[str, int] | No
         return alone
     by_name = {member.device.name: member for member in members}
     preferred = [option.devices[0] for option in sorted(alone, key=device_choice.rank)]
-    found = (option_on(model, [by_name[name] for name in group]) for group in groups(preferred, model.facts.num_ranks))
+    together = groups(preferred, model.facts.num_ranks, model.facts.num_stages)
+    found = (option_on(model, [by_name[name] for name in group]) for group in together)
     return [option for option in found if option is not None]
 
 
@@ -80,8 +81,8 @@ def waits_for_others(node: Node, model: Model) -> bool:
     few of these are free."""
     up = [name for name in model.devices if node.devices[name].up]
     free = (name for name in up if node.devices[name].available)
-    num_ranks = model.facts.num_ranks
-    return bool(pools(up, num_ranks)) and not pools(free, num_ranks)
+    division = model.facts.num_ranks, model.facts.num_stages
+    return bool(pools(up, *division)) and not pools(free, *division)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ def judge(node: Node, model: Model) -> None:
     need = model.size.chunks + model.size.work_space_chunks
     allowed = {name: device for name, device in node.devices.items() if not facts.devices or name in facts.devices}
     roomy = (name for name, device in allowed.items() if need <= device.ledger.total_chunks)
-    model.devices = tuple(name for pool in pools(roomy, facts.num_ranks) for name in pool)
+    model.devices = tuple(name for pool in pools(roomy, facts.num_ranks, facts.num_stages) for name in pool)
     model.too_large = ""
     if node.devices and not allowed:
         model.too_large = f"it may only live on {', '.join(facts.devices)}; this node has {', '.join(node.devices)}"

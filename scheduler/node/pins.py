@@ -5,7 +5,7 @@ there together, loaded or not.
 from __future__ import annotations
 
 from scheduler.node.actions import Refusal
-from scheduler.node.groups import groups, joined, pools
+from scheduler.node.groups import groups, is_group, joined, num_other_hosts, pools
 from scheduler.node.ledger import Size, amount
 from scheduler.node.node import Device, Model, Node
 
@@ -24,7 +24,7 @@ def has_place(node: Node, model: Model) -> bool:
     """Returns whether pinned models leave this model room on one of its devices, or on as many as it needs if it is split. True if
     it has no devices."""
     roomy = (name for name in model.devices if fits_beside_pins(model, node.devices[name]))
-    return not model.devices or bool(pools(roomy, model.facts.num_ranks))
+    return not model.devices or bool(pools(roomy, model.facts.num_ranks, model.facts.num_stages))
 
 
 def pin(node: Node, model: Model) -> Refusal | None:
@@ -48,11 +48,12 @@ def place_of(model: Model) -> tuple[str, ...]:
 
 
 def most_room(node: Node, model: Model) -> tuple[str, ...]:
-    """Returns as many devices as the model needs, those on which pinned models leave the most room; () if too few have room for
-    it."""
+    """Returns as many devices as the model needs, those on which pinned models leave the most room, of this machine rather than of
+    other hosts; () if too few have room for it."""
     roomy = [device for name in model.devices if fits_beside_pins(model, device := node.devices[name])]
-    roomy.sort(key=lambda device: device.ledger.total_chunks - device.pinned.chunks, reverse=True)
-    return next(iter(groups([device.name for device in roomy], model.facts.num_ranks)), ())
+    roomy.sort(key=lambda device: (num_other_hosts((device.name,)), device.pinned.chunks - device.ledger.total_chunks))
+    names = [device.name for device in roomy]
+    return next(iter(groups(names, model.facts.num_ranks, model.facts.num_stages)), ())
 
 
 def unpin(node: Node, model: Model) -> None:
@@ -71,7 +72,7 @@ def check_home(node: Node, model: Model) -> None:
     for device in home:
         recount(node, device)
     fits = all(device.pinned.chunks + device.pinned.work_space_chunks <= device.ledger.total_chunks for device in home)
-    if fits and len(home) == model.facts.num_ranks and set(model.home) <= set(model.devices):
+    if fits and is_group(model.home, model.facts.num_ranks, model.facts.num_stages) and set(model.home) <= set(model.devices):
         return
     model.pinned = False
     move_home(node, model, ())

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 from scheduler.node import leave_rules, look, pins, residency
-from scheduler.node.groups import kind_of
+from scheduler.node.groups import host_of, is_group, kind_of
 from scheduler.node.node import LOADS, VICTIMS_DRAIN, Copy, Device, Model, Node, Placement
 
 
@@ -97,6 +97,8 @@ def check_model(node: Node, model: Model) -> None:
     if model.pinned:
         where = pins.place_of(model)
         assert where in ((), model.home), f"{name} is pinned to {model.home} and lives on {where}"
+        rests = model.copy is None and model.placement is None
+        assert not rests or is_group(model.home, model.facts.num_ranks, model.facts.num_stages), f"{name} is pinned to {model.home}"
     check_listed(node, model)
 
 
@@ -109,6 +111,7 @@ def check_members(node: Node, model: Model, copy: Copy) -> None:
     assert len(on) == len(copy.devices), f"{name} is twice on one of {copy.devices}"
     assert copy.is_whole or copy.evict_sent, f"{name} is on {copy.devices} alone and stays"
     assert len(on) <= copy.facts.num_ranks, f"{name} is on {copy.devices}, too many for {copy.facts.num_ranks} shares"
+    assert not copy.is_whole or is_group(copy.devices, copy.facts.num_ranks, copy.facts.num_stages), f"{name} on {copy.devices}"
     if copy.facts.is_split:
         check_group(name, copy.devices)
         assert not copy.keep_slots, f"host tier: the split model {name} is kept"
@@ -138,6 +141,8 @@ def check_placement(node: Node, placement: Placement) -> None:
     assert {device.name for device in on} == set(placement.devices), f"placement {placement.id} is not on all of its devices"
     if placement.facts.is_split:
         check_group(name, placement.devices)
+    if placement.stage != LOADS:
+        assert is_group(placement.devices, placement.facts.num_ranks, placement.facts.num_stages), f"{name} on {placement.devices}"
     if placement.stage == LOADS:
         copy = node.models[name].copy
         assert copy is not None, f"placement {placement.id} loads nothing"
@@ -154,7 +159,9 @@ def check_placement(node: Node, placement: Placement) -> None:
 
 
 def check_group(name: str, devices: tuple[str, ...]) -> None:
-    assert list(devices) == sorted(devices), f"the ranks of {name} on {devices}"
+    """Checks devices that hold shares of a split model, or did before another one of them was lost."""
+    ranks = sorted(devices, key=lambda device: (host_of(device), device))
+    assert list(devices) == ranks, f"the ranks of {name} on {devices}"
     kinds = {kind_of(device) for device in devices}
     assert len(kinds) == 1, f"{name} is on devices of several kinds: {devices}"
     assert "" not in kinds, f"{name} is on devices set aside for other models: {devices}"

@@ -15,7 +15,7 @@ from typing import Protocol
 from scheduler.node import events
 from scheduler.node.actions import Action, Evict, GrantLease, Load, Refusal, Reject, Submit
 from scheduler.node.events import Event
-from scheduler.node.groups import groups
+from scheduler.node.groups import groups, num_other_hosts
 from scheduler.node.ledger import Size, size_of
 from scheduler.simulate.trace import TraceRequest
 
@@ -128,7 +128,7 @@ class OnDemand:
         self.now = 0.0
         self.places: dict[str, Place] = {}
         self.sizes: dict[str, Size] = {}
-        self.num_ranks: dict[str, int] = {}
+        self.divisions: dict[str, tuple[int, int]] = {}  # model -> its num_ranks and num_stages
         self.where: dict[str, list[Place]] = {}  # model -> the devices it is on or comes to, by rank
         self.queues: dict[str, list[int]] = {}
         self.waiting: OrderedDict[str, None] = OrderedDict()  # models to be placed, by their oldest request
@@ -144,7 +144,7 @@ class OnDemand:
                 self.places[event.device] = Place(event.device, event.budget_bytes // self.chunk_bytes)
             case events.ModelRegistered():
                 self.sizes[event.facts.name] = size_of(event.facts, self.chunk_bytes)
-                self.num_ranks[event.facts.name] = event.facts.num_ranks
+                self.divisions[event.facts.name] = event.facts.num_ranks, event.facts.num_stages
             case events.RequestArrived():
                 self._arrived(event)
             case events.RequestFinished():
@@ -176,7 +176,7 @@ class OnDemand:
         groups of such devices, by rank."""
         size = self.sizes[name]
         roomy = [place.name for place in places if size.chunks + size.work_space_chunks <= place.total_chunks]
-        return [[self.places[device] for device in group] for group in groups(roomy, self.num_ranks[name])]
+        return [[self.places[device] for device in group] for group in groups(roomy, *self.divisions[name])]
 
     # ---- requests
 
@@ -240,10 +240,11 @@ class OnDemand:
                 victims = None if victims is None or found is None else victims | {one.name: one for one in found}
             if victims is not None:
                 worst = max((self._rank(one) for one in victims.values()), default=None)
-                options.append((worst is not None, worst or (False, 0.0), [place.name for place in group], group, victims))
+                names = [place.name for place in group]
+                options.append((worst is not None, worst or (False, 0.0), num_other_hosts(names), names, group, victims))
         if not options:
             return False
-        *_, group, chosen = min(options, key=lambda option: option[:3])
+        *_, group, chosen = min(options, key=lambda option: option[:4])
         del self.waiting[name]
         self.where[name] = group
         for place in group:
@@ -308,7 +309,7 @@ class OnDemand:
         self.last_used[name] = self.now
         slots = tuple(range(size.weights_chunks))
         warm = name in self.kept
-        keep = not warm and self.num_ranks[name] == 1 and self._keep(name, size.weights_chunks)
+        keep = not warm and len(places) == 1 and self._keep(name, size.weights_chunks)
         leader, *others = places
         self.actions.append(
             Load(

@@ -109,6 +109,10 @@ def test_shipped_scenarios(path: Path) -> None:
         ("[models.a]\nweights_bytes = '1 lb'", ":2: models.\"a\".weights_bytes: '1 lb' must be a number of bytes"),
         ("[models.a]\nweights_bytes = 1\nkeep_alive = 'x'", ":3: models.\"a\".keep_alive: 'x' must be a number of seconds"),
         ("[models.a]\nweights_bytes = 1\nnum_ranks = 0", ':3: models."a".num_ranks: 0 must be 1 or more'),
+        (
+            "[models.a]\nweights_bytes = 1\nnum_ranks = 3\nnum_stages = 2",
+            ':4: models."a".num_stages: 2 must divide num_ranks, 3',
+        ),
         ("[models]\na = 1", ':2: models."a": must be a table'),
         ("[devices]\ntpu = '1GiB'", ':2: devices."tpu": is no device'),
         ("[devices]\ncpu = 0", ':2: devices."cpu": 0 must be more than 0 bytes'),
@@ -132,12 +136,12 @@ def test_bad_scenarios(tmp_path: Path, text: str, message: str) -> None:
 
 def test_json_scenarios(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
-    model = {"weights_bytes": "1GiB", "disk_load_s": 2.5, "num_ranks": 2, "kv_floor_tokens": 8192}
-    path.write_text(json.dumps({"models": {"a": model}, "devices": {"cuda:0": "80GiB"}}))
+    model = {"weights_bytes": "1GiB", "disk_load_s": 2.5, "num_ranks": 2, "num_stages": 2, "kv_floor_tokens": 8192}
+    path.write_text(json.dumps({"models": {"a": model}, "devices": {"cuda:0": "80GiB", "cuda:0@b": "70GiB"}}))
     found = scenario.read(str(path))
-    assert found.devices == {"cuda:0": 80 << 30}
+    assert found.devices == {"cuda:0": 80 << 30, "cuda:0@b": 70 << 30}
     assert found.costs.disk_load_s(found.models["a"]) == 2.5
-    assert (found.models["a"].num_ranks, found.models["a"].kv_floor_tokens) == (2, 8192)
+    assert (found.models["a"].num_ranks, found.models["a"].num_stages, found.models["a"].kv_floor_tokens) == (2, 2, 8192)
     for text, message in (("{", ":1: is not valid JSON"), ("[]", ": must be an object")):
         path.write_text(text)
         with pytest.raises(ConfigError) as caught:

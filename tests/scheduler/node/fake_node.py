@@ -8,6 +8,7 @@ from typing import Any
 
 from scheduler.node import actions, events, leave_rules
 from scheduler.node.events import ModelFacts, RequestFacts
+from scheduler.node.groups import host_of, kind_of
 from scheduler.node.node_scheduler import NodeScheduler, SchedulerSettings
 from scheduler.node.views import ModelView
 
@@ -47,6 +48,16 @@ def replicas_of(model: ModelFacts, number: int, at: int = 0) -> list[ModelFacts]
 def members_of(action: actions.Load | actions.Evict) -> list[str]:
     """All devices of a load or an eviction, the leader first."""
     return [action.device, *(device for device, _ in action.further)]
+
+
+def check_ranks(model: ModelFacts, devices: list[str]) -> None:
+    """Checks what engines rely on: each stage is on devices of one host and one kind, and the last one, which leads, is here."""
+    size = model.num_ranks // model.num_stages
+    hosts = [host_of(device) for device in devices]
+    stages = [hosts[at : at + size] for at in range(0, model.num_ranks, size)]
+    assert all(len(set(stage)) == 1 for stage in stages), f"a stage of {model.name} is on several hosts: {devices}"
+    assert set(stages[0]) == {""}, f"the last stage of {model.name} is elsewhere: {devices}"
+    assert model.num_ranks == 1 or len(set(map(kind_of, devices))) == 1, f"{model.name} is on several kinds: {devices}"
 
 
 class FakeNode:
@@ -336,6 +347,7 @@ class FakeNode:
         assert len(set(members)) == len(members) == self.registered[load.model].num_ranks, (
             f"loads too many shares or too few: {load}"
         )
+        check_ranks(self.registered[load.model], members)
         assert set(members) <= self.up, f"loads on a dead device: {load}"
         occupied = {device for other in self.loads.values() for device in members_of(other)}
         assert not occupied & set(members), f"two loads on one device: {load}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import combinations, islice
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scheduler.node import actions, events
 from scheduler.node.eviction import Resident, Target, victims_on_all
-from scheduler.node.groups import MAX_GROUPS, groups, joined, kind_of, pools
+from scheduler.node.groups import MAX_GROUPS, groups, host_of, is_group, joined, kind_of, pools
 from tests.scheduler.node.fake_node import MIB, FakeNode, facts, members_of
 
 TWO = {"cpu:0": 100, "cpu:1": 100}
@@ -47,6 +51,160 @@ def test_groups_of_one_kind_the_best_devices_first() -> None:
     assert pools([], 1) == []
     assert len(groups([f"a:{at}" for at in range(30)], 3)) == MAX_GROUPS
     assert joined(("a:0", "a:1")) == "a:0+a:1"
+
+
+# ---- devices of other hosts
+
+LENT = {"cpu:0@b": 100, "cpu:0": 100, "cpu:1@b": 100, "cpu:0@c": 100, "cpu:1": 100}
+
+
+def pipe(name: str = "pipe", num_ranks: int = 2, weights_mib: int = 40, num_stages: int = 2, **others: object) -> events.ModelFacts:
+    return facts(name, weights_mib, num_ranks=num_ranks, num_stages=num_stages, **others)
+
+
+def test_ranks_begin_on_this_machine_and_go_on_by_host_and_name() -> None:
+    assert [host_of(name) for name in ("cpu:0", "cpu:0@b", "cpu:0/org/x@y")] == ["", "b", ""]
+    names = ["cpu:1@b", "cpu:0@c", "cpu:0@b", "cpu:1", "cpu:0"]
+    assert groups(names, 5, 5) == [("cpu:0", "cpu:1", "cpu:0@b", "cpu:1@b", "cpu:0@c")]
+    assert groups(names, 4, 2) == [("cpu:0", "cpu:1", "cpu:0@b", "cpu:1@b")], "no stage is on several hosts"
+    assert groups(names, 2, 2)[:2] == [("cpu:1", "cpu:1@b"), ("cpu:0", "cpu:1@b")]
+    assert groups(names, 2) == [("cpu:0", "cpu:1")], "matrices are not divided over hosts"
+    assert groups(names, 1) == [("cpu:1",), ("cpu:0",)], "a whole model is here"
+
+
+@pytest.mark.parametrize(
+    ("devices", "is_one"),
+    [
+        (("cpu:0", "cpu:0@b"), True),
+        (("cpu:0@b", "cpu:0"), False),
+        (("cpu:0@b", "cpu:1@b"), False),
+        (("cpu:0", "cuda:0@b"), False),
+        (("cpu:0", "cpu:0"), False),
+        (("cpu:0", "cpu:0/org/x"), False),
+        (("cpu:0", "cpu:1", "cpu:2"), False),
+    ],
+)
+def test_what_is_a_group(devices: tuple[str, ...], is_one: bool) -> None:
+    assert is_group(devices, 2, 2) == is_one
+
+
+def test_each_stage_is_on_one_host() -> None:
+    assert is_group(("cpu:0", "cpu:1", "cpu:0@b", "cpu:1@b"), 4, 2)
+    assert not is_group(("cpu:0", "cpu:1", "cpu:0@b", "cpu:0@c"), 4, 2)
+    assert not is_group(("cpu:0", "cpu:0@b", "cpu:1@b", "cpu:2@b"), 4, 2)
+    assert not is_group(("cpu:0", "cpu:0@b"), 2, 1)
+    assert is_group(("cpu:0",), 1)
+    assert not is_group(("cpu:0@b",), 1)
+
+
+@given(
+    names=st.permutations([f"{kind}:{at}{host}" for kind in ("cpu", "cuda") for host in ("", "@b", "@c") for at in range(3)]),
+    num=st.integers(1, 14),
+    stages=st.integers(1, 4),
+    stage_size=st.integers(1, 3),
+)
+def test_the_groups_are_all_combinations_that_are_groups(names: list[str], num: int, stages: int, stage_size: int) -> None:
+    """And in their order; devices that are in none of them are in no pool."""
+    there, num_ranks = names[:num], stages * stage_size
+    found = groups(there, num_ranks, stages)
+    for kind in ("cpu", "cuda"):
+        of_kind = [name for name in there if kind_of(name) == kind]
+        chosen = (tuple(sorted(one, key=lambda name: (host_of(name), name))) for one in combinations(of_kind, num_ranks))
+        valid = [group for group in chosen if is_group(group, num_ranks, stages)]
+        assert [group for group in found if kind_of(group[0]) == kind] == list(islice(valid, MAX_GROUPS if num_ranks > 1 else None))
+        usable = {name for group in valid for name in group}
+        assert usable == {name for pool in pools(there, num_ranks, stages) for name in pool if kind_of(name) == kind}
+
+
+def test_a_group_is_found_behind_any_number_of_combinations() -> None:
+    """Of 64 better devices none is here, and of each host there are too few for two stages."""
+    lent = [f"cpu:{at}@{host}" for at in range(2) for host in (f"h{number}" for number in range(32))]
+    here = ["cpu:0", "cpu:1"]
+    assert groups([*lent, *here], 6, 3)[0] == (*here, "cpu:0@h0", "cpu:1@h0", "cpu:0@h1", "cpu:1@h1")
+
+
+def test_a_whole_model_and_one_whose_matrices_are_divided_stay_here() -> None:
+    node = FakeNode({"cpu:0": 60, "cpu:0@b": 100, "cpu:1@b": 100})
+    node.register(facts("a", 40), facts("large", 70), pair())
+    node.bring_up("a")
+    assert node.view("a").device == "cpu:0"
+    for name in ("large", "pair"):
+        assert node.state(name) == "refused"
+        assert "cpu:0@b is another host's and holds stages of pipelines alone" in node.view(name).reason
+
+
+def test_a_pipeline_that_fits_nowhere_tells_why() -> None:
+    node = FakeNode({"cpu:0": 60, "cpu:0@b": 100, "cpu:1@b": 100})
+    node.register(pipe(num_ranks=4))
+    reason = node.view("pipe").reason
+    assert "split over 4 devices of one kind in 2 stages" in reason
+    assert reason.endswith(
+        "4 are needed (2 for each stage, on one host, that of the last one on this), "
+        "a share fits on 1 of kind cpu, 2 of kind cpu on b"
+    )
+
+
+def test_a_pipeline_takes_this_machines_devices_first() -> None:
+    node = FakeNode(LENT)
+    node.register(pipe(), facts("a", 60, devices=("cpu:0",)))
+    node.arrive("pipe")
+    assert members_of(node.loads[1]) == ["cpu:0", "cpu:1"]
+    node.loaded("pipe")
+    node.finish()
+    node.command("unload", "pipe")
+    node.evicted()
+    node.bring_up("a")
+    request = node.arrive("pipe")
+    node.loaded("pipe")
+    assert node.view("pipe").device == "cpu:1+cpu:0@b", "no model leaves for it, and the leader is here"
+    assert node.running[request].device == "cpu:1"
+    assert any("cpu:1+cpu:0@b" in line for line in node.scheduler.why("pipe"))
+    plan = node.scheduler.plan_load("pipe", node.now)
+    assert plan is not None
+    assert (plan.verdict, plan.device) == ("there", "cpu:1+cpu:0@b")
+
+
+def test_fewer_other_hosts_are_better() -> None:
+    node = FakeNode({"cpu:0": 100, "cpu:0@b": 100, "cpu:1@b": 90, "cpu:0@c": 100})
+    node.register(pipe(num_ranks=3, num_stages=3))
+    plan = node.scheduler.plan_load("pipe", node.now)
+    assert plan is not None
+    assert (plan.verdict, plan.device) == ("fits", "cpu:0+cpu:0@b+cpu:1@b")
+
+
+def test_a_dead_host_takes_the_share_here_with_it() -> None:
+    node = FakeNode({"cpu:0": 100, "cpu:0@b": 100})
+    node.register(pipe())
+    node.arrive("pipe")
+    node.loaded("pipe")
+    done = node.engine_down("cpu:0@b")
+    assert [members_of(action) for action in of_kind(done, actions.Evict)] == [["cpu:0"]]  # type: ignore[arg-type]
+    node.evicted()
+    assert not node.loads
+    node.engine_up("cpu:0@b")
+    node.loaded("pipe")
+    assert 1 in node.running
+
+
+def test_a_pinned_pipeline_has_a_home_that_is_a_group() -> None:
+    node = FakeNode({"cpu:0": 80, "cpu:1": 70, "cpu:0@b": 100, "cpu:1@b": 100})
+    node.register(pipe("p", num_ranks=4, pinned=True), pipe("q", pinned=True))
+    node.evicted()
+    while node.loads:
+        node.loaded()
+    assert node.view("p").device == "cpu:0+cpu:1+cpu:0@b+cpu:1@b"
+    assert node.view("q").pinned is False, "44 MiB more are on other hosts alone"
+
+
+def test_a_home_is_given_up_that_is_no_group_any_more() -> None:
+    """Although all of its devices may still hold shares."""
+    node = FakeNode({"cpu:0": 100, "cpu:1": 100, "cpu:0@b": 70, "cpu:1@b": 70, "cpu:0@c": 100, "cpu:1@c": 60}, up=False)
+    node.register(pipe("q", num_ranks=4, num_stages=4, pinned=True))
+    assert node.scheduler._node.models["q"].home == ("cpu:0", "cpu:1", "cpu:0@b", "cpu:0@c"), "those with most room"
+    node.register(pipe("q", num_ranks=4, num_stages=2, pinned=True))
+    assert node.scheduler._node.models["q"].home == ("cpu:0", "cpu:1", "cpu:0@c", "cpu:1@c")
+    node.register(pair("q", pinned=True))
+    assert node.scheduler._node.models["q"].home == ("cpu:0", "cpu:1")
 
 
 def test_a_victim_on_both_devices_spares_another() -> None:

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 
 from scheduler.node import actions, events
+from scheduler.node.groups import num_other_hosts
 from scheduler.node.node import VICTIMS_DRAIN
 from tests.scheduler.node.fake_node import MIB, FakeNode, members_of, replicas_of
 from tests.scheduler.node.test_state_machine import DEVICES, MODELS, change
@@ -30,7 +31,7 @@ WEIGHTS = {
     "expect": 3,
 }
 NUM_RUNS, NUM_STEPS = 60, 250
-NUM_REPLICAS = {"a": 2, "d": 3, "pair": 2}  # in every second run, from the start
+NUM_REPLICAS = {"a": 2, "d": 3, "pair": 2, "pipe": 2}  # in every second run, from the start
 REPLICA_AT = {"a": 3}
 FOLDERS = [("no config", ""), ("", "another kind"), *[("", "")] * 8]  # why they are incomplete or unusable
 
@@ -119,6 +120,7 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         seen.update(type(action).__name__ for action in node.log)
         shares = [action for action in node.log if isinstance(action, actions.Load | actions.Evict)]
         seen.update(f"{type(action).__name__} on {len(members_of(action))}" for action in shares)
+        seen.update(f"{type(action).__name__} on {num_other_hosts(members_of(action))} other hosts" for action in shares)
         seen.update(f"left: {action.reason}" for action in node.log if isinstance(action, actions.Evict))
         seen.update(f"loaded: {action.reason}" for action in node.log if isinstance(action, actions.Load))
         seen.update(node.ends.values())
@@ -133,5 +135,6 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         *("two replicas at once", "loaded: replica"),
         *("computed behind a load", "left: idle", "left: room", "left: share_lost"),
         *("Load on 2", "Load on 3", "Evict on 2", "Evict on 3", "a device is held for a split model"),
+        *("Load on 1 other hosts", "Evict on 1 other hosts", "Load on 4"),
     }
     assert {what for what in expected if seen[what] < 5} == set()

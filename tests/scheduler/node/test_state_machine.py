@@ -13,9 +13,9 @@ from scheduler.node import events
 from scheduler.node.events import ModelFacts
 from tests.scheduler.node.fake_node import MIB, FakeNode, facts
 
-NAMES = ["a", "b", "c", "d", "e", "pair", "pair of two", "three", "huge"]
+NAMES = ["a", "b", "c", "d", "e", "pair", "pair of two", "three", "pipe", "pipe of four", "huge"]
 # Together far more than all devices; "c" may live on one only, "e" brings a large work space, "d" leaves when it is idle. Some are
-# split over several devices: "pair" over any two, "three" over any three.
+# split over several devices: "pair" over any two, "three" over any three; the pipelines also over those of other hosts.
 MODELS = {
     "a": facts("a", 40),
     "b": facts("b", 50, max_sequences=1, max_queued=3),
@@ -25,6 +25,8 @@ MODELS = {
     "pair": facts("pair", 30, num_ranks=2),
     "pair of two": facts("pair of two", 40, num_ranks=2, devices=("cpu:0", "cpu:1"), keep_alive_s=20.0),
     "three": facts("three", 25, num_ranks=3, max_sequences=1),
+    "pipe": facts("pipe", 35, num_ranks=2, num_stages=2),
+    "pipe of four": facts("pipe of four", 20, num_ranks=4, num_stages=2, max_sequences=2),
     "huge": facts("huge", 200),
 }
 DEVICES = [
@@ -32,6 +34,7 @@ DEVICES = [
     {"cpu:0": 100, "cpu:1": 80},
     {"cpu:0": 100, "cpu:1": 80, "cpu:2": 70, "cpu:3": 90},
     {"cpu:0": 100, "cpu:1": 80, "cuda:0": 90, "cuda:1": 70, "cpu:2": 60},
+    {"cpu:0@b": 100, "cpu:0": 80, "cpu:1": 60, "cpu:1@b": 70, "cpu:0@c": 90, "cuda:0@b": 90, "cuda:0": 90},
 ]
 
 
@@ -44,6 +47,7 @@ def change(model: str, fingerprint: str, incomplete: str, unusable: str) -> Mode
         weights_bytes=old.weights_bytes + int(fingerprint) * MIB,
         kv_floor_tokens=4096 if fingerprint == "3" else 0,
         num_ranks={"d": 2, "pair": 1}.get(model, old.num_ranks) if fingerprint == "2" else old.num_ranks,
+        num_stages=1 if fingerprint == "2" else old.num_stages,
         fingerprint=old.fingerprint if fingerprint == "2" else fingerprint,
         incomplete=incomplete,
         unusable=unusable,

@@ -103,6 +103,19 @@ def test_a_load_a_hit_and_a_swap(policy: str) -> None:
     assert run.swaps.num_host_loads == 0, "shares are not kept"
 
 
+@pytest.mark.parametrize("policy", [HEARTHD, "lru"])
+def test_a_pipeline_is_also_on_devices_of_other_hosts(policy: str) -> None:
+    """A whole model and one whose matrices are divided are not, and neither is a whole pipeline."""
+    simulated = node(names="a")
+    pipeline = replace(simulated.models["p0"], num_stages=2)
+    for devices, refusals in ((["cpu:0", "cpu:0@b"], ["", ""]), (["cpu:0@b", "cpu:1@b"], ["model_too_large"] * 2)):
+        there = replace(simulated, devices=dict.fromkeys(devices, 122 * MIB), models={**simulated.models, "p0": pipeline})
+        run = run_policy(policy, there, trace((0, "p0"), (20, "a")), SETTINGS)
+        assert [one.refusal for one in run.outcomes] == refusals
+    divided = replace(simulated, devices=dict.fromkeys(["cpu:0", "cpu:0@b"], 122 * MIB))
+    assert [one.refusal for one in run_policy(policy, divided, trace((0, "p0")), SETTINGS).outcomes] == ["model_too_large"]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_everybody_is_served_and_two_runs_are_equal(policy: str) -> None:
     simulated = node(num_devices=3, room_for=2, num_pairs=3, names="abc")
