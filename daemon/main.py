@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         logs.log.warning(
             "open files: at most %d; connections beyond them are answered 503; raise it with LimitNOFILE= or `ulimit -n`", limit
         )
-    if any(device.name.startswith("cpu") for device in devices):
+    if any(device.is_local("cpu") for device in devices):
         logs.log.info("processor: %s", processor.describe())
     for remark in remarks(inventory, devices):
         logs.log.warning("%s", remark)

@@ -87,8 +87,9 @@ def _wanted_bytes(config: NodeConfig, name: str, settings: ModelConfig, found: R
 
 
 def _allowed(devices: Sequence[DeviceBudget], settings: ModelConfig, found: Registered | None) -> list[DeviceBudget]:
+    """Returns the devices of this machine that may hold the part of an isolated model, which is always whole."""
     names = found.facts.devices if found is not None and found.entry is not None else tuple(settings.devices)
-    return [device for device in devices if not names or device.name in names]
+    return [device for device in devices if not device.host and (not names or device.name in names)]
 
 
 def _choose(config: NodeConfig, name: str, allowed: Sequence[DeviceBudget], left: dict[str, int], num_bytes: int) -> DeviceBudget:
@@ -109,4 +110,4 @@ def _choose(config: NodeConfig, name: str, allowed: Sequence[DeviceBudget], left
 def _context_bytes(device: DeviceBudget) -> int:
     """Returns the bytes of GPU memory, outside of any budget, that one more engine process takes on the device; 0 for a cpu
     device."""
-    return CUDA_LEFT_BYTES if device.uuid else 0
+    return CUDA_LEFT_BYTES if device.is_local("cuda") else 0

@@ -31,8 +31,8 @@ STOP_LIMIT_S = 2.0
 
 def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> int:
     """Returns how many threads each engine of a cpu device gets: the configured number, or else the cores that this process may
-    use, divided by the number of such engines, those of isolated models included."""
-    num_cpu = sum(device.name.startswith("cpu") for device in devices)
+    use, divided by the number of such engines on this machine, those of isolated models included."""
+    num_cpu = sum(device.is_local("cpu") for device in devices)
     return config.threads or max(1, len(os.sched_getaffinity(0)) // max(1, num_cpu))
 
 
@@ -55,8 +55,8 @@ class ForkServer:
     @classmethod
     def ahead(cls, config: NodeConfig, devices: Sequence[DeviceBudget]) -> ForkServer | None:
         """Returns a ForkServer whose process is already starting, because importing torch takes the largest part of hearthd's
-        start. Returns None if the node has no cpu device, or there is no thread to be had."""
-        if not any(device.name.startswith("cpu") for device in devices):
+        start. Returns None if this machine has no cpu device, or there is no thread to be had."""
+        if not any(device.is_local("cpu") for device in devices):
             return None
         try:
             made = cls(config.runner, config.cache_dir, threads_per_engine(config, devices))

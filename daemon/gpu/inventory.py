@@ -149,6 +149,8 @@ def remarks(inventory: Inventory, devices: Sequence[DeviceBudget]) -> list[str]:
 def why_no_memory(inventory: Inventory, device: DeviceBudget, error: str) -> str:
     """Returns a text for operators that explains why a device's budget cannot be allocated: how much is free and which processes
     hold the rest. error: the driver's error. The call blocks."""
+    if device.host:
+        return f"the host {device.host} cannot give {format_bytes(device.budget_bytes)} ({error})"
     text = f"the driver cannot give {format_bytes(device.budget_bytes)} ({error})"
     try:
         gpu = next((one for one in inventory.gpus() if one.uuid == device.uuid), None)

@@ -1,18 +1,19 @@
 """Decides how each model is served: over how many devices (the key `parallel`), in which dtype, and how tokens are drafted for it.
 
-`parallel = "auto"` takes the fewest devices that hold the model. Each number is tried as if the settings had named it, so the
-result is the same as with that setting.
+`parallel = "auto"` takes the fewest devices of this machine that hold the model, or else the fewest of all hosts' for a pipeline.
+Each number is tried as if the settings had named it, so the result is the same as with that setting.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from config import parallel
+from config.device_names import host_of
 from config.schema import ModelConfig, NodeConfig, ParallelConfig
 from daemon.models import speculators
 from daemon.models.adapters import base_setting_misfit
@@ -106,24 +107,54 @@ class Planner:
         return search.found or (search.largest or whole).told(f'{key} = "{parallel.AUTO}" {search.why}')
 
     def _search(self, name: str, settings: ModelConfig, whole: Plan, attempt: _Attempt) -> _Search:
-        """Looks for the fewest devices over which the model can be split so that it fits. attempt: makes the plan for fixed
-        settings. whole: the plan for one device, which does not hold the model."""
-        sizing, shape, names = self._sizing, whole.shape, self._sizing.shared_names()
-        most = max(map(len, parallel.by_kind(settings.devices or names).values()), default=0)
+        """Looks for the fewest devices over which the model can be split so that it fits: for those of this machine, and only if
+        there are none for a pipeline over the devices of all hosts. attempt: makes the plan for fixed settings. whole: the plan for
+        one device, which does not hold the model."""
+        names = settings.devices or self._sizing.shared_names()
+        own = [device for device in names if not host_of(device)]
+        here = self._search_among(name, settings, own, whole, attempt)
+        if len(own) == len(names):
+            return here
+        if here.found is not None:  # its settings name these devices alone, and a pipeline may live elsewhere, too
+            plan = attempt(msgspec.structs.replace(here.found.settings, devices=settings.devices))
+            return _Search(plan) if isinstance(plan, Plan) else here
+        everywhere = self._search_among(name, settings, names, whole, attempt, only_stages=True)
+        why = here.why if everywhere.why == here.why else f"{here.why}; over several hosts: {everywhere.why}"
+        return _Search(everywhere.found, why, everywhere.largest or here.largest)
+
+    def _search_among(
+        self,
+        name: str,
+        settings: ModelConfig,
+        devices: Sequence[str],
+        whole: Plan,
+        attempt: _Attempt,
+        only_stages: bool = False,
+    ) -> _Search:
+        """Looks for the fewest of these devices over which the model can be split so that it fits. devices: those of this machine,
+        or all with only_stages, where the model is divided by layers alone. The other arguments are those of `_search`."""
+        sizing, shape = self._sizing, whole.shape
+        most = max(map(len, parallel.by_kind(devices).values()), default=0)
         if most < 2:
-            has = f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(names)}"
+            has = f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(devices)}"
             return _Search(why=f"splits over two or more devices of one kind, and {has}")
-        if why := sizing.why_not_split(_divided(settings, ParallelConfig(2)), shape):
+
+        def plainly(number: int) -> ParallelConfig:
+            return ParallelConfig(pipeline=number) if only_stages else ParallelConfig(number)
+
+        if why := sizing.why_not_split(_divided(settings, plainly(2)), shape):
             return _Search(why=why)
+        is_all = len(devices) == len(settings.devices or sizing.shared_names())
+        among = settings if is_all else msgspec.structs.replace(settings, devices=list(devices))
         largest, too_large, refused = None, ["1"], dict[str, list[str]]()
         for number in range(2, min(most, parallel.MOST_RANKS) + 1):
-            by_matrices = _divided(settings, ParallelConfig(number))
-            if not sizing.kinds(name, by_matrices, shape):
+            asked = _divided(among, plainly(number))
+            if not sizing.kinds(name, asked, shape):
                 break  # there are more devices of another kind only
-            if whole.facts.weights_bytes * _SHARES_AT_LEAST > sizing.largest_bytes(name, by_matrices, shape):
+            if whole.facts.weights_bytes * _SHARES_AT_LEAST > sizing.largest_bytes(name, asked, shape):
                 too_large.append(str(number))  # without computing a share's layout, which takes seconds for a very large model
                 continue
-            plan = attempt(_divided(settings, division_over(shape, number)))
+            plan = attempt(asked if only_stages else _divided(among, division_over(shape, number)))
             if isinstance(plan, str):
                 refused.setdefault(plan.removeprefix(f'models."{name}".parallel: '), []).append(str(number))
             elif plan.fits:

@@ -340,7 +340,7 @@ class Registry:
             head_path="" if speculator.head is None else speculator.head.path,
         )
         kv_cache_dtype = asked_kv_cache_dtype(settings.kv_cache_dtype)
-        number = self._sizing.num_replicas(name, plan.settings, shape, facts.num_ranks)
+        number = self._sizing.num_replicas(name, plan.settings, shape)
         replicas = further(facts, number, settings.replicas == config_replicas.AUTO)
         held = (weight_format.name, kv_cache_dtype)
         return Registered(checkpoint, facts, entry, dtype, "", *held, speculator.shape, plan.division, replicas)

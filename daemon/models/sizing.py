@@ -6,7 +6,6 @@ Its functions expect settings that fix the number of devices over which a model 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from loader.gpu_sizing import gpu_work_space_bytes
 from loader.kv_dtypes import KV_CACHE_DTYPES, asked_kv_cache_dtype, kv_dtype_of
 from loader.model_shape import Division, ModelShape
 from scheduler.node import events
+from scheduler.node.groups import most_groups, pools
 from scheduler.node.ledger import size_of
 
 log = logging.getLogger("hearthd.models")
@@ -72,6 +72,7 @@ class Sizing:
             kv_floor_tokens=settings.kv_floor_tokens or 0,
             kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
             num_ranks=ranks,
+            num_stages=division_of(settings).num_stages,
             max_sequences=settings.max_sequences,
             max_queued=config.max_queued_per_model if settings.max_queued is None else settings.max_queued,
             priority=settings.priority,
@@ -118,13 +119,14 @@ class Sizing:
     def kinds(self, name: str, settings: ModelConfig, shape: ModelShape) -> set[str]:
         return {device.kind for device in self._allowed(name, settings, shape)}
 
-    def num_replicas(self, name: str, settings: ModelConfig, shape: ModelShape, num_ranks: int) -> int:
-        """Returns the most replicas that the model may have. num_ranks: the number of devices over which each replica is split."""
-        allowed = self._allowed_by_kind(name, settings, shape)
-        return replicas.number(settings, sum(len(devices) // num_ranks for devices in allowed))
+    def num_replicas(self, name: str, settings: ModelConfig, shape: ModelShape) -> int:
+        """Returns the most replicas that the model may have."""
+        division = division_of(settings)
+        names = [[device.name for device in each] for each in self._allowed_by_kind(name, settings, shape)]
+        return replicas.number(settings, sum(most_groups(each, division.size, division.num_stages) for each in names))
 
     def shared_names(self) -> list[str]:
-        """Returns the names of the node's devices that are not carve-outs."""
+        """Returns the names of the node's devices that are not carve-outs, those of other hosts included."""
         return [device.name for device in self._devices if not device.model]
 
     def why_not_split(self, settings: ModelConfig, shape: ModelShape) -> str:
@@ -155,30 +157,31 @@ class Sizing:
 
     def _budgets(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[int, int]:
         """Returns the smallest budget, in bytes, among the largest devices of one kind where the model may live, taking as many
-        devices as it is split over; and the same number for the budgets as they were before carve-outs. Of several kinds the larger
-        number counts. (0, 0) if there are too few such devices."""
+        devices as it is split over, a group by the scheduler's rule; and the same number for the budgets as they were before
+        carve-outs. Of several kinds the larger number counts. (0, 0) if there are too few such devices."""
         budgets = self._budgets_by_kind(name, settings, shape)
         return max((budget for budget, _ in budgets), default=0), max((whole for _, whole in budgets), default=0)
 
     def _budgets_by_kind(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[tuple[int, int]]:
         """Returns for each kind of devices where the model may live what `_budgets` returns for a node of such devices alone."""
-        at, found = parallel.num_ranks(settings) - 1, []
+        division, found = division_of(settings), []
         for allowed in self._allowed_by_kind(name, settings, shape):
-            budgets = sorted((device.budget_bytes for device in allowed), reverse=True)
-            wholes = sorted((device.whole_bytes or device.budget_bytes for device in allowed), reverse=True)
-            found.append((budgets[at], wholes[at]))
+            budgets = {device.name: device.budget_bytes for device in allowed}
+            wholes = {device.name: device.whole_bytes or device.budget_bytes for device in allowed}
+            found.append((_smallest_of_largest(budgets, division), _smallest_of_largest(wholes, division)))
         return found
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
         """Returns the devices where the model may live and that are of a kind that can run it: only its carve-out if it has one,
-        otherwise the configured devices (all, if none are configured) without carve-outs. For a split model they are those of the
-        kinds of which there are enough."""
+        otherwise the configured devices (all, if none are configured) without carve-outs. Those of other hosts are left out unless
+        it is a pipeline. For a split model they are those of the kinds of which there are enough."""
         own = [device for device in self._devices if device.model == name]
         shared = [device for device in self._devices if not device.model]
         named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
-        numbers = Counter(device.kind for device in named)
-        kinds = {kind for kind in _kinds(settings, shape) if numbers[kind] >= parallel.num_ranks(settings)}
-        return [device for device in named if device.kind in kinds]
+        kinds, division = _kinds(settings, shape), division_of(settings)
+        there = pools((device.name for device in named if device.kind in kinds), division.size, division.num_stages)
+        usable = {name for pool in there for name in pool}
+        return [device for device in named if device.name in usable]
 
     def _allowed_by_kind(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[list[DeviceBudget]]:
         """Returns the devices of _allowed, those of each kind in a list of its own."""
@@ -235,7 +238,7 @@ class Sizing:
         except ValueError as error:
             return f'models."{name}".{error}'
         key = f'models."{name}".{asked.setting}'
-        gpus = [one.name for one in self._devices if one.name.startswith("cuda") and one.name in (settings.devices or [one.name])]
+        gpus = [one.name for one in self._devices if one.is_local("cuda") and one.name in (settings.devices or [one.name])]
         if gpus and not asked.runs_on_gpus:
             return f'{key}: {asked.name} is not built for {gpus[0]}; name cpu devices in its "devices"'
         if shape.is_encoder and not asked.runs_encoders:
@@ -296,6 +299,16 @@ class Sizing:
                 break
             length = max(kv_layout.MIN_MODEL_LEN, length // 2)
         return length
+
+
+def _smallest_of_largest(budgets: Mapping[str, int], division: Division) -> int:
+    """Returns the smallest budget, in bytes, of the group of devices for which it is the largest. budgets: by device, of one kind,
+    of which there are enough."""
+    for least in sorted(set(budgets.values()), reverse=True):
+        roomy = (name for name, budget_bytes in budgets.items() if budget_bytes >= least)
+        if pools(roomy, division.size, division.num_stages):
+            return least
+    return 0
 
 
 def division_of(settings: ModelConfig) -> Division:

@@ -137,6 +137,7 @@ class NodeParts:
         self.engine_events = EngineEvents(self.dispatcher, budgets, self.kernels, self.exchange)
         self.dispatcher.why_slow = self.kernels.sentence
         threads = threads_per_engine(config, devices)
+        threads_of = {device.name: config.threads if device.host else threads for device in devices}  # other hosts know their cores
         self._left = {device.name: self._left_memory(device) for device in devices}
         if forks is not None and forks.threads != threads:  # isolated models have engines, too
             forks.give_up()
@@ -145,16 +146,16 @@ class NodeParts:
         self.workers = {
             device.name: EngineWorker(
                 device.name,
-                threads,
-                self._spec_of(device, threads),
+                threads_of[device.name],
+                self._spec_of(device, threads_of[device.name]),
                 self.engine_events,
                 self.tasks,
-                self.host_memory.fd,
+                -1 if device.host else self.host_memory.fd,
                 device.uuid,
                 partial(why_no_memory, self.inventory, device),
                 self._left[device.name],
                 self.exchange,
-                None if device.uuid else self.forks,
+                self.forks if device.is_local("cpu") else None,
             )
             for device in devices
         }
@@ -201,17 +202,20 @@ class NodeParts:
         def spec() -> EngineSpec:
             models = self.registry.models.values()
             usable = [one for one in models if one.entry is not None and device.name in (one.facts.devices or [device.name])]
+            if device.host:
+                usable = [one for one in usable if one.facts.num_stages > 1]
             facts = [one.facts for one in usable]
             fitting = [one.work_space_bytes for one in facts if one.weights_bytes + one.work_space_bytes < device.budget_bytes]
             kernels = all_kernels(usable)
-            return EngineSpec(device, max(fitting, default=0), self.config, threads, kernels, self.host_memory.num_slots)
+            num_slots = 0 if device.host else self.host_memory.num_slots
+            return EngineSpec(device, max(fitting, default=0), self.config, threads, kernels, num_slots)
 
         return spec
 
     def _left_memory(self, device: DeviceBudget) -> LeftMemory | None:
-        is_host = device.hardware.startswith("cpu")
+        is_host = device.is_local("cpu")
         wanted = not is_host if self.config.adopt_weights is None else self.config.adopt_weights
-        if not wanted or self.config.runner != "torch":
+        if not wanted or self.config.runner != "torch" or device.host:
             return None
         usable = self._store is not None and self._store.usable
         kept = KeptDevice(self._store, device.name, self.registry.layout_id) if self._store is not None and usable else None

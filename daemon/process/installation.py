@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from config.device_names import host_of, kind_of
+
 NUMBA, TRITON, BINDINGS, TORCH = "numba", "triton", "cuda-bindings", "torch"
 # optional package -> what needs it; numba also decodes packed weights, which numpy does without it
 NEEDED_BY = {NUMBA: "cpu devices and packed weights", TRITON: "cuda devices", BINDINGS: "cuda devices"}
@@ -59,9 +61,9 @@ def has_openmp() -> bool:
 
 
 def of_devices(devices: Iterable[str]) -> list[Lack]:
-    """Returns the packages that are missing or unsuitable for computing models on these devices. devices: names that start with
-    "cpu" or "cuda"."""
-    kinds = {name.partition(":")[0] for name in devices}
+    """Returns the packages that are missing or unsuitable for computing models on these devices. devices: their names. Those of
+    other hosts need nothing here."""
+    kinds = {kind_of(name) for name in devices if not host_of(name)}
     found = []
     if not is_there(TORCH):
         found.append(_lack(TORCH, "no model can be computed", stops=True))

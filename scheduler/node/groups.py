@@ -49,6 +49,13 @@ def pools(devices: Iterable[str], num_ranks: int, num_stages: int = 1) -> list[t
     return [pool for pool in found if pool]
 
 
+def most_groups(pool: Iterable[str], num_ranks: int, num_stages: int = 1) -> int:
+    """Returns how many groups without a common device there are at most in a pool. Each needs a stage on this machine."""
+    stage_size = num_ranks // num_stages
+    stages = {host: number // stage_size for host, number in Counter(map(host_of, pool)).items()}
+    return min(stages.get(HERE, 0), sum(stages.values()) // num_stages)
+
+
 def _usable(devices: Sequence[str], stage_size: int, num_stages: int) -> tuple[str, ...]:
     """Returns those devices, all of one kind, that may be in a group; () if there is no group."""
     numbers = Counter(map(host_of, devices))

@@ -216,6 +216,51 @@ async def test_layers_are_divided_where_matrices_cannot_be(tmp_path: Path) -> No
     assert found.facts == await facts_of(tmp_path, named, *cpus(30, 30))
 
 
+# ---- devices of other hosts
+
+
+def lent(*mib: int) -> list[DeviceBudget]:
+    return [DeviceBudget(f"cpu:{at}@b", size * MIB) for at, size in enumerate(mib)]
+
+
+async def test_a_pipeline_over_hosts_where_this_machine_does_not_hold_it(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", num_layers=12, weights_bytes=8 * MIB)
+    whole, half = 40, 27
+    for devices, division in (
+        ([*cpus(whole), *lent(whole, whole)], Division(1)),
+        ([*cpus(half, half), *lent(whole, whole)], Division(2)),
+        ([*cpus(half), *lent(half, half)], Division(2, num_stages=2)),
+    ):
+        found = await registered(tmp_path, AUTO, *devices)
+        assert (found.division, found.facts.if_too_large) == (division, "")
+    named = msgspec.structs.replace(AUTO, parallel=ParallelConfig(pipeline=2))
+    assert found.facts == await facts_of(tmp_path, named, *devices), "as if the settings had named the number"
+    assert found.facts.devices == ("cpu:0", "cpu:0@b", "cpu:1@b")
+    here = msgspec.structs.replace(AUTO, devices=["cpu:0"])
+    refused = await facts_of(tmp_path, here, *devices)
+    assert refused.if_too_large.endswith("splits over two or more devices of one kind, and devices names cpu:0")
+    plain = await facts_of(tmp_path, msgspec.structs.replace(AUTO, parallel=None), *devices)
+    assert plain.if_too_large == 'models."m".parallel = "auto" would split it over 2 devices'
+
+
+async def test_no_number_of_devices_of_all_hosts_holds_it(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", num_layers=12, weights_bytes=8 * MIB)
+    found = await registered(tmp_path, AUTO, *cpus(4), *lent(64, 64))
+    assert found.division == Division(3, num_stages=3), "its arithmetic is that of the most devices"
+    assert found.facts.if_too_large == (
+        'models."m".parallel = "auto" splits over two or more devices of one kind, and the node has cpu:0; over several hosts: '
+        "finds no number of devices: it is too large for 1, 2 and 3"
+    )
+
+
+async def test_layers_that_are_divided_here_may_also_be_elsewhere(tmp_path: Path) -> None:
+    """Its matrices make no two shares. It is the fewest of this machine's devices that decide on the number."""
+    make_model(tmp_path / "m", num_heads=3, num_kv_heads=3, hidden_size=96, num_layers=60)
+    found = await registered(tmp_path, AUTO, *cpus(30, 30), *lent(30))
+    assert found.division == Division(2, num_stages=2)
+    assert found.facts.devices == ("cpu:0", "cpu:1", "cpu:0@b")
+
+
 def test_experts_are_divided_where_only_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     mixture, dense = shape_of(**MIXTRAL), shape_of()
     can = {Division(2), Division(4, 4), Division(5, 1, 5)}

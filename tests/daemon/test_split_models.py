@@ -93,6 +93,61 @@ async def test_kv_is_a_quarter_of_what_is_left_on_the_smaller_device(tmp_path: P
     assert (wide.num_ranks, wide.kv_floor_tokens) == (1, 0)
 
 
+LENT = (DeviceBudget("cpu:0", 24 * MIB), DeviceBudget("cpu:0@b", 40 * MIB), DeviceBudget("cpu:1@b", 32 * MIB))
+
+
+async def test_stages_on_other_hosts_count_and_nothing_else_does(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", num_layers=4)
+    whole = ModelConfig(max_model_len=256)
+    by_layers = msgspec.structs.replace(whole, parallel=ParallelConfig(pipeline=2))
+    split = await facts_of(tmp_path, by_layers, *LENT)
+    assert (split.num_ranks, split.num_stages, split.devices) == (2, 2, ("cpu:0", "cpu:0@b", "cpu:1@b"))
+    here = await facts_of(tmp_path, by_layers, DeviceBudget("cpu:0", 24 * MIB), DeviceBudget("cpu:1", 24 * MIB))
+    assert split.kv_floor_tokens == here.kv_floor_tokens, "the smallest device of the best group counts"
+    alone = await facts_of(tmp_path, whole, *LENT)
+    assert alone == await facts_of(tmp_path, whole, LENT[0])
+    lengths = [await facts_of(tmp_path, ModelConfig(), *devices) for devices in (LENT, LENT[:1])]
+    assert lengths[0].max_model_len == lengths[1].max_model_len
+    divided = await facts_of(tmp_path, msgspec.structs.replace(whole, parallel=TWO), *LENT)
+    assert divided.unusable.endswith("a model whose matrices are divided uses the devices of this host only")
+    assert "and the node has cpu:0, cpu:0@b, cpu:1@b" in divided.unusable
+    four = ParallelConfig(tensor=2, pipeline=2)
+    stages = await facts_of(tmp_path, msgspec.structs.replace(whole, parallel=four), *LENT, DeviceBudget("cpu:1", 24 * MIB))
+    assert (stages.num_ranks, stages.num_stages, len(stages.devices)) == (4, 2, 4)
+
+
+async def test_the_last_stage_is_here(tmp_path: Path) -> None:
+    """However much larger the devices of other hosts are, and however many."""
+    make_model(tmp_path / "m", num_layers=4)
+    three = ModelConfig(max_model_len=256, parallel=ParallelConfig(pipeline=3))
+    small, *large = DeviceBudget("cpu:0", 16 * MIB), *(DeviceBudget(f"cpu:{at}@b", 64 * MIB) for at in range(4))
+    found, like = await facts_of(tmp_path, three, small, *large), [DeviceBudget(f"cpu:{at}", 16 * MIB) for at in range(3)]
+    assert found.kv_floor_tokens == (await facts_of(tmp_path, three, *like)).kv_floor_tokens
+    elsewhere = await facts_of(tmp_path, three, *large)
+    assert elsewhere.unusable.endswith("each stage is on devices of one host, and the last one on devices of this host")
+
+
+async def test_a_gpu_of_another_host_refuses_no_format_here(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    gpu = DeviceBudget("cuda:0@b", 64 * MIB)
+    found = await facts_of(tmp_path, ModelConfig(max_model_len=256, quantize="int8"), *LENT, gpu)
+    assert found.unusable == ""
+    float16 = NodeConfig(models_dir=str(tmp_path), chunk_bytes=CHUNK)
+    registry = Registry(float16, [LENT[0], gpu], NodeState(""))
+    make_model(tmp_path / "half", dtype="float16")
+    await registry.rescan()
+    assert registry.models["half"].dtype == "bfloat16", "as on any node of cpu devices"
+
+
+async def test_replicas_each_have_their_last_stage_here(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", num_layers=4)
+    settings = ModelConfig(max_model_len=256, parallel=ParallelConfig(pipeline=2), replicas="auto")
+    two = DeviceBudget("cpu:1", 24 * MIB)
+    for devices, number in ((LENT, 1), ((*LENT, two), 2), (LENT[:2], 1), ((LENT[0], two), 1)):
+        registry = await registry_of(tmp_path, *devices, m=settings)
+        assert len(registry.models["m"].replicas) + 1 == number
+
+
 async def test_windows_do_not_make_room_for_one_sequence_alone(tmp_path: Path) -> None:
     make_model(tmp_path / "m", architecture="MistralForCausalLM", model_type="mistral", sliding_window=64)
     facts = await facts_of(tmp_path, ModelConfig(max_model_len=1024, kv_floor_tokens=4096, parallel=TWO))

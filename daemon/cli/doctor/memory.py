@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from config.device_names import is_local
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from daemon.cli.table import size
 from engine.host.child_process import COMPILER_BYTES, MOST_COMPILERS
@@ -25,10 +26,10 @@ MAX_SHARE = 0.9  # the largest share of the memory for budgets: the rest is for 
 
 
 def budgets(devices: Mapping[str, int], host_tier_bytes: int, memory_bytes: int) -> Finding:
-    """Checks whether the budgets fit the machine's memory, and returns the finding. devices: name -> budget in bytes; only cpu
-    devices take the machine's memory. memory_bytes: the machine's memory."""
-    parts = [f"{name} {size(value)}" for name, value in devices.items() if name.startswith("cpu")]
-    total = sum(value for name, value in devices.items() if name.startswith("cpu")) + host_tier_bytes
+    """Checks whether the budgets fit the machine's memory, and returns the finding. devices: name -> budget in bytes; only its own
+    cpu devices take the machine's memory. memory_bytes: the machine's memory."""
+    parts = [f"{name} {size(value)}" for name, value in devices.items() if is_local(name, "cpu")]
+    total = sum(value for name, value in devices.items() if is_local(name, "cpu")) + host_tier_bytes
     parts += [f"host tier {size(host_tier_bytes)}"] if host_tier_bytes else []
     found = f"{' + '.join(parts) or 'nothing'} of {size(memory_bytes)}"
     change = f"lower device or host_tier_bytes by {size(max(0, total - int(MAX_SHARE * memory_bytes)))}"
@@ -43,8 +44,8 @@ def needed_bytes(devices: Mapping[str, int], host_tier_bytes: int, num_cores: in
     """Returns the most memory in bytes that all processes of hearthd may need together: what a limit on them, such as MemoryMax=,
     should allow at least. devices: name -> budget in bytes. num_cores: how many cores they may use, by which kernels are compiled
     at once."""
-    cpu = [value for name, value in devices.items() if name.startswith("cpu")]
-    own = len(cpu) * CPU_ENGINE_BYTES + (len(devices) - len(cpu)) * CUDA_ENGINE_BYTES
+    cpu = [value for name, value in devices.items() if is_local(name, "cpu")]
+    own = len(cpu) * CPU_ENGINE_BYTES + sum(is_local(name, "cuda") for name in devices) * CUDA_ENGINE_BYTES
     compiling = min(num_cores, MOST_COMPILERS) * COMPILER_BYTES
     return sum(cpu) + host_tier_bytes + own + OTHERS_BYTES + compiling
 

@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 
 from config import host_tier, load, paths
+from config.device_names import is_local
 from config.devices import NoGpus, device_budgets
 from config.schema import NodeConfig
 from config.settings_files import SUFFIX, folder_of, present_files
+from config.units import parse_device
 from daemon.cli.client import Client, CommandError
 from daemon.cli.doctor.finding import OK, WARN, Finding
 from daemon.errors import EXIT_USAGE
@@ -54,10 +56,10 @@ def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory)
             path = paths.SERVICE_CONFIG if os.path.exists(paths.SERVICE_CONFIG) else ""
     try:
         config = load.load(path or None)
-        cpus = [text for text in config.device if text.startswith("cpu")]
-        wants_gpu = len(cpus) < len(config.device)
+        without_gpus = [text for text in config.device if not is_local(parse_device(text)[0], "cuda")]
+        wants_gpu = len(without_gpus) < len(config.device)
         devices = []
-        named = config.device if not wants_gpu or _told(inventory) else cpus  # a missing driver is a finding, not an error
+        named = config.device if not wants_gpu or _told(inventory) else without_gpus  # a missing driver is a finding, not an error
         if named or not wants_gpu:
             known = msgspec.structs.replace(config, device=named)
             devices = device_budgets(known, memory_bytes, path or "defaults", partial(memories, inventory))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler.node import actions, events
 from scheduler.node.eviction import Resident, Target, victims_on_all
-from scheduler.node.groups import MAX_GROUPS, groups, host_of, is_group, joined, kind_of, pools
+from scheduler.node.groups import MAX_GROUPS, groups, host_of, is_group, joined, kind_of, most_groups, pools
 from tests.scheduler.node.fake_node import MIB, FakeNode, facts, members_of
 
 TWO = {"cpu:0": 100, "cpu:1": 100}
@@ -114,6 +114,14 @@ def test_the_groups_are_all_combinations_that_are_groups(names: list[str], num: 
         assert [group for group in found if kind_of(group[0]) == kind] == list(islice(valid, MAX_GROUPS if num_ranks > 1 else None))
         usable = {name for group in valid for name in group}
         assert usable == {name for pool in pools(there, num_ranks, stages) for name in pool if kind_of(name) == kind}
+
+
+def test_the_most_groups_have_a_stage_here_each() -> None:
+    names = ["cpu:0", "cpu:1", "cpu:0@b", "cpu:1@b", "cpu:2@b", "cpu:0@c"]
+    assert [most_groups(names[:num], 2, 2) for num in (1, 2, 3, 4, 6)] == [0, 1, 1, 2, 2]
+    assert most_groups(names, 4, 2) == 1
+    assert [most_groups(names[:2], *division) for division in ((1, 1), (2, 1), (2, 2))] == [2, 1, 1]
+    assert most_groups(names[2:], 1) == 0
 
 
 def test_a_group_is_found_behind_any_number_of_combinations() -> None:
