@@ -259,6 +259,8 @@ async def test_layers_that_are_divided_here_may_also_be_elsewhere(tmp_path: Path
     found = await registered(tmp_path, AUTO, *cpus(30, 30), *lent(30))
     assert found.division == Division(2, num_stages=2)
     assert found.facts.devices == ("cpu:0", "cpu:1", "cpu:0@b")
+    three = await registered(tmp_path, AUTO, *cpus(30, 22, 22), *lent(30))
+    assert three.division == Division(3), "not two stages, one of them elsewhere"
 
 
 def test_experts_are_divided_where_only_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:

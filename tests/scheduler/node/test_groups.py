@@ -202,6 +202,9 @@ def test_a_pinned_pipeline_has_a_home_that_is_a_group() -> None:
         node.loaded()
     assert node.view("p").device == "cpu:0+cpu:1+cpu:0@b+cpu:1@b"
     assert node.view("q").pinned is False, "44 MiB more are on other hosts alone"
+    node = FakeNode({"cpu:0@b": 100, "cpu:0": 60, "cpu:1": 70}, up=False)
+    node.register(pipe("q", pinned=True))
+    assert node.scheduler._node.models["q"].home == ("cpu:0", "cpu:1"), "though there is more room elsewhere"
 
 
 def test_a_home_is_given_up_that_is_no_group_any_more() -> None:

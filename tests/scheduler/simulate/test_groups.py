@@ -9,8 +9,11 @@ import pytest
 
 from daemon.simulate.generate import generate
 from daemon.simulate.trace_shape import TraceShape
+from scheduler.node import events
+from scheduler.node.actions import Load
 from scheduler.node.events import ModelFacts
 from scheduler.node.node_scheduler import NodeScheduler
+from scheduler.simulate.baselines import LeastRecentlyUsed, OnDemand
 from scheduler.simulate.compare import HEARTHD, POLICIES, compare, run_policy
 from scheduler.simulate.costs import Costs
 from scheduler.simulate.engine import SimulatedEngine
@@ -114,6 +117,18 @@ def test_a_pipeline_is_also_on_devices_of_other_hosts(policy: str) -> None:
         assert [one.refusal for one in run.outcomes] == refusals
     divided = replace(simulated, devices=dict.fromkeys(["cpu:0", "cpu:0@b"], 122 * MIB))
     assert [one.refusal for one in run_policy(policy, divided, trace((0, "p0")), SETTINGS).outcomes] == ["model_too_large"]
+
+
+def test_baselines_take_this_machines_devices_first() -> None:
+    decider = OnDemand(LeastRecentlyUsed(), MIB)
+    for name in ("cpu:0@b", "cpu:1", "cpu:0"):
+        decider.handle(events.EngineUp(now=0.0, cause="boot", device=name, budget_bytes=122 * MIB))
+    pipeline = replace(node().models["p0"], num_stages=2)
+    decider.handle(events.ModelRegistered(now=0.0, cause="boot", facts=pipeline))
+    request = events.RequestFacts(1, "p0", 10, 10)
+    (load,) = decider.handle(events.RequestArrived(now=1.0, cause="req-1", request=request))
+    assert isinstance(load, Load)
+    assert list(load.leases) == ["cpu:0", "cpu:1"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
