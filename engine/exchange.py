@@ -97,11 +97,12 @@ TABLE_COLUMNS = {
 
 class GroupForm(NamedTuple):
     """What the engines of a group need to know about its split model besides the LoadModel. division: how the model is divided
-    among the devices. num_kv_groups, handed_bytes: as in RegionSizes."""
+    among the devices. num_kv_groups, handed_bytes: as in RegionSizes. files_id: as in loader.catalog.Checkpoint."""
 
     division: Division
     num_kv_groups: int = 1
     handed_bytes: int = 0
+    files_id: str = ""
 
 
 class RegionSizes(NamedTuple):

@@ -16,7 +16,7 @@ import msgspec
 from loader.kernel_sets import KernelSet
 from loader.kv_dtypes import kv_dtype_of
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 # Values of `TokensOut.finish`: how a sequence ended; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -93,7 +93,9 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     """One device's share of a model that is split over several devices. rank: this device's rank among them; rank 0 decides what
     each step computes. members: the engines' numbers in the exchange memory, by rank. region_offset, region_bytes: the part of the
     exchange memory that belongs to the group until all its members have answered EvictModel. expert_parts, num_stages: as in
-    loader.model_shape.Division. handed_bytes: as in engine.exchange.RegionSizes."""
+    loader.model_shape.Division. handed_bytes, num_kv_groups: as in engine.exchange.RegionSizes. hosts: by rank, the name of the
+    host that lends the device, "" for the daemon's own; empty: all are the daemon's own. files_id: identifies the model's files on
+    every host, as in loader.catalog.Checkpoint."""
 
     rank: int
     members: list[int]
@@ -102,6 +104,9 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     expert_parts: int = 1
     num_stages: int = 1
     handed_bytes: int = 0
+    num_kv_groups: int = 1
+    hosts: list[str] = []
+    files_id: str = ""
 
 
 class LoadModel(Message, frozen=True):

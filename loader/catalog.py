@@ -75,7 +75,8 @@ class Checkpoint:
 
     predicting: the shape with the model's predictor, if the files hold one that can draft tokens; None: they do not, or
     predictor_error says what is wrong with it. weights_bytes: dtype -> bytes of weights that an engine holds, without the
-    predictor. fingerprint: a hash of names, sizes, times, configuration texts and headers. packed_files: the same weights in packed
+    predictor. fingerprint: a hash of names, sizes, times, configuration texts and headers. files_id: the same
+    without times, so that a copy of the files has the same one. packed_files: the same weights in packed
     form, if `files` are plain. packed_reason: why existing packed files can't be used. is_adapter: whether it is an adapter's
     folder, which has no shape. adapter: the adapter that the files describe; None unless it is complete. head: the head that the
     files describe, which drafts tokens for other models; such a folder has no shape either."""
@@ -95,6 +96,7 @@ class Checkpoint:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     weights_bytes: dict[str, int] = field(default_factory=dict)
     fingerprint: str = ""
+    files_id: str = ""
     created: int = 0  # Unix seconds: mtime of config.json or adapter_config.json
     tokenizer_files: tuple[str, ...] = ()
     signature: str = ""  # hash of the name, size and mtime_ns of every file that matters, which rescans compare
@@ -481,15 +483,16 @@ def _sum_up(
     headers: Mapping[str, Header],
     digest: hashlib.blake2b,
 ) -> None:
-    """Sets a checkpoint's `files` and `fingerprint`. stats: file name -> (size in bytes, mtime_ns). headers: file name -> header,
-    for every weight file. digest: a hash that already contains the configuration texts."""
-    files = []
+    """Sets a checkpoint's `files`, `fingerprint` and `files_id`. stats: file name -> (size in bytes, mtime_ns). headers: file name
+    -> header, for every weight file. digest: a hash that already contains the configuration texts."""
+    files, without_times = [], digest.copy()
     for file, header in headers.items():
         size, mtime = stats[file] if file in stats else _stat(folder / file)
         files.append(FileInfo(file, size, mtime))
         digest.update(f"{file}\0{size}\0{mtime}\0".encode() + header.raw)
+        without_times.update(f"{file}\0{size}\0".encode() + header.raw)
     checkpoint.files = tuple(files)
-    checkpoint.fingerprint = digest.hexdigest()
+    checkpoint.fingerprint, checkpoint.files_id = digest.hexdigest(), without_times.hexdigest()
 
 
 def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[TensorRef]) -> ModelShape:

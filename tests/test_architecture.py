@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "daemon": {"config", "scheduler", "loader", "engine", "hearthd"},
     "hearthd": {"daemon"},
 }
-# exchange, loop.pulse: shared memory and system calls alone; memory: descriptors over a socket, memfds; host: this machine
+# exchange, loop.pulse: shared memory and system calls alone; memory: descriptors over a socket, memfds; host: this machine; remote,
+# group_region, stage_link: `hearth lend`, on numpy
 DAEMON_FROM_ENGINE = {
     "engine.protocol",
     "engine.exchange",
@@ -35,7 +36,13 @@ DAEMON_FROM_ENGINE = {
     "engine.host.processor",
     "engine.loop.pulse",
     "engine.memory.handles",
+    "engine.memory.group_region",
     "engine.memory.mappings",
+    "engine.memory.stage_link",
+    "engine.remote.frames",
+    "engine.remote.states_sender",
+    "engine.remote.table_rows",
+    "engine.remote.wire",
 }
 # direct_io: system calls alone; `hearth doctor` reads from the drive with it; packer and verifier: `hearth pack`, on numpy
 DAEMON_FROM_LOADER = {
@@ -75,12 +82,12 @@ PURE = {"asyncio", "time", "datetime", "os", "socket", "threading", "subprocess"
 ROOM_ORDER = {
     "engine": [
         *("protocol", "host", "exchange", "memory", "grammar", "contracts", "ops", "sampling", "layers", "models"),
-        *("loading", "cpu", "cuda", "null", "serve", "lifecycle", "loop", "main", "forks", "__main__", "warm"),
+        *("loading", "cpu", "cuda", "null", "serve", "lifecycle", "loop", "remote", "main", "forks", "__main__", "warm"),
     ],
     "daemon": [
         *("errors", "process", "record", "models", "text", "streams", "traces", "contracts", "access", "http", "scanning", "gpu"),
         *("page", "upstreams", "metrics", "requests", "engines", "api", "node", "operate", "lifecycle", "main", "__main__"),
-        *("simulate", "cli"),
+        *("simulate", "lending", "cli"),
     ],
 }
 MOST_LOOSE_FILES = 4  # at the top of a package that has rooms, but for __init__ and __main__

@@ -16,6 +16,7 @@ from daemon.cli import (
     experts,
     gpus,
     keys,
+    lend,
     models,
     node,
     plan,
@@ -109,6 +110,8 @@ def make_parser() -> argparse.ArgumentParser:
     copying = add("cp", second_name.copy, "give a model a second name, with settings of its own; no weights are copied", "NAME")
     second_name.add_options(copying)
     packing.add_options(add("verify", packing.verify, "prove that packed weights are the original, bit by bit", "NAME"))
+    lending = add("lend", lend.lend, "lend devices of this machine to a hearthd on another one, for stages of pipelines")
+    lend.add_options(lending)
     examining = add("doctor", doctor.doctor, "what of this machine stands in the way, and what to change; exits 1 if a check fails")
     doctor.add_options(examining)
     what_if = add("simulate", simulate.simulate, "what the scheduler makes of a trace of requests, and other rules", "TRACE", True)

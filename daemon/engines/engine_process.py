@@ -34,13 +34,16 @@ class EngineProcess(Protocol):
 
 
 class Spawned:
-    """An EngineProcess that is started with exec. arguments: those of `python -m engine`. descriptors: the file descriptors that
-    they name, which the process inherits. variables: environment variables to set. Raises OSError if it cannot be started."""
+    """An EngineProcess that is started with exec. arguments: those of `python -m engine`, or of another module that is run in an
+    engine's place. descriptors: the file descriptors that they name, which the process inherits. variables: environment variables
+    to set. Raises OSError if it cannot be started."""
 
-    def __init__(self, arguments: Sequence[str], descriptors: Sequence[int], variables: dict[str, str]) -> None:
+    def __init__(
+        self, arguments: Sequence[str], descriptors: Sequence[int], variables: dict[str, str], module: str = "engine"
+    ) -> None:
         # its own process group, because Ctrl-C in a terminal is for the daemon, which drains first
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine", *arguments],
+            [sys.executable, "-P", "-m", module, *arguments],
             cwd="/",
             env=child_environment(**variables),
             stdin=subprocess.DEVNULL,

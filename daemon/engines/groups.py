@@ -25,7 +25,7 @@ from engine import protocol
 from engine.exchange import GroupForm, RegionSizes, region_bytes
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, SetLease
 from scheduler.node import actions
-from scheduler.node.groups import joined
+from scheduler.node.groups import host_of, joined
 
 log = logging.getLogger("hearthd.engine")
 Answer = LoadProgress | LoadStreams | LoadDone | LoadFailed | Evicted
@@ -120,8 +120,10 @@ class Groups:
         offset = self._regions.allocate(num_bytes)
         devices = tuple(leases)
         self._groups[action.placement_id] = _Group(action.placement_id, action.model, devices, offset, set(devices))
+        hosts = [host_of(device) for device in devices] if any(map(host_of, devices)) else []
         for rank, (device, lease_chunks) in enumerate(leases.items()):
-            group = protocol.Group(rank, numbers, offset, num_bytes, form.division.expert_parts, num_stages, form.handed_bytes)
+            of_form = (form.division.expert_parts, num_stages, form.handed_bytes, form.num_kv_groups, hosts, form.files_id)
+            group = protocol.Group(rank, numbers, offset, num_bytes, *of_form)
             self._send(device, msgspec.structs.replace(message, lease_chunks=lease_chunks, group=group))
 
     def evict(self, action: actions.Evict) -> None:

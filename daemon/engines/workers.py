@@ -95,6 +95,26 @@ class EngineSpec:
         )
 
 
+@dataclass(slots=True, frozen=True)
+class LentBy:
+    """Where the engine of a device on another host is found. host: the host's name. address: where `hearth lend` listens there.
+    key_file: the file with the secret that both share. device: the device's name on that host. models_dir: the models folder of
+    this host."""
+
+    host: str
+    address: str
+    key_file: str
+    device: str
+    models_dir: str
+
+    def arguments(self) -> list[str]:
+        """Returns the command-line arguments of a proxy (engine/remote) besides those of an engine."""
+        return [
+            *("--device", self.device, "--host", self.host, "--address", self.address),
+            *("--key-file", self.key_file, "--models", self.models_dir),
+        ]
+
+
 class EngineWorker:
     """Runs the engine process of one device, and starts it again each time it ends.
 
@@ -102,7 +122,8 @@ class EngineWorker:
     there is none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device. no_memory: takes the engine's error and
     returns one line that explains why the device lacks the memory; called in a thread. left: keeps the device's memory between two
     engines; None if an engine's memory ends with it. exchange: the exchange memory for split models, or None. forks: the fork
-    server that forks the engine; None: it is started with exec, as for cuda devices.
+    server that forks the engine; None: it is started with exec, as for cuda devices. lent_by: where the engine runs if that is
+    another host; this worker then looks after its proxy.
 
     problem: why no engine runs now, "" while one runs."""
 
@@ -119,8 +140,9 @@ class EngineWorker:
         left: LeftMemory | None = None,
         exchange: ExchangeMemory | None = None,
         forks: ForkServer | None = None,
+        lent_by: LentBy | None = None,
     ) -> None:
-        self._tasks, self._exchange, self._forks = tasks, exchange, forks
+        self._tasks, self._exchange, self._forks, self._lent_by = tasks, exchange, forks, lent_by
         self.device, self._threads, self._spec, self._events = device, threads, spec, events
         self._host_tier_fd, self._gpu, self._no_memory, self._left = host_tier_fd, gpu, no_memory, left
         self._kernel_kills = KernelKills()
@@ -290,6 +312,11 @@ class EngineWorker:
     async def _start_process(self, channel_fd: int, journal_fd: int, handover_fd: int) -> EngineProcess:
         command = ["--channel-fd", str(channel_fd), "--journal-fd", str(journal_fd)]
         passed = [channel_fd, journal_fd]
+        if self._lent_by is not None:
+            assert self._exchange is not None
+            arguments, shared = self._exchange.arguments(self.device)
+            command += arguments + self._lent_by.arguments()
+            return await asyncio.to_thread(Spawned, command, passed + shared, {}, "engine.remote")
         if self._host_tier_fd >= 0:
             command += ["--host-tier-fd", str(self._host_tier_fd)]
             passed.append(self._host_tier_fd)

@@ -139,7 +139,7 @@ class Registry:
         num_groups = len(kv_layout.kv_groups(found.shape, found.dtype, self.config.block_tokens))
         num_tokens = work_space.staged_tokens(found.entry.max_sequences, self.config.max_num_batched_tokens)
         handed = work_space.handed_bytes(found.shape, found.dtype, num_tokens)
-        return replace(source, form=GroupForm(found.division, num_groups, handed))
+        return replace(source, form=GroupForm(found.division, num_groups, handed, found.checkpoint.files_id))
 
     def layout_id(self, name: str) -> str:
         """Returns a text that identifies how the model's weights are laid out in memory, and by which runner. Weights that are

@@ -172,7 +172,9 @@ class TorchRunner:
             if not isinstance(backend, SplitsModels):
                 raise UnsupportedModel(CONFIG_NAME, None, f"parallel: not built for device {self._options.device}")
             groups = kv_layout.kv_groups(source.shape, spec.kv_dtype, self._options.block_tokens)
-            region = open_region(self._exchange, spec, self._options.block_tokens, len(groups))
+            region = open_region(self._exchange, spec, self._options.block_tokens)
+            if len(region.table.block_tables) != len(groups):
+                raise ValueError(f"model {spec.model}: {len(groups)} KV groups, and the group's region has another number")
             kv = self._kv_ranges.of(spec.model, None, len(kv_chunks) * self._options.chunk_bytes)
             kv.map(kv_chunks)
             self._read(task, choice, source, weights, None, files)

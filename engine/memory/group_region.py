@@ -7,9 +7,7 @@ exchange of the step, because the leader may write again then.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,11 +24,11 @@ from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, Sequ
 class GroupRegion:
     """One member's view of a group's region of the exchange memory. Raises ValueError if the region is too small for `sizes`.
 
-    broken [1] int64: not 0 once the group is broken. rank: the member's rank. stage_rank: the member's number among the members of
-    its pipeline stage. stage_size: how many members its stage has. ranks uint8: the memory through which the members of its stage
-    exchange their parts (engine/host/rank_memory.py). rendezvous: where the members of its stage meet. link: its connection to the
-    other stages; None: there is one stage. new_link: makes another such connection. table: the model's sequences, without `params`,
-    which only the leader has."""
+    broken [1] int64: not 0 once the group is broken. rank: the member's rank. stage: its pipeline stage. stage_rank: its number
+    among the members of its stage. stage_size: how many members its stage has. ranks uint8: the memory through which the members of
+    its stage exchange their parts (engine/host/rank_memory.py). rendezvous: where the members of its stage meet. link: its
+    connection to the other stages; None: there is one stage. table: the model's sequences, without `params`, which only the leader
+    has."""
 
     def __init__(self, exchange: Exchange, group: Group, sizes: RegionSizes) -> None:
         parts, num_bytes = region_layout(sizes)
@@ -46,11 +44,10 @@ class GroupRegion:
             name: np.ndarray(part.shape, np.dtype(part.code), memory, part.begin) for name, part in parts.items()
         }
         self.broken: LongArray = arrays["broken"]
-        stage = division.stage_of(group.rank)
-        self.ranks: npt.NDArray[np.uint8] = arrays["ranks"][stage]
-        self.rendezvous = Rendezvous(arrays["rendezvous"][stage], self.stage_rank, self.broken)
-        own_memory, of_stages = arrays["stages"][self.stage_rank], (stage, sizes.num_stages, sizes.handed_bytes, self.broken)
-        self.new_link: Callable[[], StageLink] = partial(StageLink, own_memory, *of_stages)
+        self.stage = division.stage_of(group.rank)
+        self.ranks: npt.NDArray[np.uint8] = arrays["ranks"][self.stage]
+        self.rendezvous = Rendezvous(arrays["rendezvous"][self.stage], self.stage_rank, self.broken)
+        self._stages, self._handed_bytes = arrays["stages"][self.stage_rank], sizes.handed_bytes
         self.link = self.new_link() if sizes.num_stages > 1 else None
         self._num_plans = 0  # number of plans that this member has posted or read
         self._plans: LongArray = arrays["plans"]
@@ -72,6 +69,11 @@ class GroupRegion:
                 getattr(self.table, column.name)[:] = value
         return self.table
 
+    def new_link(self, stage: int | None = None) -> StageLink:
+        """Returns a new connection of a stage to its neighbours: of this member's stage, or of the one with the number `stage`."""
+        of_stage = self.stage if stage is None else stage
+        return StageLink(self._stages, of_stage, self.num_stages, self._handed_bytes, self.broken)
+
     @property
     def is_broken(self) -> bool:
         return bool(self.broken[0])
@@ -84,6 +86,11 @@ class GroupRegion:
         """Posts the next step of the group, which all members run after all steps posted before. Only the leader calls it. Returns
         False if the group is broken. Raises ValueError for a plan with too many rows, or with drafts of a predictor, which
         followers cannot run, and ExchangeFull if a member is too far behind."""
+        self.write_plan(plan)
+        return self._exchange.post(self._members, self.offset)
+
+    def write_plan(self, plan: BatchPlan) -> None:
+        """Writes the plan of the next step, which no member is told of yet. Raises ValueError as `post` does."""
         num, most, at = len(plan.slots), self._slots.shape[1], self._num_plans % self.num_stages
         if num > most or plan.to_propose is not None:
             raise ValueError(f"model {plan.model}: a step of {num} rows, to be told to a group with room for {most}")
@@ -96,7 +103,6 @@ class GroupRegion:
             own[at, :num] = given
         self._plans[at, :4] = plan.step_id, num, plan.all_decode, plan.drafted
         self._num_plans += 1
-        return self._exchange.post(self._members, self.offset)
 
     def read_plan(self, model: str) -> BatchPlan:
         """Returns a copy of the plan of the next step that the leader has posted and this member has not read. model: the name that
@@ -109,13 +115,12 @@ class GroupRegion:
         return BatchPlan(step_id, model, slots, num_computed, num_new, *how)
 
 
-def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int, num_kv_groups: int = 1) -> GroupRegion:
-    """Opens the region of the group for which a model is being loaded. block_tokens: as in Configure. num_kv_groups: number of the
-    model's KV groups. Raises ValueError if the load is for no group, if exchange is None, or if the region is too small for the
-    model."""
+def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int) -> GroupRegion:
+    """Opens the region of the group for which a model is being loaded. block_tokens: as in Configure. Raises ValueError if the load
+    is for no group, if exchange is None, or if the region is too small for the model."""
     if exchange is None or spec.group is None:
         raise ValueError(f"model {spec.model}: parallel: this engine shares no memory with others")
     group = spec.group
-    of_model = (spec.max_sequences, spec.max_model_len, block_tokens, num_kv_groups)
+    of_model = (spec.max_sequences, spec.max_model_len, block_tokens, group.num_kv_groups)
     sizes = RegionSizes(len(group.members), *of_model, group.num_stages, group.handed_bytes)
     return GroupRegion(exchange, spec.group, sizes)

@@ -187,7 +187,7 @@ class NullShare(NullModel):
         self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer, exchange: Exchange | None
     ) -> None:
         super().__init__(spec, config, configure, pacer)
-        self.region = region = open_region(exchange, spec, configure.block_tokens, len(self.kv_groups))
+        self.region = region = open_region(exchange, spec, configure.block_tokens)
         size = region.stage_size
         self._counters = region.ranks[: size * LINE_BYTES].view(np.int64).reshape(size, -1)[:, 0]
         self._turn = 0

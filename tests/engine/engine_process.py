@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from pathlib import Path
 from types import TracebackType
@@ -133,13 +133,25 @@ class EngineProcess:
         node: Node | None = None,
         number: int = 0,
         module: str = "engine",
+        arguments: Sequence[str] = (),
     ) -> None:
-        """node, number: what the engine shares with others, and its number among them; None: nothing. module: what is run."""
+        """node, number: what the engine shares with others, and its number among them; None: nothing. module, arguments: what is
+        run, and its further arguments."""
         self.sock, theirs = socket.socketpair()
         journal_fd = os.memfd_create("journal")
         os.ftruncate(journal_fd, JOURNAL_BYTES)
         self.journal = mmap.mmap(journal_fd, JOURNAL_BYTES)
-        command = [sys.executable, "-P", "-m", module, "--channel-fd", str(theirs.fileno()), "--journal-fd", str(journal_fd)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            module,
+            "--channel-fd",
+            str(theirs.fileno()),
+            "--journal-fd",
+            str(journal_fd),
+            *arguments,
+        ]
         fds = [theirs.fileno(), journal_fd]
         if node is not None:
             bells = ",".join(map(str, node.doorbells))

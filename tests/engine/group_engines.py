@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.exchange import RegionSizes
@@ -17,18 +17,28 @@ LEASE = 16  # chunks, of 64; a model has 4 of weights and 4 of KV
 class Engines:
     """Engines of one node, and the models that are split over them, as the daemon has them."""
 
-    def __init__(self, number: int, configure: Configure, module: str = "engine", **loads: Any) -> None:
-        """module: what is run as an engine. loads: what all LoadModels have."""
-        self.node, self._module = Node(number), module
+    def __init__(
+        self,
+        number: int,
+        configure: Configure,
+        module: str = "engine",
+        lent: Mapping[int, Sequence[str]] | None = None,
+        **loads: Any,
+    ) -> None:
+        """module: what is run as an engine. lent: the engines on another host, and the arguments of their proxies. loads: what all
+        LoadModels have."""
+        self.node, self._module, self._lent = Node(number), module, lent or {}
         self._configure, self._loads = configure, {"lease_chunks": LEASE, **loads}
         self.all = [self._start(at) for at in range(number)]
         for engine in self.all:
             engine.__enter__()
         self.groups: dict[str, tuple[list[int], tuple[int, int]]] = {}
         self._placement_id = self.request_id = 0
+        self._placements: dict[str, int] = {}  # the last one of each model
 
     def _start(self, number: int) -> EngineProcess:
-        return EngineProcess(self._configure, node=self.node, number=number, module=self._module)
+        module = "engine.remote" if number in self._lent else self._module
+        return EngineProcess(self._configure, node=self.node, number=number, module=module, arguments=self._lent.get(number, ()))
 
     def close(self) -> None:
         for engine in self.all:
@@ -42,16 +52,28 @@ class Engines:
         self.all[number].__enter__()
 
     def begin(
-        self, path: str, model: str, members: list[int], ranks: Sequence[int] = (), num_stages: int = 1, **changes: Any
+        self,
+        path: str,
+        model: str,
+        members: list[int],
+        ranks: Sequence[int] = (),
+        num_stages: int = 1,
+        num_kv_groups: int = 1,
+        handed_bytes: int = HANDED_BYTES,
+        files_id: str = "",
+        **changes: Any,
     ) -> None:
         """Sends the loads of a split model, or of some of its ranks, without waiting for them."""
         whole = load_message(path, model, **self._loads, **changes)
-        of_model = (whole.max_sequences, whole.max_model_len, self._configure.block_tokens, 1)
-        sizes = RegionSizes(len(members), *of_model, num_stages, HANDED_BYTES)
+        of_model = (whole.max_sequences, whole.max_model_len, self._configure.block_tokens, num_kv_groups)
+        sizes = RegionSizes(len(members), *of_model, num_stages, handed_bytes)
         self.groups[model] = members, self.node.region(sizes)
         self._placement_id += 1
+        self._placements[model] = self._placement_id
+        hosts = ["b" if member in self._lent else "" for member in members] if self._lent else []
+        of_form = (1, num_stages, handed_bytes, num_kv_groups, hosts, files_id)
         for rank in ranks or range(len(members)):
-            group = Group(rank, members, *self.groups[model][1], 1, num_stages, HANDED_BYTES)
+            group = Group(rank, members, *self.groups[model][1], *of_form)
             self.all[members[rank]].send(load_message(path, model, self._placement_id, group=group, **self._loads, **changes))
 
     def load(self, path: str, model: str, members: list[int], **changes: Any) -> EngineProcess:
@@ -63,6 +85,7 @@ class Engines:
 
     def load_alone(self, path: str, model: str, number: int, **changes: Any) -> None:
         self._placement_id += 1
+        self._placements[model] = self._placement_id
         self.all[number].send(load_message(path, model, self._placement_id, **self._loads, **changes))
         self.wait_loaded(number)
 
@@ -76,7 +99,7 @@ class Engines:
         numbers = members if numbers is None else numbers
         counts = [len(self.evicted(number, model)) for number in numbers]
         for number in numbers:
-            self.all[number].send(EvictModel(self._placement_id, model, LEASE))
+            self.all[number].send(EvictModel(self._placements[model], model, LEASE))
             time.sleep(pause_s)
         for number, count in zip(numbers, counts, strict=True):
             self.all[number].until(lambda number=number, count=count: len(self.evicted(number, model)) > count)  # type: ignore[misc]

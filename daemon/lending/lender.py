@@ -1,0 +1,103 @@
+"""Listens for the proxies of a daemon on another host, and runs an engine for each device that one of them borrows."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+from daemon.engines.exchange_memory import ExchangeMemory
+from daemon.lending.lent_engine import LentDevice, LentEngine
+from daemon.lending.regions import LentRegions
+from engine.protocol import PROTOCOL_VERSION
+from engine.remote.frames import Borrow, Lent, Refused, ToLender
+from engine.remote.wire import Wire, WireClosed
+from loader.threads import Thread
+
+MOST_CONNECTIONS = 256  # of which each has a thread
+FREE_LIMIT_S = 5.0  # how long a new connection waits until the engine of the last one has ended
+
+
+class Lender:
+    """Lends devices of this host, each to one daemon at a time. key: what daemons must know. models_dir: this host's models folder.
+    cache_dir: as in Configure. log: gets lines for operators."""
+
+    def __init__(
+        self, devices: Sequence[LentDevice], key: bytes, models_dir: str, cache_dir: str, log: Callable[[str], None]
+    ) -> None:
+        self._devices = {device.name: device for device in devices}
+        self._in_use = {device.name: threading.Lock() for device in devices}
+        self._users: dict[str, str] = {}  # device -> the address of the daemon that has it
+        self._regions = LentRegions(ExchangeMemory(list(self._devices)))
+        self._key, self._models_dir, self._cache_dir, self._log = key, models_dir, cache_dir, log
+        self._wires: set[Wire] = set()
+        self._threads: set[Thread] = set()
+        self._stopping = False
+
+    def serve(self, listener: socket.socket) -> None:
+        """Accepts connections until `stop` is called."""
+        while not self._stopping:
+            try:
+                sock, address = listener.accept()
+            except OSError as error:
+                if self._stopping:
+                    return
+                self._log(f"a connection could not be accepted: {error}")
+                continue
+            if len(self._threads) >= MOST_CONNECTIONS:
+                sock.close()
+                continue
+            thread = Thread(target=lambda sock=sock, peer=address[0]: self._connection(sock, peer), name="connection")
+            self._threads.add(thread)
+            thread.start()
+
+    def stop(self, listener: socket.socket) -> None:
+        """Ends all engines and connections, and `serve`."""
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        for wire in list(self._wires):
+            wire.shut()
+        for thread in list(self._threads):
+            thread.join()
+
+    def _connection(self, sock: socket.socket, peer: str) -> None:
+        """Serves one connection from its beginning to its end."""
+        wire = Wire(sock, ToLender)
+        self._wires.add(wire)
+        try:
+            wire.prove(self._key, asks_first=True)
+            asked = wire.receive()
+            if isinstance(asked, Borrow):
+                self._lend(asked, wire, peer)
+        except WireClosed as error:
+            self._log(f"{peer}: {error}")
+        except OSError as error:
+            self._log(f"{peer}: an engine could not be started: {error}")
+        finally:
+            self._wires.discard(wire)
+            wire.close()
+            self._threads.discard(threading.current_thread())
+
+    def _lend(self, asked: Borrow, wire: Wire, peer: str) -> None:
+        device = self._devices.get(asked.device)
+        if asked.version != PROTOCOL_VERSION:
+            versions = f"the daemon's is {asked.version}, the lender's is {PROTOCOL_VERSION}"
+            return self._refuse(wire, peer, f"the two run different versions of hearthd: {versions}")
+        if device is None:
+            return self._refuse(wire, peer, f"{asked.device} is not lent here; lent are {', '.join(self._devices)}")
+        if not self._in_use[device.name].acquire(timeout=FREE_LIMIT_S):
+            return self._refuse(wire, peer, f"{device.name} is in use by {self._users.get(device.name, 'another daemon')}")
+        try:
+            self._users[device.name] = peer
+            wire.send(Lent())
+            self._log(f"{device.name}: lent to {peer}")
+            engine = LentEngine(device, wire, asked.leader, self._regions, self._models_dir, self._cache_dir, self._log)
+            self._log(f"{device.name}: no longer lent to {peer}: {engine.run()}")
+        finally:
+            self._in_use[device.name].release()
+
+    def _refuse(self, wire: Wire, peer: str, reason: str) -> None:
+        self._log(f"{peer}: refused: {reason}")
+        wire.send(Refused(reason))

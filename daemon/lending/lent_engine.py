@@ -1,0 +1,272 @@
+"""Runs an engine for a daemon on another host, for as long as the connection to that daemon's proxy lives."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from daemon.engines.engine_process import Spawned
+from daemon.lending.regions import LentRegions
+from engine.loop.pulse import read_pulse
+from engine.memory.group_region import GroupRegion
+from engine.memory.stage_link import StageLink
+from engine.protocol import (
+    JOURNAL_BYTES,
+    Configure,
+    Evicted,
+    EvictModel,
+    FrameReader,
+    FromEngine,
+    LoadFailed,
+    LoadModel,
+    Message,
+    ToEngine,
+    encode,
+    read_journal,
+)
+from engine.remote.frames import Beat, BeginShare, EngineEnded, GroupGone, Lines, Refused, States, Step, Told
+from engine.remote.states_sender import StatesSender
+from engine.remote.wire import Wire, WireClosed
+from loader.catalog import scan_one
+from loader.threads import Thread
+
+END_LIMIT_S = 3.0  # how long an engine whose daemon is gone may take to end
+BEAT_EVERY_S = 1.0
+RECV_BYTES = 1 << 18
+
+
+@dataclass(slots=True, frozen=True)
+class LentDevice:
+    """A device that is lent. name: such as cpu:0. budget_bytes: how much of its memory may be used. uuid: of a GPU. threads: as in
+    Configure."""
+
+    name: str
+    budget_bytes: int
+    uuid: str
+    threads: int
+
+
+@dataclass(slots=True)
+class _Share:
+    """A share of a split model on the engine. received: where states of the stage before are written, if that is on another host.
+    sender: sends the engine's states, if the stage after is on another host. token_bytes: of the states, for each token."""
+
+    region: GroupRegion
+    received: StageLink | None
+    sender: StatesSender | None
+
+
+class LentEngine:
+    """One engine and its connection to a proxy. leader: identifies the daemon. regions: those of all lent devices. models_dir: the
+    models folder of this host. cache_dir: as in Configure. log: gets lines for operators."""
+
+    def __init__(
+        self,
+        device: LentDevice,
+        wire: Wire,
+        leader: str,
+        regions: LentRegions,
+        models_dir: str,
+        cache_dir: str,
+        log: Callable[[str], None],
+    ) -> None:
+        self._device, self._wire, self._leader, self._regions = device, wire, leader, regions
+        self._models_dir, self._cache_dir, self._log = Path(models_dir), cache_dir, log
+        self._number = regions.memory.number(device.name)
+        self._shares: dict[int, _Share] = {}  # by placement id
+        self._from_daemon, self._from_engine = FrameReader(ToEngine), FrameReader(FromEngine)
+        self._over = False
+
+    def run(self) -> str:
+        """Runs the engine until the connection or the engine ends; the engine has ended afterwards. Returns why, for the log.
+        Raises OSError if the engine cannot be started."""
+        self._channel, theirs = socket.socketpair()
+        journal_fd = os.memfd_create(f"journal-{self._device.name[:64]}")
+        os.ftruncate(journal_fd, JOURNAL_BYTES)
+        self._journal = mmap.mmap(journal_fd, JOURNAL_BYTES)
+        arguments, shared = self._regions.memory.arguments(self._device.name)
+        command = ["--channel-fd", str(theirs.fileno()), "--journal-fd", str(journal_fd), *arguments]
+        variables = {"OMP_NUM_THREADS": str(self._device.threads), "MKL_NUM_THREADS": str(self._device.threads)}
+        if self._device.uuid:
+            variables["CUDA_VISIBLE_DEVICES"] = self._device.uuid
+        try:
+            self._process = Spawned(command, [theirs.fileno(), journal_fd, *shared], variables)
+        finally:
+            theirs.close()
+            os.close(journal_fd)
+        threads = [Thread(target=work, name=name) for work, name in ((self._tell, "engine"), (self._pass_lines, "lines"))]
+        for thread in threads:
+            thread.start()
+        watcher = Thread(target=self._watch, name="end")
+        watcher.start()
+        try:
+            why = self._serve()
+        finally:
+            self._over = True
+            self._end_process()
+            for placement_id in list(self._shares):
+                self._leave(placement_id)
+            for thread in (*threads, watcher):
+                thread.join(END_LIMIT_S)  # a process that the engine has started may still hold its standard error
+            self._channel.close()
+            self._process.stderr.close()
+            self._process.close()
+            self._journal.close()
+        return why
+
+    # ---- from the proxy
+
+    def _serve(self) -> str:
+        """Takes in frames until the connection ends, and returns why it did."""
+        try:
+            while True:
+                self._take(self._wire.receive())
+        except WireClosed as error:
+            return str(error)
+        except OSError as error:  # the engine has closed its end of the channel
+            return f"the engine is gone: {error.strerror}"
+        except (ValueError, msgspec.MsgspecError) as error:
+            with contextlib.suppress(WireClosed):
+                self._wire.send(Refused(f"what the daemon sent could not be used: {error}"))
+            return f"what the daemon sent could not be used: {error}"
+
+    def _take(self, frame: Any) -> None:
+        match frame:
+            case Step():
+                num_tokens = self._regions.post(self._leader, frame, self._number)
+                share = self._shares.get(frame.placement_id)
+                if share is not None and share.sender is not None:
+                    share.sender.step(num_tokens)
+            case States():
+                share = self._shares.get(frame.placement_id)
+                if share is not None and share.received is not None:
+                    share.received.place[: len(frame.data)] = frame.data
+                    share.received.send()
+            case BeginShare():
+                self._begin(frame)
+            case Told():
+                for message in self._from_daemon.feed(frame.data):
+                    self._pass_on(message)
+            case _:
+                raise ValueError(f"{type(frame).__name__} is no frame that comes now")
+
+    def _pass_on(self, message: Any) -> None:
+        if isinstance(message, EvictModel):  # the daemon has ended the group; an engine here may still wait in a step of it
+            self._regions.break_group(self._leader, message.placement_id)
+        elif isinstance(message, Configure):
+            asked_bytes = message.num_chunks * message.chunk_bytes
+            if asked_bytes > self._device.budget_bytes:
+                asked, lent = (f"{num_bytes / 2**30:.2f} GiB" for num_bytes in (asked_bytes, self._device.budget_bytes))
+                raise ValueError(f"{self._device.name} is lent with {lent}, and the daemon's budget for it is {asked}")
+            message = msgspec.structs.replace(
+                message, device=self._device.name, threads=self._device.threads, cache_dir=self._cache_dir, host_tier_slots=0
+            )
+        self._channel.sendall(encode(message))
+
+    def _begin(self, frame: BeginShare) -> None:
+        """Passes on the load of a share, with this host's folder and region."""
+        (message,) = FrameReader(ToEngine).feed(frame.message)
+        if not isinstance(message, LoadModel) or message.group is None:
+            raise ValueError("a load of a share is none")
+        try:
+            folder, fingerprint = self._files(frame.folder, message.group.files_id)
+            group, region = self._regions.hold(self._leader, message, self._number, frame.block_tokens)
+        except (ValueError, OSError) as error:
+            failed = LoadFailed(message.placement_id, message.model, str(error), permanent=False)
+            self._wire.send(Told(encode(failed)))
+            return
+        placement_id = message.placement_id
+        sender = None
+        if frame.sends:
+            broken = GroupGone(placement_id)
+            sender = StatesSender(
+                self._wire, placement_id, region.new_link(region.stage + 1), frame.token_bytes, lambda: self._wire.send(broken)
+            )
+        received = region.new_link(region.stage - 1) if frame.receives else None
+        self._shares[placement_id] = _Share(region, received, sender)
+        self._channel.sendall(encode(msgspec.structs.replace(message, path=str(folder), fingerprint=fingerprint, group=group)))
+
+    def _files(self, relative: str, files_id: str) -> tuple[Path, str]:
+        """Returns a model's folder on this host, and its fingerprint. Raises ValueError or OSError if the folder does not hold the
+        files that the daemon's host has."""
+        folder = (self._models_dir / relative).resolve()
+        if not folder.is_relative_to(self._models_dir.resolve()):
+            raise ValueError(f"{relative} is not in the models folder {self._models_dir}")
+        try:
+            checkpoint = scan_one(folder)
+        except OSError as error:
+            raise ValueError(f"{folder}: {error.strerror}") from None
+        if not checkpoint.complete:
+            raise ValueError(f"{folder}: {checkpoint.reason or checkpoint.error}")
+        if checkpoint.files_id != files_id:
+            raise ValueError(f"{folder} holds other files than the daemon's host has under this name")
+        return folder, checkpoint.fingerprint
+
+    def _leave(self, placement_id: int) -> None:
+        """Ends the use of a region, whose share the engine no longer has."""
+        share = self._shares.pop(placement_id, None)
+        if share is None:
+            return
+        share.region.leave()
+        if share.sender is not None:
+            share.sender.close()
+        self._regions.leave(self._leader, placement_id, self._number)
+
+    # ---- from the engine
+
+    def _tell(self) -> None:
+        """Passes on what the engine says, until it closes its end of the channel."""
+        with contextlib.suppress(WireClosed, OSError):
+            while data := self._channel.recv(RECV_BYTES):
+                messages: Sequence[Message] = list(self._from_engine.feed(data))
+                for message in messages:
+                    if isinstance(message, LoadFailed | Evicted):
+                        self._leave(message.placement_id)
+                self._wire.send(Told(b"".join(map(encode, messages))))
+
+    def _pass_lines(self) -> None:
+        with contextlib.suppress(WireClosed, OSError):
+            while data := os.read(self._process.stderr.fileno(), RECV_BYTES):
+                self._wire.send(Lines(data))
+
+    def _watch(self) -> None:
+        """Reports the engine's signs of life, and its end."""
+        poller = select.poll()
+        poller.register(self._process.pidfd, select.POLLIN)
+        with contextlib.suppress(WireClosed):
+            while not poller.poll(BEAT_EVERY_S * 1e3):
+                self._wire.send(self._beat())
+        code = self._process.wait()
+        if not self._over:
+            self._log(f"{self._device.name}: the engine ended with {code}")
+            with contextlib.suppress(WireClosed):
+                self._wire.send(EngineEnded(_described(code), list(read_journal(self._journal))))
+        self._wire.shut()
+
+    def _beat(self) -> Beat:
+        pulse, now = read_pulse(self._journal), time.monotonic()
+        first_age_s = now - pulse.first_since_s if pulse.first_since_s else -1.0
+        return Beat(now - pulse.at_s if pulse.at_s else -1.0, pulse.expected_s, first_age_s, pulse.doing)
+
+    def _end_process(self) -> None:
+        """Ends the engine: closes the channel, which it ends with, and kills it if it takes too long."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        poller = select.poll()
+        poller.register(self._process.pidfd, select.POLLIN)
+        if not poller.poll(END_LIMIT_S * 1e3):
+            self._process.kill()
+
+
+def _described(code: int | None) -> str:
+    return f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"

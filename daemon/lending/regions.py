@@ -1,0 +1,111 @@
+"""The copies, on a lender's host, of the regions through which the engines of a split model share steps.
+
+All devices that are lent to one daemon share one copy of a model's region. The proxies of these devices each send every step, and
+the first one that arrives is written."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from daemon.engines.exchange_memory import ExchangeMemory
+from engine.exchange import Exchange
+from engine.memory.group_region import GroupRegion, open_region
+from engine.protocol import Group, LoadModel
+from engine.remote.frames import Step
+from engine.remote.table_rows import TableRows, write_rows
+from scheduler.batch.plan import BatchPlan
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One model's region. writer: writes its plans and its table. holders: numbers of the engines that may use it. num_steps: how
+    many steps have been written."""
+
+    writer: GroupRegion
+    holders: set[int]
+    num_steps: int = 0
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+
+class LentRegions:
+    """The regions of all models with shares on a lender's devices, in the exchange memory `memory`. Methods may be called by any
+    thread. An engine is named by its number in the exchange memory, a model by the daemon that leads it and its placement."""
+
+    def __init__(self, memory: ExchangeMemory) -> None:
+        self.memory = memory
+        self._exchange = Exchange(memory.fd, memory.doorbells)
+        self._copies: dict[tuple[str, int], _Copy] = {}
+        self._changing = threading.Lock()
+
+    def hold(self, leader: str, message: LoadModel, number: int, block_tokens: int) -> tuple[Group, GroupRegion]:
+        """Returns the group of an engine that is about to load a share, and its region, which is made if no other engine here holds
+        it. message: the load as the daemon sent it. Raises ValueError for a region that does not fit the model, and OSError if
+        there is no room."""
+        assert message.group is not None
+        key, group = (leader, message.placement_id), message.group
+        with self._changing:
+            copy = self._copies.get(key)
+            offset = self.memory.allocate(group.region_bytes) if copy is None else copy.writer.offset
+            own = msgspec.structs.replace(group, members=self._members(group, number), region_offset=offset)
+            try:
+                region = open_region(self._exchange, msgspec.structs.replace(message, group=own), block_tokens)
+            except (ValueError, OSError):
+                if copy is None:
+                    self.memory.free(offset)
+                raise
+            if copy is None:
+                copy = self._copies[key] = _Copy(region, set())
+            copy.holders.add(number)
+            return own, region
+
+    def leave(self, leader: str, placement_id: int, number: int) -> None:
+        """Ends an engine's use of a region, because it has evicted its share or has died. The last one frees the region."""
+        with self._changing:
+            copy = self._copies.get((leader, placement_id))
+            if copy is None:
+                return
+            copy.holders.discard(number)
+            self._exchange.break_group(copy.writer.offset)
+            if not copy.holders:
+                del self._copies[leader, placement_id]
+                self.memory.free(copy.writer.offset)
+
+    def break_group(self, leader: str, placement_id: int) -> None:
+        """Ends the steps of a model whose group has lost a device, so that no engine here waits in one."""
+        with self._changing:
+            if (copy := self._copies.get((leader, placement_id))) is not None:
+                self._exchange.break_group(copy.writer.offset)
+
+    def post(self, leader: str, step: Step, number: int) -> int:
+        """Writes a step, unless another engine's proxy has sent it before, and adds it to an engine's queue. Returns the number of
+        the step's tokens. Raises ValueError for a step that does not follow the last one."""
+        copy = self._copies.get((leader, step.placement_id))
+        if copy is None:
+            return 0  # the share has left meanwhile
+        plan = _plan_of(step)
+        with copy.writing:
+            if step.number > copy.num_steps:
+                raise ValueError(f"step {step.number} of placement {step.placement_id} came after {copy.num_steps} steps")
+            if step.number == copy.num_steps:
+                write_rows(copy.writer.table, plan, TableRows(step.columns, step.tokens, step.cells))
+                copy.writer.write_plan(plan)
+                copy.num_steps += 1
+        if self._exchange.post([number], copy.writer.offset):
+            self._exchange.ring(number)
+        return int(plan.num_new.sum())
+
+    def _members(self, group: Group, number: int) -> list[int]:
+        """Returns a member's number for each rank of a group: the engine's own, and for all others numbers that no engine here has,
+        because a member that does not lead uses its own only."""
+        others = self._exchange.num_engines
+        return [number if rank == group.rank else others + rank for rank in range(len(group.members))]
+
+
+def _plan_of(step: Step) -> BatchPlan:
+    slots, num_computed, num_new = (np.frombuffer(data, np.int32) for data in (step.slots, step.num_computed, step.num_new))
+    how = (np.frombuffer(step.samples, np.bool_), step.all_decode, step.drafted)
+    return BatchPlan(step.step_id, "", slots, num_computed, num_new, *how)

@@ -1,0 +1,1 @@
+"""Lets an engine on another host run stages of pipelines that this host leads (docs/design/hosts.md)."""

@@ -1,0 +1,44 @@
+"""Sends the states of a pipeline's steps from memory of this host to the next stage on another host."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+from engine.memory.stage_link import StageLink
+from engine.remote.frames import States
+from engine.remote.wire import Wire, WireClosed
+from loader.threads import Thread
+
+
+class StatesSender:
+    """Takes the states of each step from memory in the place of the stage that needs them, and sends them as frames, in a thread of
+    its own. link: that stage's connection to the stage before it. token_bytes: bytes of the states for each token. broken: called
+    if the group is broken while the thread waits; may raise WireClosed."""
+
+    def __init__(self, wire: Wire, placement_id: int, link: StageLink, token_bytes: int, broken: Callable[[], None]) -> None:
+        self._wire, self._placement_id, self._link, self._token_bytes = wire, placement_id, link, token_bytes
+        self._broken = broken
+        self._steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = Thread(target=self._send, name="states")
+        self._thread.start()
+
+    def step(self, num_tokens: int) -> None:
+        """Tells of the next step, which has so many tokens."""
+        self._steps.put(num_tokens)
+
+    def close(self) -> None:
+        """Ends the thread, and waits until it no longer reads the memory. The group must be broken."""
+        self._steps.put(None)
+        self._thread.join()
+
+    def _send(self) -> None:
+        while (num_tokens := self._steps.get()) is not None:
+            place = self._link.take()
+            try:
+                if place is None:
+                    self._broken()
+                    return
+                self._wire.send(States(self._placement_id, place[: num_tokens * self._token_bytes].data))
+            except WireClosed:
+                return  # whoever receives from the connection notices, too

@@ -1,0 +1,137 @@
+"""The TCP connection between a proxy and a lender: both prove that they know the same key, then they send frames.
+
+Connection and proof are those of multiprocessing.connection: a challenge in each direction, answered by its HMAC with the key.
+Nothing is encrypted, so the connection belongs in a network that others cannot read or write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+import msgspec
+
+from engine.remote.frames import Frame
+
+CONNECT_S = 10.0  # limit for connecting, and for each part of the proof
+SILENT_S = 10  # a host that acknowledges nothing for so long counts as failed
+LEAST_KEY_BYTES = 16
+
+
+class WireClosed(Exception):
+    """Raised when the connection has ended; the text says why."""
+
+
+class Wire:
+    """One end of a connection. sock: the connected socket, which this object owns from now on. receives: the union of the frames
+    that arrive here. One thread may receive while others send."""
+
+    def __init__(self, sock: socket.socket, receives: Any) -> None:
+        _prepare(sock)
+        self._sock = sock
+        self._connection = Connection(os.dup(sock.fileno()))
+        self._decoder, self._encoder = msgspec.msgpack.Decoder(receives), msgspec.msgpack.Encoder()
+        self._sending = threading.Lock()
+
+    def prove(self, key: bytes, asks_first: bool) -> None:
+        """Proves to the other end that this one knows the key, and has it prove the same. asks_first: True on the lender's end.
+        Raises WireClosed."""
+        try:
+            _limit_waits(self._sock, CONNECT_S)
+            for ask in (asks_first, not asks_first):
+                (deliver_challenge if ask else answer_challenge)(self._connection, key)
+            _limit_waits(self._sock, 0.0)
+        except AuthenticationError:
+            raise WireClosed("the keys differ") from None
+        except (OSError, EOFError) as error:
+            raise WireClosed(f"the other end did not prove that it knows the key: {_text(error)}") from None
+
+    def send(self, frame: Frame) -> None:
+        """Sends a frame; blocks while the network takes no more. Raises WireClosed."""
+        data = self._encoder.encode(frame)
+        try:
+            with self._sending:
+                self._connection.send_bytes(data)
+        except (OSError, ValueError) as error:
+            raise WireClosed(_text(error)) from None
+
+    def receive(self) -> Any:
+        """Waits for the next frame and returns it. Raises WireClosed."""
+        try:
+            return self._decoder.decode(self._connection.recv_bytes())
+        except (OSError, EOFError) as error:
+            raise WireClosed(_text(error)) from None
+        except msgspec.MsgspecError as error:
+            raise WireClosed(f"what came is no frame: {error}") from None
+
+    def shut(self) -> None:
+        """Ends the connection, so that both ends' `receive` and `send` raise WireClosed. Any thread may call it, and more than
+        once."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the connection and closes it. Called when no other thread uses it any more."""
+        self.shut()
+        self._connection.close()
+        self._sock.close()
+
+
+def connect(host: str, port: int, key: bytes, receives: Any) -> Wire:
+    """Connects to a lender. Raises WireClosed if that fails."""
+    try:
+        wire = Wire(socket.create_connection((host, port), CONNECT_S), receives)
+    except OSError as error:
+        raise WireClosed(_text(error)) from None
+    try:
+        wire.prove(key, asks_first=False)
+    except WireClosed:
+        wire.close()
+        raise
+    return wire
+
+
+def read_key(path: str) -> bytes:
+    """Returns the key in a file: its first line without spaces around it. Raises ValueError, which names the file, for an
+    unreadable file or a key that is too short."""
+    try:
+        with open(path, "rb") as file:
+            key = file.readline(4096).strip()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if len(key) < LEAST_KEY_BYTES:
+        raise ValueError(f"{path}: its first line must be a key of {LEAST_KEY_BYTES} characters or more")
+    return key
+
+
+def _prepare(sock: socket.socket) -> None:
+    """Has the kernel send what it gets at once, and end the connection when the other host is silent for SILENT_S seconds."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    every_s = max(1, SILENT_S // 4)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, every_s),
+        (socket.TCP_KEEPINTVL, every_s),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, SILENT_S * 1000),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _limit_waits(sock: socket.socket, seconds: float) -> None:
+    """Limits each read and write of the socket to so many seconds; 0.0: no limit."""
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, BlockingIOError):
+        return "it did not answer in time"
+    return "the other end closed the connection" if isinstance(error, EOFError) else str(getattr(error, "strerror", "") or error)
