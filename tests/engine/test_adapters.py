@@ -150,14 +150,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_recorded_steps_equal_others(runner: TorchRunner, llama: Adapted, dtype: str) -> None:
+    """Within a tolerance, because recorded steps are padded, and torch may multiply padded rows with another kernel."""
     recorded, plain = load_both(runner, llama.folder, dtype)
+    tolerance = 1e-4 if dtype == "float32" else 0.06
     wanted = []
     for model in (plain, recorded):
         place_both(runner, model, llama)
         found = steps(model, filled(model))
         wanted = wanted or found
         for one, other in zip(found, wanted, strict=True):
-            assert np.array_equal(one, other)
+            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
     assert bool(recorded._steps.decodes) == (dtype != "float16"), "no kernels compute float16, so its steps are not recorded"
     assert not plain._steps.decodes
     exact = np.concatenate(expected(llama))
