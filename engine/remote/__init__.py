@@ -1,1 +1,1 @@
-"""Lets an engine on another host run stages of pipelines that this host leads (docs/design/hosts.md)."""
+"""Lets an engine on another host run stages of pipelines that this host leads (docs/hosts.md)."""

@@ -32,7 +32,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", required=True)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
-    name_process(f"{options.device}@{options.host}")
+    name_process(f"engine {options.device}@{options.host}")
     channel = Channel(socket.socket(fileno=options.channel_fd))
     end_with(options.channel_fd)
     try:
