@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from config.device_names import host_of
 from config.parallel import by_kind
 from config.schema import DeviceBudget
 from engine.exchange import Exchange, first_region, make_exchange
@@ -72,8 +73,8 @@ class ExchangeMemory:
 
 
 def exchange_memory(devices: Sequence[DeviceBudget]) -> ExchangeMemory | None:
-    """Returns an exchange memory for the devices over which models may be split: those of which there are two or more of a kind.
-    None if there are none."""
+    """Returns an exchange memory for the devices over which models may be split: those of which there are two or more of a kind,
+    and those of other hosts, whose proxies need one. None if there are none."""
     there = by_kind(device.name for device in devices if not device.model)
-    names = [name for of_kind in there.values() if len(of_kind) > 1 for name in of_kind]
+    names = [name for of_kind in there.values() if len(of_kind) > 1 or any(map(host_of, of_kind)) for name in of_kind]
     return ExchangeMemory(names) if names else None

@@ -13,6 +13,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+from config import credentials
 from config.provenance import Sources
 from config.schema import DeviceBudget, NodeConfig
 from config.units import format_bytes
@@ -33,7 +34,7 @@ from daemon.engines.host_memory import HostMemory
 from daemon.engines.kept_device import KeptDevice
 from daemon.engines.kernels import Kernels
 from daemon.engines.left_memory import LeftMemory
-from daemon.engines.workers import EngineSpec, EngineWorker
+from daemon.engines.workers import EngineSpec, EngineWorker, LentBy
 from daemon.errors import BadRequest, HearthError, from_refusal
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
@@ -156,6 +157,7 @@ class NodeParts:
                 self._left[device.name],
                 self.exchange,
                 self.forks if device.is_local("cpu") else None,
+                self._lent_by(device),
             )
             for device in devices
         }
@@ -211,6 +213,13 @@ class NodeParts:
             return EngineSpec(device, max(fitting, default=0), self.config, threads, kernels, num_slots)
 
         return spec
+
+    def _lent_by(self, device: DeviceBudget) -> LentBy | None:
+        if not device.host:
+            return None
+        host = self.config.hosts[device.host]
+        key_file = credentials.path_of(host.key_file, f"hosts.{device.host}.key_file")
+        return LentBy(device.host, host.address, key_file, device.hardware, self.config.models_dir)
 
     def _left_memory(self, device: DeviceBudget) -> LeftMemory | None:
         is_host = device.is_local("cpu")
