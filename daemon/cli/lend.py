@@ -47,11 +47,12 @@ def lend(client: Client, options: argparse.Namespace) -> int:
         config = load.load(options.config, flags)
         budgets = device_budgets(config, units.machine_memory_bytes(), gpus=partial(memories, Driver()))
         key = read_key(options.key_file)
+    except (load.ConfigError, ValueError) as error:
+        raise _usage(str(error)) from None
+    try:
         host, port = units.parse_listen(options.listen)
-    except load.ConfigError as error:
-        raise _usage(str(error)) from None
     except ValueError as error:
-        raise _usage(str(error)) from None
+        raise _usage(f"--listen {options.listen!r} {error}") from None
     threads = threads_per_engine(config, budgets)
     devices = [LentDevice(one.name, one.budget_bytes, one.uuid, threads) for one in budgets]
     tell = partial(_tell, options.json)

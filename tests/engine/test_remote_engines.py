@@ -4,56 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import msgspec
 import pytest
 
-from daemon.lending.lender import Lender
-from daemon.lending.lent_engine import LentDevice
+from engine.loop.pulse import Doing, Pulse, read_pulse
 from engine.protocol import Configure, EngineFault, EngineReady, Evicted, LoadFailed
 from loader.catalog import scan_one
 from loader.work_space import handed_bytes
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.engine.engine_process import EngineProcess, Node
 from tests.engine.group_engines import Engines
+from tests.engine.other_host import KEY, OtherHost
 from tests.engine.said import Said
 from tests.kernel_cache import CACHE_DIR
 
 LIMITS = {"max_model_len": 256, "max_sequences": 8, "eos_token_ids": [END_ID], "weights_chunks": 16, "kv_reserved_chunks": 16}
 CONFIGURE = Configure("cpu:0", 96, 64 << 10, 1 << 20, 64, 16, 10.0, 1, cache_dir=CACHE_DIR)
 NULL = msgspec.structs.replace(CONFIGURE, runner="null", null_step_ms=1.0)
-KEY = "a key that both hosts know"
-
-
-class OtherHost:
-    """A lender of two devices. lines: what it has told operators."""
-
-    def __init__(self, models: Path, budget_bytes: int = 96 * (64 << 10)) -> None:
-        self.lines: list[str] = []
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        devices = [LentDevice(name, budget_bytes, "", 1) for name in ("cpu:0", "cpu:1")]
-        self.lender = Lender(devices, KEY.encode(), str(models), CACHE_DIR, self.lines.append)
-        self._server = Thread(target=self.lender.serve, args=(self.listener,), daemon=True)
-        self._server.start()
-
-    def arguments(self, models: Path, device: str = "cpu:0", key: str = KEY) -> list[str]:
-        """Returns the arguments of a proxy of an engine here. models: the models folder of the daemon's host."""
-        (file := models.parent / "key").write_text(key + "\n")
-        address = "{}:{}".format(*self.listener.getsockname())
-        named = {"device": device, "host": "b", "address": address, "key-file": str(file), "models": str(models)}
-        return [part for name, value in named.items() for part in (f"--{name}", value)]
-
-    def close(self) -> None:
-        self.lender.stop(self.listener)
-        self._server.join(10)
-        assert not self._server.is_alive()
-        self.listener.close()
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +154,25 @@ def test_a_killed_engine_there(two: tuple[Engines, OtherHost], models: Path) -> 
     again = engines.ask(0, "a", 8)
     leader.wait_finished(again)
     assert any("ended with -9" in line for line in host.lines)
+
+
+def test_the_daemon_sees_the_life_of_an_engine_there(two: tuple[Engines, OtherHost], models: Path) -> None:
+    """The proxy writes the engine's signs of life where the daemon looks for them, with times of this host."""
+    engines, _ = two
+    proxy = engines.all[1]
+
+    def beat_after(at_s: float) -> Pulse:
+        for _ in range(200):
+            if (pulse := read_pulse(proxy.journal)).at_s > at_s:
+                return pulse
+            time.sleep(0.05)
+        raise AssertionError("no sign of life within 10 s")
+
+    first = beat_after(0.0)
+    assert first.doing in (Doing.IDLE, Doing.TURN)
+    assert 0.0 < time.monotonic() - first.at_s < 30.0
+    engines.load(str(models / "a"), "a", [0, 1], **how(models, "a", 2))
+    assert beat_after(first.at_s).at_s <= time.monotonic()
 
 
 def test_a_host_that_is_gone(two: tuple[Engines, OtherHost], models: Path) -> None:

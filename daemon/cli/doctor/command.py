@@ -52,7 +52,7 @@ def text(findings: Sequence[Finding]) -> str:
 def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Finding]:
     """Runs all checks and returns their findings, in the order in which they are shown. against: the settings to check. models_dir:
     the models folder to look at. memory_bytes: the machine's memory."""
-    from daemon.cli.doctor import gpu, memory, network, packages, settings, storage, system
+    from daemon.cli.doctor import gpu, hosts, memory, network, packages, settings, storage, system
     from daemon.cli.doctor.finding import OK, Finding
     from daemon.gpu.driver import Driver
 
@@ -74,6 +74,8 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
         system.open_files(limits, whose),
         *storage.find_storage(models_dir),
         network.certificate(against.tls),
+        *map(hosts.told, against.lent),
+        *(hosts.find(name, **host) for name, host in against.hosts.items()),
         Finding("HTTP address", OK, f"hearthd serves {against.listen}") if against.pid else network.find_port(against.listen),
     ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from config import host_tier, load, paths
-from config.device_names import is_local
+from config.device_names import host_of, is_local
 from config.devices import NoGpus, device_budgets
 from config.schema import NodeConfig
 from config.settings_files import SUFFIX, folder_of, present_files
@@ -29,7 +29,8 @@ class Settings:
     unset. budgets: device -> bytes. uuids: cuda device -> UUID of its GPU. wants_gpu: whether cuda devices are configured, even if
     the driver does not know them. files: the files that were read, in order. refused: why the running daemon does not use the
     files' current content, "" if it does. tls: the certificate as in `hearth status`, or {"problem": why it cannot be used}; None:
-    no certificate is set."""
+    no certificate is set. hosts: other hosts that lend devices, by name, with their settings; {} if a daemon runs. lent: the
+    running daemon's rows of devices of other hosts."""
 
     source: str
     pid: int
@@ -43,6 +44,8 @@ class Settings:
     files: list[str] = field(default_factory=list)
     refused: str = ""
     tls: dict[str, Any] | None = None
+    hosts: dict[str, dict[str, str]] = field(default_factory=dict)
+    lent: list[dict[str, Any]] = field(default_factory=list)
 
 
 def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory) -> Settings:
@@ -82,6 +85,7 @@ def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory)
         wants_gpu,
         present_files(path) if path else [],
         tls=_tls(config, path or "defaults"),
+        hosts={name: msgspec.structs.asdict(host) for name, host in config.hosts.items()},
     )
 
 
@@ -116,6 +120,7 @@ def of_status(status: dict[str, Any]) -> Settings:
         files=status.get("settings_files", []),
         tls=status.get("tls"),
         refused=(status.get("reload_refused") or {}).get("message", ""),
+        lent=[row for row in status["devices"] if host_of(row["name"])],
     )
 
 
