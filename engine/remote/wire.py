@@ -1,7 +1,8 @@
 """The TCP connection between a proxy and a lender: both prove that they know the same key, then they send frames.
 
-Connection and proof are those of multiprocessing.connection: a challenge in each direction, answered by its HMAC with the key.
-Nothing is encrypted, so the connection belongs in a network that others cannot read or write.
+The proof is that of multiprocessing.connection: a challenge in each direction, answered by its HMAC with the key. Nothing is
+encrypted, so the connection belongs in a network that others cannot read or write. A frame is its length (uint32, little-endian)
+and a msgpack body.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from engine.remote.frames import Frame
 CONNECT_S = 10.0  # limit for connecting, and for each part of the proof
 SILENT_S = 10  # a host that acknowledges nothing for so long counts as failed
 LEAST_KEY_BYTES = 16
+_SMALL_BYTES = 16 << 10
+_length = struct.Struct("<I")
 
 
 class WireClosed(Exception):
@@ -35,17 +38,18 @@ class Wire:
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         _prepare(sock)
         self._sock = sock
-        self._connection = Connection(os.dup(sock.fileno()))
         self._decoder, self._encoder = msgspec.msgpack.Decoder(receives), msgspec.msgpack.Encoder()
         self._sending = threading.Lock()
+        self._head, self._received = bytearray(_length.size), bytearray(1 << 16)  # the latter grows with the frames
 
     def prove(self, key: bytes, asks_first: bool) -> None:
         """Proves to the other end that this one knows the key, and has it prove the same. asks_first: True on the lender's end.
         Raises WireClosed."""
         try:
             _limit_waits(self._sock, CONNECT_S)
-            for ask in (asks_first, not asks_first):
-                (deliver_challenge if ask else answer_challenge)(self._connection, key)
+            with Connection(os.dup(self._sock.fileno())) as connection:
+                for ask in (asks_first, not asks_first):
+                    (deliver_challenge if ask else answer_challenge)(connection, key)
             _limit_waits(self._sock, 0.0)
         except AuthenticationError:
             raise WireClosed("the keys differ") from None
@@ -55,20 +59,38 @@ class Wire:
     def send(self, frame: Frame) -> None:
         """Sends a frame; blocks while the network takes no more. Raises WireClosed."""
         data = self._encoder.encode(frame)
+        head = _length.pack(len(data))
         try:
             with self._sending:
-                self._connection.send_bytes(data)
-        except (OSError, ValueError) as error:
+                if len(data) < _SMALL_BYTES:
+                    self._sock.sendall(head + data)
+                else:  # the other end wakes with the length, and waits no longer when the rest arrives
+                    self._sock.sendall(head)
+                    self._sock.sendall(data)
+        except OSError as error:
             raise WireClosed(_text(error)) from None
 
     def receive(self) -> Any:
-        """Waits for the next frame and returns it. Raises WireClosed."""
+        """Waits for the next frame and returns it. A memoryview in it is valid until the next call. Raises WireClosed."""
         try:
-            return self._decoder.decode(self._connection.recv_bytes())
+            self._fill(memoryview(self._head))
+            (num_bytes,) = _length.unpack(self._head)
+            if num_bytes > len(self._received):
+                self._received = bytearray(num_bytes)
+            body = memoryview(self._received)[:num_bytes]
+            self._fill(body)
+            return self._decoder.decode(body)
         except (OSError, EOFError) as error:
             raise WireClosed(_text(error)) from None
         except msgspec.MsgspecError as error:
             raise WireClosed(f"what came is no frame: {error}") from None
+
+    def _fill(self, memory: memoryview) -> None:
+        """Receives as many bytes as the memory has. Raises EOFError at the end of the stream."""
+        while memory:
+            if not (num := self._sock.recv_into(memory)):
+                raise EOFError
+            memory = memory[num:]
 
     def shut(self) -> None:
         """Ends the connection, so that both ends' `receive` and `send` raise WireClosed. Any thread may call it, and more than
@@ -79,7 +101,6 @@ class Wire:
     def close(self) -> None:
         """Ends the connection and closes it. Called when no other thread uses it any more."""
         self.shut()
-        self._connection.close()
         self._sock.close()
 
 
