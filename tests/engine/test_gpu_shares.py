@@ -43,8 +43,8 @@ def two() -> Iterator[RankGroup]:
 
 # what they have the others have, too; `python -m tests.engine.test_gpu_shares` computes all
 ALIKE = {"llama", "qwen3", "cohere", "phi", "glm4", "qwen3-next", "deepseek-v2", "mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe"}
-ALIKE |= {"gemma4-moe", "deepseek-v3-moe"}
-WITH_SOME_EXPERTS = ("qwen2-moe", "deepseek-v3-moe", "llama4", "gpt-oss", "gemma4-moe")
+ALIKE |= {"gemma4-moe", "deepseek-v3-moe", "gemma2", "phi3", "olmo2", "llama4"}
+WITH_SOME_EXPERTS = ("deepseek-v3-moe", "gpt-oss")
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ALIKE])
@@ -57,7 +57,7 @@ def test_each_rank_may_have_some_of_the_experts(two: RankGroup, family: str) -> 
     check_logits(two, family, (SOME_EXPERTS, SOME_EXPERTS))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3.5", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen3.5"])
 def test_layers_may_be_divided_among_stages(two: RankGroup, family: str) -> None:
     check_logits(two, family, (STAGES, STAGES))
 
