@@ -41,6 +41,7 @@ from daemon.http import handed_over, listeners, sockets, tls
 from daemon.http.acceptor import Acceptor, Crowd, Room
 from daemon.http.client_addresses import ClientAddresses, too_many
 from daemon.http.connection import Runner
+from daemon.http.last_bytes import LastBytes
 from daemon.http.serving import listen, refuse_request
 from daemon.node.node import NodeParts, scheduler_settings
 from daemon.operate import handover, named_files
@@ -68,6 +69,7 @@ log = logging.getLogger("hearthd")
 GC_AFTER_OBJECTS = 20_000  # new objects between two garbage collections; each collection visits only these
 SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers must not keep the loop waiting for Python's default 5 ms
 FLUSH_LIMIT_S = 2.0  # how long handlers may take to write their last bytes
+SEND_LIMIT_S = 10.0  # how long clients may take to read their last bytes, but not beyond the time that is left of the drain
 JUST_NOW_S = 10.0
 RESTART_SIGNAL = signal.SIGUSR2  # the unit's RestartKillSignal: a stop that another start follows at once
 TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
@@ -99,6 +101,8 @@ class DaemonRun:
         self._stop = asyncio.Event()
         self._stop_signal = ""
         self._stop_now = asyncio.Event()
+        self._last_bytes: LastBytes | None = None  # at a stop that is no restart
+        self._last_bytes_due_s = 0.0  # by the loop's clock
         self._reload_lock = asyncio.Lock()
         self._notify = Notifier()
         self._watch: FileWatch | None = None
@@ -210,7 +214,13 @@ class DaemonRun:
                 self._fail_rest(node)
             else:
                 log.info("%s: draining for at most %g s", self._stop_signal, self._config.drain_timeout_s)
+                self._last_bytes = LastBytes([api, admin])
+                drained_by_s = loop.time() + self._config.drain_timeout_s
                 await self._drain(node)
+                feed.close()
+                left_s = min(SEND_LIMIT_S, max(FLUSH_LIMIT_S, drained_by_s - loop.time()))
+                self._last_bytes_due_s = loop.time() + left_s
+                await self._wait_for_clients()
         finally:
             node.listening = False
             feed.close()
@@ -455,6 +465,15 @@ class DaemonRun:
         if num_cut:
             log.warning("%d requests did not end in time and were told server_restarting", num_cut)
 
+    async def _wait_for_clients(self) -> None:
+        """Waits at a stop until the clients have received what was written for them, but not beyond _last_bytes_due_s or a second
+        stop signal."""
+        if self._last_bytes is None:
+            return
+        num_cut = await self._last_bytes.wait(self._last_bytes_due_s - asyncio.get_running_loop().time(), self._stop_now)
+        if num_cut:
+            log.warning("%d connections still had unsent bytes when the stop no longer waited for them", num_cut)
+
     async def _tear_down(self, node: NodeParts, servers: Mapping[str, web.AppRunner]) -> None:
         """Stops every part of the daemon, the HTTP server of the API first. If stopping one part fails or takes too long, the
         others are stopped all the same. servers: by name, that of the API first."""
@@ -474,6 +493,9 @@ class DaemonRun:
                     await step
             except Exception:
                 log.exception("stopping %s failed", name)
+        await self._wait_for_clients()  # for what was written as the servers closed
+        if self._last_bytes is not None:
+            self._last_bytes.end()
         for worker in node.workers.values():
             worker.kill_now()
         node.watch.close()

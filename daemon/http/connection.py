@@ -91,6 +91,8 @@ class ConnectionServer(web.Server):
             **made._kwargs,
         )
         self.answering = answering
+        # called when a connection has ended; without TLS its socket is still open then
+        self.on_lost: Callable[[Connection], None] = _ignore
 
     def __call__(self) -> Connection:
         return self.connection(_nothing)
@@ -106,6 +108,10 @@ def _nothing() -> None:
     pass
 
 
+def _ignore(connection: Connection) -> None:
+    pass
+
+
 class Connection(web.RequestHandler):
     """The HTTP connection of one client. A timer limits how long a request's head may take. The timer is set when the client
     connects and when a later head arrives in pieces, even while earlier requests are in progress. Requests that arrive whole need
@@ -113,7 +119,7 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "_answering", "_before", "_body", "_body_bytes", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_parts",
-        "_head_timer", "_is_last_look", "_lingering", "_server", "in_progress",
+        "_head_timer", "_is_last_look", "_lingering", "_server", "client", "in_progress",
     )  # fmt: skip
 
     def __init__(
@@ -123,6 +129,7 @@ class Connection(web.RequestHandler):
         just connected."""
         super().__init__(server, **options)
         self._server, self._answering, self._closed, self._before = server, server.answering, closed, before
+        self.client: asyncio.Transport | None = None  # until the connection is lost; `transport` is None from its closing on
         self.in_progress: InProgress | None = None  # set by the handler while the next daemon could continue its request
         self._body: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head has arrived
         self._body_bytes = 0  # the length of that body by Content-Length; 0: no body, or a chunked one
@@ -136,6 +143,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self.client = self.transport
         before = self._before
         if before is None or not before.is_used:
             self._await_head()
@@ -149,6 +157,8 @@ class Connection(web.RequestHandler):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+        self._server.on_lost(self)
+        self.client = None
         self._closed()
         super().connection_lost(exc)
 

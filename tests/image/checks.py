@@ -145,8 +145,7 @@ def killed_container(engine: Engine) -> str:
 
 def stopped(engine: Engine) -> str:
     """Stops the container under a stream that is long enough to be under way when the signal comes, which the order of the log
-    shows. The stream is read meanwhile, because what the kernel still holds for a client that does not read is lost with the
-    container's network."""
+    shows. The stream is read meanwhile, because the stop waits for a client that does not read for a bounded time only."""
     body = {"model": "oak", "prompt": "a", "max_tokens": 12000, "stream": True, "ignore_eos": True}
     with closing(http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)) as connection, ThreadPoolExecutor(1) as pool:
         connection.request("POST", "/v1/completions", json.dumps(body))
