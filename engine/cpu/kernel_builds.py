@@ -36,7 +36,7 @@ log = logging.getLogger("engine")
 _T = TypeVar("_T")
 
 TELL_EVERY_S = 1.0
-START_S = 2.0  # a process needs this long for its imports before it compiles
+START_S = 1.0  # a process needs this long for its imports before it compiles
 KEPT_BYTES = COMPILER_BYTES * 3 // 4  # a process with more memory than this compiles nothing more
 
 
@@ -229,7 +229,7 @@ class CpuKernelBuilds:
     def _run_process(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
         """Has a compiler process compile the units in build.queue, one by one, and puts each unit with its problem ("": none) into
         `ended`; starts a new process whenever one has crashed. A process that is alive at the end is kept for the next build,
-        because starting one takes two seconds, unless it has grown large."""
+        because starting one takes a second, unless it has grown large."""
         while build.queue:
             try:
                 process = self._kept() or _start(self._parallel)

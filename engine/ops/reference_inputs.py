@@ -15,11 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Indices in `counts`. ROWS, TOKENS: the step's rows and tokens (given). SAMPLING: rows that sample. GREEDY: those of them that take
-# their most likely token. APART: rows that ask for more than a token sampled by its settings, such as edited logits or reported
-# log-probabilities. ATTENDED: positions that all tokens together attend to.
-ROWS, TOKENS, SAMPLING, GREEDY, APART, ATTENDED = 0, 1, 2, 3, 4, 5
-NUM_COUNTS = 6
+from engine.ops.step_counts import APART, ATTENDED, GREEDY, ROWS, SAMPLING, TOKENS
 
 
 def step_tokens(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import boolean, float32, float64, int32, int64, njit, uint32, uint64, void
 
-from engine.ops.reference_inputs import APART, ATTENDED, GREEDY, ROWS, SAMPLING, TOKENS
+from engine.ops.step_counts import APART, ATTENDED, GREEDY, ROWS, SAMPLING, TOKENS
 
 # No reordering of sums, because the two parts of pi / 2 must not be combined.
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy", "cache": True, "nogil": True}

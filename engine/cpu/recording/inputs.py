@@ -19,7 +19,7 @@ from engine.cpu.ops import CpuOps
 from engine.cpu.programs.program import Call
 from engine.cpu.programs.replay import Replay
 from engine.ops.ops import BatchAdapters
-from engine.ops.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, SAMPLING, TOKENS
+from engine.ops.step_counts import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, SAMPLING, TOKENS
 from scheduler.batch.plan import BatchPlan, FloatArray, IntArray, SequenceTable
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.ops import reference_inputs
-from engine.ops.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, SAMPLING, TOKENS
+from engine.ops.step_counts import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, SAMPLING, TOKENS
 
 pytest.importorskip("numba")
 SLOTS, LENGTH, MAX_ROWS, MAX_TOKENS = 30, 200, 24, 300
