@@ -34,7 +34,7 @@ from loader.errors import UnsupportedModel
 from loader.formats.weight_format import WeightFormat
 from loader.hf_config import CONFIG_NAME
 from loader.kernel_needs import needed_kernels
-from loader.kernel_sets import KernelSet
+from loader.kernel_sets import SAMPLING, KernelSet
 from loader.model_shape import ModelShape
 from loader.sinks import HostSink
 from loader.threads import Thread
@@ -110,8 +110,10 @@ class CpuBackend:
             self._builds.need(sets)
 
     def _compile_late(self, kernel_set: KernelSet) -> None:
-        """Has a set of kernels compiled that a step has needed although loader/kernel_needs.py does not list it for the model. The
-        step goes on with the reference implementation."""
+        """Has a set of kernels compiled that a step has needed although loader/kernel_needs.py does not list it for the model, and
+        those for sampling at once if the step samples. The step goes on with the reference implementation."""
+        if self._builds is not None and kernel_set.name == SAMPLING:
+            self._builds.hurry()
         if self._builds is not None and not self._builds.knows(kernel_set):
             log.warning("kernels for %s were not compiled ahead: no model was known to call them", kernel_set)
             Thread(target=self._builds.need, args=([kernel_set],), name="kernels").start()

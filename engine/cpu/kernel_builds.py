@@ -38,6 +38,8 @@ _T = TypeVar("_T")
 TELL_EVERY_S = 1.0
 START_S = 1.0  # a process needs this long for its imports before it compiles
 KEPT_BYTES = COMPILER_BYTES * 3 // 4  # a process with more memory than this compiles nothing more
+# Niceness of a process that compiles kernels which nobody waits for: beside it, a thread that computes a step has 0.97 of a core.
+UNHURRIED = 15
 
 
 class _Build:
@@ -117,6 +119,8 @@ class CpuKernelBuilds:
         self._builds: deque[_Build] = deque()
         self._builder: Thread | None = None
         self._idle: deque[subprocess.Popen[str]] = deque()  # compilers that have finished a build
+        self._hurried = False  # whether somebody waits for the kernels that only sampling calls
+        self._unhurried: set[subprocess.Popen[str]] = set()  # compilers with a low priority
         self.problems: dict[str, str] = {}  # set of kernels -> why it is not in use
 
     def knows(self, kernel_set: KernelSet) -> bool:
@@ -126,7 +130,8 @@ class CpuKernelBuilds:
     def need(self, sets: Iterable[KernelSet]) -> None:
         """Asks for sets of kernels. Those in the cache folder are in use when this returns; the others are being compiled by then.
         Sets that steps call are compiled before sets that only sampling calls; among these the dtype that comes first in `sets` is
-        first, and within it the unit that takes longest."""
+        first, and within it the unit that takes longest. What only sampling calls is compiled with a low priority until `hurry` is
+        called, because it would take a core from steps that choose the most likely token."""
         with self._lock:
             new = [kernel_set for kernel_set in dict.fromkeys(sets) if kernel_set not in self._known]
             self._known.update(new)
@@ -137,14 +142,27 @@ class CpuKernelBuilds:
                 if not missing[kernel_set]:
                     self._use(kernel_set)
             if any(missing.values()):
+                if self._builder is not None:  # what is being compiled keeps these waiting
+                    self._hurry()
                 self._builds.append(_Build({kernel_set: of_set for kernel_set, of_set in missing.items() if of_set}))
             if self._builds and self._builder is None:  # else it goes on with them, or there was no memory for it last time
                 builder = Thread(target=self._build_all, name="kernels")
                 builder.start()
                 self._builder = builder
 
+    def hurry(self) -> None:
+        """Has everything compiled with the priority of this process from now on, because a step samples or something waits."""
+        with self._lock:
+            self._hurry()
+
+    def _hurry(self) -> None:
+        self._hurried = True
+        for process in tuple(self._unhurried):
+            process.kill()  # only the administrator may raise a priority again; another process compiles its unit
+
     def wait(self) -> None:
         """Waits until nothing is being compiled."""
+        self.hurry()
         while (builder := self._builder) is not None:
             builder.join()
 
@@ -238,16 +256,38 @@ class CpuKernelBuilds:
                 return
             while (found := _next(build.queue)) is not None:
                 unit, kernel_set = found
+                is_unhurried = kernel_set.name == SAMPLING and self._lower(process)
                 if not _compile_in(process, [*kernel_set, unit.name]):
-                    ended.put((unit, f"the compiler ended with {_exit_of(process)} at {unit.name}"))
+                    if is_unhurried and self._hurried:
+                        build.queue.appendleft(found)
+                    else:
+                        ended.put((unit, f"the compiler ended with {_exit_of(process)} at {unit.name}"))
+                    self._unhurried.discard(process)
                     _end(process)
                     break
                 ended.put((unit, ""))
             else:
-                if _resident_bytes(process) <= KEPT_BYTES:
+                if process in self._unhurried:
+                    self._unhurried.discard(process)
+                    _end(process)
+                elif _resident_bytes(process) <= KEPT_BYTES:
                     self._idle.append(process)
                 else:
                     _end(process)
+
+    def _lower(self, process: subprocess.Popen[str]) -> bool:
+        """Gives a compiler a low priority, unless somebody waits for what it compiles. Returns whether it has one."""
+        with self._lock:
+            if process in self._unhurried:
+                return True
+            if self._hurried:
+                return False
+            try:
+                os.setpriority(os.PRIO_PROCESS, process.pid, UNHURRIED)
+            except OSError:  # it has ended, or its priority is lower already
+                return False
+            self._unhurried.add(process)
+            return True
 
     def _kept(self) -> subprocess.Popen[str] | None:
         """Returns a compiler process that was kept from an earlier build and is alive, or None if there is none."""

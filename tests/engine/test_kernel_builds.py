@@ -4,9 +4,12 @@ leaves.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,23 +17,30 @@ from pathlib import Path
 import pytest
 
 from engine.contracts.loads import KernelNews
-from engine.cpu import kernel_builds, kernel_units
-from engine.cpu.kernel_builds import CpuKernelBuilds
 from engine.host import compiled
 from loader.kernel_sets import OF_DECODERS, KernelSet
 from tests.engine.cpu_ops import SETS
+from tests.kernel_cache import CACHE_DIR
+
+compiled.keep_in(CACHE_DIR)  # before a kernel is imported
+
+from engine.cpu import kernel_builds, kernel_units  # noqa: E402
+from engine.cpu.kernel_builds import CpuKernelBuilds  # noqa: E402
 
 STEPS, ATTENTION = KernelSet("bfloat16", ""), KernelSet("bfloat16", "attention")
 SAMPLING, FLOAT32 = KernelSet("bfloat16", "sampling"), KernelSet("float32", "")
-# stands in for a process of `_start`: writes the names it is asked for to a file, and crashes at one name
+# stands in for a process of `_start`: writes the names it is asked for to a file, crashes at one name, and takes long for "slow"
+# with a low priority
 PROCESS = """
-import json, os, sys
+import json, os, sys, time
 for line in sys.stdin:
     name = json.loads(line)[-1]
     with open(sys.argv[1], "a") as file:
         print(name, file=file)
     if name == sys.argv[2]:
         os.abort()
+    while name == "slow" and os.nice(0):
+        time.sleep(0.01)
     print("done", flush=True)
 """
 
@@ -141,6 +151,38 @@ def test_steps_come_before_sampling_and_the_longest_first_and_each_set_is_used_w
     kinds = list(dict.fromkeys(news.told.kind for news in one.news))
     assert kinds == ["sampling and bfloat16 and float32", "sampling and float32", "sampling", ""]
     assert [news.told.kind for news in one.news].count("") == 1, "its end is told once"
+
+
+def test_what_only_sampling_calls_is_compiled_beside_steps_until_somebody_waits_for_it(machine):
+    """Then other processes, with the priority of this one, compile what is left."""
+    one = machine({STEPS: [Unit("a")], SAMPLING: [Unit("slow", 9.0), Unit("b")]}, processes=1)
+    one.builds.need([STEPS, SAMPLING])
+    while "slow" not in one.asked:
+        time.sleep(0.01)
+    assert one.asked == ["a", "slow"]
+    (process,) = one.builds._unhurried
+    while os.getpriority(os.PRIO_PROCESS, process.pid) != kernel_builds.UNHURRIED:
+        time.sleep(0.01)
+    one.builds.hurry()
+    one.builds.wait()
+    assert one.asked == ["a", "slow", "slow", "b"]
+    assert one.num_processes == 2
+    assert process.returncode == -signal.SIGKILL
+    for news in one.news:
+        if news.apply is not None:
+            news.apply()
+    assert (one.used, one.builds.problems) == ([STEPS, SAMPLING], {})
+
+
+def test_what_is_needed_meanwhile_does_not_wait_for_a_low_priority(machine):
+    one = machine({SAMPLING: [Unit("slow")], FLOAT32: [Unit("c")]}, processes=1)
+    one.builds.need([SAMPLING])
+    while "slow" not in one.asked:
+        time.sleep(0.01)
+    one.builds.need([FLOAT32])
+    one.builds.wait()
+    assert one.asked == ["slow", "slow", "c"]
+    assert one.builds.problems == {}
 
 
 def test_a_compiler_that_crashes_is_started_again_for_the_rest_and_its_units_set_is_left(machine, caplog):
