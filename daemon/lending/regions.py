@@ -1,7 +1,8 @@
 """The copies, on a lender's host, of the regions through which the engines of a split model share steps.
 
 All devices that are lent to one daemon share one copy of a model's region. The proxies of these devices each send every step, and
-the first one that arrives is written."""
+the first one that arrives is written.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 To the daemon and the other engines the proxy is an engine: it has the channel, the journal, the queue in the exchange memory and
 the doorbell of one. It passes messages on. When a step of a split model is in its queue, it sends the plan and the rows of the
-sequence table that the step reads, and states of the pipeline in either direction."""
+sequence table that the step reads, and states of the pipeline in either direction.
+"""
 
 from __future__ import annotations
 
