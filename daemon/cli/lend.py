@@ -11,8 +11,6 @@ import threading
 import time
 from functools import partial
 
-from config import load, units
-from config.devices import device_budgets
 from daemon.cli.client import Client, CommandError
 from daemon.cli.table import size
 from daemon.errors import EXIT_OK, EXIT_USAGE
@@ -35,6 +33,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def lend(client: Client, options: argparse.Namespace) -> int:
     """Runs until SIGINT or SIGTERM. Raises CommandError for bad settings."""
     # imported here, because the other commands need none of it
+    from config import load, units
+    from config.devices import device_budgets
     from daemon.engines.fork_client import threads_per_engine
     from daemon.gpu.driver import Driver
     from daemon.gpu.inventory import memories

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from config.schema import DeviceBudget, ModelConfig, NodeConfig, ParallelConfig
+from config.schema import DeviceBudget, HostConfig, ModelConfig, NodeConfig, ParallelConfig
 from daemon.cli.doctor import memory
 from daemon.cli.doctor import settings as doctor_settings
 from daemon.engines.carve_outs import divide
 from daemon.engines.fork_client import ForkServer, threads_per_engine
+from daemon.engines.workers import LentBy
 from daemon.gpu.inventory import why_no_memory
 from daemon.node.node import NodeParts
 from daemon.process import installation
@@ -44,12 +45,16 @@ async def test_the_parts_of_a_node_for_them(tmp_path: Path) -> None:
         host_tier_bytes=4 * MIB,
         adopt_weights=True,
         stored_responses_bytes=0,
+        hosts={"b": HostConfig("10.0.0.2:7100", "/etc/hearthd/b.key")},
         models={"pipe": pipeline, "whole": ModelConfig(devices=["cpu:0", "cpu:0@b"])},
     )
     node = NodeParts(config, [HERE, LENT, LENT_GPU], NodeState(""))
     await node.rescan()
     here, lent, gpu = (node.workers[name] for name in ("cpu:0", "cpu:0@b", "cuda:1@b"))
     assert [one._forks for one in (here, lent, gpu)] == [node.forks, None, None]
+    assert here._lent_by is None
+    models = str(tmp_path / "models")
+    assert gpu._lent_by == LentBy("b", "10.0.0.2:7100", "/etc/hearthd/b.key", "cuda:1", models)
     assert here._left is not None
     assert [one._left for one in (lent, gpu)] == [None, None]
     assert [one._host_tier_fd for one in (here, lent, gpu)] == [node.host_memory.fd, -1, -1]

@@ -20,7 +20,7 @@ from engine.host.rank_memory import rank_memory_bytes
 BUFFER_BYTES = 1024  # so small that tensors go in several pieces
 STAGE_BYTES = 4 << 20  # for the states that stages pass on
 _HEAD_BYTES = 64  # the flag that the group is broken, and how many steps rank 0 has ended
-_WAIT_S = 60.0
+_WAIT_S = 100.0
 
 
 class Rank:

@@ -37,7 +37,7 @@ def check_logits(group: RankGroup, family: str, hows: Sequence[How], tolerance: 
 
 def check_results(group: RankGroup, hows: Sequence[How]) -> None:
     """Checks that a divided model samples what the whole one does, and tells the same of it."""
-    group.start(results_of_steps, "llama", "float32", How(), True, ranks=[0])
+    group.start(results_of_steps, "llama", "float32", How(few_steps=hows[0].few_steps), True, ranks=[0])
     expected = group.results(ranks=[0])[0][0]
     group.renew()
     every = group.run(results_of_steps, "llama", "float32", list(hows))

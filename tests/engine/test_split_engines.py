@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.protocol import FINISH_STOP, Configure, Evicted, LoadFailed, TokensOut
+from loader import kv_layout
 from loader.catalog import scan_one
 from loader.formats.stored_fp8 import BY_OUTPUT
 from tests.e2e.checkpoints import END_ID, make_model
@@ -54,8 +55,15 @@ def two() -> Iterator[Engines]:
 
 
 def settings(path: str, **changes: Any) -> dict[str, Any]:
-    fingerprint = scan_one(Path(path)).fingerprint
-    return {"fingerprint": fingerprint, "speculator": "prompt-lookup", **changes}
+    checkpoint = scan_one(Path(path))
+    return {"fingerprint": checkpoint.fingerprint, "speculator": "prompt-lookup", **changes}
+
+
+def split_settings(path: str, **changes: Any) -> dict[str, Any]:
+    """Returns the settings of a load that divides the model over engines."""
+    shape = scan_one(Path(path)).shape
+    assert shape is not None
+    return settings(path, num_kv_groups=len(kv_layout.kv_groups(shape, "float32", 16)), **changes)
 
 
 def test_whatever_is_asked_a_split_model_says_what_a_whole_one_says(two: Engines, paths: dict[str, str]) -> None:
@@ -67,7 +75,7 @@ def test_whatever_is_asked_a_split_model_says_what_a_whole_one_says(two: Engines
     assert len(whole.floats["the prompt's"]) == 49 * 3
     num_drafted = 0  # a draft is left out where steps of several tokens were slow, which may be so on a busy machine
     for members in ([0, 1], [1, 0]):
-        two.load(paths["a"], "a", members, **settings(paths["a"]))
+        two.load(paths["a"], "a", members, **split_settings(paths["a"]))
         said = Said(two, members[0], "a")
         said.check(whole)
         again = Said(two, members[0], "a")  # from cached prefixes and recorded steps
@@ -83,7 +91,7 @@ def test_sequences_may_have_states(two: Engines, paths: dict[str, str]) -> None:
     two.load_alone(paths["c"], "c", 0, **how)
     whole = Said(two, 0, "c")
     two.evict_alone("c", 0)
-    two.load(paths["c"], "c", [1, 0], **how)
+    two.load(paths["c"], "c", [1, 0], **split_settings(paths["c"]))
     Said(two, 1, "c").check(whole)
     two.evict("c")
 
@@ -95,7 +103,7 @@ def test_matrices_may_be_quantised(two: Engines, paths: dict[str, str], tmp_path
     two.load_alone(str(tmp_path), "q", 0, **how)
     whole = Said(two, 0, "q")
     two.evict_alone("q", 0)
-    two.load(str(tmp_path), "q", [1, 0], **how)
+    two.load(str(tmp_path), "q", [1, 0], num_kv_groups=1, **how)
     Said(two, 1, "q").check(whole)
     two.evict("q")
 
@@ -111,8 +119,10 @@ def test_two_split_models_and_single_ones_beside_each_other(two: Engines, paths:
         return two.ask(where[model][0], model, 16, prompt, temperature=0.0)
 
     for model, members in where.items():
-        load = two.load if len(members) > 1 else two.load_alone
-        load(of[model], model, members if len(members) > 1 else members[0], **settings(of[model]))  # type: ignore[arg-type]
+        if len(members) > 1:
+            two.load(of[model], model, members, **split_settings(of[model]))
+        else:
+            two.load_alone(of[model], model, members[0], **settings(of[model]))
     for number, model in ((0, "own 0"), (1, "own 1")):
         for at, prompt in enumerate(prompts):
             request_id = ask(model, prompt)
@@ -127,7 +137,7 @@ def test_two_split_models_and_single_ones_beside_each_other(two: Engines, paths:
             leaving = choose.choice("ab")
             time.sleep(choose.random() * 0.05)
             two.evict(leaving, choose.sample([0, 1], 2))
-            two.load(of[leaving], leaving, where[leaving], **settings(of[leaving]))
+            two.load(of[leaving], leaving, where[leaving], **split_settings(of[leaving]))
             asked = [one for one in asked if one[0] != leaving]
         for model, at, request_id in asked:
             engine = two.all[where[model][0]]
