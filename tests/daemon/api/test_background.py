@@ -144,11 +144,18 @@ async def test_a_client_that_stops_reading_is_left(caplog: pytest.LogCaptureFixt
         node.background._stored.add(StoredResponse("resp_1", "", "", b"m", b"{}", False, events=events))
         node.settings.request_timeout_s = 0.2
 
+        server = node.runner.server
+        assert server is not None
+
         def received() -> int:
-            """Returns how much has arrived when the connection ends, which was not read for a second."""
+            """Returns how much arrives at a client that reads nothing until the server has left it."""
             with socket.create_connection((node.host, node.port), 20) as client:
                 client.sendall(b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                time.sleep(1.0)
+                for is_there in (True, False):
+                    until_s = time.monotonic() + 20
+                    while bool(server.connections) != is_there:
+                        assert time.monotonic() < until_s, "it never came" if is_there else "it is not left"
+                        time.sleep(0.01)
                 num_bytes = 0
                 with contextlib.suppress(ConnectionResetError):
                     while data := client.recv(1 << 20):
