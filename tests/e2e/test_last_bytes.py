@@ -22,7 +22,7 @@ from tests.e2e.node import SAFETY_S, Node
 from tests.e2e.raw_stream import connect
 from tests.e2e.test_tls import CONFIG, put
 
-NUM_TOKENS = 1500  # a stream of more than 200 kB
+NUM_TOKENS = 700  # a stream of some 100 kB
 WINDOW_BYTES = 8192  # the client's kernel takes in little more while the client does not read
 WAITING = "clients have not received all that was written for them"
 UNSENT = "1 connections still had unsent bytes"
