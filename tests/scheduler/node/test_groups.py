@@ -125,7 +125,7 @@ def test_the_most_groups_have_a_stage_here_each() -> None:
 
 
 def test_a_group_is_found_behind_any_number_of_combinations() -> None:
-    """Of 64 better devices none is here, and of each host there are too few for two stages."""
+    """A group is found although none of the 64 better devices is here, and each of their hosts has too few for two stages."""
     lent = [f"cpu:{at}@{host}" for at in range(2) for host in (f"h{number}" for number in range(32))]
     here = ["cpu:0", "cpu:1"]
     assert groups([*lent, *here], 6, 3)[0] == (*here, "cpu:0@h0", "cpu:1@h0", "cpu:0@h1", "cpu:1@h1")
