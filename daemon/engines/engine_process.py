@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -11,6 +12,35 @@ from collections.abc import Sequence
 from typing import IO, Protocol
 
 from engine.host.child_process import child_environment
+from engine.protocol import JOURNAL_BYTES
+
+
+def make_journal(device: str) -> tuple[int, mmap.mmap]:
+    """Returns a new step journal: the descriptor that an engine inherits, which the caller closes then, and its memory. Raises
+    OSError."""
+    fd = os.memfd_create(f"journal-{device[:64]}")  # a memfd's name may have at most some 240 characters
+    try:
+        os.ftruncate(fd, JOURNAL_BYTES)
+        return fd, mmap.mmap(fd, JOURNAL_BYTES)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def variables_of(threads: int, gpu: str) -> dict[str, str]:
+    """Returns the environment variables that an engine started with exec needs. threads: those that compute. gpu: UUID of the only
+    GPU that it sees, "" for none."""
+    variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return variables | {"CUDA_VISIBLE_DEVICES": gpu} if gpu else variables
+
+
+def describe(code: int | None) -> str:
+    """Returns in words how an engine ended. code: what EngineProcess.wait has returned."""
+    if code is None:
+        return "ended, and so has the process that could tell why"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 class EngineProcess(Protocol):

@@ -11,7 +11,6 @@ import logging
 import mmap
 import os
 import re
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from config.schema import DeviceBudget, NodeConfig
-from daemon.engines.engine_process import EngineProcess, Spawned
+from daemon.engines.engine_process import EngineProcess, Spawned, describe, make_journal, variables_of
 from daemon.engines.engine_watch import HELD_S
 from daemon.engines.exchange_memory import ExchangeMemory
 from daemon.engines.fork_client import ForkServer
@@ -246,9 +245,7 @@ class EngineWorker:
         try:
             if self._left is not None:
                 handover = _Handover(self._left, self.device)
-            journal_fd = os.memfd_create(f"journal-{self.device[:64]}")  # a memfd's name may have at most some 240 characters
-            os.ftruncate(journal_fd, protocol.JOURNAL_BYTES)
-            journal = mmap.mmap(journal_fd, protocol.JOURNAL_BYTES)
+            journal_fd, journal = make_journal(self.device)
             process = await self._start_process(theirs.fileno(), journal_fd, handover.fd if handover else -1)
         except BaseException:
             ours.close()
@@ -304,10 +301,10 @@ class EngineWorker:
 
     async def _why(self, code: int | None) -> str:
         if self._fault is None:
-            return _describe(code)
+            return describe(code)
         if self._fault.kind == "no_memory":
             return f"could not start: {await asyncio.to_thread(self._no_memory, self._fault.error)}"
-        return f"{_describe(code)}: {self._fault.error}"
+        return f"{describe(code)}: {self._fault.error}"
 
     async def _start_process(self, channel_fd: int, journal_fd: int, handover_fd: int) -> EngineProcess:
         command = ["--channel-fd", str(channel_fd), "--journal-fd", str(journal_fd)]
@@ -329,10 +326,7 @@ class EngineWorker:
             passed += shared
         if self._forks is not None:
             return await self._forks.fork(f"engine {self.device}", command, passed)
-        threads = str(self._threads)
-        variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        if self._gpu:
-            variables["CUDA_VISIBLE_DEVICES"] = self._gpu
+        variables = variables_of(self._threads, self._gpu)
         # in a thread, because fork and exec of a large process may block the loop too long
         return await asyncio.to_thread(Spawned, command, passed, variables)
 
@@ -385,14 +379,6 @@ class _Handover:
 
     def join(self) -> None:
         self._thread.join()
-
-
-def _describe(code: int | None) -> str:
-    if code is None:
-        return "ended, and so has the process that could tell why"
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
 
 
 class _Lines(asyncio.Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from daemon.engines.exchange_memory import ExchangeMemory
@@ -16,6 +17,7 @@ from engine.remote.wire import Wire, WireClosed
 from loader.threads import Thread
 
 MOST_CONNECTIONS = 256  # of which each has a thread
+ACCEPT_AGAIN_S = 0.5  # after an error, as where descriptors are short
 FREE_LIMIT_S = 5.0  # how long a new connection waits until the engine of the last one has ended
 
 
@@ -44,13 +46,18 @@ class Lender:
                 if self._stopping:
                     return
                 self._log(f"a connection could not be accepted: {error}")
+                time.sleep(ACCEPT_AGAIN_S)
                 continue
-            if len(self._threads) >= MOST_CONNECTIONS:
-                sock.close()
-                continue
-            thread = Thread(target=lambda sock=sock, peer=address[0]: self._connection(sock, peer), name="connection")
+            thread = Thread(target=self._connection, args=(sock, address[0]), name="connection")
             self._threads.add(thread)
-            thread.start()
+            try:
+                if len(self._threads) > MOST_CONNECTIONS:
+                    raise MemoryError(f"there are {MOST_CONNECTIONS} already")
+                thread.start()
+            except MemoryError as error:
+                self._log(f"{address[0]}: the connection is closed: {error}")
+                self._threads.discard(thread)
+                sock.close()
 
     def stop(self, listener: socket.socket) -> None:
         """Ends all engines and connections, and `serve`."""
@@ -73,7 +80,7 @@ class Lender:
                 self._lend(asked, wire, peer)
         except WireClosed as error:
             self._log(f"{peer}: {error}")
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self._log(f"{peer}: an engine could not be started: {error}")
         finally:
             self._wires.discard(wire)

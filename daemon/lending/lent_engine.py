@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import select
 import socket
@@ -15,13 +14,12 @@ from typing import Any
 
 import msgspec
 
-from daemon.engines.engine_process import Spawned
+from daemon.engines.engine_process import Spawned, describe, make_journal, variables_of
 from daemon.lending.regions import LentRegions
 from engine.loop.pulse import read_pulse
 from engine.memory.group_region import GroupRegion
 from engine.memory.stage_link import StageLink
 from engine.protocol import (
-    JOURNAL_BYTES,
     Configure,
     Evicted,
     EvictModel,
@@ -91,38 +89,36 @@ class LentEngine:
         """Runs the engine until the connection or the engine ends; the engine has ended afterwards. Returns why, for the log.
         Raises OSError if the engine cannot be started."""
         self._channel, theirs = socket.socketpair()
-        journal_fd = os.memfd_create(f"journal-{self._device.name[:64]}")
-        os.ftruncate(journal_fd, JOURNAL_BYTES)
-        self._journal = mmap.mmap(journal_fd, JOURNAL_BYTES)
+        journal_fd, self._journal = make_journal(self._device.name)
         arguments, shared = self._regions.memory.arguments(self._device.name)
         command = ["--channel-fd", str(theirs.fileno()), "--journal-fd", str(journal_fd), *arguments]
-        variables = {"OMP_NUM_THREADS": str(self._device.threads), "MKL_NUM_THREADS": str(self._device.threads)}
-        if self._device.uuid:
-            variables["CUDA_VISIBLE_DEVICES"] = self._device.uuid
+        variables = variables_of(self._device.threads, self._device.uuid)
         try:
             self._process = Spawned(command, [theirs.fileno(), journal_fd, *shared], variables)
+        except BaseException:
+            self._channel.close()
+            raise
         finally:
             theirs.close()
             os.close(journal_fd)
-        threads = [Thread(target=work, name=name) for work, name in ((self._tell, "engine"), (self._pass_lines, "lines"))]
-        for thread in threads:
-            thread.start()
-        watcher = Thread(target=self._watch, name="end")
-        watcher.start()
+        threads = []
         try:
-            why = self._serve()
+            for work, name in ((self._tell, "engine"), (self._pass_lines, "lines"), (self._watch, "end")):
+                thread = Thread(target=work, name=name)
+                thread.start()
+                threads.append(thread)
+            return self._serve()
         finally:
             self._over = True
             self._end_process()
             for placement_id in list(self._shares):
                 self._leave(placement_id)
-            for thread in (*threads, watcher):
+            for thread in threads:
                 thread.join(END_LIMIT_S)  # a process that the engine has started may still hold its standard error
             self._channel.close()
             self._process.stderr.close()
             self._process.close()
             self._journal.close()
-        return why
 
     # ---- from the proxy
 
@@ -158,7 +154,7 @@ class LentEngine:
                 for message in self._from_daemon.feed(frame.data):
                     self._pass_on(message)
             case _:
-                raise ValueError(f"{type(frame).__name__} is no frame that comes now")
+                raise ValueError(f"a frame {type(frame).__name__} is not expected once a device is lent")
 
     def _pass_on(self, message: Any) -> None:
         if isinstance(message, EvictModel):  # the daemon has ended the group; an engine here may still wait in a step of it
@@ -177,7 +173,7 @@ class LentEngine:
         """Passes on the load of a share, with this host's folder and region."""
         (message,) = FrameReader(ToEngine).feed(frame.message)
         if not isinstance(message, LoadModel) or message.group is None:
-            raise ValueError("a load of a share is none")
+            raise ValueError(f"{type(message).__name__} loads no share of a split model")
         try:
             folder, fingerprint = self._files(frame.folder, message.group.files_id)
             group, region = self._regions.hold(self._leader, message, self._number, frame.block_tokens)
@@ -248,9 +244,9 @@ class LentEngine:
                 self._wire.send(self._beat())
         code = self._process.wait()
         if not self._over:
-            self._log(f"{self._device.name}: the engine ended with {code}")
+            self._log(f"{self._device.name}: the engine {describe(code)}")
             with contextlib.suppress(WireClosed):
-                self._wire.send(EngineEnded(_described(code), list(read_journal(self._journal))))
+                self._wire.send(EngineEnded(describe(code), list(read_journal(self._journal))))
         self._wire.shut()
 
     def _beat(self) -> Beat:
@@ -266,7 +262,3 @@ class LentEngine:
         poller.register(self._process.pidfd, select.POLLIN)
         if not poller.poll(END_LIMIT_S * 1e3):
             self._process.kill()
-
-
-def _described(code: int | None) -> str:
-    return f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"

@@ -262,18 +262,18 @@ class CpuKernelBuilds:
                         build.queue.appendleft(found)
                     else:
                         ended.put((unit, f"the compiler ended with {_exit_of(process)} at {unit.name}"))
-                    self._unhurried.discard(process)
-                    _end(process)
+                    self._drop(process)
                     break
                 ended.put((unit, ""))
             else:
-                if process in self._unhurried:
-                    self._unhurried.discard(process)
-                    _end(process)
-                elif _resident_bytes(process) <= KEPT_BYTES:
+                if process not in self._unhurried and _resident_bytes(process) <= KEPT_BYTES:
                     self._idle.append(process)
                 else:
-                    _end(process)
+                    self._drop(process)
+
+    def _drop(self, process: subprocess.Popen[str]) -> None:
+        self._unhurried.discard(process)
+        _end(process)
 
     def _lower(self, process: subprocess.Popen[str]) -> bool:
         """Gives a compiler a low priority, unless somebody waits for what it compiles. Returns whether it has one."""

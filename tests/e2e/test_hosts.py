@@ -92,7 +92,7 @@ def test_a_killed_engine_there(node: Node, host: LendingHost, texts: list[str]) 
     assert [stream.join().error for stream in streams] == [""] * len(streams)
     assert [stream.text for stream in streams] == texts
     assert (whole.join().error, whole.text) == ("", texts[0])
-    assert "the engine on host b was ended by signal 9" in node.log_text()
+    assert "the engine on host b was ended by SIGKILL" in node.log_text()
 
 
 def test_a_failed_host(node: Node, host: LendingHost, texts: list[str]) -> None:
