@@ -16,7 +16,7 @@ import msgspec
 from loader.kernel_sets import KernelSet
 from loader.kv_dtypes import kv_dtype_of
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 
 # Values of `TokensOut.finish`: how a sequence ended; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -289,6 +289,7 @@ class KernelsTold(Message, frozen=True):
     left_s: float  # estimated seconds until the end
     problem: str = ""  # why kernels are not used although nothing is being compiled
     loads_wait: bool = False  # whether the load that needs them waits until they are compiled
+    postponed: bool = False  # nothing is compiled until the engine is idle or a step calls these kernels
 
 
 class WeightsHeld(Message, frozen=True):

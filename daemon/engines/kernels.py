@@ -37,7 +37,7 @@ class Kernels:
         if told is None or not told.kind:
             return None
         progress = {"kind": told.kind, "done": told.num_done, "total": told.num_units, "left_s": told.left_s}
-        return progress | {"loads_wait": told.loads_wait}
+        return progress | {"loads_wait": told.loads_wait, "postponed": told.postponed}
 
     def problem(self, device: str) -> str:
         """Returns why the device's kernels cannot be compiled or used, or "" if there is no problem."""
@@ -45,15 +45,18 @@ class Kernels:
         return "" if told is None else told.problem
 
     def sentence(self) -> str:
-        """Returns one sentence for each device whose kernels are being compiled, joined, for the end of a message; "" if there is
-        none."""
+        """Returns one sentence for each device whose models are slower because kernels are being compiled, joined, for the end of a
+        message; "" if there is none."""
         rows = ((device, self.row(device)) for device in self._told)
-        return " ".join(f"{sentence(device, row)}." for device, row in rows if row is not None)
+        return " ".join(f"{sentence(device, row)}." for device, row in rows if row is not None and not row["postponed"])
 
 
 def sentence(device: str, row: dict[str, Any]) -> str:
     """Returns the progress of one device's compilation in words, without a full stop. row: the result of Kernels.row."""
     left = f"about {row['left_s']:.0f} s left" if row["left_s"] >= 1 else "nearly done"
     done = f"{row['done']} of {row['total']}, {left}" if row["total"] else left
+    if row.get("postponed"):
+        when = "will be compiled as soon as it is idle or a request needs them"
+        return f"{device}: kernels for {row['kind']} {when} ({done})"
     until_then = "its load cannot end" if row.get("loads_wait") else "models are slower"
     return f"{device}: kernels for {row['kind']} are being compiled ({done}); until then {until_then}"

@@ -72,7 +72,7 @@ class CpuBackend:
         self._scratch = Scratch()
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
-        self._ops = CpuOps(self._options.cache_dir, deferred=True, asks=self._compile_late)
+        self._ops = CpuOps(self._options.cache_dir, deferred=True, asks=self._compile_late, beside_compilers=self._compiles)
         if self._ops.kernels is None:
             self._builds = None
         else:
@@ -94,6 +94,9 @@ class CpuBackend:
             return None
         return partial(self._until_in_use, KernelSet(spec.dtype, weight_format.kernels))
 
+    def _compiles(self) -> bool:
+        return self._builds is not None and self._builds.takes_cores
+
     def _until_in_use(self, kernel_set: KernelSet, waiting: Callable[[], None]) -> None:
         """Waits until a set of kernels is in use. Calls `waiting` often; what it raises ends the wait. Raises RuntimeError if the
         kernels cannot be compiled."""
@@ -113,7 +116,7 @@ class CpuBackend:
         """Has a set of kernels compiled that a step has needed although loader/kernel_needs.py does not list it for the model, and
         those for sampling at once if the step samples. The step goes on with the reference implementation."""
         if self._builds is not None and kernel_set.name == SAMPLING:
-            self._builds.hurry()
+            self._builds.hurry([kernel_set])
         if self._builds is not None and not self._builds.knows(kernel_set):
             log.warning("kernels for %s were not compiled ahead: no model was known to call them", kernel_set)
             Thread(target=self._builds.need, args=([kernel_set],), name="kernels").start()

@@ -5,6 +5,10 @@ compiled, unit by unit (a unit is a kernel in all its forms), by processes that 
 --unit-by-unit. Each set comes into use when its last unit is compiled. A crash of a compiler does not end the engine: its unit is
 not tried again, and operations that would call the unit's sets go on with torch. The same happens if the cache folder did not keep
 a compiled kernel.
+
+What only sampling calls is compiled last, and no unit of it is begun while the engine computes, because steps that choose the most
+likely token would lose a core to it, or half of the memory's bandwidth, for kernels that nobody may ever need. It is compiled while
+the engine is idle, or at once when a step calls it (`hurry`).
 """
 
 from __future__ import annotations
@@ -35,11 +39,10 @@ from loader.threads import Thread
 log = logging.getLogger("engine")
 _T = TypeVar("_T")
 
-TELL_EVERY_S = 1.0
+TELL_EVERY_S, MEASURE_EVERY_S = 1.0, 0.5
+IDLE_SHARE = 0.1  # an engine that uses less of a core than this is idle
 START_S = 1.0  # a process needs this long for its imports before it compiles
 KEPT_BYTES = COMPILER_BYTES * 3 // 4  # a process with more memory than this compiles nothing more
-# Niceness of a process that compiles kernels which nobody waits for: beside it, a thread that computes a step has 0.97 of a core.
-UNHURRIED = 15
 
 
 class _Build:
@@ -63,13 +66,16 @@ class _Build:
 
         self.queue = deque(sorted(owners.items(), key=turn))
         self.num_units, self.num_done, self.num_processes = len(owners), 0, 1
+        self.num_running = 0  # threads that have compilers
+        self.num_compiling = 0  # units that are being compiled
         self.since_s = time.monotonic()
+        self.postponed_s = 0.0  # how long nothing was compiled because the engine computed
         self._all_s = sum(unit.seconds for unit in owners)
         self._longest_s = max(unit.seconds for unit in owners)
         self._done_s = 0.0
 
     def begin(self, num_processes: int) -> None:
-        self.num_processes = min(num_processes, self.num_units)
+        self.num_processes = self.num_running = min(num_processes, self.num_units)
         self.since_s = time.monotonic()
 
     def done(self, unit: Unit, problem: str) -> list[KernelSet]:
@@ -91,11 +97,28 @@ class _Build:
 
     @property
     def left_s(self) -> float:
-        passed_s = time.monotonic() - self.since_s
+        """Estimated seconds of compiling until the end."""
+        passed_s = time.monotonic() - self.since_s - self.postponed_s
         planned_s = START_S + max(self._longest_s, self._all_s / self.num_processes)
         if self._done_s >= self._all_s / 3:  # enough is done to tell how fast this machine is
             planned_s = max(passed_s, passed_s * self._all_s / self._done_s)
         return max(0.0, planned_s - passed_s)
+
+
+class _Measure:
+    """Measures how much this process computes."""
+
+    def __init__(self) -> None:
+        self._at_s, self._computed_s = time.monotonic(), time.process_time()
+
+    def share(self) -> float | None:
+        """Returns processor time ÷ time since the last result; None if that was less than MEASURE_EVERY_S ago."""
+        at_s, computed_s = time.monotonic(), time.process_time()
+        if (passed_s := at_s - self._at_s) < MEASURE_EVERY_S:
+            return None
+        share = (computed_s - self._computed_s) / passed_s
+        self._at_s, self._computed_s = at_s, computed_s
+        return share
 
 
 class CpuKernelBuilds:
@@ -119,8 +142,10 @@ class CpuKernelBuilds:
         self._builds: deque[_Build] = deque()
         self._builder: Thread | None = None
         self._idle: deque[subprocess.Popen[str]] = deque()  # compilers that have finished a build
-        self._hurried = False  # whether somebody waits for the kernels that only sampling calls
-        self._unhurried: set[subprocess.Popen[str]] = set()  # compilers with a low priority
+        self._hurried: set[KernelSet] = set()  # those for sampling that are compiled whether the engine is idle or not
+        self._changed = threading.Condition(self._lock)  # notified when something may be compiled that had to wait
+        self._running: _Build | None = None
+        self._is_idle = False  # whether this process computed next to nothing when that was last measured
         self.problems: dict[str, str] = {}  # set of kernels -> why it is not in use
 
     def knows(self, kernel_set: KernelSet) -> bool:
@@ -130,8 +155,8 @@ class CpuKernelBuilds:
     def need(self, sets: Iterable[KernelSet]) -> None:
         """Asks for sets of kernels. Those in the cache folder are in use when this returns; the others are being compiled by then.
         Sets that steps call are compiled before sets that only sampling calls; among these the dtype that comes first in `sets` is
-        first, and within it the unit that takes longest. What only sampling calls is compiled with a low priority until `hurry` is
-        called, because it would take a core from steps that choose the most likely token."""
+        first, and within it the unit that takes longest. What only sampling calls is compiled while the engine is idle, or after it
+        was hurried."""
         with self._lock:
             new = [kernel_set for kernel_set in dict.fromkeys(sets) if kernel_set not in self._known]
             self._known.update(new)
@@ -143,26 +168,37 @@ class CpuKernelBuilds:
                     self._use(kernel_set)
             if any(missing.values()):
                 if self._builder is not None:  # what is being compiled keeps these waiting
-                    self._hurry()
+                    self._hurry(self._known.difference(new))
                 self._builds.append(_Build({kernel_set: of_set for kernel_set, of_set in missing.items() if of_set}))
             if self._builds and self._builder is None:  # else it goes on with them, or there was no memory for it last time
                 builder = Thread(target=self._build_all, name="kernels")
                 builder.start()
                 self._builder = builder
 
-    def hurry(self) -> None:
-        """Has everything compiled with the priority of this process from now on, because a step samples or something waits."""
+    def hurry(self, sets: Iterable[KernelSet]) -> None:
+        """Has sets of kernels that only sampling calls compiled without waiting for the engine to be idle, because a step calls
+        them or something waits."""
         with self._lock:
-            self._hurry()
+            self._hurry(sets)
 
-    def _hurry(self) -> None:
-        self._hurried = True
-        for process in tuple(self._unhurried):
-            process.kill()  # only the administrator may raise a priority again; another process compiles its unit
+    def _hurry(self, sets: Iterable[KernelSet]) -> None:
+        self._hurried.update(sets)
+        self._changed.notify_all()
+
+    def _may_wait(self, kernel_set: KernelSet) -> bool:
+        """Returns whether a set is compiled only while the engine is idle."""
+        return kernel_set.name == SAMPLING and kernel_set not in self._hurried
+
+    @property
+    def takes_cores(self) -> bool:
+        """Whether kernels are being compiled that do not wait for the engine to be idle, so that steps should leave them cores."""
+        running = self._running
+        only_waits = running is not None and all(self._may_wait(one) for one in tuple(running.left))
+        return self._builder is not None and not only_waits
 
     def wait(self) -> None:
         """Waits until nothing is being compiled."""
-        self.hurry()
+        self.hurry(self._known)
         while (builder := self._builder) is not None:
             builder.join()
 
@@ -175,10 +211,13 @@ class CpuKernelBuilds:
                 build = self._builds.popleft()
             problem = ""
             try:
+                self._running = build
                 self._build(build)
             except Exception as error:
                 log.exception("kernels for %s", build.title)
                 problem = f"{type(error).__name__}: {error}"
+            finally:
+                self._running = None
             if not self._builds:
                 self._end_idle()
             for kernel_set in list(build.left):
@@ -198,19 +237,28 @@ class CpuKernelBuilds:
         ended: SimpleQueue[tuple[Unit, str] | None] = SimpleQueue()  # units with their problems; None: a thread has ended
         for _ in range(build.num_processes):
             Thread(target=self._run_thread, args=(build, ended), name="compiler").start()
-        num_running = build.num_processes
         self._tell(KernelNews(self._told(build)))
-        while num_running:
+        told_s = time.monotonic()
+        measure = _Measure()
+        while build.num_running:
             try:
-                found = ended.get(timeout=TELL_EVERY_S)
+                found = [ended.get(timeout=MEASURE_EVERY_S)]
             except Empty:
+                found = []
+            if (computes := measure.share()) is not None:
+                with self._lock:
+                    self._is_idle = computes < IDLE_SHARE
+                    self._changed.notify_all()
+                build.postponed_s += MEASURE_EVERY_S * self._is_postponed(build)
+            for one in found:
+                if one is None:
+                    build.num_running -= 1
+                else:
+                    for kernel_set in build.done(*one):
+                        self._end_set(build, kernel_set)
+            if not found and time.monotonic() - told_s >= TELL_EVERY_S:
                 self._tell(KernelNews(self._told(build)))
-                continue
-            if found is None:
-                num_running -= 1
-            else:
-                for kernel_set in build.done(*found):
-                    self._end_set(build, kernel_set)
+                told_s = time.monotonic()
 
     def _end_set(self, build: _Build, kernel_set: KernelSet) -> None:
         """Ends the compilation of one set: tells the daemon, and has the set brought into use between two steps, or given up if it
@@ -235,7 +283,9 @@ class CpuKernelBuilds:
     def _told(self, build: _Build) -> KernelsTold:
         problem = "; ".join(f"kernels for {of}: {what}" for of, what in self.problems.items())
         if (title := build.title) or self._builds:
-            return KernelsTold(title or self._builds[0].title, build.num_done, build.num_units, round(build.left_s, 1), problem)
+            progress = build.num_done, build.num_units, round(build.left_s, 1)
+            postponed = bool(title) and self._is_postponed(build)
+            return KernelsTold(title or self._builds[0].title, *progress, problem, postponed=postponed)
         return KernelsTold("", 0, 0, 0.0, problem)
 
     def _run_thread(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
@@ -246,48 +296,61 @@ class CpuKernelBuilds:
 
     def _run_process(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
         """Has a compiler process compile the units in build.queue, one by one, and puts each unit with its problem ("": none) into
-        `ended`; starts a new process whenever one has crashed. A process that is alive at the end is kept for the next build,
-        because starting one takes a second, unless it has grown large."""
+        `ended`; starts a new process whenever one has crashed or was ended for a wait. A process that is alive at the end is kept
+        for the next build, because starting one takes a second, unless it has grown large."""
+        process = None
         while build.queue:
+            if (found := self._take(build)) is None:
+                if process is not None:
+                    _end(process)  # its memory is of no use for as long as the engine computes
+                    process = None
+                with self._lock:
+                    self._changed.wait_for(lambda: not build.queue or self._first(build) is not None)
+                continue
+            unit, kernel_set = found
             try:
-                process = self._kept() or _start(self._parallel)
+                process = process or self._kept() or _start(self._parallel)
             except OSError as error:  # another thread's process may compile everything
                 build.not_started = f"the compiler does not start: {error}"
+                self._end_unit(build, found)
                 return
-            while (found := _next(build.queue)) is not None:
-                unit, kernel_set = found
-                is_unhurried = kernel_set.name == SAMPLING and self._lower(process)
-                if not _compile_in(process, [*kernel_set, unit.name]):
-                    if is_unhurried and self._hurried:
-                        build.queue.appendleft(found)
-                    else:
-                        ended.put((unit, f"the compiler ended with {_exit_of(process)} at {unit.name}"))
-                    self._drop(process)
-                    break
+            if _compile_in(process, [*kernel_set, unit.name]):
                 ended.put((unit, ""))
             else:
-                if process not in self._unhurried and _resident_bytes(process) <= KEPT_BYTES:
-                    self._idle.append(process)
-                else:
-                    self._drop(process)
+                ended.put((unit, f"the compiler ended with {_exit_of(process)} at {unit.name}"))
+                _end(process)
+                process = None
+            self._end_unit(build)
+        if process is not None and _resident_bytes(process) <= KEPT_BYTES:
+            self._idle.append(process)
+        elif process is not None:
+            _end(process)
 
-    def _drop(self, process: subprocess.Popen[str]) -> None:
-        self._unhurried.discard(process)
-        _end(process)
+    def _first(self, build: _Build) -> tuple[Unit, KernelSet] | None:
+        """Returns the first unit of a build's queue that may be compiled now, with its set; None if there is none."""
+        return next((one for one in build.queue if self._is_idle or not self._may_wait(one[1])), None)
 
-    def _lower(self, process: subprocess.Popen[str]) -> bool:
-        """Gives a compiler a low priority, unless somebody waits for what it compiles. Returns whether it has one."""
+    def _take(self, build: _Build) -> tuple[Unit, KernelSet] | None:
+        """Takes the first unit that may be compiled now out of a build's queue, and returns it with its set; None if there is
+        none."""
         with self._lock:
-            if process in self._unhurried:
-                return True
-            if self._hurried:
-                return False
-            try:
-                os.setpriority(os.PRIO_PROCESS, process.pid, UNHURRIED)
-            except OSError:  # it has ended, or its priority is lower already
-                return False
-            self._unhurried.add(process)
-            return True
+            if (found := self._first(build)) is not None:
+                build.queue.remove(found)
+                build.num_compiling += 1
+            return found
+
+    def _end_unit(self, build: _Build, untried: tuple[Unit, KernelSet] | None = None) -> None:
+        """Notes that a unit is not being compiled any more. untried: what to put back into the queue where no compiler started."""
+        with self._lock:
+            build.num_compiling -= 1
+            if untried is not None:
+                build.queue.appendleft(untried)
+            self._changed.notify_all()
+
+    def _is_postponed(self, build: _Build) -> bool:
+        """Returns whether nothing of a build is compiled because the engine computes."""
+        with self._lock:
+            return bool(build.queue) and build.num_compiling == 0 and self._first(build) is None
 
     def _kept(self) -> subprocess.Popen[str] | None:
         """Returns a compiler process that was kept from an earlier build and is alive, or None if there is none."""

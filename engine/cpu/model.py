@@ -78,7 +78,7 @@ class CpuModel:
         self.weights_bytes = weights.num_bytes
         self.shape = shape
         self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
-        self.num_threads = num_threads
+        self.num_threads = self._step_threads = num_threads  # _step_threads: those that share the steps now
         self._eos_token_ids = spec.eos_token_ids
         self._weights = weights
         self._logits_rows = work_space.logits_rows(shape, spec.dtype, spec.max_sequences)
@@ -318,12 +318,14 @@ class CpuModel:
 
     def _prepare(self) -> CausalLM[HostBatch]:
         model = self._loaded()
-        awaited = self._ops.awaited(self._awaited)
-        if len(awaited) < len(self._awaited) or self._ops.num_late > self._num_late:
-            self._awaited = awaited
+        awaited, num_threads = self._ops.awaited(self._awaited), self.num_threads
+        if awaited and self._ops.beside_compilers():  # more threads than free cores would mostly wait for one another
+            num_threads = max(1, num_threads // 2)
+        self._ops.set_num_threads(num_threads)
+        is_faster = len(awaited) < len(self._awaited) or num_threads != self._step_threads
+        if is_faster or self._ops.num_late > self._num_late:
+            self._awaited, self._step_threads = awaited, num_threads
             self._steps = self._recorded_steps()
-        # compiler processes need cores, too, and more threads than free cores would mostly wait for one another
-        self._ops.set_num_threads(max(1, self.num_threads // 2) if awaited else self.num_threads)
         return model
 
     def _forward(

@@ -83,8 +83,9 @@ class CpuOps:
 
     cache_dir: where compiled kernels are kept. use_kernels: whether kernels may be used; False: the reference implementation
     computes everything. deferred: no kernel is called before `use` allows it. asks: called with a set of kernels when a step needs
-    it for the first time and it is not in use. kernels: the module engine.cpu.kernels.entry; None without Numba. asked: the sets
-    that steps needed but that were not in use. num_late: how many of these have come into use since."""
+    it for the first time and it is not in use. beside_compilers: returns whether steps should leave cores to compilers. kernels:
+    the module engine.cpu.kernels.entry; None without Numba. asked: the sets that steps needed but that were not in use. num_late:
+    how many of these have come into use since."""
 
     def __init__(
         self,
@@ -92,11 +93,13 @@ class CpuOps:
         use_kernels: bool = True,
         deferred: bool = False,
         asks: Callable[[KernelSet], None] = lambda kernel_set: None,
+        beside_compilers: Callable[[], bool] = lambda: False,
     ) -> None:
         self.kernels: Any = None
         self._in_use: frozenset[KernelSet] | None = frozenset() if deferred else None  # None: all
         self._given_up: frozenset[KernelSet] = frozenset()
         self._changing, self._asks = threading.Lock(), asks
+        self.beside_compilers = beside_compilers
         self.asked: set[KernelSet] = set()
         self.num_late = 0
         if use_kernels and importlib.util.find_spec("numba") is not None:

@@ -4,13 +4,11 @@ leaves.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,18 +27,15 @@ from engine.cpu.kernel_builds import CpuKernelBuilds  # noqa: E402
 
 STEPS, ATTENTION = KernelSet("bfloat16", ""), KernelSet("bfloat16", "attention")
 SAMPLING, FLOAT32 = KernelSet("bfloat16", "sampling"), KernelSet("float32", "")
-# stands in for a process of `_start`: writes the names it is asked for to a file, crashes at one name, and takes long for "slow"
-# with a low priority
+# stands in for a process of `_start`: writes the names it is asked for to a file, and crashes at one name
 PROCESS = """
-import json, os, sys, time
+import json, os, sys
 for line in sys.stdin:
     name = json.loads(line)[-1]
     with open(sys.argv[1], "a") as file:
         print(name, file=file)
     if name == sys.argv[2]:
         os.abort()
-    while name == "slow" and os.nice(0):
-        time.sleep(0.01)
     print("done", flush=True)
 """
 
@@ -75,7 +70,9 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Machine]:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+    all_made: list[Machine] = []
+
     def make(
         units: list[Unit] | dict[KernelSet, list[Unit]], crashes_at: str = "", command: str = sys.executable, processes: int = 2
     ) -> Machine:
@@ -84,6 +81,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
         given_up: list[KernelSet] = []
         builds = CpuKernelBuilds(2, processes, used.append, given_up.append, news.append)
         made = Machine(builds, tmp_path / "asked", news, used, given_up)
+        all_made.append(made)
 
         def start(parallel: bool) -> subprocess.Popen[str]:
             assert parallel
@@ -97,7 +95,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
         monkeypatch.setattr(kernel_builds, "prepare_calls", lambda units: None)
         return made
 
-    return make
+    yield make
+    for made in all_made:
+        made.builds.wait()
 
 
 def test_what_is_there_is_in_use_at_once(machine):
@@ -153,36 +153,97 @@ def test_steps_come_before_sampling_and_the_longest_first_and_each_set_is_used_w
     assert [news.told.kind for news in one.news].count("") == 1, "its end is told once"
 
 
-def test_what_only_sampling_calls_is_compiled_beside_steps_until_somebody_waits_for_it(machine):
-    """Then other processes, with the priority of this one, compile what is left."""
-    one = machine({STEPS: [Unit("a")], SAMPLING: [Unit("slow", 9.0), Unit("b")]}, processes=1)
+class Engine:
+    """Stands in for the processor time of an engine: it computes all the time while `computes` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.computes = True
+        self._at_s, self._computed_s = time.monotonic(), 0.0
+        monkeypatch.setattr(kernel_builds, "MEASURE_EVERY_S", 0.02)
+        monkeypatch.setattr(kernel_builds, "TELL_EVERY_S", 0.05)
+        monkeypatch.setattr(time, "process_time", self._process_time)
+
+    def _process_time(self) -> float:
+        now_s = time.monotonic()
+        self._computed_s += (now_s - self._at_s) * self.computes
+        self._at_s = now_s
+        return self._computed_s
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(monkeypatch)
+
+
+def until_postponed(one: Machine) -> None:
+    while not (one.news and one.news[-1].told.postponed):
+        time.sleep(0.01)
+
+
+def test_what_only_sampling_calls_is_not_compiled_while_the_engine_computes(machine, engine):
+    """The compiler ends meanwhile. That steps need not leave it a core is known, and that nobody waits for these kernels is
+    told."""
+    one = machine({STEPS: [Unit("a")], SAMPLING: [Unit("b"), Unit("c")]}, processes=2)
+    assert not one.builds.takes_cores
     one.builds.need([STEPS, SAMPLING])
-    while "slow" not in one.asked:
-        time.sleep(0.01)
-    assert one.asked == ["a", "slow"]
-    (process,) = one.builds._unhurried
-    while os.getpriority(os.PRIO_PROCESS, process.pid) != kernel_builds.UNHURRIED:
-        time.sleep(0.01)
-    one.builds.hurry()
-    one.builds.wait()
-    assert one.asked == ["a", "slow", "slow", "b"]
-    assert one.num_processes == 2
-    assert process.returncode == -signal.SIGKILL
+    assert one.builds.takes_cores
+    until_postponed(one)
+    assert one.asked == ["a"]
+    assert not one.builds.takes_cores
+    told = one.news[-1].told
+    assert (told.kind, told.num_done, told.num_units) == ("sampling", 1, 3)
+    left_s = told.left_s
+    time.sleep(0.3)
+    assert one.asked == ["a"]
+    assert one.news[-1].told.left_s > left_s - 0.2, "the wait counts as compiling"
     for news in one.news:
         if news.apply is not None:
             news.apply()
+    assert one.used == [STEPS]
+    engine.computes = False
+    one.builds._builder.join()
+    assert sorted(one.asked) == list("abc")
+    one.news[-1].apply()
     assert (one.used, one.builds.problems) == ([STEPS, SAMPLING], {})
+    assert not one.builds.takes_cores
 
 
-def test_what_is_needed_meanwhile_does_not_wait_for_a_low_priority(machine):
-    one = machine({SAMPLING: [Unit("slow")], FLOAT32: [Unit("c")]}, processes=1)
-    one.builds.need([SAMPLING])
-    while "slow" not in one.asked:
+def test_a_step_that_samples_has_what_it_calls_compiled_at_once(machine, engine):
+    """Rows whose logits are edited call another dtype's, which goes on waiting."""
+    edited = KernelSet("float32", "sampling")
+    one = machine({STEPS: [Unit("a")], edited: [Unit("e")], SAMPLING: [Unit("b"), Unit("c")]}, processes=2)
+    one.builds.need([STEPS, edited, SAMPLING])
+    until_postponed(one)
+    one.builds.hurry([SAMPLING])
+    assert one.builds.takes_cores
+    while len(one.asked) < 3 or one.builds.takes_cores:
         time.sleep(0.01)
+    until_postponed(one)
+    assert (sorted(one.asked), one.news[-1].told.num_done) == (list("abc"), 3)
+    one.builds.hurry([edited])
+    one.builds._builder.join()
+    assert sorted(one.asked) == list("abce")
+
+
+def test_what_is_needed_meanwhile_does_not_wait_for_an_idle_engine(machine, engine):
+    one = machine({SAMPLING: [Unit("b")], FLOAT32: [Unit("c")]}, processes=1)
+    one.builds.need([SAMPLING])
+    until_postponed(one)
     one.builds.need([FLOAT32])
-    one.builds.wait()
-    assert one.asked == ["slow", "slow", "c"]
+    one.builds._builder.join()
+    assert one.asked == ["b", "c"]
     assert one.builds.problems == {}
+
+
+def test_a_crash_while_the_engine_computes_is_told_and_the_rest_is_compiled_later(machine, engine):
+    one = machine({STEPS: [Unit("a"), Unit("b")], SAMPLING: [Unit("c")]}, crashes_at="a", processes=1)
+    one.builds.need([STEPS, SAMPLING])
+    until_postponed(one)
+    assert one.asked == ["a", "b"]
+    assert "signal 6 at a" in one.news[-1].told.problem
+    engine.computes = False
+    one.builds._builder.join()
+    assert one.asked == ["a", "b", "c"]
 
 
 def test_a_compiler_that_crashes_is_started_again_for_the_rest_and_its_units_set_is_left(machine, caplog):
