@@ -58,5 +58,6 @@ def sentence(device: str, row: dict[str, Any]) -> str:
     if row.get("postponed"):
         when = "will be compiled as soon as it is idle or a request needs them"
         return f"{device}: kernels for {row['kind']} {when} ({done})"
-    until_then = "its load cannot end" if row.get("loads_wait") else "models are slower"
+    slower = "requests that sample" if row["kind"] == "sampling" else "models"
+    until_then = "its load cannot end" if row.get("loads_wait") else f"{slower} are slower"
     return f"{device}: kernels for {row['kind']} are being compiled ({done}); until then {until_then}"

@@ -53,6 +53,19 @@ def test_its_beginning_and_end_are_events() -> None:
     assert states(ring) == [("cpu:0", "compiling"), ("cpu:0", "in use"), ("cpu:1", "failed")]
 
 
+def test_kernels_that_nobody_misses_make_no_model_slower() -> None:
+    kernels = Kernels(EventRing())
+    kernels.told("cpu:0", KernelsTold("sampling", 14, 19, 8.2, postponed=True))
+    row = kernels.row("cpu:0")
+    assert kernels.sentence() == "", "a refusal's reason"
+    assert row is not None
+    assert sentence("cpu:0", row) == (
+        "cpu:0: kernels for sampling will be compiled as soon as it is idle or a request needs them (14 of 19, about 8 s left)"
+    )
+    kernels.told("cpu:0", KernelsTold("sampling", 14, 19, 8.2))
+    assert kernels.sentence().endswith("(14 of 19, about 8 s left); until then requests that sample are slower.")
+
+
 def test_the_sentence_of_one_device() -> None:
     row = {"kind": "k", "done": 0, "total": 2, "left_s": 9.6}
     assert sentence("d", row).startswith("d: kernels for k are being compiled (0 of 2, about 10 s")
