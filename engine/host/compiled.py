@@ -5,6 +5,7 @@ checking the arguments again.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -44,7 +45,7 @@ def keep_in_folder(folder: str) -> None:
 
     _compile_for_this_processor()
     numba.config.CACHE_DIR = folder
-    _forgive_failed_saves()
+    _save_one_at_a_time()
 
 
 def folder() -> str:
@@ -100,18 +101,23 @@ def writable(folder: str, room_bytes: int = 0) -> str:
 
 
 @functools.cache
-def _forgive_failed_saves() -> None:
-    """Changes Numba so that an error in saving a compiled kernel is only logged as a warning.
+def _save_one_at_a_time() -> None:
+    """Changes Numba so that of all processes with this folder one at a time saves a compiled kernel, and that an error in saving is
+    only logged as a warning.
 
-    Otherwise Numba raises the disk's error out of the kernel's first call or its module's import, although the kernel is already
-    usable."""
+    Numba reads a function's index of compiled forms, adds one and writes the index. If two processes that compile two forms of one
+    function do this at the same time, one of the forms is lost, or both are given the same file. Errors of the disk, Numba raises
+    out of the kernel's first call or its module's import, although the kernel is already usable."""
     from numba.core.caching import Cache
 
     save = Cache.save_overload
 
     def save_or_warn(cache: Any, signature: Any, data: Any) -> None:
         try:
-            save(cache, signature, data)
+            os.makedirs(folder(), exist_ok=True)
+            with open(os.path.join(folder(), "lock-saving"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
+                save(cache, signature, data)
         except OSError as error:
             log.warning("%s: %s: a kernel is compiled again next time", cache.cache_path, error.strerror)
 

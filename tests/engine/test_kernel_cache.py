@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numba
@@ -12,6 +14,8 @@ import pytest
 from numba.core.caching import IndexDataCacheFile
 
 from engine.host import compiled
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +42,40 @@ def test_a_full_disk_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyP
     check_compiles()
     assert "No space left on device: a kernel is compiled again next time" in caplog.text
     monkeypatch.undo()
+
+
+SAVES = """
+import sys, time
+from engine.host import compiled
+compiled.keep_in_folder(sys.argv[1])
+import numba
+from numba.core.caching import IndexDataCacheFile
+sys.path.insert(0, sys.argv[2])
+from triples import triple
+load_index = IndexDataCacheFile._load_index
+def slowly(file):
+    index = load_index(file)
+    time.sleep(1.0)
+    return index
+if sys.argv[4:] == ["slowly"]:
+    IndexDataCacheFile._load_index = slowly
+triple.compile((getattr(numba, sys.argv[3]),))
+print(sum(triple.stats.cache_hits.values()))
+"""
+
+
+def test_two_processes_that_save_forms_of_one_kernel_lose_none(tmp_path: Path) -> None:
+    """Without the lock the second one reads the index before the first one has written it, and one form is lost."""
+    (tmp_path / "triples.py").write_text("import numba\n\n\n@numba.njit(cache=True)\ndef triple(value):\n    return value * 3\n")
+    types = ("int64", "float64")
+
+    def start(dtype: str, *how: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", SAVES, str(tmp_path / "cache"), str(tmp_path), dtype, *how]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+    for found, how in (("0", ["slowly"]), ("1", [])):
+        started = [start(dtype, *how) for dtype in types]
+        assert [process.communicate(timeout=120)[0].strip() for process in started] == [found, found]
 
 
 def test_kernels_are_kept_where_that_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
