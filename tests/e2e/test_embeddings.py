@@ -170,6 +170,7 @@ def test_a_checkpoint_trained_for_it_has_its_vectors_cut(node: Node, encoding: s
         ({"input": "the", "dimensions": 16}, "dimensions", "16 was asked for, enc has 32"),
         ({"input": "the", "model": "cut", "dimensions": 12}, "dimensions", "cut has 32 and may be cut to 8, 16"),
         ({"input": "the", "encoding_format": "int8"}, "encoding_format", ""),
+        ({"input": "the", "normalize": False}, "normalize", ""),
         ({"input": "the", "model": "gen"}, "model", "gen generates text"),
         ({"input": "x" * DECODER_TOKENS, "model": "dec"}, "input", "601 tokens, 1 more than the 600 that dec takes"),
         ({"input": "the", "model": "dec", "dimensions": 33}, "dimensions", "dec has 32 and may be cut to 1 or more"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,6 +113,33 @@ def test_processor_features_are_asked_for_in_one_place() -> None:
 )
 def test_libraries_are_held_to_it(text: str, variables: dict[str, str]) -> None:
     assert processor.library_environment(processor_of(X86, {VARIABLE: text}), "x86_64") == variables
+
+
+def test_libraries_of_aarch64_are_held_to_it() -> None:
+    taken = processor_of(frozenset({"neon", "sve", "bf16"}), {VARIABLE: "-sve"})
+    expected = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "ADVANCED_SIMD"}
+    assert processor.library_environment(taken, "aarch64") == expected
+
+
+ASKS_TORCH = """
+from engine.host.process import prepare_process
+prepare_process()
+import torch
+print(torch.backends.cpu.get_cpu_capability())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch names other capabilities on other architectures")
+@pytest.mark.parametrize(("text", "capability"), [("-avx512", "AVX2"), ("-avx2", "DEFAULT")])
+def test_torch_is_held_to_it(text: str, capability: str) -> None:
+    """A processor without these features says the same."""
+    if "avx2" not in processor.this_processor().features:
+        capability = "DEFAULT"
+    environment = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"} | {VARIABLE: text}
+    asked = subprocess.run(
+        [sys.executable, "-c", ASKS_TORCH], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert asked.stdout.strip() == capability
 
 
 def test_the_compiler_is_held_to_it() -> None:

@@ -26,6 +26,10 @@ class CompletionBody(Common, kw_only=True):
     suffix: str | None = None
     tools: Annotated[Raw, neutral("[]")] = Raw()
     tool_choice: Annotated[Raw, neutral('"none"')] = Raw()
+    # a completion's prompt goes through no chat template
+    reasoning_effort: Annotated[Raw, neutral('"none"')] = Raw()
+    continue_final_message: Annotated[Raw, neutral("false")] = Raw()
+    chat_template_kwargs: Annotated[Raw, neutral("{}")] = Raw()
 
 
 MEANINGS = {

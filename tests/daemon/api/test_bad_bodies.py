@@ -138,7 +138,10 @@ UNBUILT: list[tuple[str, object]] = [
     ("prompt_embeds", "AAAA"), ("guided_whitespace_pattern", " "), ("skip_special_tokens", 1),
 ]  # fmt: skip
 UNBUILT_CHAT: list[tuple[str, object]] = [("echo", True), ("suffix", "end"), ("suffix", False)]
-UNBUILT_TEXT: list[tuple[str, object]] = [("top_logprobs", 3)]
+UNBUILT_TEXT: list[tuple[str, object]] = [
+    ("top_logprobs", 3), ("reasoning_effort", "low"), ("reasoning_effort", "zzz"), ("continue_final_message", True),
+    ("chat_template_kwargs", {"enable_thinking": False}),
+]  # fmt: skip
 NEUTRAL: dict[str, object] = {
     "n": 1, "best_of": 0, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "min_p": 0.0, "response_format": {"type": "text"}, "tools": [], "tool_choice": "none",

@@ -234,6 +234,7 @@ async def dripped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert connection.HEAD_LIMIT_S == 10.0
     monkeypatch.setattr(connection, "HEAD_LIMIT_S", 0.2)
 
 

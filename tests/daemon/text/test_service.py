@@ -180,6 +180,24 @@ async def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(service
     assert int(count) == len(tokenizer.encode(long).ids), "counting is for texts of any length"
 
 
+async def test_a_text_of_15_mb_is_refused_without_encoding_it(service, tmp_path):
+    """The refusal takes the text worker less processor time than the tokens of a fifteenth of the text do."""
+
+    def computed_s() -> float:
+        helper = psutil.Process(service._helper.pid)
+        times = [process.cpu_times() for process in (helper, *helper.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
+
+    tiny = model(checkpoint(tmp_path / "tiny", byte_level(), chat_template=CHATML), max_model_len=1000)
+    await service.encode(tiny, packed(["short"]))
+    begin_s = computed_s()
+    with pytest.raises(BadRequest, match="more than the 1000 of max_model_len"):
+        await service.encode(tiny, packed(["x" * 15_000_000]))
+    refused_s = computed_s()
+    await service.tokenize(tiny, "text", packed(["x" * 1_000_000]), {"add_special_tokens": True, "token_strings": False})
+    assert refused_s - begin_s < computed_s() - refused_s
+
+
 @pytest.mark.parametrize("place", ["config", "named", "jinja", "json", "text", "file"])
 async def test_a_template_is_found_wherever_checkpoints_keep_it(service, tmp_path, place):
     template = "{{ bos_token }}|{{ messages[0].content }}"
