@@ -37,4 +37,5 @@ def _compile(tree: Path, *what: str) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.pop(DONE, None)
     warm()
