@@ -45,10 +45,13 @@ def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any,
 
 
 def lost_by_adding_to(bias: Tensor | None, num_inputs: int) -> Tensor | float:
-    """Returns what a float32 product may lose by adding the products of num_inputs inputs to the bias [N] one after the other, as
-    torch does on aarch64 (docs/aarch64.md), where each sum is rounded at the bias's size; 0 elsewhere. The factor 4 is for the
-    worst of thousands."""
-    return 0.0 if bias is None or platform.machine() != "aarch64" else 4 * num_inputs**0.5 * 2**-24 * bias.abs().double()
+    """Returns what a product may lose by adding the products of num_inputs inputs to the bias [N] of its dtype, as torch does on
+    aarch64 (docs/aarch64.md): float32 sums are rounded at the bias's size after each input, bfloat16 sums, where the processor has
+    bfloat16 products, every 256 inputs or so. 0 elsewhere. The factor 4 is for the worst of thousands."""
+    if bias is None or platform.machine() != "aarch64":
+        return 0.0
+    rounding = num_inputs**0.5 * 2**-24 if bias.dtype is torch.float32 else (num_inputs / 256) ** 0.5 * 2**-9
+    return 4 * rounding * bias.abs().double()
 
 
 def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
