@@ -322,8 +322,8 @@ class CpuModel:
         if awaited and self._ops.beside_compilers():  # more threads than free cores would mostly wait for one another
             num_threads = max(1, num_threads // 2)
         self._ops.set_num_threads(num_threads)
-        is_faster = len(awaited) < len(self._awaited) or num_threads != self._step_threads
-        if is_faster or self._ops.num_late > self._num_late:
+        has_changed = len(awaited) < len(self._awaited) or num_threads != self._step_threads
+        if has_changed or self._ops.num_late > self._num_late:
             self._awaited, self._step_threads = awaited, num_threads
             self._steps = self._recorded_steps()
         return model
