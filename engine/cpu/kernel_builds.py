@@ -321,10 +321,11 @@ class CpuKernelBuilds:
                 _end(process)
                 process = None
             self._end_unit(build)
-        if process is not None and _resident_bytes(process) <= KEPT_BYTES:
-            self._idle.append(process)
-        elif process is not None:
-            _end(process)
+        if process is not None:
+            if _resident_bytes(process) <= KEPT_BYTES:
+                self._idle.append(process)
+            else:
+                _end(process)
 
     def _first(self, build: _Build) -> tuple[Unit, KernelSet] | None:
         """Returns the first unit of a build's queue that may be compiled now, with its set; None if there is none."""

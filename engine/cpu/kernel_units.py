@@ -6,12 +6,9 @@ compiled only once.
 
 from __future__ import annotations
 
-import fcntl
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -44,6 +41,7 @@ from engine.cpu.kernels.attention import paged_attention_parallel, paged_attenti
 from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
 from engine.cpu.kernels.prefill import prefill_attention_parallel, prefill_attention_serial
 from engine.cpu.programs import native
+from engine.host import compiled
 from loader import kernel_sets
 from loader.kernel_sets import KernelSet
 
@@ -97,7 +95,7 @@ class Unit:
 
     def compile(self) -> None:
         """Compiles those of the kernels that are not in the cache folder and saves them there, for `load` in other processes."""
-        with _preparing, _alone(self.name):  # if several processes start at once, one compiles and the others read its files
+        with _preparing, compiled.alone(self.name):  # of several processes one compiles, and the others read its files
             for kernel, signature in self.kernels:
                 kernel.disable_compile(False)
                 kernel.compile(signature)
@@ -123,14 +121,6 @@ def _load(kernel: Any, signature: Any) -> bool:
         if kernel.signatures:
             kernel.disable_compile()
     return True
-
-
-def _alone(name: str) -> AbstractContextManager[Any]:
-    folder = Path(numba.config.CACHE_DIR)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / f"lock-{name}").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
-    return lock
 
 
 def prepare_calls(units: Sequence[Unit]) -> None:

@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def folder() -> str:
     import numba
 
     return str(numba.config.CACHE_DIR)
+
+
+def alone(what: str) -> AbstractContextManager[Any]:
+    """Waits until no other process with the same folder is in a block of this name, and returns the context of the block."""
+    os.makedirs(folder(), exist_ok=True)
+    lock = open(os.path.join(folder(), f"lock-{what}"), "w")  # noqa: SIM115  # the file is the context
+    fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
+    return lock
 
 
 def _compile_for_this_processor() -> None:
@@ -114,9 +123,7 @@ def _save_one_at_a_time() -> None:
 
     def save_or_warn(cache: Any, signature: Any, data: Any) -> None:
         try:
-            os.makedirs(folder(), exist_ok=True)
-            with open(os.path.join(folder(), "lock-saving"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
+            with alone("saving"):
                 save(cache, signature, data)
         except OSError as error:
             log.warning("%s: %s: a kernel is compiled again next time", cache.cache_path, error.strerror)
