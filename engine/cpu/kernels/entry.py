@@ -121,10 +121,12 @@ __all__ = [
     "widened_scratch_floats",
 ]
 
-# Work below these sizes is not shared, because waking the other threads (30 to 40 us) costs more than they save.
+# Work below these sizes is not shared, because waking the other threads costs more than they save.
 _SHARED_ATTENTION = 1 << 20  # elements of keys that are read
-# Bytes of weights, and the number of rows whose products cost as much as reading the weights.
-_SHARED_WEIGHTS, _ROWS_AS_READING = 2 << 20, 8
+# Bytes of weights, and the number of rows whose products cost as much as reading the weights. Two threads multiply a row with
+# 1.2 MB in half of the time of one (benchmarks/kernels.py).
+_SHARED_WEIGHTS, _ROWS_AS_READING = 1 << 20, 8
+_SHARED_EXPERTS, _SHARED_FOUR_BITS = 2 << 20, 1 << 20  # bytes of experts' weights that are read
 _SHARED_WIDENING = 256 << 10  # bytes of FP8 weights that are widened
 _SHARED_TILES = 512 << 10  # bytes of weights that the matrix unit multiplies
 # FEW_ROWS: up to this many rows few_rows_linear is faster than torch's linear (benchmarks/kernels.py), by element type; tiles of
@@ -217,7 +219,7 @@ def _shares_widening(weight: Any) -> bool:
 def _shares_experts(x: Any, weight: Any) -> bool:
     """Tells whether the threads share the products of rows x [P, K], sorted by expert, with experts' weights [E, N, K], from the
     bytes of the weights that are read: of E experts, or of P if there are fewer rows."""
-    return _thread.num_threads > 1 and weight[0].nbytes * min(len(weight), len(x)) >= _SHARED_WEIGHTS
+    return _thread.num_threads > 1 and weight[0].nbytes * min(len(weight), len(x)) >= _SHARED_EXPERTS
 
 
 def _shares_tiles(weight: Any) -> bool:
@@ -388,7 +390,7 @@ grouped_widened_linear = Forms(
 grouped_four_bits_linear = Forms(
     four_bits.grouped_four_bits_linear_serial,
     four_bits.grouped_four_bits_linear_parallel,
-    lambda args: _thread.num_threads > 1 and args[2].nbytes // (len(args[7]) - 1) * len(args[0]) >= _SHARED_WEIGHTS // 2,
+    lambda args: _thread.num_threads > 1 and args[2].nbytes // (len(args[7]) - 1) * len(args[0]) >= _SHARED_FOUR_BITS,
 )
 widen_four_bits = Forms(four_bits.widen_four_bits_serial, four_bits.widen_four_bits_parallel, lambda args: _shares_tiles(args[1]))
 delta_convolve = Forms(

@@ -89,6 +89,23 @@ def _suffix(raw: ir.VectorType) -> str:
     return "f32" if raw.element == ir.FloatType() else f"i{raw.element.width}"
 
 
+def _loaded(context: Any, builder: Any, kind: Any, array: Any, at: Any, count: Any, other: float = 0) -> Any:
+    """Returns `count` elements of an array (of Numba type `kind`) from index `at` on in the first lanes of a vector. In the others
+    is `other`, or for bfloat16 bits 0."""
+    address, raw, mask = _address(context, builder, kind, array, at, count)
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(raw, [address.type, mask.type, raw]),
+        f"llvm.masked.load.v{LANES}{_suffix(raw)}.p0",
+    )
+    loaded = builder.call(function, [address, mask, vector(raw, other)])
+    return _widened(builder, loaded) if kind.dtype == types.uint16 else loaded
+
+
+def _widened(builder: Any, bits: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.zext(bits, PAIRS), vector(PAIRS, 16)), SUMS)
+
+
 @intrinsic
 def load(typing_context: Any, array: Any, at: Any, count: Any) -> Any:
     """Returns `count` elements of an array (16 at most) from index `at` on in the first lanes, and 0 in the others. float32 and
@@ -99,18 +116,28 @@ def load(typing_context: Any, array: Any, at: Any, count: Any) -> Any:
     kind = WORDS if array.dtype == types.int32 else FLOATS
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        address, raw, mask = _address(context, builder, sig.args[0], *args)
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(raw, [address.type, mask.type, raw]),
-            f"llvm.masked.load.v{LANES}{_suffix(raw)}.p0",
-        )
-        loaded = builder.call(function, [address, mask, vector(raw, 0)])
-        if array.dtype != types.uint16:
-            return loaded
-        return builder.bitcast(builder.shl(builder.zext(loaded, PAIRS), vector(PAIRS, 16)), SUMS)
+        return _loaded(context, builder, sig.args[0], *args)
 
     return kind(array, types.int64, types.int64), generate
+
+
+def _load_unless_empty(other: float) -> Any:
+    @intrinsic
+    def load_unless_empty(typing_context: Any, array: Any, at: Any, count: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            own, begin, num = args
+            size = builder.extract_value(context.make_array(sig.args[0])(context, builder, own).shape, 0)
+            num = builder.select(builder.icmp_signed(">", size, ir.Constant(size.type, 0)), num, ir.Constant(num.type, 0))
+            return _loaded(context, builder, sig.args[0], own, begin, num, other)
+
+        return FLOATS(array, types.int64, types.int64), generate
+
+    return load_unless_empty
+
+
+# They are `load` for arrays that may be empty, whose lanes are all 0, or for factors (float32) all 1. A kernel that asked for an
+# array's size instead would have Numba count its references at every branch: that took 10 times as long as the rest of a row's end.
+load_terms, load_factors = _load_unless_empty(0), _load_unless_empty(1.0)
 
 
 def _alternate(odd: int) -> Any:
@@ -128,9 +155,7 @@ def _alternate(odd: int) -> Any:
                 function = cgutils.get_or_insert_function(builder.module, kind, name)
                 halves.append(builder.call(function, [address, mask, vector(raw, 0)]))
             chosen = shuffle(builder, halves[0], halves[1], list(range(odd, 2 * LANES, 2)))
-            if array.dtype != types.uint16:
-                return chosen
-            return builder.bitcast(builder.shl(builder.zext(chosen, PAIRS), vector(PAIRS, 16)), SUMS)
+            return _widened(builder, chosen) if array.dtype == types.uint16 else chosen
 
         return FLOATS(array, types.int64, types.int64), generate
 
@@ -183,8 +208,7 @@ def rounded(typing_context: Any, values: Any, like: Any) -> Any:
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if like == types.float32:
             return args[0]
-        wide = builder.zext(narrow_bits(builder, args[0]), PAIRS)
-        return builder.bitcast(builder.shl(wide, vector(PAIRS, 16)), SUMS)
+        return _widened(builder, narrow_bits(builder, args[0]))
 
     return FLOATS(FLOATS, like), generate
 

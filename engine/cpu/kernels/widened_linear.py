@@ -17,10 +17,11 @@ import numpy as np
 from numba import float32, int64, njit, prange, types, void
 
 from engine.cpu.kernels.bits import FASTMATH, named, widen
-from engine.cpu.kernels.lanes import load, store
+from engine.cpu.kernels.lanes import load, load_factors, load_terms, store
 from engine.cpu.kernels.vectors import LANES
 from engine.cpu.kernels.widened_tiles import (
     OUTPUTS,
+    PACKED_BEHIND,
     PACKED_ROWS,
     PANEL,
     ROWS,
@@ -30,6 +31,7 @@ from engine.cpu.kernels.widened_tiles import (
     add_packed,
     add_products,
     fold_tile,
+    lay_out_step,
     pack_step,
     packed_step,
     widen_step,
@@ -161,12 +163,8 @@ def _add(
 
 @njit(**_HELPER)
 def _write(sums: Any, at: int, n: int, count: int, scale: Any, bias: Any, out: Any, row: int) -> None:
-    values = load(sums, at, count)
-    if scale.shape[0] > 0:
-        values = values * load(scale, n, count)
-    if bias.shape[0] > 0:
-        values = values + load(bias, n, count)
-    store(out, row * out.shape[1] + n, count, values)
+    scaled = load(sums, at, count) * load_factors(scale, n, count)
+    store(out, row * out.shape[1] + n, count, scaled + load_terms(bias, n, count))
 
 
 @njit(**_HELPER)
@@ -225,7 +223,10 @@ def _lay_out(x: Any, first: int, num_rows: int, columns: Any) -> None:
     transposed: [K, num_rows]."""
     num_inputs = x.shape[1]
     at = first * num_inputs
-    for k in range(num_inputs):
+    whole = max(0, num_inputs - PACKED_BEHIND) // STEP * STEP  # what a step writes behind its own stays within the tile
+    for k in range(0, whole, STEP):
+        lay_out_step(x, at + k, num_rows, columns, at + k * num_rows)
+    for k in range(whole, num_inputs):
         for r in range(num_rows):
             columns[at + k * num_rows + r] = widen(x[first + r, k])
 

@@ -33,6 +33,7 @@ ROWS, OUTPUTS = (6, 4) if HAS_32_REGISTERS else (3, 3)
 PACKED_ROWS, _PACKED_VECTORS = (12, 2) if WIDTH == 16 else (6, 4) if HAS_32_REGISTERS else (6, 2)
 PANEL = _PACKED_VECTORS * WIDTH  # outputs whose weights are packed together
 TILE_FLOATS = ROWS * OUTPUTS * WIDTH  # float32 values in a tile's sums across K
+PACKED_BEHIND = -(-PACKED_ROWS // WIDTH) * WIDTH  # float32 that lay_out_step may write behind its own
 _BLOCK = 128  # inputs that are prefetched of each weight row at a time, and that are multiplied before the next
 _LINE_BYTES = 64
 
@@ -245,6 +246,31 @@ def pack_step(typing_context: Any, weight: Any, at: Any, width: Any, packed: Any
         return context.get_dummy_value()
 
     return types.void(weight, types.int64, types.int64, packed, types.int64), generate
+
+
+@intrinsic
+def lay_out_step(typing_context: Any, x: Any, at: Any, num_rows: Any, columns: Any, to_at: Any) -> Any:
+    """Widens and transposes STEP bfloat16 inputs from index `at` on of num_rows rows of x [R, K], at most PACKED_ROWS, to float32:
+    [STEP, num_rows] in `columns` from to_at on. Up to PACKED_BEHIND floats behind them are written, too."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, begin, count, target, to_begin = with_data(context, builder, signature, args)
+        row = builder.extract_value(context.make_array(signature.args[0])(context, builder, args[0]).shape, 1)
+        last, groups = builder.sub(count, I64(1)), []
+        for first in range(0, PACKED_ROWS, WIDTH):
+            loaded = []
+            for number in range(first, first + WIDTH):
+                # Lanes behind the last row are read from that row; what is stored of them is overwritten or never read.
+                own = builder.select(builder.icmp_signed("<", last, I64(number)), last, I64(number))
+                loaded.append(_load(builder, source, builder.add(begin, builder.mul(own, row)), _WORDS, 2))
+            groups.append([half for pair in _transposed(builder, loaded) for half in _halves(builder, pair)])
+        for k in range(STEP):
+            to = builder.add(to_begin, builder.mul(count, I64(k)))
+            for group, columns in enumerate(groups):
+                _store(builder, columns[k], target, builder.add(to, I64(group * WIDTH)))
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, types.int64, columns, types.int64), generate
 
 
 def packed_step(of_int8: bool) -> int:
