@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -63,11 +64,13 @@ class Hearth:
 class Process:
     """A server as a process of its own; ready when `health` answers 200."""
 
-    def __init__(self, command: list[str], port: int, health: str, limit_s: float) -> None:
+    def __init__(self, command: list[str], port: int, health: str, limit_s: float, folder: pathlib.Path | None = None) -> None:
         self._command, self.url, self._health, self._limit_s = command, f"http://127.0.0.1:{port}", health, limit_s
+        self._folder = folder
 
     def __enter__(self) -> Process:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(self._command, cwd=self._folder, stdout=quiet, stderr=quiet)
         self.pid = self._process.pid
         end = time.perf_counter() + self._limit_s
         while not self._ready():
@@ -91,6 +94,36 @@ class Process:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+class Checkout:
+    """The server of another checkout of this project, with its kernels compiled and its own configuration's defaults."""
+
+    def __init__(self, folder: pathlib.Path, devices: list[str], model: str, shape: tuple[int, int]) -> None:
+        self._model, self._shape = model, shape
+        commit = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        self.name = f"hearthd {commit.stdout.strip()[:8]}"
+        cache, port = str(folder / ".cache"), free_port()
+        subprocess.run([sys.executable, "-m", "engine.warm", cache], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        self._state = tempfile.TemporaryDirectory(prefix="hearth-bench-")
+        state = pathlib.Path(self._state.name)
+        command = [sys.executable, "-m", "daemon", "--models", str(STORE), "--listen", f"127.0.0.1:{port}", "--cache-dir", cache]
+        command += ["--control", str(state / "control.sock"), "--state-dir", str(state)]
+        for device in devices:
+            command += ["--device", device]
+        self._server = Process(command, port, "/readyz", 120, folder)
+
+    def __enter__(self) -> Checkout:
+        self._server.__enter__()
+        self.measure(1, 1, 1)  # loads the model
+        return self
+
+    def measure(self, streams: int, num: int, seed: int) -> dict[str, Any]:
+        return drive_server(self._server.url, self._model, self._server.pid, streams, num, self._shape, seed)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._server.__exit__(kind, error, trace)
+        self._state.cleanup()
 
 
 class LlamaServer:
@@ -216,12 +249,15 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             weights_in_all = 3 * weights
         else:
             weights_in_all = weights
-        server = stack.enter_context(Server(STORE, [f"cpu={2 * weights_in_all + (2 << 30)}"], threads))
+        devices = [f"cpu={2 * weights_in_all + (2 << 30)}"]
+        server = stack.enter_context(Server(STORE, devices, threads))
         lines.append({"benchmark": "cpu", "model": model, "kind": "swap-in", **swap_in(server, model)})
         peers: list[Peer] = [Hearth(server, model, shape)]
         if args.float32:
             first_token_s(server, wide, 1)
             peers.append(Hearth(server, wide, shape, "hearthd float32"))
+        if args.checkout:
+            peers.append(stack.enter_context(Checkout(args.checkout.resolve(), devices, model, shape)))
         gguf = args.gguf / f"{model}.gguf" if args.gguf else None
         why = f"no {gguf.name} in the folder given" if args.llama_server and gguf else "--llama-server and --gguf are not given"
         if args.llama_server and gguf and gguf.exists():
@@ -278,6 +314,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=pathlib.Path, help="folder of MODEL.gguf in bf16")
     parser.add_argument("--transformers", action="store_true", help="measure transformers' generate too")
     parser.add_argument("--float32", action="store_true", help="measure our own server on the same weights as float32 too")
+    parser.add_argument("--checkout", type=pathlib.Path, help="folder of another checkout, whose server is measured too")
     parser.add_argument("--generate", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.generate:
