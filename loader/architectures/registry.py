@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 
 from loader.architectures.architecture import Architecture
@@ -63,6 +64,7 @@ ARCHITECTURES = {one.name: one for one in _DESCRIPTIONS}
 _HEADED = "ForCausalLM"
 # by the name in config.json of a decoder without a head, such as Qwen3Model
 _HEADLESS = {f"{one.name.removesuffix(_HEADED)}Model": one for one in _DESCRIPTIONS if isinstance(one, Decoder)}
+_LIKENESS = 0.7  # difflib's ratio: "Qwen4" is like "Qwen3", and "Mamba" is not like "Llama"
 
 
 def architecture_of(shape: ModelShape) -> Architecture:
@@ -72,7 +74,7 @@ def architecture_of(shape: ModelShape) -> Architecture:
 
 def named_architecture(fields: Fields) -> tuple[Architecture, bool]:
     """Returns the family that config.json names, and whether it names a decoder without its head. Raises UnsupportedModel, which
-    lists the supported families, and CheckpointError if config.json names none."""
+    lists the supported families and the one with the most similar name, and CheckpointError if config.json names none."""
     listed = fields.values.get("architectures")
     if isinstance(listed, list) and listed:
         name = str(listed[0])
@@ -84,5 +86,22 @@ def named_architecture(fields: Fields) -> tuple[Architecture, bool]:
     if name in _HEADLESS:
         return _HEADLESS[name], True
     if name not in ARCHITECTURES:
-        raise fields.unsupported("architectures", f"{name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        supported = ", ".join(ARCHITECTURES)
+        raise fields.unsupported("architectures", f"{name!r} is not supported{_nearest(name)}; supported: {supported}")
     return ARCHITECTURES[name], False
+
+
+def _nearest(name: str) -> str:
+    """Returns words about the supported family whose name is most like `name`, or "" if none is similar."""
+    own = _family(name)
+    found = get_close_matches(own, map(_family, ARCHITECTURES), 1, _LIKENESS)
+    if not found:
+        return ""
+    alike = [one for one in ARCHITECTURES if _family(one) == found[0]]
+    nearest = found[0] + name.removeprefix(own)  # with the same end
+    return f" (the nearest that is: {nearest if nearest in alike else alike[0]})"
+
+
+def _family(name: str) -> str:
+    """Returns an architecture's name without its end, such as ForCausalLM, because most names end alike."""
+    return name.partition("For")[0].removesuffix("Model").removesuffix("LMHead")

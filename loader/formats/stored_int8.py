@@ -41,7 +41,7 @@ def _is_supported(group: object, outer_format: object) -> bool:
 def _stored(group: TensorGroup) -> list[StoredTensor]:
     found = []
     for name, dims in group.tensors:
-        found += [StoredTensor(name, dims, _INT8), StoredTensor(name + _SCALE, (dims[0], 1), FLOATS)]
+        found += [StoredTensor(name, dims, _INT8), StoredTensor(name + _SCALE, (dims[0], 1), FLOATS, is_scale=True)]
     return found
 
 
@@ -51,9 +51,10 @@ def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
     for slot in placed:
         slots.append(slot._replace(held_as="int8"))
         name = slot.name + _SCALE
-        shape, cut = stored_part(name, (slot.stored_shape[0], 1), EACH_OUTPUT, slot.cut)
-        scales = WeightSlot(name, shape, slot.scales_at_bytes, shape[0] * SCALE_BYTES, stage=slot.stage, cut=cut)
-        slots.append(scales._replace(held_as="float32"))
+        stored = (slot.stored_shape[0], 1)
+        num_bytes = slot.shape[0] * SCALE_BYTES
+        scales = WeightSlot(name, stored, slot.scales_at_bytes, num_bytes, -1, slot.stage, "float32", 0, repeats=1)
+        slots.append(scales._replace(kept=stored_part(name, stored, EACH_OUTPUT, slot.cut).cut))
     return slots, end
 
 

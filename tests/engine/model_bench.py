@@ -403,6 +403,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
         "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
         "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+        "glm": (transformers.GlmConfig, transformers.GlmForCausalLM),
         "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
         "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
         "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),

@@ -42,6 +42,7 @@ MORE_CASES: dict[str, dict[str, Any]] = {
     "granite": {"kind": "granite"},
     "olmo3": {"kind": "olmo3", "sliding_window": 7, "pad_token_id": 0},
     "seed-oss": {"kind": "seed_oss"},
+    "glm": {"kind": "glm", "pad_token_id": 0},
 }
 SETTINGS = (
     SamplingParams(9, temperature=0.0),
@@ -51,7 +52,7 @@ SETTINGS = (
 )
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_hidden_layers": 2, "head_dim": 8}
 PLAIN_FORMAT = FORMATS[""]
-WITHOUT_CHECKPOINTS = {"glm", "gemma4_unified"}  # of transformers, for these tests: as glm4 and gemma4
+WITHOUT_CHECKPOINTS = {"gemma4_unified"}  # of transformers, for these tests: as gemma4
 
 
 def without_kernels(runner: TorchRunner) -> CpuOps:

@@ -83,6 +83,14 @@ def test_a_scaling_of_the_layers_without_windows(runner: TorchRunner, tmp_path: 
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "glm": {
+        "kind": "glm",
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "seed-oss": {"kind": "seed_oss", "num_hidden_layers": 2, "attention_out_bias": True, "tie_word_embeddings": True},
     "granite": {
         "kind": "granite",
@@ -99,8 +107,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", VARIANTS)
 def test_dense_families(runner: TorchRunner, tmp_path: Path, case: str) -> None:
-    """Their ways of computing that no case of test_models has: a key for one bias; factors of embeddings, branches, scores and
-    logits; rotation of all layers beside LayerNorm; an MLP without a gate, and biases of norms and of the head."""
+    """Their ways of computing that no case of test_models has: GLM's two norms a layer around matrices that GLM-4 has too; a key
+    for one bias; factors of embeddings, branches, scores and logits; rotation of all layers beside LayerNorm; an MLP without a
+    gate, and biases of norms and of the head."""
     made = make_checkpoint(tmp_path, **VARIANTS[case])
     equals(made, runner, tmp_path, 128, 60)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,30 @@ def test_unsupported_architecture_is_listed_with_its_error(tmp_path: Path) -> No
     found = scan(tmp_path)["m"]
     assert not found.complete
     assert "'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, Mistral" in found.error
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("Qwen4ForCausalLM", "Qwen3ForCausalLM"),
+        ("DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM"),
+        ("Glm5MoeForCausalLM", "Glm4MoeForCausalLM"),
+        ("Gemma5ForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+    ],
+)
+def test_an_unknown_architecture_is_told_the_nearest_that_is_served(tmp_path: Path, name: str, nearest: str) -> None:
+    folder = write_checkpoint(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": [name]}))
+    assert f"'{name}' is not supported (the nearest that is: {nearest}); supported: Llama" in scan(tmp_path)["m"].error
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "aqlm", "hqq", "torchao", "gguf"])
+def test_a_quantisation_that_is_not_served_is_named_with_those_that_are(tmp_path: Path, method: str) -> None:
+    folder = write_checkpoint(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": method}}))
+    found = scan(tmp_path)["m"]
+    assert not found.complete
+    assert re.search(rf"key quantization_config.*{method}.* is not served; served: .*FP8", found.error), found.error
 
 
 def test_fingerprint_follows_files_and_config(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.cpu.backend import SINGLE_THREAD_WEIGHTS_BYTES, threads_for
 from engine.cpu.model import CpuModel
 from engine.loading.runner import TorchRunner
 from loader import kv_layout, layout
 from loader.catalog import scan_one
+from loader.errors import CheckpointError
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.stored_int8 import STORED_INT8
@@ -62,6 +64,25 @@ def test_stored_int8_weights_are_those_that_a_load_rounds(
         assert not np.array_equal(logits["mixed"], logits[other])
         assert np.abs(logits["mixed"] - logits[other]).mean() < 0.1
     assert np.abs(logits["coarse"] - logits["stored"]).mean() < 0.1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_int8_scale_that_is_no_number_fails_the_load_by_name(
+    runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path, value: float
+) -> None:
+    """Every answer of such a model would be NaN. The engine serves on."""
+    compress(saved[0], tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    file = next(file for file in tmp_path.glob("*.safetensors") if name in load_file(file))
+    tensors = load_file(file)
+    damaged = tensors[name].clone()
+    damaged[-1, -1] = value
+    save_file(tensors | {name: damaged}, file)
+    task = load_task(spec(tmp_path, quantize=STORED_INT8.name))
+    with pytest.raises(CheckpointError, match=f"{file.name}: tensor {name}: holds NaN or an infinity: no scale"):
+        runner.load(task)
+    save_file(tensors, file)
+    runner.load(task).release()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
