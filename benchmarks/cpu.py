@@ -30,6 +30,7 @@ import uvloop
 
 from benchmarks.checkpoints import make
 from benchmarks.load import drive, summary, tree_cpu_s, tree_rss_bytes
+from benchmarks.run import commit_of, table
 from benchmarks.server import ROOT, Server
 
 STORE = ROOT / ".cache" / "checkpoints"
@@ -53,8 +54,10 @@ def drive_server(url: str, model: str, pid: int, streams: int, num: int, shape: 
     return summary(results, wall, tree_cpu_s(pid) - cpu, tree_rss_bytes(pid))
 
 
-class Hearth:
-    def __init__(self, server: Server, model: str, shape: tuple[int, int], name: str = "hearthd") -> None:
+class Running:
+    """A server that runs through all rounds."""
+
+    def __init__(self, server: Server | Process, model: str, shape: tuple[int, int], name: str = "hearthd") -> None:
         self._server, self._model, self._shape, self.name = server, model, shape, name
 
     def measure(self, streams: int, num: int, seed: int) -> dict[str, Any]:
@@ -96,36 +99,6 @@ class Process:
             self._process.wait()
 
 
-class Checkout:
-    """The server of another checkout of this project, with its kernels compiled and its own configuration's defaults."""
-
-    def __init__(self, folder: pathlib.Path, devices: list[str], model: str, shape: tuple[int, int]) -> None:
-        self._model, self._shape = model, shape
-        commit = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        self.name = f"hearthd {commit.stdout.strip()[:8]}"
-        cache, port = str(folder / ".cache"), free_port()
-        subprocess.run([sys.executable, "-m", "engine.warm", cache], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        self._state = tempfile.TemporaryDirectory(prefix="hearth-bench-")
-        state = pathlib.Path(self._state.name)
-        command = [sys.executable, "-m", "daemon", "--models", str(STORE), "--listen", f"127.0.0.1:{port}", "--cache-dir", cache]
-        command += ["--control", str(state / "control.sock"), "--state-dir", str(state)]
-        for device in devices:
-            command += ["--device", device]
-        self._server = Process(command, port, "/readyz", 120, folder)
-
-    def __enter__(self) -> Checkout:
-        self._server.__enter__()
-        self.measure(1, 1, 1)  # loads the model
-        return self
-
-    def measure(self, streams: int, num: int, seed: int) -> dict[str, Any]:
-        return drive_server(self._server.url, self._model, self._server.pid, streams, num, self._shape, seed)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._server.__exit__(kind, error, trace)
-        self._state.cleanup()
-
-
 class LlamaServer:
     """Started anew for each measurement, with as many slots as streams."""
 
@@ -141,16 +114,6 @@ class LlamaServer:
         with Process(command, port, "/health", 120) as server:
             drive_server(server.url, "m", server.pid, 1, 1, (16, 8), seed + 1000)
             return drive_server(server.url, "m", server.pid, streams, num, self._shape, seed)
-
-
-class Vllm:
-    name = "vllm"
-
-    def __init__(self, server: Process, folder: pathlib.Path, shape: tuple[int, int]) -> None:
-        self._server, self._folder, self._shape = server, folder, shape
-
-    def measure(self, streams: int, num: int, seed: int) -> dict[str, Any]:
-        return drive_server(self._server.url, str(self._folder), self._server.pid, streams, num, self._shape, seed)
 
 
 class Transformers:
@@ -183,6 +146,19 @@ def generate(folder: str, streams: int, num_in: int, num_out: int) -> dict[str, 
     return {"out_tok_s": round(streams * num_out / wall, 1), "itl_p50_ms": round(1e3 * wall / num_out, 2), "failed": 0}
 
 
+def server_of(folder: pathlib.Path, devices: list[str], stack: ExitStack) -> Process:
+    """The server of another checkout of this project, its kernels compiled, with the defaults of its configuration. It runs once it
+    is entered; `stack` removes its state."""
+    cache, port = str(folder / ".cache"), free_port()
+    subprocess.run([sys.executable, "-m", "engine.warm", cache], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    state = stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-bench-"))
+    command = [sys.executable, "-m", "daemon", "--models", str(STORE), "--listen", f"127.0.0.1:{port}", "--cache-dir", cache]
+    command += ["--control", f"{state}/control.sock", "--state-dir", state]
+    for device in devices:
+        command += ["--device", device]
+    return Process(command, port, "/readyz", 120, folder)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -207,7 +183,7 @@ def middle(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def first_token_s(server: Server, model: str, seed: int) -> float:
+def first_token_s(server: Server | Process, model: str, seed: int) -> float:
     """Of a short prompt, from the request on, whatever state the model is in."""
     (result,) = uvloop.run(drive(server.url, [model], 1, 1, 8, 2, seed=seed))
     if not result.ok:
@@ -252,12 +228,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         devices = [f"cpu={2 * weights_in_all + (2 << 30)}"]
         server = stack.enter_context(Server(STORE, devices, threads))
         lines.append({"benchmark": "cpu", "model": model, "kind": "swap-in", **swap_in(server, model)})
-        peers: list[Peer] = [Hearth(server, model, shape)]
+        peers: list[Peer] = [Running(server, model, shape)]
         if args.float32:
             first_token_s(server, wide, 1)
-            peers.append(Hearth(server, wide, shape, "hearthd float32"))
+            peers.append(Running(server, wide, shape, "hearthd float32"))
         if args.checkout:
-            peers.append(stack.enter_context(Checkout(args.checkout.resolve(), devices, model, shape)))
+            other = stack.enter_context(server_of(args.checkout.resolve(), devices, stack))
+            first_token_s(other, model, 1)
+            peers.append(Running(other, model, shape, f"hearthd {commit_of(args.checkout)}"))
         gguf = args.gguf / f"{model}.gguf" if args.gguf else None
         why = f"no {gguf.name} in the folder given" if args.llama_server and gguf else "--llama-server and --gguf are not given"
         if args.llama_server and gguf and gguf.exists():
@@ -267,7 +245,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         if importlib.util.find_spec("vllm") is not None:
             port = free_port()
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-            peers.append(Vllm(stack.enter_context(Process(command, port, "/health", 300)), folder, shape))
+            peers.append(Running(stack.enter_context(Process(command, port, "/health", 300)), str(folder), shape, "vllm"))
         else:
             lines.append({"benchmark": "cpu", "model": model, "kind": "missing", "peer": "vllm", "why": "not installed"})
         if args.transformers:
@@ -320,8 +298,6 @@ def main() -> None:
     if args.generate:
         print(json.dumps(generate(args.generate, int(args.streams), args.input, args.output)))
         return
-    from benchmarks.run import table
-
     lines = run(args)
     for line in lines:
         print(json.dumps(line), flush=True)

@@ -44,20 +44,25 @@ CPU_SECTIONS = {
 MEASURED, AIMS = "measured", "aims"  # the marks between which tables are written
 
 
+def commit_of(folder: pathlib.Path) -> str:
+    """The commit of a checkout; "" if the folder is none."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def machine() -> dict[str, Any]:
     """What the figures were taken on, without naming the machine."""
     cpu = platform.processor() or "unknown"
     info = pathlib.Path("/proc/cpuinfo")
     if info.exists():
         cpu = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     return {
         "machine": cpu,
         "features": sorted(this_processor().features),
         "cores": psutil.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "python": platform.python_version(),
-        "commit": commit.strip(),
+        "commit": commit_of(ROOT),
         "date": datetime.date.today().isoformat(),
     }
 

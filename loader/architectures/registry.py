@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from importlib import import_module
 
 from loader.architectures.architecture import Architecture
@@ -93,6 +92,8 @@ def named_architecture(fields: Fields) -> tuple[Architecture, bool]:
 
 def _nearest(name: str) -> str:
     """Returns words about the supported family whose name is most like `name`, or "" if none is similar."""
+    from difflib import get_close_matches  # needed only when there is an error
+
     own = _family(name)
     found = get_close_matches(own, map(_family, ARCHITECTURES), 1, _LIKENESS)
     if not found:

@@ -89,17 +89,22 @@ def _suffix(raw: ir.VectorType) -> str:
     return "f32" if raw.element == ir.FloatType() else f"i{raw.element.width}"
 
 
-def _loaded(context: Any, builder: Any, kind: Any, array: Any, at: Any, count: Any, other: float = 0) -> Any:
-    """Returns `count` elements of an array (of Numba type `kind`) from index `at` on in the first lanes of a vector. In the others
-    is `other`, or for bfloat16 bits 0."""
+def _raw(context: Any, builder: Any, kind: Any, array: Any, at: Any, count: Any, other: float = 0) -> Any:
+    """Returns `count` elements of an array (of Numba type `kind`) from index `at` on, unchanged, in the first lanes of a vector,
+    and `other` in the others."""
     address, raw, mask = _address(context, builder, kind, array, at, count)
     function = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(raw, [address.type, mask.type, raw]),
         f"llvm.masked.load.v{LANES}{_suffix(raw)}.p0",
     )
-    loaded = builder.call(function, [address, mask, vector(raw, other)])
-    return _widened(builder, loaded) if kind.dtype == types.uint16 else loaded
+    return builder.call(function, [address, mask, vector(raw, other)])
+
+
+def _loaded(context: Any, builder: Any, kind: Any, array: Any, at: Any, count: Any, other: float = 0) -> Any:
+    """Returns what _raw does, with bfloat16 bits widened to float32. For these `other` is 0."""
+    raw = _raw(context, builder, kind, array, at, count, other)
+    return _widened(builder, raw) if kind.dtype == types.uint16 else raw
 
 
 def _widened(builder: Any, bits: Any) -> Any:
@@ -149,11 +154,7 @@ def _alternate(odd: int) -> Any:
             twice = builder.mul(num, ir.Constant(num.type, 2))
             for half in range(2):
                 first, left = ir.Constant(num.type, half * LANES), builder.sub(twice, ir.Constant(num.type, half * LANES))
-                address, raw, mask = _address(context, builder, sig.args[0], own, builder.add(begin, first), left)
-                kind = ir.FunctionType(raw, [address.type, mask.type, raw])
-                name = f"llvm.masked.load.v{LANES}{_suffix(raw)}.p0"
-                function = cgutils.get_or_insert_function(builder.module, kind, name)
-                halves.append(builder.call(function, [address, mask, vector(raw, 0)]))
+                halves.append(_raw(context, builder, sig.args[0], own, builder.add(begin, first), left))
             chosen = shuffle(builder, halves[0], halves[1], list(range(odd, 2 * LANES, 2)))
             return _widened(builder, chosen) if array.dtype == types.uint16 else chosen
 
