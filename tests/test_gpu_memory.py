@@ -43,9 +43,10 @@ from benchmarks.gpu_parts import COMMANDS, PARTS
 from config.devices import CUDA_LEFT_BYTES
 from engine.contracts.steps import StepResult
 from engine.cuda.backend import MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS
+from engine.cuda.graph_room import MOST_GRAPHS
 from engine.cuda.graphs import graph_rows
+from engine.cuda.kept_models import MOST_KEPT_BYTES
 from engine.cuda.kernels import entry, triton_decode, triton_extend, triton_inputs, triton_sampling, triton_unpack
-from engine.cuda.mixed_graphs import MOST_GRAPHS
 from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
 from engine.cuda.model import CudaModel
 from engine.cuda.work_space import KEPT_BYTES
@@ -188,10 +189,8 @@ def test_checkpoints_that_the_parts_of_a_command_share_fit_on_the_disk(command: 
 
 def test_the_default_budget_leaves_room_for_all_that_is_outside_of_it() -> None:
     """What the driver takes is an estimate until a GPU was measured: some 0.5 GiB for the context of an H100, and as much as `make
-    gpu` aims at for each graph, of four models."""
-    context_bytes, modules_bytes = 512 << 20, 256 << 20
-    decode = {graph_rows(num) for num in range(1, MAX_GRAPH_ROWS + 1)}
-    executables_bytes = (4 * len(decode) + MOST_GRAPHS) * (2 << 20)
+    gpu` aims at for each graph."""
+    context_bytes, modules_bytes, executables_bytes = 512 << 20, 256 << 20, MOST_GRAPHS * (2 << 20)
     assert KEPT_BYTES + context_bytes + modules_bytes + executables_bytes <= CUDA_LEFT_BYTES
 
 
@@ -203,16 +202,16 @@ def test_what_sampling_writes_down_is_work_space(vocab: int) -> None:
 
 def test_what_graphs_keep_fits_beside_the_work_space() -> None:
     """The graphs of all models share one pool, which holds what one step takes at a time. Each keeps its columns and the hidden
-    states of its rows besides; a model with a predictor those of all tokens once. Of four 8B models that is less than what
-    torch may keep."""
+    states of its rows besides; a model with a predictor those of all tokens once. Of four 8B models, and of models that were
+    evicted, that is less than what torch may keep."""
     shape = gpu_shapes.shape_of("8b")
     decode = {graph_rows(num) for num in range(1, MAX_GRAPH_ROWS + 1)}
     mixed = mixed_sizes(MAX_GRAPH_TOKENS, MAX_GRAPH_ROWS, triton_extend.tile_tokens(shape.head_dim, torch.bfloat16))
-    assert 4 * len(mixed) <= MOST_GRAPHS
+    assert 4 * (len(decode) + len(mixed)) <= MOST_GRAPHS
     pool_bytes = gpu_work_space_bytes(shape, "bfloat16", MAX_GRAPH_TOKENS, MAX_GRAPH_ROWS) - LIBRARY_BYTES - PACKED_BYTES
     kept_rows = sum(decode) + sum(size.num_rows for size in mixed) + MAX_GRAPH_TOKENS
     columns_bytes = sum(column.nbytes for size in mixed for column in mixed_padding(size, MAX_GRAPH_ROWS).values())
     block_tables_bytes = MAX_GRAPH_ROWS * (131072 // gpu_shapes.BLOCK_TOKENS) * 4
     kept_bytes = kept_rows * (shape.hidden_size * 2 + 16 * 4) + columns_bytes + block_tables_bytes
     work_spaces_bytes = 32 << 20  # cuBLAS's, of captures
-    assert pool_bytes + 4 * kept_bytes + work_spaces_bytes <= KEPT_BYTES
+    assert pool_bytes + 4 * kept_bytes + MOST_KEPT_BYTES + work_spaces_bytes <= KEPT_BYTES

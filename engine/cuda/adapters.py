@@ -115,6 +115,12 @@ class DeviceAdapterMemory(AdapterTables):
         numbers = entry.adapter_numbers(held.of_slots, slots, token_rows)
         return DeviceAdapters(numbers, held.places, held.ranks, held.memory, self.bound or entry.SMALLEST_RANK_BOUND)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Returns the bytes of the tables on the device."""
+        held = self._held
+        return 0 if held is None else held.places.nbytes + held.ranks.nbytes + held.of_slots.nbytes
+
     def _on_device(self) -> _OnDevice:
         if self._held is None:
             size, device, item_bytes = self.places.shape, self._arena.device, self._numbers.itemsize

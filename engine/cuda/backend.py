@@ -19,6 +19,7 @@ from engine.contracts.loads import KernelNews
 from engine.cuda.collectives import Connects
 from engine.cuda.frames import DeviceFrames, device_frames
 from engine.cuda.graphs import give_back_memory
+from engine.cuda.kept_models import KeptModels
 from engine.cuda.kernel_builds import CudaKernelBuilds
 from engine.cuda.model import CudaModel
 from engine.cuda.nccl import NcclError, nccl
@@ -91,7 +92,7 @@ class CudaBackend:
 
     def __init__(self, memory: ChunkMemory, options: Configure, connects: Connects | None = None) -> None:
         self.memory, self._options, self._connects = memory, options, connects
-        self._models: dict[str, tuple[object, CudaModel]] = {}  # name -> the latest model, with its graphs
+        self._kept = KeptModels()
         self._frames: DeviceFrames | None = None  # decodes packed weights on the device; None: the host does
         # Everything that loads launch runs on this stream, and nothing on the stream of steps and of captured graphs.
         self._load_stream = torch.cuda.Stream() if memory.arena.is_cuda else None
@@ -141,22 +142,19 @@ class CudaBackend:
             spec.max_model_len,
             spec.max_sequences,
         )
-        known = self._models.get(spec.model)
         with self._on_load_stream():
-            if known is not None and known[0] == identity:
-                known[1].restore()
-                return known[1]
-            model: CudaModel | None = None
+            model = self._kept.restored(spec.model, identity)
+            if model is not None:
+                return model
             try:
                 model = self._made(spec, shape, weights)
             except torch.OutOfMemoryError as error:
                 log.info("%s: %s", spec.model, str(error).partition("\n")[0])
             if model is None:  # torch may not have given memory back while a graph was being captured
+                self._kept.give_up_evicted()
                 give_back_memory()
                 model = self._made(spec, shape, weights)
-        if known is not None:
-            known[1].drop_graphs()
-        self._models[spec.model] = identity, model
+        self._kept.add(spec.model, identity, model)
         return model
 
     def _made(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
@@ -181,9 +179,7 @@ class CudaBackend:
         """Implements SplitsModels.split_model. Waits until the other shares of the same layers are loaded. The result is a new
         object at each load, because graphs hold addresses of the connection. Raises GroupBroken, UnsupportedModel if NCCL is needed
         and there is none, and RuntimeError if the devices cannot exchange anything."""
-        known = self._models.pop(spec.model, None)
-        if known is not None:
-            known[1].drop_graphs()
+        self._kept.give_up(spec.model)
         with self._on_load_stream():
             links = self._links(spec, shape, region)
             try:

@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from engine.cuda.graph_room import GraphRoom
 from engine.cuda.sequences import Staging, words_of
 
 log = logging.getLogger("engine")
@@ -65,14 +66,22 @@ class StepOutputs:
 @dataclass(slots=True)
 class StepGraph:
     """A captured step. outputs: the memory to which it writes its results. launch_s: seconds that the host took to launch the same
-    step without a graph. capture_s: seconds that its capture took."""
+    step without a graph. capture_s: seconds that its capture took. num_bytes: bytes by which the capture made the pool grow.
+    used_s: when a step ran it last, by time.monotonic(); -inf: none has."""
 
     graph: Any
     inputs: Tensor  # int32: all columns, as Staging.send lays them out
     outputs: StepOutputs
     launch_s: float
     capture_s: float
-    num_bytes: int  # bytes by which the capture made the pool grow
+    num_bytes: int
+    used_s: float = -math.inf
+
+    @property
+    def kept_bytes(self) -> int:
+        """Returns the bytes of its columns and results, which last from one run to the next."""
+        results = (self.outputs.drawn, self.outputs.hidden)
+        return self.inputs.nbytes + sum(result.nbytes for result in results)
 
 
 class CaptureSpace:
@@ -121,6 +130,7 @@ class CaptureSpace:
 
 
 _space: CaptureSpace | None = None
+_room = GraphRoom()
 
 
 def _capture_space(device: torch.device) -> CaptureSpace:
@@ -142,7 +152,7 @@ class _Refusal:
 class StepGraphs(Generic[Size]):
     """The CUDA graphs of one model's steps of one kind, by size. step: the function that is captured; it computes a step's outputs
     from its columns on the device. staging: copies columns to the device. warming: returns the context of the steps that are run
-    before a capture."""
+    before a capture. room: the room for the graphs of all models; None: that of this process."""
 
     def __init__(
         self,
@@ -150,10 +160,18 @@ class StepGraphs(Generic[Size]):
         staging: Staging,
         device: torch.device,
         warming: Callable[[], AbstractContextManager[None]] = nullcontext,
+        room: GraphRoom | None = None,
     ) -> None:
         self._step, self._staging, self._device, self._warming = step, staging, device, warming
         self.captured: dict[Size, StepGraph] = {}
+        self.evicted_s: float | None = None  # when the model was evicted, by time.monotonic(); None: it is not
         self._refused: dict[Size, _Refusal] = {}
+        self._room = _room if room is None else room
+
+    @property
+    def kept_bytes(self) -> int:
+        """Returns the bytes that the graphs' columns and results take."""
+        return sum(graph.kept_bytes for graph in list(self.captured.values()))
 
     def is_refused(self, size: Size) -> bool:
         """Returns whether there was no memory for the graph of this size, and the time to try again has not come yet."""
@@ -164,16 +182,20 @@ class StepGraphs(Generic[Size]):
         """Replays the graph of a captured size. columns: the inputs of the step. Returns outputs that the next run of any graph
         overwrites."""
         graph = self.captured[size]
+        graph.used_s = time.monotonic()
         self._staging.copy(columns, graph.inputs)
         graph.graph.replay()
         return graph.outputs
 
     def capture(self, size: Size, padding: Mapping[str, Any]) -> bool:
         """Captures the step of a size that is not refused. padding: the columns of a step of this size with only padding. Returns
-        False if there is no memory for the graph; the size is then refused for a while."""
-        for emptied in (False, True):
-            if emptied:
-                give_back_memory()
+        False if other models' graphs leave no room for it, or if there is no memory for it, though evicted models gave theirs up;
+        the size is then refused for a while."""
+        if not self._room.make(self):
+            return False
+        for give_back in (None, give_back_memory, self._give_back_of_evicted):
+            if give_back is not None and give_back() is False:
+                break
             try:
                 self.captured[size] = self._captured(padding)
             except RuntimeError as error:
@@ -193,6 +215,19 @@ class StepGraphs(Generic[Size]):
         """Gives up all graphs of this object. May be called in any thread."""
         let_go(list(self.captured.values()))
         self.captured.clear()
+
+    def drop_size(self, size: Size) -> None:
+        """Gives up the graph of a size, if there is one."""
+        if (graph := self.captured.pop(size, None)) is not None:
+            let_go([graph])
+
+    def _give_back_of_evicted(self) -> bool:
+        """Makes torch and the driver give back what graphs of evicted models hold. Returns whether there were any."""
+        if not self._room.drop_evicted():
+            return False
+        destroy_dropped()
+        give_back_memory()
+        return True
 
     def _named(self, size: Size) -> str:
         return f"size {size}"
@@ -235,8 +270,9 @@ class DecodeGraphs(StepGraphs[int]):
         device: torch.device,
         max_rows: int,
         warming: Callable[[], AbstractContextManager[None]] = nullcontext,
+        room: GraphRoom | None = None,
     ) -> None:
-        super().__init__(step, staging, device, warming)
+        super().__init__(step, staging, device, warming, room)
         self._max_rows = max_rows
         self._lacked: set[int] = set()
 
@@ -247,10 +283,9 @@ class DecodeGraphs(StepGraphs[int]):
         self._lacked.add(rows)
         return False
 
-    def drop_size(self, rows: int) -> None:
-        """Gives up the graph of a row count, if there is one."""
-        if (graph := self.captured.pop(rows, None)) is not None:
-            let_go([graph])
+    def drop_size(self, size: int) -> None:
+        super().drop_size(size)
+        self._lacked.discard(size)
 
     def rows_for(self, num_rows: int) -> int:
         """Returns the row count of the graph that runs num_rows rows; 0: no graph may run them now, because they are too many or
@@ -259,8 +294,10 @@ class DecodeGraphs(StepGraphs[int]):
         return rows if rows <= self._max_rows and not self.is_refused(rows) else 0
 
     def missing(self, max_rows: int) -> list[int]:
-        """Returns the row counts of graphs that steps of up to max_rows rows may need and that are not captured yet, the smallest
-        first."""
+        """Returns the row counts of graphs that steps of up to max_rows rows may need and that may be captured now, without those
+        that are captured; the smallest first."""
+        if not self._max_rows or not self._room.is_free():
+            return []
         sizes = dict.fromkeys(map(self.rows_for, range(1, min(max_rows, self._max_rows) + 1)))
         return [size for size in sizes if size and size not in self.captured]
 

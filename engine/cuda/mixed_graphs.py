@@ -2,15 +2,13 @@
 device no longer than launching the same step takes the host: then no step is slower for its padding, whatever the model and the
 GPU.
 
-Sizes are captured in idle time. A model that is never idle captures one when a step has needed it often enough. All models of a
-process together have at most MOST_GRAPHS graphs; those of an evicted model are kept for its return until another model needs the
-room.
+Sizes are captured in idle time. A model that is never idle captures one when a step has needed it often enough. graph_room.py
+bounds how many there are.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.cuda.graph_room import GraphRoom
 from engine.cuda.graphs import StepGraph, StepGraphs, StepOutputs, let_go
 from engine.cuda.mixed_steps import MixedSize
 from engine.cuda.sequences import Staging
@@ -27,11 +26,6 @@ log = logging.getLogger("engine")
 # Steps without a fitting graph before it is captured between steps. A capture takes as long as some ten of these steps.
 STEPS_BEFORE_CAPTURE = 16
 REPLAYS = 3  # replays that are measured; the fastest counts, since an idle device is slow at first
-# Four models have as many graphs. The driver keeps up to 2 MiB for a graph, which no limit of torch's counts; what the default
-# budget leaves of a GPU (config/devices.py) is enough for these beside as many models' decode graphs.
-MOST_GRAPHS = 48
-
-_holders: list[weakref.ref[MixedGraphs]] = []  # all that have captured graphs; only the thread that runs steps uses it
 
 
 def pays(device_s: float, launch_s: float) -> bool:
@@ -49,13 +43,12 @@ class MixedGraphs(StepGraphs[MixedSize]):
         staging: Staging,
         device: torch.device,
         sizes: Sequence[MixedSize],
+        room: GraphRoom | None = None,
     ) -> None:
-        super().__init__(step, staging, device)
+        super().__init__(step, staging, device, room=room)
         self._sizes = tuple(sizes)
         self._without_gain: set[MixedSize] = set()
         self._needed: Counter[MixedSize] = Counter()  # how often each size was needed and not captured
-        self.evicted_s: float | None = None  # when the model was evicted, by time.monotonic()
-        self._told = False
 
     def none(self) -> MixedGraphs:
         """Returns an object of this class without sizes, so that every such step launches its kernels one by one."""
@@ -63,7 +56,7 @@ class MixedGraphs(StepGraphs[MixedSize]):
 
     def missing(self) -> list[MixedSize]:
         """Returns the sizes that are not captured yet and may be captured now, the smallest first."""
-        if not self._has_room():
+        if not self._sizes or not self._room.is_free():
             return []
         return [size for size in self._sizes if size not in self.captured and self._is_allowed(size)]
 
@@ -80,7 +73,7 @@ class MixedGraphs(StepGraphs[MixedSize]):
                 if size in self.captured:
                     return None
                 self._needed[size] += 1
-                return size if self._needed[size] > STEPS_BEFORE_CAPTURE and self._has_room() else None
+                return size if self._needed[size] > STEPS_BEFORE_CAPTURE and self._room.is_free_for_a_step() else None
         return None
 
     def capture(self, size: MixedSize, padding: Mapping[str, Any]) -> bool:
@@ -88,7 +81,6 @@ class MixedGraphs(StepGraphs[MixedSize]):
         if launching the graph saves no time. Then neither this size nor a larger one is tried again, since a larger step takes
         the device longer and the host as long."""
         self._needed.pop(size, None)
-        self._make_room()
         if not super().capture(size, padding):
             return False
         graph = self.captured[size]
@@ -105,25 +97,6 @@ class MixedGraphs(StepGraphs[MixedSize]):
         self._without_gain.update(larger)
         let_go([self.captured.pop(other) for other in larger if other in self.captured])
         return False
-
-    def _has_room(self) -> bool:
-        """Returns whether one more graph may be captured, if necessary in place of an evicted model's graphs."""
-        holders = _alive()
-        if sum(len(one.captured) for one in holders) < MOST_GRAPHS or any(one.evicted_s is not None for one in holders):
-            return True
-        if not self._told:
-            self._told = True
-            log.info("%d graphs of steps with pieces of prompts are captured, and no more are", MOST_GRAPHS)
-        return False
-
-    def _make_room(self) -> None:
-        """Gives up the graphs of models that were evicted, the longest ago first, until there is room for one more."""
-        if all(ref() is not self for ref in _holders):
-            _holders.append(weakref.ref(self))
-        holders = _alive()
-        evicted = sorted((one for one in holders if one.evicted_s is not None), key=lambda one: one.evicted_s or 0.0)
-        while evicted and sum(len(one.captured) for one in holders) >= MOST_GRAPHS:
-            evicted.pop(0).drop()
 
     def _is_allowed(self, size: MixedSize) -> bool:
         return size not in self._without_gain and not self.is_refused(size)
@@ -145,9 +118,3 @@ class MixedGraphs(StepGraphs[MixedSize]):
 
     def _named(self, size: MixedSize) -> str:
         return f"up to {size.num_tokens} tokens of {size.num_rows} rows"
-
-
-def _alive() -> list[MixedGraphs]:
-    """Returns the MixedGraphs objects of this process that have graphs."""
-    _holders[:] = [ref for ref in _holders if ref() is not None]
-    return [one for one in (ref() for ref in _holders) if one is not None and one.captured]

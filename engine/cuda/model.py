@@ -437,6 +437,18 @@ class CudaModel:
         is one now."""
         return self._graphs_of(adapted)[1].capture(size, mixed_padding(size, self._sequences.num_slots))
 
+    @property
+    def evicted_s(self) -> float | None:
+        """Returns when the model was evicted, by time.monotonic(); None: it is not."""
+        return self.graphs.evicted_s
+
+    @property
+    def kept_bytes(self) -> int:
+        """Returns the bytes of the device that the model keeps between steps, besides weights and KV, also while it is evicted."""
+        tables = (self._sequences.last_ids, *self._sequences.tables, *self._kept_memory)
+        graphs = sum(each.kept_bytes for adapted in (False, True) for each in self._graphs_of(adapted))
+        return sum(table.nbytes for table in tables) + self.adapter_memory.kept_bytes + graphs
+
     def drop_graphs(self) -> None:
         """Gives up all graphs of this model. May be called in any thread."""
         self.graphs.drop()
@@ -465,7 +477,7 @@ class CudaModel:
     def restore(self) -> None:
         """Makes the model usable again after a reload, which has put the weights back into the same address range."""
         self._model = self._built()
-        self.mixed_graphs.evicted_s = self.adapted_mixed_graphs.evicted_s = None
+        self._set_evicted(None)
 
     def _built(self) -> CausalLM[DeviceBatch]:
         held = Weights(self.shape, self._dtype_name, self._weights, self._format, self.expert_counts)
@@ -477,8 +489,12 @@ class CudaModel:
         if self._device.type == "cuda" and self._model is not None:
             torch.cuda.default_stream(self._device).synchronize()  # nothing may still run on memory that is unmapped
         self._model = None
-        self.mixed_graphs.evicted_s = self.adapted_mixed_graphs.evicted_s = time.monotonic()
+        self._set_evicted(time.monotonic())
         self._weights.unmap()
+
+    def _set_evicted(self, evicted_s: float | None) -> None:
+        for graphs in (*self._graphs_of(False), *self._graphs_of(True)):
+            graphs.evicted_s = evicted_s
 
     # ---- inside a step
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine.cuda import graphs
+from engine.cuda.graph_room import GraphRoom
 from engine.cuda.model import CudaModel
 
 HANDLES = itertools.count()
@@ -71,6 +72,7 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace
     names = {name: getattr(torch, name) for name in ("zeros", "int32", "bfloat16", "mm")}
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, **names))
     monkeypatch.setattr(graphs, "_space", None)
+    monkeypatch.setattr(graphs, "_room", GraphRoom())
     yield cuda
     StandInGraph.captured.clear()
     StandInGraph.ended_in.clear()

@@ -4,7 +4,6 @@ the padding holds; and graphs of them are captured, kept and given up as engine/
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cuda import graphs, mixed_graphs, mixed_steps
+from engine.cuda import graphs, mixed_steps
+from engine.cuda.graph_room import GraphRoom
 from engine.cuda.graphs import StepGraph, StepGraphs, StepOutputs
 from engine.cuda.mixed_graphs import STEPS_BEFORE_CAPTURE, MixedGraphs
 from engine.cuda.mixed_steps import PROMPTS, MixedSize, mixed_columns, mixed_padding, mixed_sizes, num_tiles
@@ -250,7 +250,7 @@ class Recorded(MixedGraphs):
 
     def __init__(self, sizes: list[MixedSize]) -> None:
         step: Any = None
-        super().__init__(step, step, torch.device("cpu"), sizes)
+        super().__init__(step, step, torch.device("cpu"), sizes, GraphRoom())
         self.attempts: list[MixedSize] = []
         self.seconds = (0.0, 1.0)  # of the device, of the host
         self.error: RuntimeError | None = None
@@ -326,29 +326,6 @@ def test_a_refused_graph_leaves_its_steps_to_others(caplog: pytest.LogCaptureFix
     assert own.needed(10, 2, 1) is None
 
 
-def test_graphs_of_all_models_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that needs room takes that of the one that was evicted the longest ago. Without such a one it does without graphs,
-    and its idle work ends."""
-    monkeypatch.setattr(mixed_graphs, "MOST_GRAPHS", 8)
-    monkeypatch.setattr(mixed_graphs, "_holders", [])
-    first, second, third = (Recorded(mixed_sizes(64, 64, 128)) for _ in range(3))
-    for each in (first, second):
-        while each.missing():
-            each.capture(each.missing()[0])
-    assert third.missing() == []
-    assert [third.needed(10, 2, 1) for _ in range(2 * STEPS_BEFORE_CAPTURE)] == [None] * 2 * STEPS_BEFORE_CAPTURE
-    first.evicted_s, second.evicted_s = 2.0, 1.0
-    while third.missing():
-        third.capture(third.missing()[0])
-    assert [len(each.captured) for each in (first, second, third)] == [4, 0, 4]
-    assert second.missing() != [], "those of the other one, evicted later"
-    second.evicted_s = first.evicted_s = None
-    assert second.missing() == []
-    del first
-    gc.collect()
-    assert len(second.missing()) == 4
-
-
 def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps are captured first. A model that is loaded again has all graphs, one that takes its place none of them."""
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
@@ -356,7 +333,6 @@ def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs
     graph = StepGraph(StandInGraph(), nothing, StepOutputs(nothing, nothing), 0.0, 0.0, 0)
     monkeypatch.setattr(StepGraphs, "_captured", lambda self, padding: graph)
     model = load_cuda_model(tmp_path, max_graph_rows=1, max_graph_tokens=16)
-    monkeypatch.setattr(mixed_graphs, "_holders", [])
     assert model.num_uncaptured == 2
     model.capture_next()
     assert (list(model.graphs.captured), list(model.mixed_graphs.captured)) == ([1], [])

@@ -24,9 +24,11 @@ import torch
 
 from engine.contracts.loads import LoadCancelled
 from engine.contracts.steps import NoWorkSpace
-from engine.cuda import backend, edit_columns, edited, graphs, mixed_graphs, model, predicting, sequences, unmapping
+from engine.cuda import backend, edit_columns, edited, graph_room, graphs, mixed_graphs, model, predicting, sequences, unmapping
 from engine.cuda import expert_counts as device_counts
 from engine.cuda.backend import CudaBackend
+from engine.cuda.graph_room import GraphRoom
+from engine.cuda.kept_models import KeptModels
 from engine.cuda.kernels import linear_choice
 from engine.layers import expert_counts
 from engine.layers.expert_counts import ExpertCounts
@@ -55,6 +57,7 @@ PREDICTS = "c"  # the model that does
 WIDTH, LENGTH, BLOCK_TOKENS = 16, 64, 16
 SHAPE = replace(shape(), experts=ExpertShape(num_experts=4, num_chosen=2, intermediate_size=8, normalised=True))
 ACTIONS = 80
+KEPT_BYTES = 200  # what evicted models may keep of the device: some of them, with few graphs
 POINTS = 30  # at most so often other threads may go on between two actions of the loop
 
 
@@ -282,6 +285,7 @@ class EngineRun:
         self._note_unmapping()
         options = Configure("cuda:0", NUM_CHUNKS, CHUNK, 0, 512, BLOCK_TOKENS, 5.0, 0)
         self.backend: Any = CudaBackend(self._memory, options)
+        self.backend._kept = KeptModels(KEPT_BYTES)
         self.backend._ops = None
         self.streams: Any = self._memory._streams
         self.num_replaced = 0
@@ -320,11 +324,12 @@ class EngineRun:
             (cuda_memory, {"torch": torch_on}),
             (copies, {"torch": torch_on, "triton_checksum": sums}),
             (backend, {"torch": torch_on, "MAX_GRAPH_ROWS": 4, "MAX_GRAPH_TOKENS": 32}),
-            (mixed_graphs, {"torch": torch_on, "STEPS_BEFORE_CAPTURE": 2, "_holders": [], "MOST_GRAPHS": 4}),
+            (mixed_graphs, {"torch": torch_on, "STEPS_BEFORE_CAPTURE": 2}),
+            (graph_room, {"RESTING_S": 0.0}),
             (mixed_graphs, {"pays": lambda *_: self._random.random() < 0.7}),
             (edited, {"torch": torch_on, "entry": entry}),
             (edit_columns, {"entry": entry}),
-            (graphs, {"torch": torch_on, "_space": None, "_recording": schedule.Lock(self.schedule)}),
+            (graphs, {"torch": torch_on, "_space": None, "_room": GraphRoom(8), "_recording": schedule.Lock(self.schedule)}),
             (sequences, {"torch": torch_on, "entry": entry}),
             (
                 linear_choice,
@@ -498,7 +503,7 @@ class EngineRun:
 
     def _load_ended(self, life: Life) -> None:
         load, name = life.load, life.spec.model
-        hosted = self.backend._models.get(name, (None, None))[1]
+        hosted = self.backend._kept.of(name)
         if hosted is not None and self._hosted.get(name, hosted) is not hosted:
             self.num_replaced += 1
         self._hosted[name] = hosted

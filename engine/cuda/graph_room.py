@@ -1,0 +1,107 @@
+"""Bounds the CUDA graphs of all models of a process together. What the driver keeps for a graph is in no limit of torch's, so their
+number is bounded, and with it the memory of their results.
+
+An evicted model keeps its graphs for its return until another model needs the room. If no model is evicted, a step that lacks a
+graph gets the place of one that no step has run for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+log = logging.getLogger("engine")
+
+# Four models have as many graphs: 19 of decode steps and 12 of steps with prompt chunks each. The driver keeps up to 2 MiB for a
+# graph, and the default budget leaves enough of a GPU for so many (config/devices.py).
+MOST_GRAPHS = 124
+RESTING_S = 60.0  # a graph that no step has run for so long may be given up for one that a step lacks
+
+
+class HeldGraph(Protocol):
+    """A captured graph. used_s: when a step ran it last, by time.monotonic(); -inf: none has."""
+
+    used_s: float
+
+
+class GraphHolder(Protocol):
+    """The graphs of one model's steps of one kind, by size. evicted_s: when the model was evicted, by time.monotonic(); None: it is
+    not."""
+
+    captured: dict[Any, Any]
+    evicted_s: float | None
+
+    def drop(self) -> None:
+        """Gives up all graphs."""
+
+    def drop_size(self, size: Any) -> None:
+        """Gives up the graph of a size, if there is one."""
+
+
+class GraphRoom:
+    """The room for the graphs of all models. most: how many there may be. Called by the thread that captures, while other threads
+    may give up graphs and end holders."""
+
+    def __init__(self, most: int = MOST_GRAPHS) -> None:
+        self._most = most
+        self._holders: list[weakref.ref[GraphHolder]] = []  # of all that captured a graph
+        self._told = False
+
+    @property
+    def num_graphs(self) -> int:
+        """Returns how many graphs there are."""
+        return sum(len(one.captured) for one in self._alive())
+
+    def is_free(self) -> bool:
+        """Returns whether a graph that no step lacks yet may be captured, if necessary in place of an evicted model's."""
+        if self.num_graphs < self._most or any(self._evicted()):
+            return True
+        if not self._told:
+            self._told = True
+            log.info("%d graphs of steps are captured; a further one takes the place of one that no step runs", self._most)
+        return False
+
+    def is_free_for_a_step(self) -> bool:
+        """Returns whether a graph that a step lacks may be captured, if necessary in place of one that no step runs."""
+        return self.is_free() or self._resting() is not None
+
+    def make(self, holder: GraphHolder) -> bool:
+        """Gives up graphs until there is room for one more of `holder`: those of models that were evicted, the longest ago first;
+        then the one that has not been run for the longest time. Returns whether there is room."""
+        if all(ref() is not holder for ref in self._holders):
+            self._holders.append(weakref.ref(holder))
+        evicted = sorted(self._evicted(), key=lambda one: one.evicted_s or 0.0)
+        while self.num_graphs >= self._most:
+            if evicted:
+                evicted.pop(0).drop()
+            elif (resting := self._resting()) is not None:
+                resting[0].drop_size(resting[1])
+            else:
+                return False
+        return True
+
+    def drop_evicted(self) -> bool:
+        """Gives up the graphs of all models that were evicted. Returns whether there were any."""
+        evicted = list(self._evicted())
+        for one in evicted:
+            one.drop()
+        return bool(evicted)
+
+    def _alive(self) -> list[GraphHolder]:
+        found = [(ref, ref()) for ref in self._holders]
+        self._holders = [ref for ref, one in found if one is not None]
+        return [one for _, one in found if one is not None]
+
+    def _evicted(self) -> Iterator[GraphHolder]:
+        """Returns the holders of evicted models that have graphs."""
+        return (one for one in self._alive() if one.evicted_s is not None and one.captured)
+
+    def _resting(self) -> tuple[GraphHolder, Any] | None:
+        """Returns the graph that has not been run for the longest time, as (holder, size); None: steps have run all of them within
+        RESTING_S."""
+        used = [(graph.used_s, holder, size) for holder in self._alive() for size, graph in list(holder.captured.items())]
+        used_s, holder, size = min(used, key=lambda one: one[0])
+        return None if used_s > time.monotonic() - RESTING_S else (holder, size)

@@ -1,0 +1,71 @@
+"""Keeps evicted models of a GPU for their return: their graphs and block tables stay on the device, and a load of the same weights
+makes none of them anew. What all of them keep is bounded."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from engine.cuda.model import CudaModel
+
+log = logging.getLogger("engine")
+
+MOST_KEPT_BYTES = 128 << 20  # a quarter of what torch may keep besides the work space (work_space.KEPT_BYTES)
+
+
+class KeptModels:
+    """The latest model of each name, with what it was made from. Safe for several threads: loads run in threads of their own.
+    most_bytes: of the device's memory that evicted models keep."""
+
+    def __init__(self, most_bytes: int = MOST_KEPT_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._models: dict[str, tuple[object, CudaModel]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, name: str) -> CudaModel | None:
+        """Returns the latest model of this name; None: there is none, or it was given up."""
+        known = self._models.get(name)
+        return None if known is None else known[1]
+
+    def restored(self, name: str, identity: object) -> CudaModel | None:
+        """Returns the evicted model of this name, usable again, if it was made from the same; else gives it up and returns None."""
+        with self._lock:
+            known = self._models.get(name)
+            if known is not None and known[0] == identity:
+                known[1].restore()
+                return known[1]
+        self.give_up(name)
+        return None
+
+    def add(self, name: str, identity: object, model: CudaModel) -> None:
+        """Keeps a model that was loaded. Gives up evicted ones, the longest ago first, if they keep too much."""
+        with self._lock:
+            self._models[name] = identity, model
+        self._give_up_evicted(self._most_bytes)
+
+    def give_up(self, name: str) -> None:
+        """Gives up the model of this name with its graphs, if there is one."""
+        with self._lock:
+            known = self._models.pop(name, None)
+        if known is not None:
+            known[1].drop_graphs()
+
+    def give_up_evicted(self) -> None:
+        """Gives up all evicted models with their graphs."""
+        self._give_up_evicted(-1)
+
+    def _give_up_evicted(self, most_bytes: int) -> None:
+        """Gives up the evicted models that keep more than most_bytes together with those that were evicted after them."""
+        with self._lock:
+            evicted = sorted(
+                ((evicted_s, name) for name, (_, model) in self._models.items() if (evicted_s := model.evicted_s) is not None),
+                reverse=True,
+            )
+            kept_bytes = 0
+            for _, name in evicted:
+                model = self._models[name][1]
+                kept_bytes += model.kept_bytes
+                if kept_bytes > most_bytes:
+                    log.info("%s: graphs and block tables of its last load are given up", name)
+                    del self._models[name]
+                    model.drop_graphs()
