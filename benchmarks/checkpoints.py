@@ -1,7 +1,9 @@
 """Seeded checkpoints to measure on: random weights, a real byte-level BPE trained on the standard library, Hugging Face layout.
 
 `feather` (1 layer, 64 wide, vocabulary 32,000) makes device time negligible, so that what is left is the cost of serving;
-`mid` has 125 M parameters, `one-b` 1.1 G. usage: python -m benchmarks.checkpoints OUT [name ...]
+`mid` has 125 M parameters, `one-b` 1.1 G; `mixture` has 1.1 G, in 16 experts, of which a token passes through 2 and reads 185 M.
+NAME-int4 is checkpoint NAME with its layers' matrices in INT4, with a scale for each 128 inputs.
+usage: python -m benchmarks.checkpoints OUT [name ...]
 """
 
 from __future__ import annotations
@@ -35,7 +37,17 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "mixture": {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+    },
 }
+INT4, INT4_GROUP = "-int4", 128
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -67,12 +79,13 @@ def write_tokenizer(folder: pathlib.Path, tokenizer: Any) -> None:
 
 
 def write_model(folder: pathlib.Path, shape: dict[str, int], vocab_size: int, tied: bool) -> None:
-    """Weights of a Llama of that shape, seeded, in bfloat16."""
+    """Weights of a Llama of that shape, or of a Mixtral if it has experts, seeded, in bfloat16."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(7)
-    config = LlamaConfig(
+    has_experts = "num_local_experts" in shape
+    config = (MixtralConfig if has_experts else LlamaConfig)(
         vocab_size=vocab_size,
         max_position_embeddings=4096,
         bos_token_id=0,
@@ -81,13 +94,19 @@ def write_model(folder: pathlib.Path, shape: dict[str, int], vocab_size: int, ti
         tie_word_embeddings=tied,
         **shape,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    (MixtralForCausalLM if has_experts else LlamaForCausalLM)(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def make(out: pathlib.Path, name: str) -> pathlib.Path:
     """The folder of checkpoint `name` below `out`, built if it is not there yet."""
     folder = out / name
     if (folder / "done").exists():
+        return folder
+    if name.endswith(INT4):
+        from tests.loader.int4 import compressed, quantize
+
+        source = make(out, name.removesuffix(INT4))
+        quantize(source, folder, compressed({"group_size": INT4_GROUP}))
         return folder
     tokenizer = train_tokenizer()
     write_model(folder, SHAPES[name], tokenizer.get_vocab_size(), tied=name == "feather")

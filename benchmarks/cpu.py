@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import pathlib
 import shutil
 import signal
@@ -27,6 +28,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import uvloop
+from safetensors import safe_open
 
 from benchmarks.checkpoints import make
 from benchmarks.load import drive, summary, tree_cpu_s, tree_rss_bytes
@@ -34,6 +36,7 @@ from benchmarks.run import commit_of, table
 from benchmarks.server import ROOT, Server
 
 STORE = ROOT / ".cache" / "checkpoints"
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
 FIGURES = ("out_tok_s", "itl_p50_ms", "itl_p99_ms", "ttft_p50_ms", "rss_mb", "failed")
 
 
@@ -257,14 +260,29 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             for seed in range(args.rounds):
                 for peer in peers:
                     figures[peer.name].append(peer.measure(streams, num, 100 * seed + streams))
-            lines += compare(model, streams, figures, weights, limits)
+            lines += compare(model, streams, figures, read_bytes(folder), limits)
     return lines
+
+
+def read_bytes(folder: pathlib.Path) -> int:
+    """Returns the bytes of a checkpoint's weights that the step of one token reads: of its experts only those that are chosen."""
+    settings = json.loads((folder / "config.json").read_text())
+    chosen = settings.get("num_experts_per_tok", 1) / settings.get("num_local_experts", 1)
+    total = 0.0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                tensor = tensors.get_slice(name)
+                num_bytes = math.prod(tensor.get_shape()) * ITEM_BYTES[tensor.get_dtype()]
+                total += num_bytes * chosen if ".experts." in name else num_bytes
+    return round(total)
 
 
 def compare(
     model: str, streams: int, figures: dict[str, list[dict[str, Any]]], weights_bytes: int, limits: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """One line a peer; ours also has its share of the machine's bandwidth where one row is decoded."""
+    """One line a peer; ours also has its share of the machine's bandwidth where one row is decoded. weights_bytes: what a step of
+    one token reads."""
     lines = []
     ours = figures["hearthd"]
     for name, rounds in figures.items():
