@@ -24,9 +24,11 @@ from engine.cpu.kernels.four_bits_tiles import (
     ROWS,
     four_bits_tile,
     is_nvfp4,
+    moves_exponents,
     spread_group,
     takes_pairs,
     widen_group,
+    write_exponents,
     write_factors,
 )
 from engine.cpu.kernels.grouped_linear import stripes_of_share
@@ -88,6 +90,27 @@ def _weigh_of(factors: Any, num: int, scales: Any, zeros: Any, output: int) -> A
                 factors[n * num + k] *= own
 
     return multiply
+
+
+def _write_for_tiles(rows: Any, scales: Any, zeros: Any, halves: bool, output: int, num: int, factors: Any) -> None:
+    """Writes the factors of OUTPUTS outputs from number `output` on, `num` each, to `factors` as four_bits_tile takes them for
+    these rows. Numba compiles calls of this function as _write_for_tiles_of says."""
+
+
+@overload(_write_for_tiles, jit_options=_HELPER)
+def _write_for_tiles_of(rows: Any, scales: Any, zeros: Any, halves: bool, output: int, num: int, factors: Any) -> Any:
+    if moves_exponents(rows.dtype, scales):
+
+        def write_moves(rows: Any, scales: Any, zeros: Any, halves: bool, output: int, num: int, factors: Any) -> None:
+            write_exponents(scales, output * num, OUTPUTS * num, factors)
+
+        return write_moves
+
+    def write(rows: Any, scales: Any, zeros: Any, halves: bool, output: int, num: int, factors: Any) -> None:
+        write_factors(scales, output * num, OUTPUTS * num, halves, factors, 0)
+        _weigh(factors, num, scales, zeros, output)
+
+    return write
 
 
 @njit(**_HELPER)
@@ -158,8 +181,7 @@ def _stripe(
     for panel in range(begin, min(begin + _STRIPE, out.shape[1]), OUTPUTS):
         output = min(panel, out.shape[1] - OUTPUTS)  # the last outputs may overlap those before
         scales_at = (at + output) * num_factors
-        write_factors(scales, scales_at, OUTPUTS * num_factors, halves, factors, 0)
-        _weigh(factors, num_factors, scales, zeros, at + output)
+        _write_for_tiles(rows, scales, zeros, halves, at + output, num_factors, factors)
         of_weights = (factors, num_factors, shift, groups, panel_bytes, folded)
         row = 0
         while row < num_rows:

@@ -9,7 +9,8 @@ In NVFP4, which has a scale for each 16 weights, the first of a group's two scal
 turned into its number by a table of 16 float32 or 32 bfloat16 with AVX-512 (for INT4 one table for each zero point). Elsewhere INT4
 takes a subtraction, and the other two a table of 16 bytes with AVX2 and NEON, or comparisons. Tables hold twice the numbers of
 MXFP4 and NVFP4, which are whole, and the factors made of their scales are halved. The dot product of a group is multiplied with the
-factor of its scale, in NVFP4 each half with its own.
+factor of its scale, in NVFP4 each half with its own. MXFP4's scales are powers of two: where the processor multiplies bfloat16,
+they are added to the exponents of the group's table instead, once for all rows, and nothing is multiplied with them.
 
 The code is generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see vectors.py).
 """
@@ -34,6 +35,7 @@ ROWS = 4 if _HAS_WIDE_TABLES else 1  # of a tile: sums of 4 rows take 16 registe
 _MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers that three bits stand for; the fourth is the sign
 _DOUBLED = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _INT4 = tuple(range(-8, 8))
+_ONE_SCALE, _LEAST_SCALE, _MOST_SCALE = 127, 2, 252  # scales of MXFP4: of the factor 1, and those that write_exponents takes as is
 _MOST_ZERO = 16  # GPTQ stores zero points as a number that is one less
 _BYTE = ir.IntType(8)
 _BYTES, _WORDS = ir.VectorType(_BYTE, LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
@@ -89,15 +91,20 @@ def _load_zero(builder: ir.IRBuilder, zeros: Any, at: Any) -> Any:
     return builder.load(builder.gep(zeros, [at]))
 
 
-def _pairs(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero: Any) -> Any:
+def _pairs(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero: Any, exponents: Any = None) -> Any:
     """Returns the 32 numbers that 16 bytes (packed) hold as 16 pairs of bfloat16; of MXFP4 and NVFP4 twice the numbers. tables:
-    what _tables returned; zero: the zero point. Both are None where there are no zero points."""
+    what _tables returned; zero: the zero point. Both are None where there are no zero points. exponents: for MXFP4, what
+    write_exponents wrote for the group; the numbers are multiplied accordingly; None: they are not."""
     words = builder.zext(packed, PAIRS)
     index = builder.bitcast(builder.or_(words, builder.shl(words, vector(PAIRS, 12))), _WORDS)
     # of an index the lowest five bits count, of which the fifth is another number's
     table = ir.Constant(_WORDS, [_bfloat16_bits(value) for value in (_INT4 if is_int4 else _DOUBLED) * 2])
     if zero is not None:
         table = _table(builder, tables, zero)
+    if exponents is not None:
+        moved = builder.add(table, builder.bitcast(splat(builder, exponents, PAIRS), _WORDS))
+        has_value = ir.Constant(ir.VectorType(ir.IntType(1), 2 * LANES), [value != 0 for value in _DOUBLED * 2])
+        table = builder.select(has_value, moved, vector(_WORDS, 0))
     kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
     return builder.bitcast(builder.call(function, [table, index]), PAIRS)
@@ -217,6 +224,41 @@ def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves:
     return types.void(scales, one, one, types.boolean, factors, one), generate
 
 
+@intrinsic
+def write_exponents(typing_context: Any, scales: Any, at: Any, count: Any, factors: Any) -> Any:
+    """Writes what four_bits_tile takes in place of factors for MXFP4 and bfloat16 rows: for each of `count` scales (uint8) from
+    index `at` on a word in `factors` (float32), from its begin on. Added to two bfloat16 it multiplies both by half of the scale's
+    factor. Scales below 2**-125 and above 2**125 are taken as these, so that no bfloat16 number's exponent overflows."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 3))
+        _, begin, num, _ = args
+
+        def write(k: Any, lanes: int) -> None:
+            codes, words = ir.VectorType(_BYTE, lanes), ir.VectorType(I32, lanes)
+            some = builder.zext(builder.load(_pointer(builder, source, builder.add(begin, k), codes), align=1), words)
+            least, most = vector(words, _LEAST_SCALE), vector(words, _MOST_SCALE)
+            some = builder.select(builder.icmp_unsigned("<", some, least), least, some)
+            some = builder.select(builder.icmp_unsigned(">", some, most), most, some)
+            moved = builder.shl(builder.sub(some, vector(words, _ONE_SCALE + 1)), vector(words, 7))
+            both = builder.or_(builder.and_(moved, vector(words, 0xFFFF)), builder.shl(moved, vector(words, 16)))
+            builder.store(both, _pointer(builder, target, k, words), align=4)
+
+        whole = builder.sub(num, builder.urem(num, I64(LANES)))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES)) as (k, _):
+            write(k, LANES)
+        with cgutils.for_range_slice(builder, whole, num, I64(1)) as (k, _):
+            write(k, 1)
+        return context.get_dummy_value()
+
+    return types.void(scales, types.int64, types.int64, factors), generate
+
+
+def moves_exponents(element: types.Type, scales: types.Array) -> bool:
+    """Returns whether four_bits_tile takes what write_exponents writes: for rows of this element type and these scales' weights."""
+    return takes_pairs(element) and bool(scales.dtype == types.uint8)
+
+
 def four_bits_tile(num_rows: int) -> Any:
     """Returns a function (x, x_at, blocks, blocks_at, scales, zeros, zeros_at, factors, num_factors, shift, num_groups, ahead,
     folded) for kernels. It multiplies num_rows rows with the weights of OUTPUTS outputs, and writes the result of row r and output
@@ -224,8 +266,9 @@ def four_bits_tile(num_rows: int) -> Any:
 
     x: the rows lie end to end from index x_at on, num_groups * 32 elements each; bfloat16 bits, or float32 as spread_group leaves
     them. blocks: bytes, those of the outputs end to end from index blocks_at on. scales: not read; their type tells the weights'.
-    factors: [OUTPUTS, num_factors]; group g of 32 weights has number g >> shift, or in NVFP4 2 g and the next one. zeros: likewise,
-    from index zeros_at on. As many bytes as the weights take that lie `ahead` bytes after them are prefetched meanwhile."""
+    factors: [OUTPUTS, num_factors]; group g of 32 weights has number g >> shift, or in NVFP4 2 g and the next one; where
+    moves_exponents says so, what write_exponents wrote. zeros: likewise, from index zeros_at on. As many bytes as the weights take
+    that lie `ahead` bytes after them are prefetched meanwhile."""
 
     @intrinsic
     def tile(
@@ -245,6 +288,7 @@ def four_bits_tile(num_rows: int) -> Any:
         folded: Any,
     ) -> Any:
         paired, is_int4, has_zeros = x.dtype == types.uint16, _is_int4(scales), _has_zeros(zeros)
+        moved = moves_exponents(x.dtype, scales)
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             rows, weights, zero_points, factors_data, out = (
@@ -275,14 +319,21 @@ def four_bits_tile(num_rows: int) -> Any:
                     if has_zeros:
                         zero = _load_zero(builder, zero_points, builder.add(zeros_begin, of_group))
                     numbers = (builder, packed, is_int4, tables, zero)
-                    columns = [_pairs(*numbers)] if paired else _floats(*numbers)
-                    factor = _group_factors(builder, factors_data, of_group, scales)
+                    if moved:
+                        exponents = builder.load(_pointer(builder, factors_data, of_group, I32), align=4)
+                        columns = [_pairs(*numbers, exponents)]
+                    else:
+                        columns = [_pairs(*numbers)] if paired else _floats(*numbers)
+                        factor = _group_factors(builder, factors_data, of_group, scales)
                     for r, parts in enumerate(inputs):
+                        total = totals[r * OUTPUTS + n]
+                        if moved:
+                            builder.store(add_products(builder, builder.load(total), parts[0], columns[0], True), total)
+                            continue
                         if paired:
                             product = add_products(builder, vector(SUMS, 0.0), parts[0], columns[0], True)
                         else:
                             product = fma(builder, parts[1], columns[1], builder.fmul(parts[0], columns[0]))
-                        total = totals[r * OUTPUTS + n]
                         builder.store(fma(builder, product, factor, builder.load(total)), total)
             sums = fold(builder, [builder.load(total) for total in totals])
             part = shuffle(builder, sums, sums, list(range(num_rows * OUTPUTS)))

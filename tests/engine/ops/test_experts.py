@@ -200,6 +200,23 @@ def test_mxfp4_is_widened_exactly(dtype: torch.dtype) -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+def test_mxfp4_is_exact_in_products(dtype: torch.dtype, num_rows: int) -> None:
+    """Every code with every scale whose numbers have exponents of their own, multiplied with 1 or -1 at one place, else with 0."""
+    scales = torch.arange(2, 253, dtype=torch.uint8).view(1, -1, 1)
+    num_outputs, places = scales.shape[1], (0, 1, 30, 31)[:num_rows]
+    for low in range(16):
+        blocks = ((torch.arange(16) + low) % 16 * 16 + low).to(torch.uint8).repeat(1, num_outputs, 1, 1)
+        x, found = torch.zeros(num_rows, 32, dtype=dtype), torch.empty(num_rows, num_outputs, dtype=dtype)
+        for row, place in enumerate(places):
+            x[row, place] = -1.0 if row % 2 else 1.0
+        firsts, bias = np.array((0, num_rows), np.int32), np.empty((1, 0), array(x).dtype)
+        matrices = four_bits(Mxfp4Matrix(blocks, scales))
+        ops.kernels.grouped_four_bits_linear(array(x), *matrices, bias, firsts, num_rows, 1, array(found))
+        wanted = x.double() @ reference.mxfp4_values(blocks[0], scales[0], torch.float32).double().t()
+        assert torch.equal(found.double(), wanted)
+
+
 def test_a_weighted_sum_of_what_each_expert_makes() -> None:
     """The reference, computed once more in float64 and token by token."""
     experts = layer(torch.float32, 5, 12, 7, 2, normalised=False)
