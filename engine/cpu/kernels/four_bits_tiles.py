@@ -17,6 +17,7 @@ The code is generated as LLVM code because Numba's vectoriser keeps no tile of s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -321,7 +322,7 @@ def four_bits_tile(num_rows: int) -> Any:
                     numbers = (builder, packed, is_int4, tables, zero)
                     if moved:
                         exponents = builder.load(_pointer(builder, factors_data, of_group, I32), align=4)
-                        columns = [_pairs(*numbers, exponents)]
+                        columns: Sequence[Any] = [_pairs(*numbers, exponents)]
                     else:
                         columns = [_pairs(*numbers)] if paired else _floats(*numbers)
                         factor = _group_factors(builder, factors_data, of_group, scales)
