@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,11 @@ from engine.loading.runner import TorchRunner
 from engine.ops import reference
 from loader.catalog import scan_one
 from loader.errors import CheckpointError
-from loader.safetensors import INDEX_NAME
 from tests.engine.model_bench import CASES, load, load_both, make_checkpoint, make_table, plan, put
 from tests.engine.runner.specs import PROMPT
 from tests.loader.fp8 import KINDS, quantize
 from tests.loader.packed_checkpoints import pack_checkpoint
+from tests.loader.shards import divide_in_three
 
 SIZES: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2, "attention_bias": True}
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
@@ -108,23 +107,13 @@ def test_logits_are_those_of_the_weights_that_codes_and_scales_stand_for(
     model.release()
 
 
-def _in_three_files(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    names = sorted(tensors)
-    files = {name: f"model-{at % 3 + 1:05d}-of-00003.safetensors" for at, name in enumerate(names)}
-    for file in set(files.values()):
-        save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
-    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    (folder / "model.safetensors").unlink()
-
-
 def test_reloaded_in_several_files_and_packed_they_are_the_same(
     runner: TorchRunner, wide: tuple[Path, Any], tmp_path: Path
 ) -> None:
     quantize(wide[0], tmp_path, KINDS["fine-grained-bfloat16"])
     once = logits_of(runner, tmp_path)
     assert np.array_equal(logits_of(runner, tmp_path), once), "loaded again"
-    _in_three_files(tmp_path)
+    divide_in_three(tmp_path)
     assert np.array_equal(logits_of(runner, tmp_path), once), "a matrix and its scales in different files"
     pack_checkpoint(tmp_path)
     for path in tmp_path.glob("*.safetensors"):
