@@ -112,7 +112,7 @@ def joined(parts: list[ContentPart], role: str, where: str) -> str:
             refusals.append(part.refusal)
         else:
             allowed = "text and refusal parts" if role == "assistant" else "text parts"
-            message = f"{part_where}.type: only {allowed} are supported"
+            message = f"{part_where}.type: {part.type[:64]!r} is not supported, only {allowed} are"
             raise BadRequest("unsupported_parameter", message, param=f"{part_where}.type")
     return "\n".join(texts) or "\n".join(refusals)
 
