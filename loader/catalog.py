@@ -24,6 +24,7 @@ from loader.architectures.eagle import EagleHead
 from loader.config_fields import json_fields
 from loader.dtypes import DTYPES
 from loader.errors import CheckpointError, FileTooShort, UnsupportedModel, shortened
+from loader.formats.kv_scales import told_of_kv_scales
 from loader.formats.registry import stored_format
 from loader.formats.weight_format import StoredTensor
 from loader.hf_config import (
@@ -74,12 +75,12 @@ class Checkpoint:
     config.json can't be used.
 
     predicting: the shape with the model's predictor, if the files hold one that can draft tokens; None: they do not, or
-    predictor_error says what is wrong with it. weights_bytes: dtype -> bytes of weights that an engine holds, without the
-    predictor. fingerprint: a hash of names, sizes, times, configuration texts and headers. files_id: the same
-    without times, so that a copy of the files has the same one. packed_files: the same weights in packed
-    form, if `files` are plain. packed_reason: why existing packed files can't be used. is_adapter: whether it is an adapter's
-    folder, which has no shape. adapter: the adapter that the files describe; None unless it is complete. head: the head that the
-    files describe, which drafts tokens for other models; such a folder has no shape either."""
+    predictor_error says what is wrong with it. notes: sentences for operators about what is in the files and is not used.
+    weights_bytes: dtype -> bytes of weights that an engine holds, without the predictor. fingerprint: a hash of names, sizes,
+    times, configuration texts and headers. files_id: the same without times, so that a copy of the files has the same one.
+    packed_files: the same weights in packed form, if `files` are plain. packed_reason: why existing packed files can't be used.
+    is_adapter: whether it is an adapter's folder, which has no shape. adapter: the adapter that the files describe; None unless it
+    is complete. head: the head that the files describe, which drafts tokens for other models; such a folder has no shape either."""
 
     name: str
     path: str
@@ -93,6 +94,7 @@ class Checkpoint:
     shape: ModelShape | None = None
     predicting: ModelShape | None = None
     predictor_error: str = ""
+    notes: tuple[str, ...] = ()
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     weights_bytes: dict[str, int] = field(default_factory=dict)
     fingerprint: str = ""
@@ -469,6 +471,7 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     checkpoint.weights_bytes = {dtype: layout.weights_bytes(shape, dtype, stored_format(shape)) for dtype in DTYPES}
     _sum_up(checkpoint, folder, stats, headers, digest)
     check_parameters(checkpoint.shape, headers)
+    checkpoint.notes = notes_on(names)
     _find_predictor(checkpoint, names, tensors, headers)
     beside = [info for info in packed_files(folder) if info.name.endswith(".safetensors") and info.name not in headers]
     if beside:
@@ -502,6 +505,12 @@ def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[Te
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups(shape, tensors))
     return replace(shape, block_offsets=layout.block_offsets(shape, tensors))
+
+
+def notes_on(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns Checkpoint.notes for a checkpoint that holds the tensors of these names."""
+    told = told_of_kv_scales(names)
+    return (told,) if told else ()
 
 
 def _find_predictor(

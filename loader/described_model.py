@@ -22,12 +22,13 @@ class DescribedModel:
     """The shape of a model whose weights need not be there. source: where its sizes come from: HEADERS (headers of the weight
     files), INDEX (names of tensors in their index) or CONFIG (config.json alone). With CONFIG, the matrices of a quantised
     checkpoint that its configuration names as plain count as plain. predicting: the shape with the model's predictor; None: it has
-    none, or predictor_error says what is wrong with it."""
+    none, or predictor_error says what is wrong with it. notes: as Checkpoint.notes; with CONFIG there are none."""
 
     shape: ModelShape
     source: str
     predicting: ModelShape | None = None
     predictor_error: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def described_model(folder: Path) -> DescribedModel:
@@ -43,7 +44,7 @@ def described_model(folder: Path) -> DescribedModel:
     if checkpoint.error:
         raise CheckpointError(str(folder), None, checkpoint.error)
     if checkpoint.complete and checkpoint.shape is not None:
-        return DescribedModel(checkpoint.shape, HEADERS, checkpoint.predicting, checkpoint.predictor_error)
+        return DescribedModel(checkpoint.shape, HEADERS, checkpoint.predicting, checkpoint.predictor_error, checkpoint.notes)
     try:
         names = set(read_index(folder))
     except FileNotFoundError:
@@ -62,7 +63,7 @@ def described_model(folder: Path) -> DescribedModel:
         whole = whole if whole is None else _named(whole, names)
     except CheckpointError as damage:
         whole, error = None, str(damage)
-    return DescribedModel(shape, INDEX, whole, error)
+    return DescribedModel(shape, INDEX, whole, error, catalog.notes_on(names))
 
 
 def _named(shape: ModelShape, names: set[str]) -> ModelShape:

@@ -238,6 +238,7 @@ def _as_json(
         "speculator": speculator.name,
         "predictor": None if predictor is None else asdict(predictor),
         "no_predictor": speculator.why_not,
+        "notes": described.notes,
         "shares": [{**asdict(share), "fits": share.fits} for share in shares],
     }
 
@@ -270,6 +271,8 @@ def _tell(
         print(f"predictor   {own}, {size(predictor.work_space_bytes)} of a step's work space (speculator {speculator.name})")
     elif speculator.why_not:
         print(f"predictor   not counted: {speculator.why_not}")
+    for note in described.notes:
+        print(f"note        {note}")
     for share in shares:
         _tell_share(share, settings, memory_bytes)
     if (last := shares[-1:]) and last[0].devices.num_devices > 1:

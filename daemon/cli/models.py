@@ -67,7 +67,8 @@ def ps(client: Client, options: argparse.Namespace) -> None:
 
 
 def models(client: Client, options: argparse.Namespace) -> None:
-    """Runs `hearth models`: shows all models, the reason for each model that cannot run, and the further names of models."""
+    """Runs `hearth models`: shows all models, what of a checkpoint is not used, the reason for each model that cannot run, and
+    the further names of models."""
     rows = client.get("/control/v1/models")
     if options.json:
         print(json.dumps(rows, indent=1))
@@ -80,6 +81,8 @@ def models(client: Client, options: argparse.Namespace) -> None:
         if scorers := [row["name"] for row in rows if row.get("task") == "score"]:
             print(f"\npairs of texts are scored, and no text is made, by {', '.join(scorers)}")
         for row in rows:
+            for note in row.get("notes", ()):
+                print(f"\n{row['name']}: {note}")
             if row["state"] in ("refused", "incomplete", "failed", "down"):
                 print(f"\n{row['name']} is {row['state']}: {row['reason']}")
     if not options.json and (names := client.get("/control/v1/names")):

@@ -62,6 +62,8 @@ def plan(client: Client, options: argparse.Namespace) -> int | None:
     if value["verdict"] in ("fits", "evicts"):
         source = "host memory" if value["source"] == "host" else "disk"
         print(f"the load takes about {value['load_s']:.2f} s, from {source}")
+    for note in value["notes"]:
+        print(note)
     for device in value["devices"]:
         print(f"\n{device['device']}: needs {size(device['needed_bytes'])}, {size(device['free_bytes'])} are free")
         _candidates(device["candidates"])

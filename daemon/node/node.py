@@ -359,6 +359,8 @@ class NodeParts:
             if (found := self.registry.models.get(model)) is not None and found.entry is not None:
                 row["task"] = found.entry.task
                 row["held_as"], row["bits_per_weight"] = found.held_as, found.bits_per_weight
+                if found.checkpoint.notes:
+                    row["notes"] = list(found.checkpoint.notes)
             if drafted := self.metric.drafted_tokens.get(view.name, 0):
                 row["drafted_tokens"], row["accepted_tokens"] = drafted, self.metric.accepted_tokens.get(view.name, 0)
             if not view.device and (not_warmed := self.warming.problems.get(view.name)) is not None:

@@ -110,6 +110,8 @@ class TorchRunner:
             choice = SourceChoice(self._rates, self._ring, backend.measured_decoder)
             how = (backend.reads_in_place, choice.wants_packed, spec.predicts, spec.head_path)
             source = _open(spec, files, *how, share)
+            for note in source.checkpoint.notes:
+                log.info("%s: %s", spec.model, note)
             weight_format = FORMATS[spec.quantize]
             backend.check(spec, source.shape, weight_format)
             num_bytes = weights_bytes(source.shape, spec.dtype, weight_format)

@@ -63,8 +63,14 @@ def _details(entry: ModelEntry) -> dict[str, object]:
         "family": family,
         "families": [family] if family else None,
         "parameter_size": _count(entry.num_parameters),
-        "quantization_level": entry.quantize.rpartition(" ")[2].upper() or _DTYPES.get(entry.dtype),
+        "quantization_level": _level(entry.quantize) or _DTYPES.get(entry.dtype),
     }
+
+
+def _level(weight_format: str) -> str:
+    """Returns the type of the weights, such as INT4, without the rest of a weight format's name ("int4 by 32, zero points"); "" for
+    plain weights."""
+    return weight_format.removeprefix("compressed-tensors ").partition(" ")[0].upper()
 
 
 def _count(num: int) -> str | None:

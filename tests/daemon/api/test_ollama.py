@@ -24,6 +24,7 @@ from daemon.errors import NotNow
 from daemon.streams import stream_clock
 from daemon.text.jobs import TextFacts
 from engine.protocol import FINISH_LENGTH
+from loader.formats.registry import FORMATS
 from tests.daemon.api.fakes import Node, Settings, entry, serve, text_script
 
 TOOLS: list[Any] = [
@@ -321,6 +322,16 @@ async def test_a_models_name_may_have_the_tag_latest() -> None:
 
 
 LLAMA = {"architecture": "LlamaForCausalLM", "dtype": "bfloat16", "weights_bytes": 2 << 30, "num_parameters": 1_240_000_000}
+
+
+async def test_tags_name_the_type_of_quantised_weights_without_their_groups() -> None:
+    held = [name for name in FORMATS if name]
+    models = [entry(f"m{at}", aliases=(), quantize=name, dtype="bfloat16") for at, name in enumerate(held)]
+    async with serve(models=models) as node, client(node) as opened:
+        details = {one.model: one.details for one in (await opened.list()).models}
+    levels = {name: details[f"m{at}"].quantization_level for at, name in enumerate(held)}  # type: ignore[union-attr]
+    assert set(levels.values()) == {"INT8", "PACKED", "FP8", "INT4", "GPTQ", "AWQ", "MXFP4", "NVFP4"}
+    assert all(level.lower() in name for name, level in levels.items())
 
 
 async def test_tags_and_show_tell_what_is_known() -> None:
