@@ -94,7 +94,7 @@ def test_each_is_served(node: Node, client: openai.OpenAI, model: str) -> None:
 
 
 def test_scales_of_kv_are_told_of_wherever_a_model_is(node: Node) -> None:
-    """By `hearth models`, by `hearth plan` of both kinds, in the line that registers the model, and by a load."""
+    """Looks at `hearth models`, at `hearth plan` of both kinds, at the line that registers the model, and at a load's."""
     assert {name: row.get("notes") for name, row in rows(node).items()} == dict.fromkeys(HELD) | {"fp8-kv": [NOTE]}
     assert f"fp8-kv: {NOTE}" in node.cli("models").stdout
     for name in HELD:

@@ -44,8 +44,8 @@ def add(folder: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_checkpoint_with_scales_of_kv_says_that_they_are_not_used(plain: Path, tmp_path: Path, kind: str) -> None:
-    """Also where only the index of its files is there. Scales of activations alone are nothing to tell: products have activations
-    of the model's dtype, which is more exact."""
+    """Checks also that this is known where only the index of its files is there. Scales of activations alone are nothing to tell:
+    products have activations of the model's dtype, which is more exact."""
     FORMATS[kind](plain, tmp_path)
     add(tmp_path, "model.layers.0.self_attn.q_proj.input_scale")
     assert scan_one(tmp_path).complete, scan_one(tmp_path).error

@@ -86,7 +86,8 @@ async def node():
 
 
 async def test_parts_that_are_no_text_are_refused_by_path_and_type(node, http):
-    """Whole or streamed; the same conversation without the part is answered, so the part is all that is refused."""
+    """Asks for whole and for streamed answers. The same conversation with a text in place of the part is answered, so the part is
+    all that is refused."""
     for path, made, where, parts in PLACES:
         for part in parts:
             for more in ({}, {"stream": True}):

@@ -104,7 +104,7 @@ INT4 = {
 
 @pytest.mark.parametrize("form", INT4)
 def test_int4_is_as_compressed_tensors_decompresses_it(runner: TorchRunner, plain: Path, tmp_path: Path, form: str) -> None:
-    """With scales as they are stored, which makes bfloat16 weights, and with the same in float32, which makes exact ones."""
+    """Compares twice: scales as they are stored make bfloat16 weights, and the same in float32 make exact ones."""
     int4.quantize(plain, tmp_path, INT4[form])
     tensors = load_file(tmp_path / "model.safetensors")
     for dtype in (torch.bfloat16, torch.float32):
@@ -160,8 +160,8 @@ def test_fp8_is_as_transformers_dequantises_it(runner: TorchRunner, plain: Path,
 def test_nvfp4_is_as_compressed_tensors_decompresses_it(
     runner: TorchRunner, plain: Path, tmp_path: Path, is_modelopt: bool
 ) -> None:
-    """In bfloat16, to which compressed-tensors dequantises. ModelOpt's checkpoints go through its converter of them, which inverts
-    `weight_scale_2`: here these are powers of two, whose inverses are not rounded."""
+    """Compares in bfloat16, to which compressed-tensors dequantises. ModelOpt's checkpoints go through its converter of them, which
+    inverts `weight_scale_2`: here these are powers of two, whose inverses are not rounded."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter
 
@@ -176,7 +176,7 @@ def test_nvfp4_is_as_compressed_tensors_decompresses_it(
 
 @pytest.mark.parametrize("zero_point", [True, False], ids=["zeros", "symmetric"])
 def test_awq_is_as_compressed_tensors_converts_it(runner: TorchRunner, plain: Path, tmp_path: Path, zero_point: bool) -> None:
-    """With scales in float16, as they are stored, and with the same in float32."""
+    """Compares twice: with scales in float16, as they are stored, and with the same in float32."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.entrypoints.convert import AutoAWQConverter
 
