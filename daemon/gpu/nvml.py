@@ -17,9 +17,10 @@ import pynvml
 
 from config.devices import NoGpus
 from config.units import format_bytes
-from daemon.gpu.inventory import MIN_CUDA, Gpu, GpuFault, GpuProcess
+from daemon.gpu.inventory import MIN_CUDA, Gpu, GpuFault, GpuProcess, holders
 
 MIN_CAPABILITY = (8, 0)  # the least compute capability of a GPU: for bfloat16 and Triton's kernels
+EXCLUSIVE = (pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD)
 VOLATILE, UNCORRECTED = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
 
 
@@ -32,7 +33,7 @@ class Nvml:
 
     def gpus(self) -> Sequence[Gpu]:
         with self._lock:
-            _start()
+            start()
             try:
                 old = _old_driver()
                 return [gpu for index in range(pynvml.nvmlDeviceGetCount()) for gpu in _gpu_and_slices(index, old)]
@@ -42,7 +43,7 @@ class Nvml:
     def next_fault(self, timeout_s: float) -> GpuFault | None:
         with self._lock:
             if self._events is None:
-                _start()
+                start()
                 self._events = _watched()
         try:
             event = pynvml.nvmlEventSetWait_v2(self._events, int(timeout_s * 1e3))
@@ -58,7 +59,7 @@ class Nvml:
         return GpuFault(uuid, int(event.eventData))
 
 
-def _start() -> None:
+def start() -> None:
     """Initializes NVML; further calls do no harm. Raises NoGpus if there is no driver."""
     try:
         pynvml.nvmlInit()
@@ -104,15 +105,30 @@ def _gpu_and_slices(index: int, old_driver: str) -> list[Gpu]:
     mode = _ask(pynvml.nvmlDeviceGetComputeMode, handle)
     if mode == pynvml.NVML_COMPUTEMODE_PROHIBITED:
         unusable = unusable or f"its compute mode is Prohibited: `nvidia-smi -i {index} -c DEFAULT` allows programs on it"
-    elif mode in (pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD):
+    is_shared = mode not in EXCLUSIVE
+    if not is_shared:
         note = "its compute mode is Exclusive: one process at a time, so no model can have an engine of its own there (isolate)"
     modes = _ask(pynvml.nvmlDeviceGetMigMode, handle)  # (mode now, mode after the next reset)
     if modes is None or modes[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
-        return [replace(gpu, unusable=unusable, note=note)]
-    slices = [replace(one, slice_of=gpu.uuid, unusable=one.unusable or unusable, note=note) for one in _slices(index, handle)]
+        return [replace(gpu, unusable=unusable or _held_alone(gpu, is_shared), note=note)]
+    slices = [
+        replace(one, slice_of=gpu.uuid, unusable=one.unusable or unusable or _held_alone(one, is_shared), note=note)
+        for one in _slices(index, handle)
+    ]
     named = ", ".join(f"{one.uuid} ({one.name}, {format_bytes(one.total_bytes)})" for one in slices)
     divided = f"it is divided by MIG; name a slice: {named}" if slices else "MIG is enabled and has no slices: nvidia-smi mig -cgi"
     return [replace(gpu, unusable=unusable or divided, note=note), *slices]
+
+
+def _held_alone(gpu: Gpu, is_shared: bool) -> str:
+    """Returns why no engine can get a context on a GPU or slice in compute mode Exclusive, "" if one can: another program has one
+    there. Processes that are not visible do not count, since they may be engines. is_shared: whether the compute mode lets several
+    processes have a context."""
+    others = [one for one in gpu.processes if one.is_engine is False]
+    if is_shared or not others:
+        return ""
+    held = holders(replace(gpu, processes=tuple(others)))
+    return f"its compute mode is Exclusive and others hold it: {held}; end them, or `nvidia-smi -i {gpu.index} -c DEFAULT`"
 
 
 def _slices(index: int, handle: Any) -> list[Gpu]:

@@ -92,49 +92,6 @@ async def test_no_thread_to_listen_with(caplog: pytest.LogCaptureFixture) -> Non
     assert "faults of GPUs will not be told of: thread gpu faults: it did not begin" in caplog.text
 
 
-@pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """pynvml's functions as a table that a test may change; an exception is raised."""
-    unsupported = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    answers: dict[str, Any] = {
-        "nvmlInit": None,
-        "nvmlDeviceGetCount": 1,
-        "nvmlDeviceGetHandleByIndex": "handle",
-        "nvmlDeviceGetMigMode": unsupported,
-        "nvmlDeviceGetMaxMigDeviceCount": 3,
-        "nvmlDeviceGetMigDeviceHandleByIndex": unsupported,
-        "nvmlDeviceGetComputeMode": pynvml.NVML_COMPUTEMODE_DEFAULT,
-        "nvmlDeviceGetCudaComputeCapability": (9, 0),
-        "nvmlSystemGetCudaDriverVersion_v2": 13000,
-        "nvmlSystemGetDriverVersion": "580.1",
-        "nvmlDeviceGetUUID": "GPU-a",
-        "nvmlDeviceGetName": "H200",
-        "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=100, reserved=3, used=40),
-        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=93, memory=10),
-        "nvmlDeviceGetPowerUsage": 612_500,
-        "nvmlDeviceGetTemperature": 55,
-        "nvmlDeviceGetTotalEccErrors": 0,
-        "nvmlDeviceGetRemappedRows": (1, 2, 0, 0),
-        "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=1 << 30, usedGpuMemory=40)],
-        "nvmlEventSetCreate": "events",
-        "nvmlDeviceRegisterEvents": unsupported,
-        "nvmlEventSetWait_v2": pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT),
-    }
-
-    def answer(name: str) -> Any:
-        def function(*arguments: Any, **__: Any) -> Any:
-            found = answers[name](*arguments) if callable(answers[name]) else answers[name]
-            if isinstance(found, Exception):
-                raise found
-            return found
-
-        return function
-
-    for name in answers:
-        monkeypatch.setattr(pynvml, name, answer(name))
-    return answers
-
-
 def test_nvml_is_read_with_every_sensor(nvml: dict[str, Any]) -> None:
     held = (GpuProcess(1 << 30, "unknown", 40),)
     assert Nvml().gpus() == [Gpu(0, "GPU-a", "H200", 97, 40, 55, 93, 612.5, 0, 3, "", held)]

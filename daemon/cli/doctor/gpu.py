@@ -26,7 +26,7 @@ def driver(found: Driver | str, wants_gpu: bool, has_uvm: bool) -> Finding:
     are configured. has_uvm: whether /dev/nvidia-uvm exists."""
     if isinstance(found, str):
         if not wants_gpu:
-            return Finding("driver", OK, f"no GPU ({found}); none is configured")
+            return Finding("driver", OK, f"no GPU ({found.partition(';')[0]}); none is configured")
         return Finding("driver", FAIL, found, "install NVIDIA's driver, or configure no cuda device")
     text = f"{found.version}, CUDA {found.cuda // 1000}.{found.cuda % 1000 // 10}, {', '.join(found.names) or 'no GPU'}"
     if not found.names and wants_gpu:
@@ -86,9 +86,11 @@ def find_devices(inventory: Inventory, uuids: Mapping[str, str], budgets: Mappin
 def _ask() -> Driver | str:
     import pynvml
 
+    from daemon.gpu import nvml
+
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
+        nvml.start()
+    except NoGpus as error:
         return str(error)
     try:
         names = tuple(
