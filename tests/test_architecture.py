@@ -6,6 +6,7 @@ import ast
 import graphlib
 import importlib.metadata
 import pathlib
+import re
 import subprocess
 import sys
 from functools import cache
@@ -117,6 +118,14 @@ HEAVY = {"torch", "triton", "numba", "llvmlite", "transformers"}
 KERNELS_IN = {"numba": ("engine.cpu", "engine.host"), "llvmlite": ("engine.cpu", "engine.host"), "triton": ("engine.cuda",)}
 # who may know a kind of device: its own folder, and what opens the configured device or compiles for it
 BACKENDS = {"engine.cpu": {"engine.main", "engine.warm"}, "engine.cuda": {"engine.main"}, "engine.null": {"engine.main"}}
+
+
+# what asks for managed memory: functions and flags of CUDA's two libraries, and what libraries over them call it
+MANAGED = re.compile(
+    r"\bcu(da)?\w*Managed|\bcu(da)?Mem(Attach|Prefetch|Advise)|\bCUmemAttach|CU_?(DA)?_?MEM\w*_(ATTACH|MANAGED)"
+    r"|managed_?(array|tensor|memory|alloc|free|pool)|malloc_managed|unified_(tensor|memory)",
+    re.IGNORECASE,
+)
 
 
 def modules() -> dict[str, pathlib.Path]:
@@ -375,6 +384,69 @@ def test_no_thread_can_hang_at_its_start() -> None:
         if used & {"threading.Thread", "threading.Timer", "concurrent.futures.ThreadPoolExecutor"}:
             found.add(module)
     assert {module for module in found if not module.startswith("daemon.cli.")} == STARTS_THREADS.keys()
+
+
+def managed_memory_in(source: str) -> list[str]:
+    """Returns what a module says that asks for managed memory: names, attributes, imports, keywords and strings, by which functions
+    of a library are looked up. Comments and docstrings do not count."""
+    tree = ast.parse(source)
+    documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    said: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            said.append(node.id)
+        elif isinstance(node, ast.Attribute):
+            said.append(node.attr)
+        elif isinstance(node, ast.alias):
+            said.append(node.name)
+        elif isinstance(node, ast.keyword):
+            said.append(node.arg or "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in documents:
+            said.append(node.value if isinstance(node.value, str) else node.value.decode(errors="replace"))
+    return [text for text in said if MANAGED.search(text)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_managed_memory(module: str) -> None:
+    """The driver moves pages of managed memory (CUDA's unified memory) between host and device as they are touched: nobody's budget
+    counts them, a step waits for them unforeseen, and a device that lacks memory takes the host's in silence."""
+    assert not managed_memory_in(MODULES[module].read_text())
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "from cuda.bindings.driver import cuMemAllocManaged as take",
+        "address = _call(driver.cuMemAllocManaged, 1 << 20, driver.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL)",
+        "flags = driver.CUmemAttach_flags(1)",
+        "cudart.cudaMallocManaged(1 << 20, 1)",
+        "function = library['cudaMallocManaged']",
+        "function = getattr(library, f'cuMem{kind}_v2' if kind else b'cuMemAllocManaged_v2'.decode())",
+        "_call(driver.cuMemPrefetchAsync, address, num_bytes, device, stream)",
+        "cudart.cudaMemAdvise(address, num_bytes, advice, device)",
+        "pool.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_MANAGED",
+        "weights = torch.ops.fbgemm.new_managed_tensor(like, [4])",
+        "weights = torch.ops.fbgemm.new_unified_tensor(like, [4], True)",
+        "allocator = torch.cuda.memory.CUDAPluggableAllocator(path, 'managed_alloc', 'managed_free')",
+        "cupy.cuda.set_allocator(cupy.cuda.malloc_managed)",
+        "array = numba.cuda.managed_array(4)",
+        "rmm.reinitialize(managed_memory=True)",
+    ],
+)
+def test_planted_managed_memory_is_found(planted: str) -> None:
+    assert managed_memory_in(f"def take():\n    {planted}\n")
+
+
+def test_what_is_no_managed_memory_is_not_found() -> None:
+    """Prefetches of other kinds, the driver's device file that contexts need, and words about managed memory."""
+    source = '''"""Never cudaMallocManaged."""
+import os
+def take():
+    """Instead of cuMemAllocManaged."""
+    os.posix_fadvise(0, 0, 0, os.POSIX_FADV_WILLNEED)  # no cudaMemPrefetchAsync
+    return os.path.exists("/dev/nvidia-uvm"), driver.cuMemCreate(1), driver.cuMemHostRegister(1), prefetch(managed_by=1)
+'''
+    assert managed_memory_in(source) == []
 
 
 def test_no_systemd_import() -> None:
