@@ -24,6 +24,7 @@ from tests.engine.races.schedule import Host, Schedule
 
 NUM_STREAMS = 32
 PAGE_LOCKED = -1  # in place of a pool's number
+FIRST_ADDRESS, ADDRESS_STEP = 1 << 60, 1 << 32  # of blocks: far from all addresses of the host
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,7 +41,8 @@ TORCH = {"2.11": Rules(False, True), "2.12": Rules(True, True), "2.13": Rules(Tr
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Memory of torch's allocator. number: how often it was given out. pool: of graphs; None: the general one."""
+    """Memory of torch's allocator. number: how often it was given out. pool: of graphs; None: the general one. address: what the
+    driver is told where it copies to the block."""
 
     pool: int | None
     stream: Stream
@@ -48,6 +50,7 @@ class Block:
     what: str = ""
     number: int = 0
     is_free: bool = False
+    address: int = 0
 
 
 class Storage:
@@ -61,8 +64,8 @@ class Storage:
 
 
 # One access of an operation: the place, and whether it is written. A place is a block with its number when the operation was
-# launched or captured; an address with a length, which stands for the chunks that are mapped there when the operation runs; "kv",
-# the KV that the step in progress may access; or else the name of host memory.
+# launched or captured; an address with a length, which stands for the chunks that are mapped there when the operation runs; "kv" or
+# "adapters", the KV or the LoRA adapters of the step in progress; or else the name of host memory.
 Access = tuple[Any, bool]
 
 
@@ -170,6 +173,7 @@ class Device:
         self.streams = [Stream(self, f"stream {number}") for number in range(NUM_STREAMS)]
         self._num_streams_given = 0
         self._free: dict[tuple[int | None, Stream, Hashable], list[Block]] = {}
+        self._blocks: list[Block] = []  # by their addresses
         self.pools: dict[int, int] = {}  # the graphs of each
         self.work_spaces: dict[tuple[int, Stream], Storage] = {}
         self._handles: list[int] = []  # of threads that have ended
@@ -208,9 +212,20 @@ class Device:
         stream = self.stream
         pool = None if stream.capturing is None else stream.capturing._pool
         known = self._free.get((pool, stream, size))
-        block = known.pop() if known else Block(pool, stream, size)
+        if known:
+            block = known.pop()
+        else:
+            block = Block(pool, stream, size, address=FIRST_ADDRESS + len(self._blocks) * ADDRESS_STEP)
+            self._blocks.append(block)
         block.what, block.number, block.is_free = what, block.number + 1, False
         return Storage(self, block)
+
+    def place_of(self, address: int, num_bytes: int) -> Any:
+        """Returns the place that a copy of the driver accesses."""
+        if address < FIRST_ADDRESS:
+            return address, num_bytes
+        block = self._blocks[(address - FIRST_ADDRESS) // ADDRESS_STEP]
+        return block, block.number
 
     def page_locked(self) -> Storage:
         """Returns page-locked memory of the host."""
@@ -254,8 +269,8 @@ class Device:
 
     def _names(self, place: Any, what: str) -> Iterator[tuple[Hashable, str]]:
         """Yields the name of each piece of memory that a place stands for now, and what kind of memory it is."""
-        if place == "kv":
-            for own, _ in self.schedule.host.kv:
+        if place in ("kv", "adapters"):
+            for own, _ in getattr(self.schedule.host, place):
                 yield from self._names(own, what)
         elif isinstance(place, tuple) and isinstance(place[0], Block):
             block, number = place

@@ -1,8 +1,9 @@
 """One random run of an engine on the stand-in for a device.
 
-Its loop does in random order what engine/loop does, and for each model what engine/lifecycle does: loads, steps launched ahead,
-captures in idle time, compaction, evictions that save KV. One model has a predictor. Loads, copies and everything of engine/cuda
-are the real code; a model's layers and the kernels are replaced by launches that tell what they access.
+Its loop does in random order what engine/loop does, and for each model what engine/lifecycle does: loads from the host tier or
+from packed files, steps launched ahead, captures in idle time, LoRA adapters that come and go, compaction, evictions that save KV.
+One model has a predictor. Loads, copies and everything of engine/cuda are the real code; a model's layers and the kernels are
+replaced by launches that tell what they access, and the threads that read packed files by some that read nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,32 +23,49 @@ import numpy as np
 import pytest
 import torch
 
+from engine.contracts.adapters import ReadAdapter
 from engine.contracts.loads import LoadCancelled
 from engine.contracts.steps import NoWorkSpace
-from engine.cuda import backend, edit_columns, edited, graph_room, graphs, mixed_graphs, model, predicting, sequences, unmapping
+from engine.cuda import adapters as device_adapters
+from engine.cuda import (
+    backend,
+    edit_columns,
+    edited,
+    frames,
+    graph_room,
+    graphs,
+    mixed_graphs,
+    model,
+    predicting,
+    sequences,
+    sink,
+    unmapping,
+)
 from engine.cuda import expert_counts as device_counts
 from engine.cuda.backend import CudaBackend
 from engine.cuda.graph_room import GraphRoom
 from engine.cuda.kept_models import KeptModels
-from engine.cuda.kernels import linear_choice
+from engine.cuda.kernels import linear_choice, triton_unpack
 from engine.layers import expert_counts
 from engine.layers.expert_counts import ExpertCounts
 from engine.lifecycle import loads
 from engine.lifecycle.kv_transfer import KVTransfer
 from engine.lifecycle.loads import Load, Loads
-from engine.loading import runner
+from engine.loading import adapter_tables, runner
 from engine.memory import transfers
 from engine.ops.ops import Rotary
-from engine.protocol import MTP, Configure, LoadModel, SamplingParams
+from engine.protocol import MTP, AdapterSource, Configure, LoadModel, SamplingParams
+from engine.serve.adapter_loads import AdapterLoads, AdapterRead
 from engine.serve.served_models import Place
 from loader import checksum
+from loader.file_calls import ReadCancelled
 from loader.model_shape import ExpertShape
 from scheduler.batch.plan import BatchPlan, make_sequence_table, write_sampling
 from tests.engine import cuda_stand_in
 from tests.engine.races import schedule
 from tests.engine.races.clocks import Clock
 from tests.engine.races.device import TORCH, Access, Device, Rules
-from tests.engine.races.schedule import Schedule
+from tests.engine.races.schedule import Lock, Schedule
 from tests.engine.races.tensors import Drawn, Tensor, Torch, reads, writes
 from tests.loader.checkpoints import shape
 
@@ -56,8 +74,10 @@ NAMES, NUM_CHUNKS, WEIGHT_CHUNKS, KV_CHUNKS = "abc", 12, 2, 1
 PREDICTS = "c"  # the model that does
 WIDTH, LENGTH, BLOCK_TOKENS = 16, 64, 16
 SHAPE = replace(shape(), experts=ExpertShape(num_experts=4, num_chosen=2, intermediate_size=8, normalised=True))
-ACTIONS = 80
+ACTIONS = 120
 KEPT_BYTES = 200  # what evicted models may keep of the device: some of them, with few graphs
+MOST_ADAPTERS = 3  # of a model
+NUM_READERS, FRAMES_A_CHUNK = 2, 2  # of packed files: threads, and frames in which the weights of a chunk are
 POINTS = 30  # at most so often other threads may go on between two actions of the loop
 
 
@@ -107,7 +127,8 @@ class Driver(cuda_stand_in.Driver):
                 self.device.host_uses(name, "a mapping", what)
 
     def cuMemcpyHtoDAsync(self, target: Any, source: int, size: int, stream: Any) -> Any:
-        return self._copied(stream, [(f"host memory {source}", False), ((int(target), size), True)], "a copy to the device")
+        target = self.device.place_of(int(target), size)
+        return self._copied(stream, [(f"host memory {source}", False), (target, True)], "a copy to the device")
 
     def cuMemcpyDtoHAsync(self, target: int, source: Any, size: int, stream: Any) -> Any:
         return self._copied(stream, [((int(source), size), False), (f"host memory {target}", True)], "a copy from the device")
@@ -151,6 +172,9 @@ class Layers:
         if (tiles := batch.tiles) is not None:
             inputs += [tiles.rows, tiles.firsts, tiles.starts, tiles.num_new]
         self._on.launch("attention", [*map(reads, [x, *inputs]), ("kv", True), writes(out)])
+        if (adapters := batch.adapters) is not None:
+            tables = map(reads, [out, adapters.numbers, adapters.places, adapters.ranks])
+            self._on.launch("adapters", [*tables, ("adapters", False), writes(out)])
         self._on.launch("experts", [reads(out), writes(self._counts)])
         return out
 
@@ -178,7 +202,14 @@ class Layers:
 
 def opened(path: str, fingerprint: str, stack: Any, in_place: bool, wants_packed: Any, predicts: bool, *head: str) -> Any:
     """Stands in for open_checkpoint."""
-    return SimpleNamespace(shape=replace(SHAPE, predicts=predicts))
+    return SimpleNamespace(shape=replace(SHAPE, predicts=predicts), is_packed=True, has_plain_files_beside=False, packed_reason="")
+
+
+def read_adapter(source: AdapterSource, *_: Any) -> ReadAdapter:
+    """Stands in for engine.loading.adapter_files.read_adapter. The adapter's rank is the last word of its path."""
+    place = SimpleNamespace(number=0, offset=0, rank=int(source.path))
+    layout: Any = SimpleNamespace(num_bytes=CHUNK, places=[place])
+    return ReadAdapter(layout, np.zeros(CHUNK, np.uint8))
 
 
 def summed(table: Tensor) -> list[Access]:
@@ -210,6 +241,9 @@ def kernels(on: Device) -> SimpleNamespace:
 
     return SimpleNamespace(
         tile_tokens=lambda head_dim, dtype: 16,
+        rank_bound=lambda rank: next(bound for bound in RANK_BOUNDS if rank <= bound),
+        SMALLEST_RANK_BOUND=RANK_BOUNDS[0],
+        adapter_numbers=lambda of_slots, slots, token_rows: made(len(token_rows), of_slots, slots, token_rows),
         FEW_ROWS=(1, 2),
         MANY_ROWS=8,
         prepare_inputs=prepare_inputs,
@@ -235,6 +269,7 @@ def kernels(on: Device) -> SimpleNamespace:
     )
 
 
+RANK_BOUNDS = (16, 32)
 CAPTURES_AT_ONCE = 10  # of graphs, or choices of a kernel, in one idle turn
 
 
@@ -259,7 +294,8 @@ class ReportingLoads(Loads):
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """A model from its load to its end. becomes: what the copy of KV under way leads to, "served" or "gone"."""
+    """A model from its load to its end. becomes: what the copy of KV under way leads to, "served" or "gone". adapters: the chunk of
+    each adapter, by its number. reading: an adapter that is being read."""
 
     spec: LoadModel
     place: Place
@@ -268,6 +304,8 @@ class Life:
     hosted: Any = None
     served: bool = False
     becomes: str = ""
+    adapters: dict[int, int] = field(default_factory=dict)
+    reading: AdapterRead | None = None
 
 
 class EngineRun:
@@ -287,9 +325,11 @@ class EngineRun:
         self.backend: Any = CudaBackend(self._memory, options)
         self.backend._kept = KeptModels(KEPT_BYTES)
         self.backend._ops = None
+        self.backend._frames = frames.DeviceFrames(self._memory)
         self.streams: Any = self._memory._streams
         self.num_replaced = 0
         self._slots = [np.zeros(CHUNK, np.uint8) for _ in range(WEIGHT_CHUNKS)]
+        self._ring, self._free_slots = Lock(self.schedule), [np.zeros(8, np.uint8) for _ in range(NUM_READERS + 1)]
         self._kv_slots = {name: np.zeros(CHUNK, np.uint8) for name in NAMES}
         tier = SimpleNamespace(slot_bytes=CHUNK, span=(0, 0), pieces=lambda slots, num_bytes: self._slots)
         self._runner = runner.TorchRunner(self.backend, options, None)
@@ -297,6 +337,8 @@ class EngineRun:
         self._loads = ReportingLoads(self._runner)
         self._loads.schedule = self.schedule
         self._free = list(range(NUM_CHUNKS))
+        models: Any = SimpleNamespace(discard_returned=lambda: None, make_room=lambda served, num_chunks: 0)
+        self.adapter_loads = AdapterLoads(models, self._memory, self._loads, lambda message: None, lambda *_: None, self._finish)
         self._lives: dict[str, Life] = {}
         self._hosted: dict[str, Any] = {}  # the latest of each name
         self._under_way: Any = None
@@ -319,7 +361,7 @@ class EngineRun:
         )
         entry, ended = kernels(device), Future[None]()
         ended.set_result(None)
-        choice = SimpleNamespace(wants_packed=None)
+        choice = SimpleNamespace(wants_packed=None, reason="")
         patches: list[tuple[Any, dict[str, Any]]] = [
             (cuda_memory, {"torch": torch_on}),
             (copies, {"torch": torch_on, "triton_checksum": sums}),
@@ -331,6 +373,11 @@ class EngineRun:
             (edit_columns, {"entry": entry}),
             (graphs, {"torch": torch_on, "_space": None, "_room": GraphRoom(8), "_recording": schedule.Lock(self.schedule)}),
             (sequences, {"torch": torch_on, "entry": entry}),
+            (device_adapters, {"torch": torch_on, "entry": entry}),
+            (adapter_tables, {"read_adapter": read_adapter}),
+            (frames, {"torch": torch_on, "threading": self.schedule.threading, "codec": SimpleNamespace(Parts=lambda *_: None)}),
+            (sink, {"torch": torch_on, "threading": self.schedule.threading}),
+            (triton_unpack, {"unpack": self._unpack}),
             (
                 linear_choice,
                 {"torch": torch_on, "functional": torch_on, "triton_linear": few_rows, "_ours_wins": {}, "_tries": Counter()},
@@ -351,11 +398,55 @@ class EngineRun:
                 {"open_checkpoint": opened, "SourceChoice": lambda *_: choice, "_in_background": lambda work: ended},
             ),
             (runner, {"weights_bytes": lambda *_: WEIGHT_CHUNKS * CHUNK, "StagingRing": lambda: None, "ReadRates": lambda _: None}),
+            (runner, {"weight_layout": lambda *_: [], "parameter_places": lambda _: [], "stream_weights": self._stream}),
+            (CudaBackend, {"decoder": lambda self: None}),
         ]
         for module, names in patches:
             for name, value in names.items():
                 monkeypatch.setattr(module, name, value)
         return cuda_memory
+
+    def _unpack(self, packed: Tensor, begin: Tensor, most_values: int, out: Tensor, verdict: Tensor, number: int) -> None:
+        self.device.launch("unpack", [reads(packed), reads(begin), writes(out), writes(verdict)])
+
+    def _stream(self, source: Any, dtype: str, sink: Any, *how: Any, landed: Any, decoder: Any) -> Any:
+        """Stands in for loader.weight_stream.stream_weights: threads read frames into slots, and this thread gives a slot back when
+        its frame is decoded."""
+        cancelled, turn, free, done = how[2], self._ring, self._free_slots, list[tuple[Any, Any]]()
+        frame_bytes = CHUNK // FRAMES_A_CHUNK
+        left = iter(range(0, WEIGHT_CHUNKS * CHUNK, frame_bytes))
+
+        def taken(held: list[Any]) -> Any:
+            with turn:
+                return held.pop() if held else None
+
+        def read() -> None:
+            for place_bytes in left:
+                while (slot := taken(free)) is None:
+                    self.schedule.point()
+                self.device.host_uses(f"host memory {slot.ctypes.data}", "a slot", "a read")
+                content = SimpleNamespace(target="", place_bytes=place_bytes)
+                assert sink.decode(SimpleNamespace(frame=SimpleNamespace(num_bytes=frame_bytes), content=content), slot.data)
+                fence = sink.fence()
+                with turn:
+                    done.append((fence, slot))
+
+        readers = [self.schedule.thread(read, name="reader") for _ in range(NUM_READERS)]
+        for reader in readers:
+            reader.start()
+        for _ in range(WEIGHT_CHUNKS * FRAMES_A_CHUNK):
+            while (fetched := taken(done)) is None:
+                self.schedule.point()
+            fence, slot = fetched
+            fence.wait()
+            with turn:
+                free.append(slot)
+        for reader in readers:
+            reader.join()
+        if cancelled():
+            raise ReadCancelled("the reads were cancelled")
+        sink.finish()
+        return SimpleNamespace(num_bytes=WEIGHT_CHUNKS * CHUNK)
 
     def _note_unmapping(self) -> None:
         """Makes giving up a range an access to its chunks, which have other owners from then on."""
@@ -379,12 +470,14 @@ class EngineRun:
 
     def run(self, num_actions: int = ACTIONS) -> None:
         actions: list[Callable[[], None]] = [
-            *[self._step] * 8,
-            *[self._take] * 4,
+            *[self._step] * 10,
+            *[self._take] * 5,
             *[self._start_load] * 3,
             *[self._idle] * 2,
             *[self._evict] * 2,
             *[self._count] * 2,
+            *[self._start_adapters] * 2,
+            self._drop_adapter,
             self._compact,
             self._cancel,
             self._lack_memory,
@@ -414,7 +507,8 @@ class EngineRun:
             step.wait()
 
     def _step(self) -> None:
-        """Launches a step of a served model, then reads the one before."""
+        """Has adapters placed that were read, launches a step of a served model, then reads the one before."""
+        self._place_adapters()
         served = [life for life in self._lives.values() if life.served]
         if not served:
             return
@@ -430,11 +524,15 @@ class EngineRun:
             num_logprobs, temperature = life.table.num_logprobs[slot], life.table.temperature[slot]
             write_sampling(life.table, slot, SamplingParams(LENGTH, **edits), 1, LENGTH)
             life.table.num_logprobs[slot], life.table.temperature[slot] = num_logprobs, temperature
+        numbers = [self._random.choice([-1, *life.adapters]) for _ in slots]
+        life.table.adapter[slots] = numbers
         plan = BatchPlan(1, life.spec.model, slots, computed, num_new, np.ones(num_rows, np.bool_))
         plan.to_propose = self._proposals(life, num_rows)
         if plan.to_propose is not None and num_new[-1] == 1:
             plan.slots[:], plan.drafted = plan.slots[0], True
         self.schedule.host.kv = [((self._arena + chunk * CHUNK, CHUNK), True) for chunk in life.place.kv.tolist()]
+        chunks = {life.adapters[number] for number in numbers if number >= 0}
+        self.schedule.host.adapters = [((self._arena + chunk * CHUNK, CHUNK), False) for chunk in sorted(chunks)]
         before = self._under_way
         try:
             self._under_way = life.hosted.launch(plan, life.table)
@@ -446,7 +544,7 @@ class EngineRun:
 
     def _idle(self) -> None:
         self._finish()
-        self.schedule.host.kv = []
+        self.schedule.host.kv = self.schedule.host.adapters = []
         captured = 0
         for life in self._lives.values():
             while life.served and life.hosted.num_uncaptured and captured < CAPTURES_AT_ONCE:
@@ -470,12 +568,68 @@ class EngineRun:
         num_sequences = self._random.choice([4, 4, 4, 6])
         limits = (WEIGHT_CHUNKS, KV_CHUNKS, NUM_CHUNKS, LENGTH, num_sequences, [])
         total = checksum.combined([0] * WEIGHT_CHUNKS)
-        spec = LoadModel(1, name, "", "bfloat16", "f", *limits, source_slots=list(range(WEIGHT_CHUNKS)), checksum=total)
+        slots = self._random.choice([list(range(WEIGHT_CHUNKS)), []])  # the host tier's; without any the weights are read
+        spec = LoadModel(1, name, "", "bfloat16", "f", *limits, source_slots=slots, checksum=total)
         if name == PREDICTS:
             spec = msgspec.structs.replace(spec, speculator=MTP)
         table = make_sequence_table(num_sequences, LENGTH, LENGTH // BLOCK_TOKENS)
         table.temperature[:] = 0.0
         self._lives[name] = Life(spec, place, self._loads.start(spec, place), table)
+
+    # ---- LoRA adapters
+
+    def _start_adapters(self) -> None:
+        """Has an adapter read for each served model that reads none."""
+        for life in self._lives.values():
+            if life.served and life.reading is None:
+                self._start_adapter(life)
+
+    def _start_adapter(self, life: Life) -> None:
+        source = AdapterSource("adapter", str(self._random.choice([8, 8, 32])), "f")
+        life.reading = AdapterRead(life.spec.model, source, life.hosted.adapter_memory, 0.0)
+        self._loads.read(life.reading)
+
+    def _place_adapters(self) -> None:
+        """Has adapters placed that were read, in place of others or where there is room. Some have to wait, until a step is under
+        way."""
+        for life in self._lives.values():
+            if life.served and life.reading is not None and life.reading.is_over and self._random.random() < 0.4:
+                self._place(life, life.reading)
+
+    def _place(self, life: Life, read: AdapterRead) -> None:
+        self.device.refuses = 0  # an engine whose tables find no memory ends
+
+        def place(key: str, num_chunks: int, make_room: Any) -> Any:
+            if life.adapters and (self._random.random() < 0.5 or not self._free or len(life.adapters) == MOST_ADAPTERS):
+                self._drop_adapter_of(life)
+            if not self._free:
+                return None
+            number = next(number for number in range(MOST_ADAPTERS) if number not in life.adapters)
+            life.adapters[number] = self._free.pop()
+            return SimpleNamespace(number=number, chunks=[life.adapters[number]])
+
+        scheduler = SimpleNamespace(adapters=SimpleNamespace(place=place), adapter_arrived=lambda key: None)
+        served: Any = SimpleNamespace(spec=life.spec, hosted=life.hosted, scheduler=scheduler)
+        own: Any = SimpleNamespace(reads={"key": read}, stuck_since_s={})
+        if self.adapter_loads._place(served, own, read, "key"):
+            life.reading = None
+            if self._random.random() < 0.5:
+                self._start_adapter(life)
+
+    def _drop_adapter(self) -> None:
+        """Drops an adapter, also beside a step that uses it: a row's end may be found after the next step was launched."""
+        lives = [one for one in self._lives.values() if one.served and one.adapters]
+        if not lives:
+            return
+        self._drop_adapter_of(self._random.choice(lives))
+
+    def _drop_adapter_of(self, life: Life) -> None:
+        number = self._random.choice(list(life.adapters))
+        self.device.refuses = 0
+        life.hosted.adapter_memory.clear(number)
+        self._free.append(life.adapters.pop(number))
+
+    # ---- the rest of a model's life
 
     def _cancel(self) -> None:
         for life in self._lives.values():
@@ -492,6 +646,10 @@ class EngineRun:
         for item in self._loads.take():
             if isinstance(item, Load):
                 self._load_ended(self._lives[item.task.spec.model])
+            elif isinstance(item, AdapterRead):
+                if item.error is not None:
+                    raise item.error
+                self.adapter_loads.ended(item)
             elif isinstance(item, KVTransfer):
                 if item.error is not None and not isinstance(item.error, torch.OutOfMemoryError):
                     raise item.error
@@ -553,9 +711,11 @@ class EngineRun:
         self._free.append(source)
 
     def _end(self, life: Life) -> None:
+        if life.adapters:
+            self.device.refuses = 0
         if life.hosted is not None:
             life.hosted.release()
-        self._free += [*life.place.weights.tolist(), *life.place.kv.tolist()]
+        self._free += [*life.place.weights.tolist(), *life.place.kv.tolist(), *life.adapters.values()]
         del self._lives[life.spec.model]
 
 

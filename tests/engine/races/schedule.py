@@ -21,6 +21,7 @@ class Host:
         self.streams: list[Any] = []
         self.handle: int | None = None  # cuBLAS's
         self.kv: list[Any] = []  # what the steps that it launches access
+        self.adapters: list[Any] = []  # where the LoRA adapters of these steps lie
         self.go = threading.Semaphore(0)
         self.waits_for: Host | None = None
         self.ended = False

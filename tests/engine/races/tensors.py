@@ -49,7 +49,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def data_ptr(self) -> int:
-        return self.address
+        return self.address if self.storage is None else self.storage.block.address + self.address
 
     def _view(self, shape: Sequence[int], dtype: Any, address: int) -> Tensor:
         return Tensor(self.on, shape, dtype, self.device, self.storage, address)
@@ -121,6 +121,10 @@ class Tensor:
     def zero_(self) -> Tensor:
         self.on.launch("zeros", [writes(self)])
         return self
+
+    def item(self) -> int:
+        self.cpu()
+        return 0
 
     def cpu(self) -> Tensor:
         if self.numel():
@@ -204,6 +208,9 @@ class Torch:
     def zeros(self, *shape: Any, dtype: Any = torch.float32, device: Any = HOST, pin_memory: bool = False) -> Tensor:
         made = self.empty(*shape, dtype=dtype, device=device, pin_memory=pin_memory)
         return made.zero_() if made.is_cuda else made
+
+    def full(self, shape: Any, value: int, dtype: Any, device: Any) -> Tensor:
+        return self.zeros(tuple(shape), dtype=dtype, device=device)
 
     def randn(self, *shape: int, device: Any = HOST, generator: Any = None) -> Any:
         if device is CUDA and generator is None:

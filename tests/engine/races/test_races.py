@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-from engine.cuda import backend, expert_counts, graphs, model, predicting
+from engine.cuda import adapters, backend, expert_counts, frames, graphs, model, predicting, sink
 from engine.cuda.graphs import WARM_UP_STEPS, CaptureSpace, StepGraph, StepGraphs
 from engine.cuda.kernels import linear_choice
 from tests.engine.races.device import TORCH
@@ -33,7 +34,19 @@ def test_nothing_races(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_dropped > 10, "models loaded with other settings, whose graphs are given up"
     graphs_hold = ("replayed attention", "replayed a product", "replayed few rows", "replayed gather", "replayed experts")
     edited = ("widen", "count", "penalise", "sampling", "log-probabilities")
-    for what in ("predictor", "comparison", *graphs_hold, *edited, "gather", "a copy from the device", "copy", "unmapping"):
+    for what in (
+        "predictor",
+        "comparison",
+        "unpack",
+        "adapters",
+        "replayed adapters",
+        *graphs_hold,
+        *edited,
+        "gather",
+        "a copy from the device",
+        "copy",
+        "unmapping",
+    ):
         assert counts[what] > 30, what
 
 
@@ -181,6 +194,73 @@ def counts_are_read_at_once(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(expert_counts, "EventFence", Passed)
 
 
+class _Passed:
+    """A fence that nobody waits for."""
+
+    def wait(self) -> None:
+        """Does nothing."""
+
+
+def adapters_do_not_wait_for_their_copies(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter is entered into the tables while its matrices may still be on their way."""
+    memory = run.backend.memory
+    kept: list[Any] = []  # copies that nobody waits for
+
+    def copy_in(address: int, data: Any) -> _Passed:
+        kept.append(memory.copy_in(address, data))
+        return _Passed()
+
+    hasty: Any = SimpleNamespace(chunk_bytes=memory.chunk_bytes, arena=memory.arena, copy_in=copy_in)
+    run.adapter_loads._memory = hasty
+
+
+def adapters_do_not_wait_for_steps(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter is copied to chunks that a step under way may still read."""
+    run.adapter_loads._await_steps = lambda: None
+
+
+def adapters_make_their_tables_anew(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each adapter has the model's tables allocated again, while graphs hold the addresses of the old ones."""
+    memory = adapters.DeviceAdapterMemory
+    set_adapter = memory.set
+
+    def anew(self: Any, *arguments: Any) -> None:
+        self._held = None
+        set_adapter(self, *arguments)
+
+    monkeypatch.setattr(memory, "set", anew)
+
+
+def frames_are_decoded_beside_their_copies(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame is decoded on the stream of loads, while the buffer that it is in may still be filled."""
+
+    def beside(self: Any, data: Any, out: Any, verdict: Any, number: int) -> None:
+        with self._lock:
+            with self._memory.copying():
+                self._memory.write(self._buffer.data_ptr(), data)
+            with run.backend._on_load_stream():
+                self._unpack(self._buffer, self._begin, 0, out, verdict, number)
+
+    monkeypatch.setattr(frames.DeviceFrames, "decode", beside)
+
+
+def slots_are_given_back_at_once(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader fills a slot again whose frame may still be on its way to the device."""
+    monkeypatch.setattr(sink.DeviceSink, "fence", lambda self: _Passed())
+
+
+def loads_do_not_wait_for_frames(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load makes its model while frames may still be decoded."""
+    slots_are_given_back_at_once(run, monkeypatch)
+    monkeypatch.setattr(sink.DeviceSink, "finish", lambda self: None)
+
+
+def verdicts_are_read_beside_their_frames(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load asks on another stream than that of the frames whether one of them was refused."""
+    slots_are_given_back_at_once(run, monkeypatch)
+    monkeypatch.setattr(frames.DeviceFrames, "refused", lambda self, verdict: int(verdict.item()))
+
+
 WORK_SPACE = "cuBLAS's work space"
 FAULTS: list[tuple[Callable[[EngineRun, pytest.MonkeyPatch], None], str, str]] = [
     (loads_capture, "2.11", f"on stream 4 writes {WORK_SPACE} that replayed a product on default stream may still write"),
@@ -198,6 +278,21 @@ FAULTS: list[tuple[Callable[[EngineRun, pytest.MonkeyPatch], None], str, str]] =
     (sums_do_not_wait_for_copies, "2.11", "reads a chunk that a copy to the device on stream 0 may still write"),
     (steps_do_not_wait_for_staging, "2.13", "writes page-locked memory that copy on"),
     (drafts_do_not_wait_for_their_step, "2.13", "predictor on stream 4 reads"),
+    (
+        adapters_do_not_wait_for_their_copies,
+        "2.13",
+        "adapters on default stream reads a chunk that a copy to the device on stream 0 may still write",
+    ),
+    (
+        adapters_do_not_wait_for_steps,
+        "2.12",
+        "a copy to the device on stream 0 writes a chunk that adapters on default stream may still read",
+    ),
+    (adapters_make_their_tables_anew, "2.11", "replayed adapters uses a tensor that was given back"),
+    (frames_are_decoded_beside_their_copies, "2.13", "reads a tensor that a copy to the device on stream 0 may still write"),
+    (slots_are_given_back_at_once, "2.13", "writes a slot that a copy to the device on stream 0 may still read"),
+    (loads_do_not_wait_for_frames, "2.12", "on stream 3 reads a chunk that unpack on stream 0 may still write"),
+    (verdicts_are_read_beside_their_frames, "2.11", "copy to the host on default stream reads a tensor that unpack on"),
     (counts_are_read_at_once, "2.13", "the host on loop writes page-locked memory that copy on default stream may still write"),
 ]
 
