@@ -25,6 +25,9 @@ SAMPLING_TOKENS, SAMPLING_BYTES = 4096, 1024
 ADAPTER_BYTES, ADAPTER_TOKENS = 4 * 4 * 256, 512
 # Memory for a predictor's drafts after one row: a few columns for each drafted token, both as sent and as picked.
 DRAFT_BYTES = 512
+# What torch's allocator holds beside the arrays that exist at a time: half as much in free parts of segments that arrays of other
+# sizes have split, and two segments of 20 MiB of which little is used. tests/engine/test_step_memory.py follows it.
+SEGMENTS_BYTES = 2 * (20 << 20)
 # cuBLAS's work space, 32 MiB for each stream and thread: for steps, for captures, and for two loads at a time
 LIBRARY_BYTES = 128 << 20
 # Memory that NCCL takes on each device of a group for one communicator: its channels' buffers, and its kernels. An assumption until
@@ -41,6 +44,15 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     default budget leaves free. What a share keeps for its exchange with other devices is included."""
     if shape.is_encoder:
         return 0
+    rows = min(LOGITS_ROWS, max(1, max_sequences))
+    held = stored_format(shape)
+    beside = LIBRARY_BYTES + PACKED_BYTES + held.load_bytes + _exchange_bytes(shape, rows, ITEM_BYTES[dtype])
+    return gpu_step_bytes(shape, dtype, max_num_batched_tokens, max_sequences) + beside
+
+
+def gpu_step_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
+    """Returns the part of gpu_work_space_bytes that the step's own tensors take, in segments of torch's allocator
+    (tests/engine/test_step_memory.py)."""
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
     # residual, its norm, a product's result; with parallel branches, the results of attention and of the MLP
@@ -70,21 +82,15 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
         attention += tokens * max(hidden, query) * item
         mlp += tokens * max(hidden, shape.widest_inner_size) * item
     rows = min(LOGITS_ROWS, max(1, max_sequences))
-    logits = rows * (_logits_values(shape) + hidden) * item + sampling_bytes(rows, shape.vocab_size)
+    # log-probabilities of prompts are computed from the logits of as many tokens, however few sequences there are
+    logits = min(LOGITS_ROWS, tokens) * (_logits_values(shape) + hidden) * item + sampling_bytes(rows, shape.vocab_size)
     logits += edited_bytes(min(rows, EDITED_ROWS), shape)
     if shape.eagle is not None:  # logits of the head's own tokens, too
         logits += rows * shape.eagle.draft_vocab_size * item
     if shape.pooling:  # no logits, but the vectors of all rows, in float32 and after scaling
         logits = max_sequences * hidden * (item + 2 * 4)
     adapters = max(tokens, ADAPTER_TOKENS) * ADAPTER_BYTES
-    # a quarter more for the memory that a block allocator loses to fragmentation
-    return (
-        (residual + max(attention + adapters, mlp + adapters, logits) + tokens * 64) * 5 // 4
-        + LIBRARY_BYTES
-        + PACKED_BYTES
-        + held.load_bytes
-        + _exchange_bytes(shape, rows, item)
-    )
+    return (residual + max(attention + adapters, mlp + adapters, logits) + tokens * 64) * 3 // 2 + SEGMENTS_BYTES
 
 
 def _logits_values(shape: ModelShape) -> int:

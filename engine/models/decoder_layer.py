@@ -72,7 +72,10 @@ class DecoderLayer(Generic[BatchT]):
             update = self._joined(self.mlp(read, batch))
             self.ops.add(attended, residual, self.scale)
         else:
-            update = self._joined(self.mlp(self._added(attended, residual, self.mlp_norm), batch))
+            del read  # the MLP's arrays are the largest of a step: what nobody reads any more shall not lie beside them
+            read = self._added(attended, residual, self.mlp_norm)
+            del attended
+            update = self._joined(self.mlp(read, batch))
         if self.experts is not None:
             update = self.experts(update, residual, batch)
         if self.mlp_output_norm is not None:

@@ -56,7 +56,7 @@ def test_steps_of_many_tokens(name: str, division: Division, part: float) -> Non
     model = parse_config((PUBLISHED / f"{name}.json").read_bytes())
     kept = COMMUNICATOR_BYTES + LOGITS_ROWS * model.vocab_size * 2
     own, others = (
-        gpu_work_space_bytes(one, "bfloat16", 65_536, 256) - 65_536 * model.hidden_size * 3 * 2 * 5 // 4
+        gpu_work_space_bytes(one, "bfloat16", 65_536, 256) - 65_536 * model.hidden_size * 3 * 2 * 3 // 2
         for one in (split(model, 3, division), model)
     )
     assert kept < own <= kept + part * others
@@ -68,7 +68,7 @@ def test_logits_of_a_share() -> None:
     model, rows = shape(vocab_size=4096 * 64, num_attention_heads=4, num_key_value_heads=2), 256
     whole, half = (gpu_work_space_bytes(one, "bfloat16", 1, rows) for one in (model, split(model, 1, Division(2))))
     logits = rows * model.vocab_size * 2
-    assert (half - whole) == (logits // 2 + logits) * 5 // 4 + logits + COMMUNICATOR_BYTES
+    assert (half - whole) == (logits // 2 + logits) * 3 // 2 + logits + COMMUNICATOR_BYTES
     few = [gpu_work_space_bytes(split(model, 1, Division(2)), "bfloat16", 1, num) for num in (8, 16)]
     assert few[1] - few[0] > 8 * (3.5 * model.vocab_size * 2) + sampling_bytes(8, model.vocab_size), "as many rows as sequences"
 
@@ -78,4 +78,4 @@ def test_norms_over_all_heads_are_computed_in_float32_in_a_share() -> None:
     plain, normed = (split(replace(model, whole_width_norms=own), 0, Division(2)) for own in (False, True))
     more = gpu_work_space_bytes(normed, "bfloat16", 4096, 8) - gpu_work_space_bytes(plain, "bfloat16", 4096, 8)
     query = 8 * 128
-    assert more == 4096 * query * (2 + 2 * 4) * 5 // 4
+    assert more == 4096 * query * (2 + 2 * 4) * 3 // 2
