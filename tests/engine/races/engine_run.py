@@ -202,7 +202,8 @@ class Layers:
 
 def opened(path: str, fingerprint: str, stack: Any, in_place: bool, wants_packed: Any, predicts: bool, *head: str) -> Any:
     """Stands in for open_checkpoint."""
-    return SimpleNamespace(shape=replace(SHAPE, predicts=predicts), is_packed=True, has_plain_files_beside=False, packed_reason="")
+    files = {"is_packed": True, "has_plain_files_beside": False, "packed_reason": ""}
+    return SimpleNamespace(shape=replace(SHAPE, predicts=predicts), checkpoint=SimpleNamespace(notes=()), **files)
 
 
 def read_adapter(source: AdapterSource, *_: Any) -> ReadAdapter:

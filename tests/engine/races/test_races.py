@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from engine.cuda import adapters, backend, expert_counts, frames, graphs, model, predicting, sink
 from engine.cuda.graphs import WARM_UP_STEPS, CaptureSpace, StepGraph, StepGraphs
 from engine.cuda.kernels import linear_choice
+from tests.engine.cuda_stand_in import Refused
 from tests.engine.races.device import TORCH
 from tests.engine.races.engine_run import EngineRun, run_of
 from tests.engine.races.schedule import Lock
@@ -303,7 +304,8 @@ def test_a_fault_put_back_is_found(
 ) -> None:
     found: dict[str, None] = {}
     for seed in range(MOST_SEEDS):
-        found |= dict.fromkeys(run_of(seed, version, monkeypatch, put_back).faults)
+        with suppress(Refused):  # in some schedules the driver's stand-in is the first to find the fault
+            found |= dict.fromkeys(run_of(seed, version, monkeypatch, put_back).faults)
         if any(fault in text for text in found):
             return
     pytest.fail(f"not among {list(found)}")
