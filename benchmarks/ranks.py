@@ -1,10 +1,16 @@
 """What it takes two processes to add up what they have computed, and what a model that is split over them makes of it.
 
-`python -m benchmarks.ranks [--only sums,decode] [--shape NAME] [--rows N,N] [--rounds N]` prints one JSON line and two tables.
+`python -m benchmarks.ranks [--only sums,plans,decode] [--shape NAME] [--rows N,N] [--rounds N]` prints one JSON line and a table
+for each part.
 
 sums: a sum of 8 KiB over two ranks, each a process on a core of its own, through engine/cpu/ranks.py and through gloo
 (torch.distributed), in turn: in a loop, where the other rank is spinning, and from sleep, from when the rank that comes 2 ms late
 calls to when the one that has slept returns. What the system takes to wake a process (eventfd) stands beside it.
+
+plans: the plan of a step of 16 rows, through what engines use for it, each process on a core of its own: from when the leader
+begins to post it to when the follower has it, and to when the follower has noted the step's requests in its journal and begins the
+step. In a loop, where the follower is spinning; the same after each rank has read 16 MiB, as a step reads weights; and after 2 ms
+of sleep.
 
 decode: decode steps of a model of one of benchmarks.checkpoints' shapes, with weights drawn at random, split over two processes of
 one thread, beside the same in one process of two threads, in turn. The shape "mixture" has 16 layers of 32 experts, 8 of them for a
@@ -32,6 +38,7 @@ import torch  # noqa: E402
 
 from benchmarks.checkpoints import SHAPES  # noqa: E402
 from benchmarks.forward import BLOCK_TOKENS, make_table  # noqa: E402
+from benchmarks.rank_plans import AFTER_READING, FROM_SLEEP, SPINNING, PlanRank, new_exchange  # noqa: E402
 from benchmarks.run import table  # noqa: E402
 from benchmarks.server import ROOT  # noqa: E402
 from engine.cpu.memory import CpuMemory  # noqa: E402
@@ -65,6 +72,7 @@ MIXTURE = {
 MODELS: dict[str, dict[str, Any]] = SHAPES | {"mixture": MIXTURE}
 SIZE = 2
 VALUES = (2, 2048)  # bfloat16, 8 KiB
+PLAN_ROWS = 16
 SHARED, GLOO, WAKING = "shared memory", "gloo", "eventfd, without a sum"
 LATE_S = 0.002
 CONTEXT, CHUNK_BYTES, MOST_ROWS = 192, 2 << 20, 64
@@ -73,8 +81,10 @@ CONTEXT, CHUNK_BYTES, MOST_ROWS = 192, 2 << 20, 64
 class Process:
     """What one of the processes that are measured does, as it is asked."""
 
-    def __init__(self, rank: int, fd: int, folder: str, doorbells: list[int]) -> None:
+    def __init__(self, rank: int, fd: int, folder: str, doorbells: list[int], exchange: list[int]) -> None:
         self.rank, self._cores, self._doorbells = rank, sorted(os.sched_getaffinity(0)), doorbells
+        self._exchange = exchange
+        self._plan_rank: PlanRank | None = None
         memory = np.frombuffer(mmap.mmap(fd, 0), np.uint8)
         self.ops = CpuOps(str(ROOT / ".cache"))
         self.ops.prepare("bfloat16", 2, "ranks")
@@ -84,7 +94,7 @@ class Process:
 
     def sums(self, way: str, num: int) -> dict[str, Any]:
         """Returns the microseconds of each of `num` sums in a loop, and when those from sleep began (the late rank) or ended."""
-        os.sched_setaffinity(0, {self._cores[self.rank % len(self._cores)]})
+        self._keep_to_core()
         x = torch.zeros(VALUES, dtype=torch.bfloat16)
         add = {SHARED: self._shared, GLOO: self._gloo, WAKING: self._waking}[way](x)
         for _ in range(100):
@@ -103,6 +113,17 @@ class Process:
             if self.rank == 0:
                 moments.append(time.perf_counter())
         return {"us": (spent * 1e6).tolist(), "moments": moments}
+
+    def plans(self, state: str, num: int) -> dict[str, list[float]]:
+        """Returns the moments of each of `num` plans (PlanRank.measure)."""
+        self._keep_to_core()
+        if self._plan_rank is None:
+            meet = self._shared(torch.zeros(VALUES, dtype=torch.bfloat16))
+            self._plan_rank = PlanRank(self.rank, self._exchange, meet)
+        return self._plan_rank.measure(state, PLAN_ROWS, num)
+
+    def _keep_to_core(self) -> None:
+        os.sched_setaffinity(0, {self._cores[self.rank % len(self._cores)]})
 
     def _shared(self, x: torch.Tensor) -> Any:
         """Returns what adds as recorded steps do."""
@@ -176,9 +197,10 @@ class Process:
 class Asked:
     """The other end of a Process: rank 0 or 1, or -1 for one that works alone."""
 
-    def __init__(self, rank: int, fd: int, folder: str, doorbells: list[int]) -> None:
-        command = [sys.executable, "-m", "benchmarks.ranks", "--process", json.dumps([rank, fd, folder, doorbells])]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "pass_fds": (fd, *doorbells)}
+    def __init__(self, rank: int, fd: int, folder: str, doorbells: list[int], exchange: list[int]) -> None:
+        command = [sys.executable, "-m", "benchmarks.ranks", "--process", json.dumps([rank, fd, folder, doorbells, exchange])]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipes["pass_fds"] = (fd, *exchange, *doorbells)
         self._process = subprocess.Popen(command, cwd=ROOT, **pipes)
 
     def ask(self, name: str, *args: Any) -> None:
@@ -224,6 +246,22 @@ def measure_sums(ranks: list[Asked], num: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_plans(ranks: list[Asked], num: int) -> list[dict[str, Any]]:
+    """Returns a row for each state of the follower and its caches."""
+    states = (SPINNING, AFTER_READING, FROM_SLEEP)
+    taken: dict[tuple[str, str], list[float]] = {(state, until): [] for state in states for until in ("told", "begun")}
+    for _ in range(3):
+        for state in states:
+            leader, follower = _answers(ranks, "plans", state, num)
+            for until, moments in follower.items():
+                taken[state, until] += [(end - begin) * 1e6 for begin, end in zip(leader["posted"], moments, strict=True)]
+    rows = []
+    for state in states:
+        told, begun = taken[state, "told"], taken[state, "begun"]
+        rows.append({"state": state, "us_p50": _at(told, 0.5), "us_p90": _at(told, 0.9), "begun_us_p50": _at(begun, 0.5)})
+    return rows
+
+
 def measure_decode(ranks: list[Asked], alone: Asked, name: str, rows: list[int], rounds: int) -> list[dict[str, Any]]:
     """Returns a row for each number of sequences, and each way to divide a mixture of experts. ratio: of the split model's rate to
     that of one process of two threads, the median of those of the rounds."""
@@ -247,8 +285,8 @@ def _decode_rates(ranks: list[Asked], alone: Asked, num: int, rounds: int) -> di
     return {"rows": num, **of_both, "split_tokens_s": round(1e3 * num / np.median(split_ms), 1), "ratio": round(ratio, 3)}
 
 
-def _process(rank: int, fd: int, folder: str, doorbells: list[int]) -> None:
-    own = Process(rank, fd, folder, doorbells)
+def _process(*given: Any) -> None:
+    own = Process(*given)
     for line in sys.stdin:
         name, *args = json.loads(line)
         print(json.dumps(getattr(own, name)(*args)), flush=True)
@@ -256,10 +294,11 @@ def _process(rank: int, fd: int, folder: str, doorbells: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.ranks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="sums,decode")
+    parser.add_argument("--only", default="sums,plans,decode")
     parser.add_argument("--shape", default="one-b", choices=MODELS)
     parser.add_argument("--rows", default="1,8", help="sequences that decode")
     parser.add_argument("--sums", type=int, default=4000)
+    parser.add_argument("--plans", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--process", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -275,18 +314,21 @@ def main() -> None:
         doorbells = [os.eventfd(0, os.EFD_SEMAPHORE) for _ in range(SIZE)]
         asked: list[Asked] = []
         try:
-            asked += [Asked(rank, fd, folder, doorbells) for rank in range(SIZE)]
+            exchange = new_exchange(SIZE)
+            asked += [Asked(rank, fd, folder, doorbells, exchange) for rank in range(SIZE)]
             if "sums" in options.only:
                 found["sums"] = measure_sums(asked[:SIZE], options.sums)
+            if "plans" in options.only:
+                found["plans"] = measure_plans(asked[:SIZE], options.plans)
             if "decode" in options.only:
-                asked.append(Asked(-1, fd, folder, doorbells))
+                asked.append(Asked(-1, fd, folder, doorbells, exchange))
                 rows = [int(num) for num in options.rows.split(",")]
                 found["decode"] = measure_decode(asked[:SIZE], asked[SIZE], options.shape, rows, options.rounds)
         finally:
             for one in asked:
                 one.close()
     print(json.dumps(found))
-    for kind in ("sums", "decode"):
+    for kind in ("sums", "plans", "decode"):
         if kind in found:
             print(f"\n{table(found[kind], {key: key.replace('_', ' ') for key in found[kind][0]})}")
 
