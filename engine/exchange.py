@@ -18,11 +18,13 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from engine.host.rank_memory import LINE_BYTES, rank_memory_bytes
 from engine.host.rendezvous import rendezvous_words
+from engine.host.shared_words import Fence
 from engine.host.stage_memory import stage_memory_bytes
 from loader.model_shape import Division
 
@@ -69,6 +71,7 @@ class RegionArray(NamedTuple):
     shape: tuple[int, ...]
 
 
+PLAN_HEAD_BYTES, PLAN_ROW_BYTES = 16, 3 * 4 + 1  # of a plan in a region: its head, and the columns of each row
 _ITEM_BYTES = {"q": 8, "Q": 8, "i": 4, "f": 4, "?": 1, "B": 1}
 
 # The columns of scheduler.batch.plan.SequenceTable with one number a sequence.
@@ -120,15 +123,18 @@ class RegionSizes(NamedTuple):
     handed_bytes: int = 0
 
 
+def plan_bytes(num_rows: int) -> int:
+    """Returns the bytes that the plan of a step of up to num_rows rows has in a region (engine/memory/shared_plans.py)."""
+    return -(-(PLAN_HEAD_BYTES + num_rows * PLAN_ROW_BYTES) // LINE_BYTES) * LINE_BYTES
+
+
 def region_layout(sizes: RegionSizes) -> tuple[dict[str, RegionArray], int]:
     """Returns the places of a region's arrays by name, and the size of the whole region in bytes, a multiple of PAGE_BYTES."""
     rows, blocks, num_stages = sizes.max_sequences, -(-sizes.max_model_len // sizes.block_tokens), sizes.num_stages
     stage_size = sizes.num_ranks // num_stages
     arrays: list[tuple[str, str, tuple[int, ...]]] = [
         ("broken", "q", (1,)),  # comes first: break_group writes it
-        ("plans", "q", (num_stages, 8)),  # one for each step that may be under way
-        *((name, "i", (num_stages, rows)) for name in ("plan_slots", "plan_num_computed", "plan_num_new")),
-        ("plan_samples", "?", (num_stages, rows)),
+        ("plans", "B", (num_stages, plan_bytes(rows))),  # one for each step that may be under way
         ("rendezvous", "q", (num_stages, rendezvous_words(stage_size))),
         *((name, code, (rows,)) for name, code in TABLE_COLUMNS.items()),
         ("block_tables", "i", (sizes.num_kv_groups, rows, blocks)),
@@ -185,72 +191,46 @@ class Exchange:
         self.num_engines = num_engines
         self._map = mmap.mmap(fd, first_region(num_engines))
         self._words = memoryview(self._map).cast("q")
-        # flock belongs to the open file description, and all processes share that of `fd`
-        self._lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        self._in_process = threading.Lock()  # the threads of this process share one description
+        self._lock = _NodeLock(fd)
         self._fence = threading.Lock()
 
     def close(self) -> None:
         self._words.release()
         self._map.close()
-        os.close(self._lock_fd)
+        self._lock.close()
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that holds the node's lock, which excludes all other threads and processes. The kernel frees
         the lock if this process dies."""
-        with self._in_process:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+        return self._lock
 
     def post(self, members: Sequence[int], region: int) -> bool:
-        """Appends a region to the queues of the group's members (numbers of engines) and rings the doorbells of all but members[0],
-        which is the caller. Whatever this thread wrote before is visible to an engine that takes the entry. Returns False, and
-        posts nothing, if the group is broken. Raises ExchangeFull if a queue is full."""
-        words = self._words
-        with self.locked():
-            if self.is_broken(region):
-                return False
-            heads = [words[self._queue(number)] for number in members]
-            for number, head in zip(members, heads, strict=True):
-                if head - words[self._queue(number) + _TAKEN] >= QUEUE_ENTRIES:
-                    raise ExchangeFull(f"the queue of engine {number} is full: it has not taken {QUEUE_ENTRIES} entries")
-            for number, head in zip(members, heads, strict=True):
-                words[self._entry(number, head)] = region
-            self._order()
-            for number, head in zip(members, heads, strict=True):
-                words[self._queue(number)] = head + 1
-        for number in members[1:]:
-            self.ring(number)
-        return True
+        """Appends a region to the queues of a group's members once, as Poster.post does."""
+        return Poster(self, members, region).post()
 
-    def take(self, number: int) -> int | None:
-        """Removes the next entry of an engine's queue, and returns its region; None if there is none."""
-        region = self.next(number)
-        if region is not None:
-            self._words[self._queue(number) + _TAKEN] += 1
-        return region
-
-    def next(self, number: int) -> int | None:
-        """Returns the region of the next entry of an engine's queue without removing it; None if there is none."""
+    def take(self, number: int, but: Container[int] = ()) -> int | None:
+        """Removes the next entry of an engine's queue, and returns its region. Returns None if there is none, or if its region is
+        in `but`: then it stays."""
         words, queue = self._words, self._queue(number)
-        tail_at = queue + _TAKEN
-        while (tail := words[tail_at]) < words[queue]:
+        while (tail := words[queue + _TAKEN]) < words[queue]:
             self._order()
-            region = words[self._entry(number, tail)]
+            region = words[queue + _RING + tail % QUEUE_ENTRIES]
+            if region in but:
+                return None
+            words[queue + _TAKEN] = tail + 1
             if region != NOTHING:
                 return region
-            words[tail_at] = tail + 1
         return None
 
-    def has_entries(self, number: int) -> bool:
-        """Returns whether an engine's queue has entries. `take` may still find none, if all of them are of groups that the engine
-        has left."""
-        queue = self._queue(number)
-        return self._words[queue + _TAKEN] < self._words[queue]
+    def comes_within(self, number: int, most_s: float) -> bool:
+        """Waits until an engine's queue has entries, for most_s seconds at most, without sleeping. Returns whether it has any.
+        `take` may still find none, if all of them are of groups that the engine has left."""
+        words, queue, now = self._words, self._queue(number), time.perf_counter
+        taken, until_s = words[queue + _TAKEN], now() + most_s
+        while words[queue] == taken:
+            if now() >= until_s:
+                return False
+        return True
 
     def leave(self, number: int, region: int) -> None:
         """Ends an engine's part in a group: breaks the group, so that nobody posts to it any more, and removes the group's entries
@@ -306,6 +286,66 @@ class Exchange:
     def _order(self) -> None:
         """Acts as a memory fence: the processor moves no memory access across this call. It releases and acquires a lock; a release
         comes after all earlier accesses, and an acquisition before all later ones."""
-        for _ in range(2):
-            with self._fence:
-                pass
+        with self._fence:
+            pass
+        with self._fence:
+            pass
+
+
+class Poster:
+    """Posts the steps of one group. members: the numbers of its engines, of which the caller is the first. region: its region.
+    broken: the region's first word, if the caller has mapped it, so that it is read without a system call.
+
+    What depends on the group alone is computed once, because a leader's next step waits for each of its posts."""
+
+    def __init__(self, exchange: Exchange, members: Sequence[int], region: int, broken: memoryview | None = None) -> None:
+        self._exchange, self._members, self._region, self._broken = exchange, tuple(members), region, broken
+        self._queues = [exchange._queue(number) for number in members]
+        self._words, self._lock, self._fence = exchange._words, exchange._lock, Fence()
+
+    def post(self) -> bool:
+        """Appends the region to the queues of the group's members and rings the doorbells of all but the caller. Whatever this
+        thread wrote before is visible to an engine that takes the entry. Returns False, and posts nothing, if the group is broken.
+        Raises ExchangeFull if a queue is full."""
+        words, queues = self._words, self._queues
+        with self._lock:
+            if self._exchange.is_broken(self._region) if self._broken is None else self._broken[0]:
+                return False
+            for queue in queues:
+                head = words[queue]
+                if head - words[queue + _TAKEN] >= QUEUE_ENTRIES:
+                    number = self._members[queues.index(queue)]
+                    raise ExchangeFull(f"the queue of engine {number} is full: it has not taken {QUEUE_ENTRIES} entries")
+                words[queue + _RING + head % QUEUE_ENTRIES] = self._region  # nobody sees it before the count is raised
+            self._fence.order()
+            for queue in reversed(queues):  # the caller's own comes last, because nobody waits for that
+                words[queue] += 1
+        for number in self._members[1:]:
+            self._exchange.ring(number)
+        return True
+
+
+class _NodeLock:
+    """A context manager that holds the lock of the node, for the exchange memory `fd`."""
+
+    def __init__(self, fd: int) -> None:
+        # flock belongs to the open file description, and all processes share that of `fd`
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._in_process = threading.Lock()  # the threads of this process share one description
+
+    def __enter__(self) -> None:
+        self._in_process.acquire()
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+        except BaseException:
+            self._in_process.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._in_process.release()
+
+    def close(self) -> None:
+        os.close(self._fd)

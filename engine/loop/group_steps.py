@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import select
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -65,18 +64,15 @@ class GroupSteps:
         """Runs the steps in the queue that other engines lead, up to the first one that this engine leads, which is run when its
         result is asked for. Returns whether it ran any."""
         ran = False
-        while (region := self._exchange.next(self._number)) is not None and region not in self._posted:
-            self.run_next()
+        while (region := self._exchange.take(self._number, self._posted)) is not None:
+            self._follow(region)
             ran = True
         return ran
 
     def comes_soon(self) -> bool:
         """Waits for an entry in the queue, for LINGER_S at most, without sleeping, because going to sleep and waking up takes as
         long. Returns whether there is one."""
-        until_s = time.perf_counter() + LINGER_S
-        while not (there := self._exchange.has_entries(self._number)) and time.perf_counter() < until_s:
-            pass
-        return there
+        return self._exchange.comes_within(self._number, LINGER_S)
 
     def post(self, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> PostedStep:
         """Adds a step of a split model that this engine leads to the queues of all engines of its group. This engine runs its own
@@ -135,15 +131,17 @@ class GroupSteps:
         yield from (served.share for served in list(self._models.by_name.values()) if served.share is not None)
 
     def _follow(self, region: int) -> None:
-        share = next((one for one in self._shares() if one.region.offset == region), None)
-        if share is None:  # this engine has no share, so no member may wait for its part
+        for share in self._shares():
+            if share.region.offset == region:
+                break
+        else:  # this engine has no share, so no member may wait for its part
             log.error("engine %d is told of a step of a group that it has no share of", self._number)
             self._exchange.break_group(region)
             return
         if share.is_broken:  # a group that this engine leads may have broken after this step was posted
             return
         plan = share.region.read_plan(share.name)
-        self._journal.note(share.region.table.request_id[plan.slots])
+        self._journal.note(share.region.table.request_id.take(plan.slots))
         try:
             self.run_part(share, lambda: share.follow(plan))
         except GroupBroken as error:

@@ -159,7 +159,7 @@ class Engine:
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
                 runs = bool(busy or self._under_way)
                 more_comes = groups is not None and has_followed and not runs and groups.comes_soon()
-                has_followed = False
+                has_followed = groups is not None and more_comes and groups.run_queue()
                 if not runs and not more_comes:
                     self.journal.nothing_runs()
                 wait_s = 0.0 if runs or more_comes else self._idle_wait_s()

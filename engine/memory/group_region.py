@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.exchange import PAGE_BYTES, TABLE_COLUMNS, Exchange, RegionSizes, region_layout
+from engine.exchange import PAGE_BYTES, TABLE_COLUMNS, Exchange, Poster, RegionSizes, region_layout
 from engine.host.rendezvous import Rendezvous
+from engine.memory.shared_plans import SharedPlans
 from engine.memory.stage_link import StageLink
 from engine.protocol import Group, LoadModel
 from loader.model_shape import Division
-from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, SequenceTable, make_sequence_table
+from scheduler.batch.plan import BatchPlan, LongArray, SequenceTable, make_sequence_table
 
 
 class GroupRegion:
@@ -50,11 +52,8 @@ class GroupRegion:
         self._stages, self._handed_bytes = arrays["stages"][self.stage_rank], sizes.handed_bytes
         self.link = self.new_link() if sizes.num_stages > 1 else None
         self._num_plans = 0  # number of plans that this member has posted or read
-        self._plans: LongArray = arrays["plans"]
-        self._slots: IntArray = arrays["plan_slots"]
-        self._num_computed: IntArray = arrays["plan_num_computed"]
-        self._num_new: IntArray = arrays["plan_num_new"]
-        self._samples: BoolArray = arrays["plan_samples"]
+        self._plans = SharedPlans(arrays["plans"], sizes.max_sequences)
+        self._broken_word = memoryview(memory)[:8].cast("q")
         columns: dict[str, Any] = {name: arrays[name] for name in TABLE_COLUMNS}
         columns |= {"block_tables": list(arrays["block_tables"]), "params": [None] * sizes.max_sequences}
         self.table = SequenceTable(tokens=arrays["tokens"], **columns)
@@ -87,32 +86,23 @@ class GroupRegion:
         False if the group is broken. Raises ValueError for a plan with too many rows, or with drafts of a predictor, which
         followers cannot run, and ExchangeFull if a member is too far behind."""
         self.write_plan(plan)
-        return self._exchange.post(self._members, self.offset)
+        return self._poster.post()
+
+    @cached_property
+    def _poster(self) -> Poster:  # not before the first step: a member that does not lead may know no other by its number
+        return Poster(self._exchange, self._members, self.offset, self._broken_word)
 
     def write_plan(self, plan: BatchPlan) -> None:
         """Writes the plan of the next step, which no member is told of yet. Raises ValueError as `post` does."""
-        num, most, at = len(plan.slots), self._slots.shape[1], self._num_plans % self.num_stages
-        if num > most or plan.to_propose is not None:
-            raise ValueError(f"model {plan.model}: a step of {num} rows, to be told to a group with room for {most}")
-        for own, given in (
-            (self._slots, plan.slots),
-            (self._num_computed, plan.num_computed),
-            (self._num_new, plan.num_new),
-            (self._samples, plan.samples),
-        ):
-            own[at, :num] = given
-        self._plans[at, :4] = plan.step_id, num, plan.all_decode, plan.drafted
+        self._plans.write(self._num_plans % self.num_stages, plan)
         self._num_plans += 1
 
     def read_plan(self, model: str) -> BatchPlan:
         """Returns a copy of the plan of the next step that the leader has posted and this member has not read. model: the name that
         the plan gets."""
-        at = self._num_plans % self.num_stages
+        plan = self._plans.read(self._num_plans % self.num_stages, model)
         self._num_plans += 1
-        step_id, num, all_decode, drafted = self._plans[at, :4].tolist()
-        slots, num_computed, num_new = (column[at, :num].copy() for column in (self._slots, self._num_computed, self._num_new))
-        how = (self._samples[at, :num].copy(), bool(all_decode), bool(drafted))
-        return BatchPlan(step_id, model, slots, num_computed, num_new, *how)
+        return plan
 
 
 def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int) -> GroupRegion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import select
@@ -23,6 +24,7 @@ from engine.exchange import (
     TABLE_COLUMNS,
     Exchange,
     ExchangeFull,
+    Poster,
     RegionSizes,
     first_region,
     make_exchange,
@@ -203,6 +205,34 @@ def test_half_a_post_is_not_seen() -> None:
         assert taken(exchange, 1) == [second]
 
 
+def test_an_entry_may_be_left_in_its_place() -> None:
+    with exchange_of(2) as (_, _, exchange):
+        first, second, third = regions(3)
+        for region in (first, second, third):
+            assert exchange.post([0, 1], region)
+        assert exchange.take(1, {second}) == first
+        assert exchange.take(1, {second, third}) is None
+        assert exchange.take(1, {third}) == second
+        exchange.leave(1, third)
+        assert exchange.post([0, 1], second)
+        assert exchange.take(1, {second}) is None, "what was left behind by a group is not an entry"
+        assert exchange.take(1) == second
+
+
+def test_a_wait_for_entries_ends_with_one_or_after_its_time() -> None:
+    with exchange_of(2) as (fd, bells, exchange):
+        (region,) = regions(1)
+        assert not exchange.comes_within(1, 0.01)
+        assert exchange.post([0, 1], region)
+        assert exchange.comes_within(1, 0.0)
+        assert exchange.take(1) == region
+        later = threading.Timer(0.02, lambda: Exchange(fd, bells).post([0, 1], region))
+        later.start()
+        assert exchange.comes_within(1, 30.0)
+        assert exchange.take(1) == region
+        later.join()
+
+
 def test_a_full_queue_is_an_error_that_names_it() -> None:
     with exchange_of(3) as (_, _, exchange):
         (region,) = regions(1)
@@ -232,6 +262,21 @@ def test_nothing_is_posted_to_a_broken_group() -> None:
         assert [taken(exchange, number) for number in (0, 1)] == [[other], [other]]
         exchange.clear(broken, PAGE_BYTES)
         assert exchange.post([0, 1], broken)
+
+
+def test_a_poster_reads_the_flag_that_its_process_has_mapped() -> None:
+    """The flag is set by a system call, as the daemon does, and seen through the mapping."""
+    with exchange_of(2) as (fd, _, exchange):
+        (region,) = regions(1)
+        exchange.clear(region, PAGE_BYTES)
+        with mmap.mmap(fd, PAGE_BYTES, offset=region) as pages, memoryview(pages).cast("q") as words:
+            poster = Poster(exchange, [0, 1], region, words)
+            for _ in range(3 * QUEUE_ENTRIES):
+                assert poster.post()
+                assert [exchange.take(number) for number in (0, 1)] == [region, region]
+            exchange.break_group(region)
+            assert not poster.post()
+            assert [exchange.take(number) for number in (0, 1)] == [None, None]
 
 
 def test_who_leaves_keeps_no_entry() -> None:

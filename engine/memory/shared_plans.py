@@ -1,0 +1,65 @@
+"""Holds the plans of a group's steps in memory that its members share: one place for each step that may be under way.
+
+A place is one piece of memory without gaps: a head, then the plan's columns, as long as the plan has rows. So a plan of a few rows
+takes a few cache lines to reach another core. A member keeps its views of a place for each number of rows, because making four
+views takes numpy longer than filling them.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.exchange import PLAN_HEAD_BYTES, PLAN_ROW_BYTES
+from scheduler.batch.plan import BatchPlan, BoolArray, IntArray
+
+_head = struct.Struct("<qi??")  # step_id, rows, all_decode, drafted
+assert _head.size <= PLAN_HEAD_BYTES
+
+
+class _Columns(NamedTuple):
+    """Views of a place's columns, which are those of BatchPlan."""
+
+    slots: IntArray
+    num_computed: IntArray
+    num_new: IntArray
+    samples: BoolArray
+
+
+class SharedPlans:
+    """One member's view of the plans that a group shares. memory: [places, bytes] uint8, as many bytes as
+    engine.exchange.plan_bytes says. num_rows: the most rows of a plan. No member may read a place while the leader writes it; the
+    queues of the exchange memory see to that."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], num_rows: int) -> None:
+        self._memory, self._num_rows = memory, num_rows
+        self._heads = [memoryview(place)[:PLAN_HEAD_BYTES] for place in memory]
+        self._columns: list[dict[int, _Columns]] = [{} for _ in memory]
+
+    def write(self, at: int, plan: BatchPlan) -> None:
+        """Writes a plan to place `at`. Raises ValueError for a plan with too many rows, or with drafts of a predictor, which
+        followers cannot run."""
+        num = len(plan.slots)
+        if num > self._num_rows or plan.to_propose is not None:
+            what = f"a step of {num} rows, to be told to a group with room for {self._num_rows}"
+            raise ValueError(f"model {plan.model}: {what}")
+        slots, num_computed, num_new, samples = self._columns[at].get(num) or self._view(at, num)
+        slots[:], num_computed[:], num_new[:], samples[:] = plan.slots, plan.num_computed, plan.num_new, plan.samples
+        _head.pack_into(self._heads[at], 0, plan.step_id, num, plan.all_decode, plan.drafted)
+
+    def read(self, at: int, model: str) -> BatchPlan:
+        """Returns a copy of the plan in place `at`. model: the name that the plan gets."""
+        step_id, num, all_decode, drafted = _head.unpack_from(self._heads[at])
+        slots, num_computed, num_new, samples = self._columns[at].get(num) or self._view(at, num)
+        copies = (slots.copy(), num_computed.copy(), num_new.copy(), samples.copy())
+        return BatchPlan(step_id, model, *copies, all_decode, drafted)
+
+    def _view(self, at: int, num: int) -> _Columns:
+        place, samples_at = self._memory[at], PLAN_HEAD_BYTES + num * (PLAN_ROW_BYTES - 1)
+        slots, num_computed, num_new = place[PLAN_HEAD_BYTES:samples_at].view(np.int32).reshape(3, num)
+        samples = place[samples_at : samples_at + num].view(np.bool_)
+        columns = self._columns[at][num] = _Columns(slots, num_computed, num_new, samples)
+        return columns
