@@ -49,6 +49,8 @@ class SharedRanks:
 
     def count(self, num_tokens: int, num_rows: int) -> None:
         self._own[SUM_ROWS], self._own[GATHER_ROWS] = num_tokens, num_rows
+        if self._counters[self.rank, SLEEPERS] > 0:  # a step begins, and this rank is late: the others wake while it prepares it
+            wake_all(self._counters[self.rank], PUBLISHED)
 
     def sum(self, x: Tensor) -> None:
         kernels = self._ops.sum_kernels(x)

@@ -6,7 +6,9 @@ ranks have (loads with acquire), and reads all buffers in the order of the ranks
 publishes piece n has read all of piece n - 1, so once all have published n, the buffers of n - 1 may be written.
 
 A rank waits by spinning, for SPIN_NS at most, and then sleeps in the kernel (futex(2)) until the counter that it waits for grows.
-It gives up once the group is broken. The results of that and all later calls are worthless.
+A late rank wakes those that sleep when its step begins (engine/cpu/ranks.py), because waking takes several times as long as a sum.
+So who was woken spins anew, for WOKEN_SPIN_NS. A rank gives up once the group is broken. The results of that and all later calls
+are worthless.
 
 Shapes: T tokens or rows, W width, S ranks.
 """
@@ -27,6 +29,7 @@ from engine.cpu.kernels.vectors import LANES
 from engine.host.shared_words import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE
 
 SPIN_NS = 60_000  # longer than what ranks of equal shares differ by in a step; the core then serves others
+WOKEN_SPIN_NS = 200_000  # longer than a late rank takes from the beginning of its step to its first piece
 _SPINS_BETWEEN_LOOKS = 64  # at the clock, and at whether the group is broken
 SLEEP_NS = 20_000_000  # a sleeping rank looks this often whether the group is broken
 _MONOTONIC = 1
@@ -107,18 +110,19 @@ def _now_ns(typing_context: Any) -> Any:
     return types.int64(), generate
 
 
-def _futex(builder: Any, place: Any, operation: int, value: Any, timeout: Any) -> None:
+def _futex(builder: Any, place: Any, operation: int, value: Any, timeout: Any) -> Any:
     """Emits a futex(2) call with `operation` on the low 32 bits of the word at `place`, which are its first bytes on the processors
-    that are served. value: the operation's own argument. timeout: the address of a timespec, or 0 for none."""
+    that are served, and returns its result. value: the operation's own argument. timeout: the address of a timespec, or 0 for
+    none."""
     kind = ir.FunctionType(_I64, [_I64], var_arg=True)
     function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
-    builder.call(function, [_I64(FUTEX), builder.ptrtoint(place, _I64), _I64(operation), value, timeout, _I64(0), _I64(0)])
+    return builder.call(function, [_I64(FUTEX), builder.ptrtoint(place, _I64), _I64(operation), value, timeout, _I64(0), _I64(0)])
 
 
 @intrinsic
 def _sleep(typing_context: Any, words: Any, index: Any, seen: Any) -> Any:
     """Sleeps while the low 32 bits of words[index] are those of `seen`, until _wake is called for the word, or for SLEEP_NS at
-    most."""
+    most. Returns 0 if it was woken, else another number (int64)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         time = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
@@ -126,10 +130,9 @@ def _sleep(typing_context: Any, words: Any, index: Any, seen: Any) -> Any:
             builder.store(_I64(value), cgutils.gep_inbounds(builder, time, 0, at))
         low = builder.zext(builder.trunc(args[2], _I32), _I64)
         place = _place(context, builder, signature.args[0], *args[:2])
-        _futex(builder, place, FUTEX_WAIT, low, builder.ptrtoint(time, _I64))
-        return context.get_dummy_value()
+        return _futex(builder, place, FUTEX_WAIT, low, builder.ptrtoint(time, _I64))
 
-    return types.void(words, types.int64, types.int64), generate
+    return types.int64(words, types.int64, types.int64), generate
 
 
 @intrinsic
@@ -156,10 +159,10 @@ def _publish(counters: Any, rank: int, turn: int) -> None:
 
 @njit(**_HELPER)
 def _wait_for(counters: Any, other: int, turn: int, broken: Any) -> bool:
-    """Waits until rank `other` has published this turn: spins for SPIN_NS, then sleeps. Returns False if the group is broken, else
-    True."""
+    """Waits until rank `other` has published this turn: spins for SPIN_NS, then sleeps, and spins anew when it is woken. Returns
+    False if the group is broken, else True."""
     word = LINE_WORDS * other + PUBLISHED
-    spins, begin_ns = 0, int64(0)
+    spins, begin_ns, most_ns = 0, int64(0), SPIN_NS
     while _load_acquire(counters, word) < turn:
         spins += 1
         if spins % _SPINS_BETWEEN_LOOKS:
@@ -169,11 +172,11 @@ def _wait_for(counters: Any, other: int, turn: int, broken: Any) -> bool:
             return False
         if begin_ns == 0:
             begin_ns = _now_ns()
-        elif _now_ns() - begin_ns > SPIN_NS:
+        elif _now_ns() - begin_ns > most_ns:
             _add_in_order(counters, word + SLEEPERS, 1)
             seen = _load_in_order(counters, word)
-            if seen < turn:
-                _sleep(counters, word, seen)
+            if seen < turn and _sleep(counters, word, seen) == 0:
+                begin_ns, most_ns = int64(0), WOKEN_SPIN_NS
             _add_in_order(counters, word + SLEEPERS, -1)
             spins -= 1  # what has woken it is looked at next
     return True

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -115,6 +117,44 @@ def test_recorded_programs_join_what_counts_when_they_run() -> None:
             assert torch.equal(x[num_tokens:], parts[rank, num_tokens:])
             assert torch.equal(gathered[:num_rows], x[:num_rows].repeat(1, 3))
             assert (shared[:num_tokens] == 1).all(), "rank 0's"
+
+
+def test_a_late_rank_wakes_the_others_when_its_step_begins() -> None:
+    """Else they would sleep on until it has published, or for 20 ms. Where nothing follows they fall asleep again."""
+    group, sleeper, waited_s = Group(True, True), [0], []
+
+    def wait(ranks: SharedRanks) -> None:
+        sleeper[0] = threading.get_native_id()
+        ranks.count(1, 1)
+        ranks.sum(torch.ones(1, WIDTH))
+
+    waiting = group.start(wait, 1)
+    try:
+        while not sleeper[0] or _sleeps(sleeper[0]) != "S":
+            time.sleep(0.001)
+        for _ in range(25):
+            time.sleep(0.002)
+            before, begin_s = _num_sleeps(sleeper[0]), time.monotonic()
+            group.ranks[1].count(1, 1)
+            while _num_sleeps(sleeper[0]) == before:
+                time.sleep(0)
+            waited_s.append(time.monotonic() - begin_s)
+        assert sorted(waited_s)[12] < kernels.SLEEP_NS * 0.5e-9
+        group.ranks[1].sum(torch.ones(1, WIDTH))
+        waiting[0].result(60.0)
+    finally:
+        group.broken[0] = 1  # nobody waits any more
+
+
+def _sleeps(thread: int) -> str:
+    """Returns the state of a thread of this process; S: it sleeps."""
+    return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _num_sleeps(thread: int) -> int:
+    """Returns how often a thread of this process has gone to sleep."""
+    lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
