@@ -5,7 +5,8 @@ for each part.
 
 sums: a sum of 8 KiB over two ranks, each a process on a core of its own, through engine/cpu/ranks.py and through gloo
 (torch.distributed), in turn: in a loop, where the other rank is spinning, and from sleep, from when the rank that comes 2 ms late
-calls to when the one that has slept returns. What the system takes to wake a process (eventfd) stands beside it.
+calls to when the one that has slept returns; through shared memory also where the late rank begins a step and prepares it for 50 us
+before it calls. What the system takes to wake a process (eventfd) stands beside it.
 
 plans: the plan of a step of 16 rows, through what engines use for it, each process on a core of its own: from when the leader
 begins to post it to when the follower has it, and to when the follower has noted the step's requests in its journal and begins the
@@ -74,7 +75,7 @@ SIZE = 2
 VALUES = (2, 2048)  # bfloat16, 8 KiB
 PLAN_ROWS = 16
 SHARED, GLOO, WAKING = "shared memory", "gloo", "eventfd, without a sum"
-LATE_S = 0.002
+LATE_S, PREPARING_S = 0.002, 50e-6
 CONTEXT, CHUNK_BYTES, MOST_ROWS = 192, 2 << 20, 64
 
 
@@ -104,15 +105,25 @@ class Process:
             begin = time.perf_counter()
             add()
             spent[at] = time.perf_counter() - begin
-        for _ in range(100):
-            add()
-            if self.rank == 1:
-                time.sleep(LATE_S)
-                moments.append(time.perf_counter())
-            add()
-            if self.rank == 0:
-                moments.append(time.perf_counter())
-        return {"us": (spent * 1e6).tolist(), "moments": moments}
+        for told in (False, True) if way == SHARED else (False,):
+            for _ in range(100):
+                add()
+                if self.rank == 1:
+                    time.sleep(LATE_S)
+                    if told:
+                        self._begin_step(len(x))
+                    moments.append(time.perf_counter())
+                add()
+                if self.rank == 0:
+                    moments.append(time.perf_counter())
+        return {"us": (spent * 1e6).tolist(), "moments": moments[:100], "told_moments": moments[100:]}
+
+    def _begin_step(self, num_rows: int) -> None:
+        """Does what comes before the first sum of a step: tells the ranks of the rows, and prepares the step for a while."""
+        until_s = time.perf_counter() + PREPARING_S
+        self.ranks.count(num_rows, 0)
+        while time.perf_counter() < until_s:
+            pass
 
     def plans(self, state: str, num: int) -> dict[str, list[float]]:
         """Returns the moments of each of `num` plans (PlanRank.measure)."""
@@ -235,13 +246,15 @@ def measure_sums(ranks: list[Asked], num: int) -> list[dict[str, Any]]:
     ways = {SHARED: num, GLOO: num // 10, WAKING: num // 10}
     spent: dict[str, list[float]] = {way: [] for way in ways}
     slept: dict[str, list[float]] = {way: [] for way in ways}
+    woken: dict[str, list[float]] = {SHARED: []}
     for _ in range(3):
         for way, times in ways.items():
             waiting, late = _answers(ranks, "sums", way, times)
             spent[way] += waiting["us"]
-            slept[way] += [(end - begin) * 1e6 for begin, end in zip(late["moments"], waiting["moments"], strict=True)]
+            for taken, moments in ((slept[way], "moments"), (woken.get(way, []), "told_moments")):
+                taken += [(end - begin) * 1e6 for begin, end in zip(late[moments], waiting[moments], strict=True)]
     rows = []
-    for state, found in (("spinning", spent), ("from sleep", slept)):
+    for state, found in (("spinning", spent), ("from sleep", slept), ("from sleep, first of a step", woken)):
         rows += [{"way": way, "state": state, "us_p50": _at(us, 0.5), "us_p99": _at(us, 0.99)} for way, us in found.items()]
     return rows
 
