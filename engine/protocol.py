@@ -16,7 +16,7 @@ import msgspec
 from loader.kernel_sets import KernelSet
 from loader.kv_dtypes import kv_dtype_of
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 
 # Values of `TokensOut.finish`: how a sequence ended; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -95,7 +95,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     exchange memory that belongs to the group until all its members have answered EvictModel. expert_parts, num_stages: as in
     loader.model_shape.Division. handed_bytes, num_kv_groups: as in engine.exchange.RegionSizes. hosts: by rank, the name of the
     host that lends the device, "" for the daemon's own; empty: all are the daemon's own. files_id: identifies the model's files on
-    every host, as in loader.catalog.Checkpoint."""
+    every host, as in loader.catalog.Checkpoint. copies: as in loader.model_shape.Division."""
 
     rank: int
     members: list[int]
@@ -107,6 +107,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     num_kv_groups: int = 1
     hosts: list[str] = []
     files_id: str = ""
+    copies: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
 
 class LoadModel(Message, frozen=True):

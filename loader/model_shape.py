@@ -31,6 +31,10 @@ class TemperatureShape:
     tokens: int
 
 
+# For each layer and each part of its experts (Division.expert_parts), the numbers of the further experts that the devices with this
+# part hold, in ascending order; () for a layer without experts.
+ExpertCopies = tuple[tuple[tuple[int, ...], ...], ...]
+
 # Ways in which experts' matrices are stacked in a tensor. Families with the last two may also store experts one by one.
 ALTERNATING = "alternating"  # [experts, outputs, inputs], in which a row of the gate and one of up take turns
 INPUT_MAJOR = "input-major"  # [experts, inputs, outputs], the gate's outputs before up's
@@ -59,11 +63,11 @@ class ExpertShape:
     swiglu_alpha: float = 0.0  # the factor of the gate within its sigmoid
     beside: bool = False  # experts are beside a layer's MLP, not in its place
     first_own: int = 0  # for a share: the number of its first expert
-    num_own: int = 0  # for a share: how many experts it has; 0: all
+    num_own: int = 0  # for a share: how many experts it has, without copies of other parts' experts; 0: all
 
     @property
     def own(self) -> range:
-        """The numbers of the experts whose matrices the model, or the share, has."""
+        """The numbers of the experts whose matrices the model, or the share, has in every layer, without copies of others."""
         return range(self.first_own, self.first_own + (self.num_own or self.num_experts))
 
 
@@ -167,11 +171,13 @@ class EagleShape:
 class Division(NamedTuple):
     """How a model is divided among devices. size: number of devices. expert_parts: number of parts, of whole experts, into which
     the experts of a layer are divided; each expert is divided among the devices of a stage that hold its part. num_stages: number
-    of pipeline stages, each of consecutive layers and with the same number of devices."""
+    of pipeline stages, each of consecutive layers and with the same number of devices. copies: further experts that the parts hold
+    (loader/expert_copies.py); (): none."""
 
     size: int
     expert_parts: int = 1
     num_stages: int = 1
+    copies: ExpertCopies = ()
 
     @property
     def stage_size(self) -> int:
@@ -204,7 +210,7 @@ class SplitShape:
     experts, into which the experts of a layer are divided. num_kv_heads: number of KV heads of the whole model if several devices
     hold the same head, because there are fewer than `size`; 0: each device has heads of its own. num_full_kv_heads: the same for
     ModelShape.full_heads. stage: number of the stage. stage_ends: for each stage, the number of its last layer plus 1; (): the
-    layers are not divided."""
+    layers are not divided. copies: as in Division, of all parts."""
 
     rank: int
     size: int
@@ -213,6 +219,7 @@ class SplitShape:
     num_full_kv_heads: int = 0
     stage: int = 0
     stage_ends: tuple[int, ...] = ()
+    copies: ExpertCopies = ()
 
     @property
     def num_stages(self) -> int:
@@ -220,7 +227,7 @@ class SplitShape:
 
     @property
     def division(self) -> Division:
-        return Division(self.size * self.num_stages, self.expert_parts, self.num_stages)
+        return Division(self.size * self.num_stages, self.expert_parts, self.num_stages, self.copies)
 
     @property
     def is_first_stage(self) -> bool:
@@ -245,6 +252,14 @@ class SplitShape:
     def inner_part(self) -> int:
         """The number, from 0, of the slice that this share has of each of its experts."""
         return self.rank % self.division.inner_parts
+
+    def experts_of(self, part: int, layer: int | None, num_experts: int) -> tuple[int, ...]:
+        """Returns the numbers of the experts of a layer that the devices with a part of its experts hold, copies included, in
+        ascending order. num_experts: number of experts of the layer."""
+        num_own = num_experts // self.expert_parts
+        own = range(part * num_own, (part + 1) * num_own)
+        copies = self.copies[layer] if layer is not None and layer < len(self.copies) else ()
+        return tuple(sorted((*own, *copies[part]))) if copies else tuple(own)
 
 
 @dataclass(slots=True, frozen=True)
@@ -321,6 +336,14 @@ class ModelShape:
         if (split := self.split) is None or not split.stage_ends:
             return range(self.num_layers)
         return split.layers_of(split.stage)
+
+    def experts_of(self, layer: int) -> tuple[int, ...]:
+        """Returns the numbers of the experts of a layer whose matrices the model, or the share, has, copies included, in ascending
+        order. Only for a mixture of experts."""
+        assert self.experts is not None
+        if (split := self.split) is None:
+            return tuple(self.experts.own)
+        return split.experts_of(split.expert_part, layer, self.experts.num_experts)
 
     @property
     def num_writing_layers(self) -> int:

@@ -21,6 +21,7 @@ from loader.architectures.registry import architecture_of
 from loader.direct_io import BLOCK_BYTES
 from loader.dtypes import ITEM_BYTES
 from loader.errors import CheckpointError, UnsupportedModel
+from loader.expert_copies import refused_copies
 from loader.formats.plain import PLAIN
 from loader.formats.registry import stored_format
 from loader.formats.weight_format import MIN_BLOCK_ALIGNED_BYTES, Space, WeightFormat
@@ -47,6 +48,7 @@ def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
         0 if full is None else full.num_kv_heads,
         division.stage_of(rank),
         stage_ends(shape, division.num_stages) if division.num_stages > 1 else (),
+        division.copies,
     )
     own = replace(
         shape,
@@ -210,7 +212,7 @@ def _refused_experts(shape: ModelShape, division: Division) -> str:
         return f"{family.shared_key} {experts.shared_size} is no multiple of {division.stage_size}, the number of devices"
     if experts.stacked and division.expert_parts > 1 and division.inner_parts > 1:
         return "a checkpoint with all experts of a layer in one tensor is divided by tensor or by expert, not by both"
-    return ""
+    return refused_copies(shape, division) if division.copies else ""
 
 
 def _unserved_kind(shape: ModelShape) -> str:
@@ -316,7 +318,7 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
     if group.num_experts:
         number, num_parts = share.inner_part, share.division.inner_parts
         if share.expert_parts > 1 and group.stacked:  # each expert stays whole then
-            return _along(0, group._replace(unit=1, joined=()), share.expert_part, share.expert_parts)
+            return _some_of_stack(group, share)
         group = _own_experts(group, share)
     if group.divided not in (ROWS, COLUMNS) or num_parts == 1:
         return group
@@ -326,8 +328,21 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
 def _own_experts(group: TensorGroup, share: SplitShape) -> TensorGroup:
     """Returns a group with only the tensors of the experts that a device has. group: the tensors of all experts of a layer, in
     their order."""
-    num_own = len(group.tensors) // share.expert_parts
-    return group._replace(tensors=group.tensors[share.expert_part * num_own : (share.expert_part + 1) * num_own])
+    if share.expert_parts == 1:
+        return group
+    each = len(group.tensors) // group.num_experts
+    own = share.experts_of(share.expert_part, group.layer, group.num_experts)
+    return group._replace(tensors=tuple(one for at in own for one in group.tensors[at * each : (at + 1) * each]))
+
+
+def _some_of_stack(group: TensorGroup, share: SplitShape) -> TensorGroup:
+    """Returns a group with only the experts that a device has. group: tensors that have all experts of a layer along their first
+    axis."""
+    own = share.experts_of(share.expert_part, group.layer, group.num_experts)
+    ranges = _met((expert, expert + 1) for expert in own)
+    cuts = tuple(Cut(0, ranges, dims[0]) for _, dims in group.tensors)
+    tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(group.tensors, cuts, strict=True))
+    return group._replace(unit=1, joined=(), tensors=tensors, cuts=cuts)
 
 
 def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> TensorGroup:

@@ -123,7 +123,7 @@ class Groups:
         hosts = [host_of(device) for device in devices] if any(map(host_of, devices)) else []
         for rank, (device, lease_chunks) in enumerate(leases.items()):
             of_form = (form.division.expert_parts, num_stages, form.handed_bytes, form.num_kv_groups, hosts, form.files_id)
-            group = protocol.Group(rank, numbers, offset, num_bytes, *of_form)
+            group = protocol.Group(rank, numbers, offset, num_bytes, *of_form, form.division.copies)
             self._send(device, msgspec.structs.replace(message, lease_chunks=lease_chunks, group=group))
 
     def evict(self, action: actions.Evict) -> None:

@@ -55,7 +55,7 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
     routing = _Routing.empty(x, num_chosen, num_experts)
     where = (routing.weights, routing.places)
     counts = np.empty(0, np.int64) if matrices.counts is None else matrices.counts.numpy()
-    to = (*where, routing.firsts, routing.tokens, counts)
+    to = (*where, routing.firsts, routing.tokens, counts if matrices.turns is None else counts[:0])
     if (rule := matrices.sigmoid) is None:
         call(kernels.route, array(scores), slots, num_experts, matrices.normalised, matrices.weighs_inputs, *to)
     else:
@@ -64,9 +64,14 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
         call(kernels.route_by_sigmoid, scores.view(scores.shape).numpy(), slots, *own, *to)
     if matrices.factors is not None:
         call(_weigh_by_expert, *where, routing.firsts, slots, matrices.factors[:])
-    if is_part := matrices.num_own < num_experts:
-        which = (matrices.first_own, matrices.num_own)
-        call(kernels.keep_own_experts, *which, slots, routing.places, routing.firsts, routing.tokens)
+    kept = (slots, routing.places, routing.firsts, routing.tokens)
+    if matrices.turns is not None:
+        new_rows = empty(x, 1, len(routing.tokens) * 4 // x.element_size()).view(torch.int32).view(-1).numpy()
+        call(kernels.keep_own_turns, matrices.turns.numpy(), *kept, new_rows, counts)
+        del new_rows  # so that recorded steps can reuse its memory
+    elif matrices.is_part:
+        call(kernels.keep_own_experts, matrices.first_own, matrices.num_own, *kept)
+    if is_part := matrices.is_part:
         routing = replace(routing, firsts=routing.firsts[: matrices.num_own + 1])
     rows = empty(x, len(x) * num_chosen, x.shape[1])
     call(kernels.gather_rows, routing.tokens, array(x), 0, 1.0, array(rows))

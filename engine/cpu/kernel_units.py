@@ -267,6 +267,7 @@ def _ranks(element: Any) -> list[tuple[Any, Any, Any]]:
     wanted = [
         (entry.gather_ranks, None, ranks.gather_ranks_signature(element)),
         (entry.keep_own_experts, None, own_experts.KEEP_OWN_EXPERTS),
+        (entry.keep_own_turns, None, own_experts.KEEP_OWN_TURNS),
         (entry.clear_behind, None, own_experts.clear_behind_signature(element)),
     ]
     for summed in dict.fromkeys((element, numba.float32)):  # models of every dtype have some numbers in float32

@@ -418,10 +418,9 @@ class CpuOps:
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: HostBatch) -> Tensor:
         slots = batch.groups[0].slots
-        is_part = experts.num_own < experts.num_experts
-        if self._served(x, *_sets_of_experts(experts), *([RANKS] if is_part else [])):
+        if self._served(x, *_sets_of_experts(experts), *([RANKS] if experts.is_part else [])):
             return grouped_experts.experts(self.kernels, x, scores, experts, shared, slots)
-        return reference.experts(x, scores, experts, torch.from_numpy(slots) < 0, shared)
+        return reference.experts(x, scores, experts, torch.from_numpy(slots), shared)
 
     def rope_and_store(
         self,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,28 +17,39 @@ class ExpertCounts:
     evictions included, because recorded steps and graphs hold the addresses of its rows.
 
     A row counts all experts of a layer, as every rank of a split model routes every token; `news` tells those of the own ones. If
-    each expert is divided among several ranks, only the first of these has counts, so that none counts twice."""
+    ranks have copies of each other's experts, a row counts what this rank computes, by its own experts, and `news` tells it of all
+    experts. If each expert is divided among several ranks, only the first of these has counts, so that none counts twice. own: the
+    experts that `news` tells of."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         assert shape.experts is not None
         self.own, self.num_experts = shape.experts.own, shape.experts.num_experts
+        self._held: Callable[[int], tuple[int, ...]] | None = None  # for copies: returns the experts of a layer's row, in order
+        if shape.split is not None and shape.split.copies:
+            self.own, self._held = range(self.num_experts), shape.experts_of
         self.layers: list[int] = []  # layers with experts that are computed here, in the order of the rows
         self._table = torch.zeros(shape.num_computed_layers, self.num_experts, dtype=torch.int64, device=device)
         self._told: LongArray | None = None  # what `news` has told so far
 
     def row(self, layer: int) -> Tensor:
-        """Returns the counts [num_experts] int64 of a layer, as a view: the same memory each time that the model is built."""
+        """Returns the counts (ExpertMatrices.counts) of a layer, as a view: the same memory each time that the model is built."""
         if layer not in self.layers:
             self.layers.append(layer)
-        return self._table[self.layers.index(layer)]
+        row = self._table[self.layers.index(layer)]
+        return row if self._held is None else row[: len(self._held(layer))]
 
     def news(self, wait: bool) -> LongArray | None:
-        """Returns how many pairs each own expert [len(layers), len(own)] has computed since the last call that returned an array.
-        Returns None if there are none, or if the device has not told yet, which happens only if not `wait`."""
+        """Returns how many pairs each expert of `own` [len(layers), len(own)] has computed since the last call that returned an
+        array. Returns None if there are none, or if the device has not told yet, which happens only if not `wait`."""
         found = self._on_host(wait)
         if found is None:
             return None
         told = found[: len(self.layers), self.own.start : self.own.stop]
+        if self._held is not None:
+            told = np.zeros_like(told)
+            for number, layer in enumerate(self.layers):
+                held = list(self._held(layer))
+                told[number, held] = found[number, : len(held)]
         new, self._told = told if self._told is None else told - self._told, told
         return new if new.any() else None
 

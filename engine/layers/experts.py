@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Generic
 
+import torch
 from torch import Tensor
 
 from engine.contracts.ranks import Ranks
 from engine.layers.mlp import MLP
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, ClampedSwiglu, ExpertMatrices, ExpertMatrix, Ops, SigmoidRouting
+from loader import expert_copies
 from loader.architectures.decoder import GELU_TANH, Decoder
 from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, ModelShape
 
@@ -43,9 +45,9 @@ class MixtureOfExperts(Generic[BatchT]):
         assert shape.experts is not None
         names, sizes, prefix = family.experts.names, shape.experts, family.names.layer.format(layer)
         router = weights.fused(prefix, names.router_and_gate, ".weight")
-        own = sizes.own
+        own, turns = shape.experts_of(layer), _turns(shape, layer, router.device)
         if sizes.stack == ALTERNATING:
-            experts = _stacked(weights, prefix + names.stacked_gate_up, prefix + names.stacked_down, sizes, layer)
+            experts = _stacked(weights, prefix + names.stacked_gate_up, prefix + names.stacked_down, sizes, layer, turns)
             return cls(ops, router, experts, None, weights.find(f"{prefix}{names.router}.bias"), ranks)
         gate_up: ExpertMatrix
         down: ExpertMatrix
@@ -71,9 +73,10 @@ class MixtureOfExperts(Generic[BatchT]):
             weighs_inputs=sizes.weighs_inputs,
             gelu=family.activation == GELU_TANH,
             factors=None if beside is None else weights.get(prefix + beside.expert_scale),
-            first_own=own.start,
+            first_own=own[0],
             num_routed=sizes.num_experts,
             counts=weights.expert_counts(layer),
+            turns=turns,
         )
         return cls(ops, router, experts, shared, None, ranks)
 
@@ -93,7 +96,16 @@ class MixtureOfExperts(Generic[BatchT]):
             self.ranks.share_first(scores)
 
 
-def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape, layer: int) -> ExpertMatrices:
+def _turns(shape: ModelShape, layer: int, device: torch.device) -> Tensor | None:
+    """Returns which tokens of each expert of a layer a rank computes (ExpertMatrices.turns); None if no rank has copies of others'
+    experts."""
+    split, experts = shape.split, shape.experts
+    if split is None or not split.copies or experts is None:
+        return None
+    return torch.tensor(expert_copies.turns(split, layer, experts), dtype=torch.int32, device=device)
+
+
+def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape, layer: int, turns: Tensor | None) -> ExpertMatrices:
     """Returns the experts of a layer whose checkpoint has one tensor for the matrices of all experts. gate_up, down: names of these
     tensors."""
     return ExpertMatrices(
@@ -107,4 +119,5 @@ def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape, laye
         first_own=sizes.own.start,
         num_routed=sizes.num_experts,
         counts=weights.expert_counts(layer),
+        turns=turns,
     )

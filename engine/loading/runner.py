@@ -103,7 +103,8 @@ class TorchRunner:
         spec, asked_s, backend, group = task.spec, time.perf_counter(), self.backend, task.spec.group
         share: DeviceShare | None = None
         if group is not None:
-            share = DeviceShare(group.rank, Division(len(group.members), group.expert_parts, group.num_stages))
+            division = Division(len(group.members), group.expert_parts, group.num_stages, group.copies)
+            share = DeviceShare(group.rank, division)
         wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
             files = stack.enter_context(FileCalls(spec.model, task.cancelled))

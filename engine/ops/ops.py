@@ -202,8 +202,14 @@ class ExpertMatrices:
     In a split model whose ranks each have some of the experts, the matrices and biases are those of the rank's own experts, from
     number first_own on, and num_routed is the number of all experts; 0: the matrices are those of all experts.
 
-    counts [num_experts] int64: how many tokens have passed through each expert, over all ranks; each call of Ops.experts adds its
-    own, and changes nothing else of it. It has this address as long as the model is used. None: nothing is counted."""
+    turns [num_experts, 3] int32: if ranks have copies of others' experts, for each expert (its number of holders, this rank's
+    number among them, its index among the matrices), as loader.expert_copies.turns returns them; first_own is not used then. A
+    holder adds the outputs of the tokens whose place in the KV cache, modulo the number of holders, is its number. None: no rank
+    has copies.
+
+    counts [num_experts] int64: how many tokens have passed through each expert, over all ranks; with turns [num_own]: how many this
+    rank has computed with each of its matrices. Each call of Ops.experts adds its own, and changes nothing else of it. It has this
+    address as long as the model is used. None: nothing is counted."""
 
     gate_up: ExpertMatrix
     down: ExpertMatrix
@@ -219,6 +225,7 @@ class ExpertMatrices:
     first_own: int = 0
     num_routed: int = 0
     counts: Tensor | None = None
+    turns: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -228,6 +235,11 @@ class ExpertMatrices:
     @property
     def num_own(self) -> int:
         return self.gate_up.shape[0]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks compute some of the pairs of a token and an expert."""
+        return self.turns is not None or self.num_own < self.num_experts
 
 
 @dataclass(slots=True, frozen=True, eq=False)

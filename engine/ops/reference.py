@@ -866,10 +866,11 @@ def route_by_sigmoid(logits: Tensor, num_chosen: int, normalised: bool, rule: Si
     return chosen, weights * rule.factor
 
 
-def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Tensor, shared: Tensor | None) -> Tensor:
+def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, slots: Tensor, shared: Tensor | None) -> Tensor:
     """Returns the output [T, W] of a layer's experts for x [T, W], as Ops.experts does, summed over the experts whose matrices are
-    given, and adds to the counts of all. is_padding [T] bool. Each expert's output is rounded to x's dtype; the weighted sum is in
-    float32 and rounded once."""
+    given, and adds to the counts of all. slots [T] int64: each token's place in the KV cache; below 0 for padding. Each expert's
+    output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
+    is_padding = slots < 0
     num_experts = matrices.num_experts
     how = (scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
     if matrices.sigmoid is None:
@@ -877,11 +878,14 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Ten
     else:
         chosen, weights = route_by_sigmoid(*how, matrices.sigmoid)
     chosen = chosen.masked_fill(is_padding.unsqueeze(1), num_experts)
-    if matrices.counts is not None:
-        matrices.counts.add_(torch.bincount(chosen.flatten(), minlength=num_experts + 1)[:num_experts])
+    if matrices.turns is not None:
+        chosen = own_pairs(chosen, slots, matrices.turns, matrices.num_own)
+    if (counts := matrices.counts) is not None:
+        counts.add_(torch.bincount(chosen.flatten(), minlength=len(counts) + 1)[: len(counts)])
+    first = 0 if matrices.turns is not None else matrices.first_own
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in range(matrices.num_own):
-        tokens, places = torch.where(chosen == matrices.first_own + expert)
+        tokens, places = torch.where(chosen == first + expert)
         if len(tokens):
             own, rows = weights[tokens, places].unsqueeze(1), x[tokens]
             if matrices.weighs_inputs:
@@ -893,6 +897,15 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Ten
         is_gated = scores.shape[1] > num_experts
         total += shared.float() * torch.sigmoid(scores[:, num_experts:].float()) if is_gated else shared.float()
     return total.masked_fill_(is_padding.unsqueeze(1), 0.0).to(x.dtype)
+
+
+def own_pairs(chosen: Tensor, slots: Tensor, turns: Tensor, num_own: int) -> Tensor:
+    """Returns chosen [T, C] with each expert's index among the num_own matrices of a rank in place of its number, and num_own for
+    the pairs that other ranks compute. chosen: the experts' numbers; the number of experts for padding. slots [T]: each token's
+    place in the KV cache. turns [E, 3]: as in ExpertMatrices."""
+    holders, number, index = turns[chosen.clamp(max=len(turns) - 1)].long().unbind(-1)
+    is_own = (chosen < len(turns)) & (slots.unsqueeze(1) % holders == number)
+    return torch.where(is_own, index, num_own)
 
 
 def gather_rows(table: Tensor, ids: Tensor, scale: float, first: int | None = None) -> Tensor:

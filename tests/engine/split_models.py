@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 import zlib
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from loader.adapter_matrices import decoder_of
 from loader.formats.registry import FORMATS, stored_format
 from loader.hf_config import parse_config
 from loader.layout import weight_layout, weights_bytes
-from loader.model_shape import DeviceShare, Division, ModelShape
+from loader.model_shape import DeviceShare, Division, ExpertCopies, ModelShape
 from loader.sinks import HostSink
 from loader.slices import split
 from loader.staging import StagingRing
@@ -226,7 +227,7 @@ KV_BYTES, CHUNK_BYTES = 8 << 20, 64 << 10
 
 @dataclass(frozen=True)
 class How:
-    """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps. expert_parts, num_stages: as in
+    """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps. expert_parts, num_stages, copies: as in
     Division. misrouting: its router is another one, and would choose other experts. gpu: as on a GPU, with interpreted
     kernels. few_steps: it runs fewer steps, since interpreted kernels take seconds for each."""
 
@@ -237,9 +238,23 @@ class How:
     num_stages: int = 1
     gpu: bool = False
     few_steps: bool = False
+    copies: ExpertCopies = ()
 
     def division(self, size: int) -> Division:
-        return Division(size, self.expert_parts, self.num_stages)
+        return Division(size, self.expert_parts, self.num_stages, self.copies)
+
+
+def drawn_copies(shape: ModelShape, expert_parts: int, number: int, seed: int = 1) -> ExpertCopies:
+    """Returns `number` further experts, any of other parts, for each part of the experts of each layer."""
+    draw, experts = random.Random(seed), shape.experts
+    assert experts is not None
+    num_own = experts.num_experts // expert_parts
+    parts = [range(part * num_own, (part + 1) * num_own) for part in range(expert_parts)]
+    others = [sorted(set(range(experts.num_experts)).difference(own)) for own in parts]
+    return tuple(
+        () if layer in experts.dense_layers else tuple(tuple(sorted(draw.sample(own, number))) for own in others)
+        for layer in range(shape.num_layers)
+    )
 
 
 def shape_of(family: str, dtype: str) -> ModelShape:

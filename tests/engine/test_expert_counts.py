@@ -19,7 +19,7 @@ from scheduler.batch.plan import SequenceTable
 from tests.engine.model_bench import CASES, load, make_checkpoint, make_table, plan, put, runner_with_kernels
 from tests.engine.predictor_checkpoint import make_predicting_checkpoint
 from tests.engine.rank_processes import Rank, RankGroup
-from tests.engine.split_models import How, load_share, shape_of, table_of
+from tests.engine.split_models import How, drawn_copies, load_share, shape_of, table_of
 from tests.engine.stand_in_graphs import remember_steps, stand_in_graphs
 
 __all__ = ["stand_in_graphs"]  # a fixture
@@ -178,6 +178,28 @@ def test_an_expert_of_several_ranks_counts_on_the_first() -> None:
     two = RankGroup(2)
     whole = of_one_device(two, "qwen2-moe")
     assert two.run(counts_of_steps, "qwen2-moe", "float32", [How(), How()]) == [whole, None]
+    two.close()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_each_rank_counts_what_it_computes_with_copies(family: str) -> None:
+    two = RankGroup(2)
+    whole = of_one_device(two, family)
+    shape = shape_of(family, "float32")
+    experts, copies = shape.experts, drawn_copies(shape, 2, 1)
+    assert experts is not None
+    how = How(expert_parts=2, copies=copies)
+    for hows in ((how, how), (how, replace(how, compiled=False, recorded=False))):
+        every = two.run(counts_of_steps, family, "float32", list(hows))
+        assert {layer: np.add(*(one[layer] for one in every)).tolist() for layer in whole} == whole
+        for layer, total in whole.items():
+            for part, counts in enumerate(one[layer] for one in every):
+                (copy,) = copies[layer][part]
+                assert counts[copy] > 0 or total[copy] < 4
+                assert abs(counts[copy] - total[copy] / 2) < max(4.0, total[copy] / 4), "its tokens are divided evenly"
+                home = range(part * experts.num_experts // 2, (part + 1) * experts.num_experts // 2)
+                assert all(expert in home or expert == copy or not counts[expert] for expert in range(experts.num_experts))
+        two.renew()
     two.close()
 
 

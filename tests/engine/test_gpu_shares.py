@@ -21,7 +21,16 @@ from tests.e2e.checkpoints import make_model
 from tests.engine.group_engines import Engines
 from tests.engine.rank_processes import RankGroup
 from tests.engine.split_checks import FLOAT32_TOLERANCE, check_broken, check_logits, check_results, on_one_device
-from tests.engine.split_models import FAMILIES, MIXTURES, How, execute_alone, logits_of_steps, shape_of, write_quantised
+from tests.engine.split_models import (
+    FAMILIES,
+    MIXTURES,
+    How,
+    drawn_copies,
+    execute_alone,
+    logits_of_steps,
+    shape_of,
+    write_quantised,
+)
 from tests.kernel_cache import CACHE_DIR
 
 pytest.importorskip("triton")
@@ -55,6 +64,12 @@ def test_logits_are_those_of_one_device(two: RankGroup, family: str) -> None:
 @pytest.mark.parametrize("family", WITH_SOME_EXPERTS)
 def test_each_rank_may_have_some_of_the_experts(two: RankGroup, family: str) -> None:
     check_logits(two, family, (SOME_EXPERTS, SOME_EXPERTS))
+
+
+@pytest.mark.parametrize("family", WITH_SOME_EXPERTS)
+def test_ranks_may_have_copies_of_each_others_experts(two: RankGroup, family: str) -> None:
+    copies = drawn_copies(shape_of(family, "float32"), 2, 1)
+    check_logits(two, family, [replace(SOME_EXPERTS, copies=copies)] * 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3.5"])
@@ -142,12 +157,17 @@ def test_engines_that_compute_as_on_gpus_share_a_model(tmp_path: Path) -> None:
 
 
 def main() -> None:
-    """Computes all families over two and four ranks, with the experts divided in each way, and prints what differs most."""
-    parts = ((2, GPU), (2, SOME_EXPERTS), (4, GPU), (4, SOME_EXPERTS), (4, replace(SOME_EXPERTS, expert_parts=4)))
-    for size, how in (*parts, (2, STAGES), (4, STAGES), (4, replace(STAGES, expert_parts=2))):
+    """Computes all families over two and four ranks, with the experts divided in each way, without copies of experts and with some,
+    and prints what differs most."""
+    some, each = SOME_EXPERTS, replace(SOME_EXPERTS, expert_parts=4)
+    parts = ((2, GPU, 0), (2, some, 0), (2, some, 1), (4, GPU, 0), (4, some, 0), (4, some, 1), (4, each, 0), (4, each, 1))
+    for size, asked, number in (*parts, (2, STAGES, 0), (4, STAGES, 0), (4, replace(STAGES, expert_parts=2), 1)):
         group = RankGroup(size)
-        for family in MIXTURES if how.expert_parts > 1 else FAMILIES:
-            title = f"{family}, {size} ranks, {how.expert_parts} parts of experts, {how.num_stages} stages"
+        for family in MIXTURES if asked.expert_parts > 1 else FAMILIES:
+            how = asked
+            if number and not shape_of(family, "float32").experts.num_experts % how.expert_parts:
+                how = replace(how, copies=drawn_copies(shape_of(family, "float32"), how.expert_parts, number))
+            title = f"{family}, {size} ranks, {how.expert_parts} parts of experts, {number} copies, {how.num_stages} stages"
             if why := slices.refusal(shape_of(family, "float32"), how.division(size)):
                 print(f"{title}: {why}", flush=True)
                 continue

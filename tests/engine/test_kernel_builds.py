@@ -429,7 +429,7 @@ def test_each_set_has_units_with_names_of_their_own(dtype: str, name: str) -> No
 
 def test_a_unit_of_two_sets_is_the_same() -> None:
     both = [set(kernel_units.units(KernelSet(dtype, "ranks"), True)) for dtype in ("float32", "bfloat16")]
-    assert {unit.name.split("-")[0] for unit in both[0] & both[1]} == {"keep_own_experts", "sum_ranks", "clear"}
+    assert {unit.name.split("-")[0] for unit in both[0] & both[1]} == {"keep_own_experts", "keep_own_turns", "sum_ranks", "clear"}
 
 
 def test_an_unknown_set_is_an_error() -> None:

@@ -11,7 +11,16 @@ import pytest
 
 from tests.engine.rank_processes import RankGroup
 from tests.engine.split_checks import check_broken, check_logits, check_results, on_one_device
-from tests.engine.split_models import FAMILIES, MIXTURES, QUANTISED, How, logits_of_steps, write_quantised
+from tests.engine.split_models import (
+    FAMILIES,
+    MIXTURES,
+    QUANTISED,
+    How,
+    drawn_copies,
+    logits_of_steps,
+    shape_of,
+    write_quantised,
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +54,20 @@ def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path:
 @pytest.mark.parametrize("family", MIXTURES)
 def test_each_rank_may_have_some_of_the_experts(two: RankGroup, family: str) -> None:
     check_logits(two, family, (replace(RECORDED, expert_parts=2),) * 2)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_ranks_may_have_copies_of_each_others_experts(two: RankGroup, family: str) -> None:
+    copies = drawn_copies(shape_of(family, "float32"), 2, 1)
+    check_logits(two, family, [replace(how, expert_parts=2, copies=copies) for how in (RECORDED, ONE_BY_ONE)])
+
+
+@pytest.mark.parametrize(("family", "parts", "number"), [("qwen2-moe", 4, 2), ("gpt-oss", 4, 3), ("deepseek-v3-moe", 2, 3)])
+def test_an_expert_may_have_several_copies(four: RankGroup, family: str, parts: int, number: int) -> None:
+    """Also where each rank has all experts, where experts are divided too, and with plain operations."""
+    copies = drawn_copies(shape_of(family, "float32"), parts, number)
+    hows = [replace(how, expert_parts=parts, copies=copies) for how in (RECORDED, ONE_BY_ONE, PLAIN, RECORDED)]
+    check_logits(four, family, hows)
 
 
 def test_ranks_with_other_experts_may_compute_in_different_ways(two: RankGroup) -> None:

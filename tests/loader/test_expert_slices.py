@@ -21,7 +21,17 @@ from loader.architectures.experts import ExpertNames, Experts
 from loader.errors import UnsupportedModel
 from loader.hf_config import parse_config
 from loader.layout import block_offsets, parameter_shapes, share_weights_bytes, stored_tensors, weight_layout, weights_bytes
-from loader.model_shape import ALTERNATING, INPUT_MAJOR, OUTPUT_MAJOR, DeviceShare, Division, ExpertShape, ModelShape, SplitShape
+from loader.model_shape import (
+    ALTERNATING,
+    INPUT_MAJOR,
+    OUTPUT_MAJOR,
+    DeviceShare,
+    Division,
+    ExpertCopies,
+    ExpertShape,
+    ModelShape,
+    SplitShape,
+)
 from loader.slices import share_of, split, whole
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, planned_reads
@@ -105,6 +115,65 @@ def test_each_rank_holds_its_part_of_experts(tmp_path: Path, name: str, division
             assert part is None or torch.equal(held[tensor], part), tensor
 
 
+# two layers, of which the first has no experts in most families
+COPIES: dict[str, ExpertCopies] = {
+    "mixtral": (((3,), (0,)), ((2,), (1,))),
+    "qwen2-moe": ((), ((2, 3), (0, 1))),
+    "glm4-moe": ((), ((3,), (0,))),
+    "llama4": ((), ((3,), (0,))),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_copies_of_experts_are_held_and_read(tmp_path: Path, name: str) -> None:
+    """In the order of the experts' numbers, each once, as many bytes as are planned for."""
+    config, copies = FAMILIES[name], COPIES[name]
+    folder = write_checkpoint(tmp_path / "m", config, random_bytes=True)
+    stored = {
+        key: torch.frombuffer(bytearray(data), dtype=torch.float32).view(dims)
+        for key, (_, dims, data) in tensors_for(config, random_bytes=True).items()
+    }
+    plain = load(folder, "float32", 0, 2, expert_parts=2)[1].shape
+    for rank in range(2):
+        held, source, _ = load(folder, "float32", rank, 2, expert_parts=2, copies=copies)
+        assert held.keys() == parameter_shapes(source.shape).keys()
+        assert weights_bytes(source.shape, "float32") > weights_bytes(plain, "float32")
+        planned = share_weights_bytes(whole(source.shape), "float32", Division(2, 2, copies=copies))
+        assert weights_bytes(source.shape, "float32") <= planned < weights_bytes(source.shape, "float32") + 4096
+        for layer in range(2):
+            own = sorted({2 * rank, 2 * rank + 1, *(copies[layer][rank] if copies[layer] else ())})
+            if copies[layer]:
+                assert source.shape.experts_of(layer) == tuple(own)
+            of_layer = {key: one for key, one in stored.items() if f"layers.{layer}." in key and ".experts." in key}
+            found = {key: one for key, one in held.items() if f"layers.{layer}." in key and ".experts." in key}
+            if name == "llama4":
+                wanted = {key: one[own] for key, one in of_layer.items()}
+            else:
+                wanted = {key: one for key, one in of_layer.items() if int(key.split(".experts.")[1].split(".")[0]) in own}
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[key], one) for key, one in wanted.items())
+            slots = [slot.name for slot in weight_layout(source.shape, "float32") if slot.name in found and "down" in slot.name]
+            assert name == "mixtral" or slots == sorted(slots)
+
+
+def test_copies_of_experts_that_make_no_sense_are_refused() -> None:
+    shape, qwen2 = parse(MIXTRAL), parse(QWEN2)
+    good: ExpertCopies = (((3,), (0,)), ((2,), (1,)))
+    for of, division, said in (
+        (shape, Division(2, 1, copies=good), "copies of experts need experts that are divided (expert)"),
+        (shape, Division(2, 2, copies=good[:1]), "copies of experts are given for 1 layers of 2"),
+        (shape, Division(2, 2, copies=(((3,), (0,)), ((), ()))), "not all devices and layers have the same number of copies"),
+        (shape, Division(4, 4, copies=good), "copies of experts are given for 2 parts of layer 0"),
+        (qwen2, Division(2, 2, copies=good), "copies of experts are given for 2 parts of layer 0"),
+        (shape, Division(2, 2, copies=(((1,), (0,)), ((2,), (1,)))), "copies of experts [1] are no ascending numbers"),
+        (shape, Division(2, 2, copies=(((3, 2), (0, 1)), ((2, 3), (1, 0)))), "copies of experts [3, 2] are no ascending numbers"),
+        (shape, Division(2, 2, copies=(((4,), (0,)), ((2,), (1,)))), "copies of experts [4] are no ascending numbers"),
+    ):
+        with pytest.raises(UnsupportedModel, match=re.escape(said)):
+            split(of, 0, division)
+    assert split(shape, 1, Division(2, 2, copies=good)).experts_of(0) == (0, 2, 3)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_experts_of_other_ranks_are_not_read(tmp_path: Path, name: str) -> None:
     folder = write_checkpoint(tmp_path / "m", FAMILIES[name])
@@ -135,6 +204,17 @@ def test_own_experts_are_read_in_place(tmp_path: Path, monkeypatch: pytest.Monke
     assert source.shape.block_offsets == block_offsets(source.shape, tensors.values())
     of_experts = [slot for slot in weight_layout(source.shape, "bfloat16") if ".experts." in slot.name]
     assert all((slot.offset_bytes - tensors[slot.name].offset_bytes) % 4096 == 0 for slot in of_experts)
+    assert report.refused or report.direct_bytes > sum(slot.num_bytes for slot in of_experts)
+
+
+def test_copies_between_own_experts_are_read_in_place_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_reader, "is_cached", lambda *_: False)
+    sizes = {"hidden_size": 256, "intermediate_size": 128, "num_key_value_heads": 4, "vocab_size": 512, "dtype": "bfloat16"}
+    folder = write_checkpoint(tmp_path / "m", MIXTRAL | sizes, dtype="BF16", random_bytes=True, padding=8)
+    how = {"slot_bytes": 256 << 10, "expert_parts": 2, "copies": (((3,), (0,)), ((2,), (1,)))}
+    _, source, report = load(folder, "bfloat16", 1, 2, **how)
+    of_experts = [slot for slot in weight_layout(source.shape, "bfloat16") if ".experts." in slot.name]
+    assert len(of_experts) == 2 * 3 * 3
     assert report.refused or report.direct_bytes > sum(slot.num_bytes for slot in of_experts)
 
 
@@ -178,6 +258,7 @@ def test_a_share_is_undone_exactly(name: str) -> None:
             share = split(shape, rank, division)
             assert whole(share) == shape
             assert stored_tensors(share) == stored_tensors(shape)
+    assert whole(split(shape, 1, Division(2, 2, copies=COPIES[name]))) == shape
     odd = parse(MIXTRAL | {"intermediate_size": 9})  # that of experts alone
     assert whole(split(odd, 1, Division(2, 2))) == odd
 

@@ -34,7 +34,7 @@ from loader.layout import (
     weight_layout,
     weights_bytes,
 )
-from loader.model_shape import LAST_TOKEN, DeviceShare, Division, EagleShape, HeadShape, ModelShape
+from loader.model_shape import LAST_TOKEN, DeviceShare, Division, EagleShape, ExpertCopies, HeadShape, ModelShape
 from loader.range_plan import joined, plan_reads, staged_spans
 from loader.safetensors import Header, TensorRef
 from loader.slices import split, whole
@@ -175,10 +175,17 @@ def part_of(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, size:
 
 
 def load(
-    folder: Path, dtype: str, rank: int, size: int, slot_bytes: int = 8192, expert_parts: int = 1, num_stages: int = 1
+    folder: Path,
+    dtype: str,
+    rank: int,
+    size: int,
+    slot_bytes: int = 8192,
+    expert_parts: int = 1,
+    num_stages: int = 1,
+    copies: ExpertCopies = (),
 ) -> tuple[dict[str, torch.Tensor], OpenCheckpoint, ReadReport]:
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, share=DeviceShare(rank, Division(size, expert_parts, num_stages)))
+        source = open_checkpoint(folder, "", stack, share=DeviceShare(rank, Division(size, expert_parts, num_stages, copies)))
         memory = mmap.mmap(-1, weights_bytes(source.shape, dtype))
         told: list[tuple[int, int]] = []
         ring = StagingRing(3, slot_bytes)

@@ -38,7 +38,7 @@ from engine.cpu.kernels.inputs import rotary_turns, sampling_settings, step_bloc
 from engine.cpu.kernels.int8 import int8_linear_parallel, int8_linear_serial
 from engine.cpu.kernels.linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.cpu.kernels.logprobs import penalise, top_logprobs
-from engine.cpu.kernels.own_experts import clear, clear_behind, keep_own_experts
+from engine.cpu.kernels.own_experts import clear, clear_behind, keep_own_experts, keep_own_turns
 from engine.cpu.kernels.packed_linear import MOST_ROWS as PACKED_ROWS
 from engine.cpu.kernels.packed_linear import (
     gather_packed_rows_parallel,
@@ -95,6 +95,7 @@ __all__ = [
     "int8_linear",
     "int8_linear_kernel",
     "keep_own_experts",
+    "keep_own_turns",
     "layer_norm",
     "linear_kernel",
     "num_shares",

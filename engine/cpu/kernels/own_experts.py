@@ -38,15 +38,53 @@ def keep_own_experts(first: int, num_own: int, slots: Any, places: Any, firsts: 
                 places[token, number] = row if 0 <= row < num_rows else num_rows
 
 
+KEEP_OWN_TURNS = void(int32[:, ::1], int64[::1], int32[:, ::1], int32[::1], int64[::1], int32[::1], int64[::1])
+
+
+@njit(**_OPTIONS)
+def keep_own_turns(turns: Any, slots: Any, places: Any, firsts: Any, tokens: Any, new_rows: Any, counts: Any) -> None:
+    """Reduces a routing of all experts, as keep_own_experts does, to the pairs that a rank computes where ranks have copies of each
+    other's experts. turns [E, 3]: for each expert the number of its holders, the rank's number among them (-1: it is none), and the
+    expert's index among the rank's own, which ascends. A holder computes the tokens whose slot, modulo the number of holders, is
+    its number. new_rows [P]: scratch. counts: the number of rows of each own expert is added, by its index; [0]: it is not."""
+    num_rows, num_own = int32(0), 0
+    begin = firsts[0]
+    for expert in range(turns.shape[0]):
+        end = firsts[expert + 1]
+        holders, number = turns[expert, 0], turns[expert, 1]
+        first = num_rows
+        for row in range(begin, end):
+            token = tokens[row]
+            new_rows[row] = -1
+            if number >= 0 and slots[token] % holders == number:
+                new_rows[row] = num_rows
+                tokens[num_rows] = token
+                num_rows += int32(1)
+        if number >= 0:
+            firsts[num_own] = first
+            if counts.shape[0] > 0:
+                counts[num_own] += num_rows - first
+            num_own += 1
+        begin = end
+    firsts[num_own] = num_rows
+    for row in range(num_rows, tokens.shape[0]):
+        tokens[row] = 0
+    for token in range(places.shape[0]):
+        if slots[token] >= 0:
+            for number in range(places.shape[1]):
+                row = new_rows[places[token, number]]
+                places[token, number] = row if row >= 0 else num_rows
+
+
 def clear_behind_signature(element: types.Type) -> Any:
     return void(int32[::1], element[:, ::1])
 
 
 @njit(**_OPTIONS)
 def clear_behind(firsts: Any, made: Any) -> None:
-    """Fills the row of made [P, W] behind the last one of a rank's own experts with 0, if there is one. keep_own_experts has set
-    the places of all other pairs to this row, so `combine` adds 0 for them. firsts: of the rank's experts; its last entry is the
-    number of their rows."""
+    """Fills the row of made [P, W] behind the last one of a rank's own experts with 0, if there is one. keep_own_experts or
+    keep_own_turns has set the places of all other pairs to this row, so `combine` adds 0 for them. firsts: of the rank's experts;
+    its last entry is the number of their rows."""
     row = firsts[firsts.shape[0] - 1]
     if row < made.shape[0]:
         for column in range(made.shape[1]):

@@ -168,10 +168,12 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
         )
     else:
         triton_experts.route_by_sigmoid(scores, kv_slots, experts.sigmoid, experts.normalised, chosen, weights)
+    own, some = range(experts.first_own, experts.first_own + experts.num_own), experts.is_part
+    if experts.turns is not None:  # only the rank's own pairs are sorted then
+        own, firsts = range(experts.num_own), firsts[: experts.num_own + 1]
+        triton_experts.keep_own_pairs(chosen, kv_slots, experts.turns, experts.num_own)
     triton_experts.sort(chosen, firsts, pairs, counts=experts.counts)
-    own = range(experts.first_own, experts.first_own + experts.num_own)
-    some = len(own) < num_experts
-    if some:
+    if experts.turns is None and some:
         firsts = firsts[own.start : own.stop + 1]
     inner, made = x.new_empty(len(pairs), experts.down.shape[2]), x.new_empty(len(pairs), x.shape[1])
     tiles = (triton_experts.tile_rows(len(pairs), num_experts),)

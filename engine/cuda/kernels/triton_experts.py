@@ -25,6 +25,7 @@ from engine.ops.ops import ClampedSwiglu, ExpertMatrix, Fp8Matrix, Int4Matrix, M
 TILE_ROWS = (16, 64)  # rows that a program of a product multiplies: for few rows an expert, and for many
 _FEW_ROWS = 16  # an expert, on average: up to here tiles are of the first size
 _SORT_BLOCK = 1024
+_KEEP_BLOCK = 256
 _COMBINE_BLOCK = 1024
 
 
@@ -236,6 +237,37 @@ def sort(chosen: Tensor, firsts: Tensor, pairs: Tensor, block: int = _SORT_BLOCK
     num_experts, counted = len(firsts) - 1, counts is not None
     own = (chosen, firsts, pairs, firsts if counts is None else counts, chosen.numel())
     _sort_kernel[(num_experts,)](*own, E=num_experts, COUNTED=counted, BLOCK=block, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _keep_kernel(
+    chosen,  # [P] int32
+    kv_slots,  # [T] int64
+    turns,  # [E, 3] int32
+    num_pairs,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    NUM_OWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < num_pairs
+    expert = tl.load(chosen + pair, mask=inside, other=E)
+    routed = inside & (expert < E)
+    row = turns + expert * 3
+    holders, number = tl.load(row, mask=routed, other=1), tl.load(row + 1, mask=routed, other=-1)
+    slot = tl.load(kv_slots + pair // C, mask=routed, other=0)
+    index = tl.load(row + 2, mask=routed, other=NUM_OWN)
+    tl.store(chosen + pair, tl.where(slot % holders == number, index, NUM_OWN), mask=inside)
+
+
+def keep_own_pairs(chosen: Tensor, kv_slots: Tensor, turns: Tensor, num_own: int) -> None:
+    """Replaces the experts in chosen [T, C] int32 by their indices among the num_own experts that a rank holds, and by num_own for
+    pairs that other ranks compute and for padding (expert E), as reference.own_pairs does. kv_slots [T] int64. turns [E, 3] int32:
+    as in ExpertMatrices."""
+    num_pairs, num_chosen = chosen.numel(), chosen.shape[1]
+    sizes = {"E": len(turns), "C": num_chosen, "NUM_OWN": num_own, "BLOCK": _KEEP_BLOCK}
+    _keep_kernel[(ceil_div(num_pairs, _KEEP_BLOCK),)](chosen, kv_slots, turns, num_pairs, **sizes, num_warps=4)
 
 
 @triton.jit

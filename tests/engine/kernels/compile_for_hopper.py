@@ -267,6 +267,7 @@ def main(capability: int, listed: bool) -> None:
     triton_experts.route_by_sigmoid(torch.zeros(ROWS, EXPERTS), longs, rule, True, *routing[:2])
     for counts in (None, longs):
         triton_experts.sort(routing[0], *routing[2:], counts=counts)
+    triton_experts.keep_own_pairs(routing[0], longs, torch.zeros(EXPERTS, 3, dtype=torch.int32), EXPERTS)
     gate_up, down = torch.zeros(EXPERTS, 2 * EXPERT_INNER, WIDTH, dtype=dtype), x[None]  # nothing is read
     inner, made = (torch.zeros(ROWS * CHOSEN, width, dtype=dtype) for width in (EXPERT_INNER, WIDTH))
     for tile in tried(*triton_experts.TILE_ROWS):

@@ -101,6 +101,29 @@ def routing_by_sigmoid(draw: Draw) -> None:
     assert torch.equal(chosen.cpu(), wanted[0])
 
 
+def drawn_turns(draw: Draw, num_experts: int) -> tuple[Tensor, list[int]]:
+    """Returns a table ExpertMatrices.turns of a rank that holds some experts, and the numbers of these."""
+    holders = torch.randint(1, 5, (num_experts,), generator=draw.generator)
+    numbers = torch.remainder(torch.randint(0, 60, (num_experts,), generator=draw.generator), holders)
+    is_held = torch.rand(num_experts, generator=draw.generator) < draw.one_of(0.4, 1.0)
+    is_held[draw.between(0, num_experts - 1)] = True
+    index = is_held.cumsum(0) - 1
+    turns = torch.stack([holders, numbers.masked_fill(~is_held, -1), index.masked_fill(~is_held, -1)], dim=1)
+    return turns.int(), torch.where(is_held)[0].tolist()
+
+
+def own_pairs(draw: Draw) -> None:
+    num_tokens, num_experts = draw.one_of(1, 2, 5, 300), draw.one_of(1, 2, 5, 17)
+    num_chosen, kv_slots = draw.between(1, min(5, num_experts)), some_padding(draw, num_tokens)
+    scores = draw.normal(num_tokens, num_experts)
+    chosen = routed(scores, kv_slots, num_experts, num_chosen, True)[0]
+    kv_slots = torch.where(kv_slots < 0, -1, kv_slots * 7 + (1 << 33))  # a large cache
+    turns, held = drawn_turns(draw, num_experts)
+    found = draw.on(chosen)
+    triton_experts.keep_own_pairs(found, draw.on(kv_slots), draw.on(turns), len(held))
+    assert torch.equal(found.cpu().long(), reference.own_pairs(chosen.long(), kv_slots, turns, len(held)))
+
+
 def mxfp4(draw: Draw, *shape: int) -> Mxfp4Matrix:
     """Returns any numbers, of about the size of weights of a product with so many inputs."""
     *outer, inputs = shape
@@ -192,8 +215,18 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
             first_own=own_experts.start,
             num_routed=num_experts,
         )
-    wanted = reference.experts(x, scores, matrices, kv_slots < 0, shared)
-    chosen, weights, firsts, pairs = (draw.on(one) for one in routed(scores, kv_slots, num_experts, *how, weighs_inputs))
+    all_routed = routed(scores, kv_slots, num_experts, *how, weighs_inputs)
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and not matrices.is_part and draw.one_of(False, True):
+        turns, held = drawn_turns(draw, num_experts)  # others have copies
+        gate_up, down = gate_up[held], down[held]
+        biases = (None, None) if clamped is None else (biases[0][held], biases[1][held])
+        matrices = replace(
+            matrices, gate_up=gate_up, down=down, gate_up_bias=biases[0], down_bias=biases[1], num_routed=num_experts, turns=turns
+        )
+        kept, own_experts = reference.own_pairs(all_routed[0].long(), kv_slots, turns, len(held)), range(len(held))
+        all_routed = arranged(kept, all_routed[1], kv_slots, len(held))
+    wanted = reference.experts(x, scores, matrices, kv_slots, shared)
+    chosen, weights, firsts, pairs = (draw.on(one) for one in all_routed)
     firsts = firsts[own_experts.start : own_experts.stop + 1]
     between, made = (draw.like(torch.empty(len(pairs), columns, dtype=draw.dtype)) for columns in (inner, width))
     tile, where, out = draw.one_of(*triton_experts.TILE_ROWS), (firsts, pairs, num_chosen), draw.like(x)
@@ -204,7 +237,7 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
     triton_experts.grouped_linear(draw.on(x), own[0], *where, True, tile, draw.interpreted, between, *activation)
     triton_experts.grouped_linear(between, own[1], *where, False, tile, draw.interpreted, made, down_bias)
     also = None if shared is None else draw.on(shared)
-    some = (chosen, own_experts) if matrices.num_own < num_experts else ()
+    some = (chosen, own_experts) if matrices.is_part else ()
     gates = draw.on(scores) if is_gated else None
     triton_experts.combine(made, weights, draw.on(kv_slots), gates, also, out, not weighs_inputs, *some)
     if not nvfp4:
@@ -214,5 +247,5 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
     # bfloat16 that makes the twin's gates and ups differ from the exact ones by more than all of the kernel's roundings together:
     # in 4 of 2,000 shapes its outputs are off by up to 2.8 times what is allowed elsewhere, and the kernel's by 0.7 at most. So
     # the kernel is held to the twin in float32.
-    wide = (x.float(), scores.float(), matrices, kv_slots < 0, None if shared is None else shared.float())
-    close_in_sums(out, reference.experts(*wide), sizes_of_terms(*wide), draw.dtype)
+    wide, also = (x.float(), scores.float(), matrices), None if shared is None else shared.float()
+    close_in_sums(out, reference.experts(*wide, kv_slots, also), sizes_of_terms(*wide, kv_slots < 0, also), draw.dtype)

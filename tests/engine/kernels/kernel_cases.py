@@ -14,7 +14,7 @@ from tests.engine.kernels.adapter_cases import adapters, adapters_of_tokens
 from tests.engine.kernels.attention_cases import decode_attention, extend_attention, work_lists
 from tests.engine.kernels.delta_cases import gated_delta
 from tests.engine.kernels.draw import Draw
-from tests.engine.kernels.expert_cases import experts, routing, routing_by_sigmoid
+from tests.engine.kernels.expert_cases import experts, own_pairs, routing, routing_by_sigmoid
 from tests.engine.kernels.kv_write_cases import fp8_rounding, rope
 from tests.engine.kernels.latent_cases import decode_latents, extend_latents, products_by_head, store_latents
 from tests.engine.kernels.memory_cases import checksums, inputs, packed_weights
@@ -27,6 +27,7 @@ ONE_DTYPE = (
     "inputs",
     "routing",
     "routing_by_sigmoid",
+    "own_pairs",
     "packed_weights",
     "checksums",
     "adapters_of_tokens",
@@ -46,6 +47,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         gathers,
         routing,
         routing_by_sigmoid,
+        own_pairs,
         experts,
         rope,
         inputs,

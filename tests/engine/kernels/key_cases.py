@@ -217,6 +217,13 @@ CASES = [
         share=DeviceShare(0, Division(2, expert_parts=2)),
     ),
     KeyCase(
+        "mixtral share with copies",
+        MIXTRAL_8X7B,
+        max_rows=17,
+        more={"num_experts": 8, "vocab_size": 1006, "num_hidden_layers": 1},
+        share=DeviceShare(0, Division(2, expert_parts=2, copies=(((4,), (0,)),))),
+    ),
+    KeyCase(
         "llama first stage",
         MISTRAL_7B,
         max_rows=17,
@@ -245,7 +252,7 @@ COVERING = (
     "qwen3 next at odd places",
     "llama share that leads",
     "qwen2 share that follows",
-    "mixtral share of experts",
+    "mixtral share with copies",
     "llama first stage",
     "one block a sequence",
 )

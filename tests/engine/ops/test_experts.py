@@ -19,6 +19,8 @@ from engine.cpu.programs.program import Recorder, Scratch, recording
 from engine.cpu.programs.replay import Replay
 from engine.ops import reference
 from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix, SigmoidRouting
+from loader import expert_copies
+from loader.model_shape import ExpertCopies, ExpertShape, SplitShape
 from tests.engine.cpu_ops import ops
 from tests.engine.gpt_oss_checkpoint import draw_mxfp4
 from tests.engine.ops.twins import both, compiled_as_called, random, same, share_everything
@@ -51,7 +53,7 @@ def batch_of(slots: Any) -> Any:
 
 def counted(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, slots: Any) -> tuple[Tensor, Tensor]:
     """Returns the experts' output, and what they have added to the counts, in which anything may stand before."""
-    before = torch.arange(experts.num_experts)
+    before = torch.arange(experts.num_experts if experts.turns is None else experts.num_own)
     counts = before.clone()
     return ops.experts(x, scores, replace(experts, counts=counts), shared, batch_of(slots)), counts - before
 
@@ -352,6 +354,89 @@ def test_what_ranks_make_of_their_own_experts_adds_up(
         total += found
     tolerance = 1e-5 if dtype is torch.float32 else 6e-2
     torch.testing.assert_close(total, wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+def held_by(experts: ExpertMatrices, share: SplitShape, layer: int) -> ExpertMatrices:
+    """What a rank has of a layer whose experts the ranks have copies of."""
+    sizes = ExpertShape(experts.num_experts, experts.num_chosen, 0, experts.normalised)
+    held = list(share.experts_of(share.expert_part, layer, experts.num_experts))
+
+    def own(of_all: Any) -> Any:
+        if isinstance(of_all, Mxfp4Matrix):
+            return Mxfp4Matrix(of_all.blocks[held], of_all.scales[held])
+        return None if of_all is None else of_all[held]
+
+    whole = experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias
+    gate_up, down, gate_up_bias, down_bias = map(own, whole)
+    parts = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    turns = torch.tensor(expert_copies.turns(share, layer, sizes), dtype=torch.int32)
+    return replace(experts, **parts, num_routed=experts.num_experts, turns=turns)
+
+
+def drawn_table(draw: draws.Random, num_experts: int, num_parts: int) -> ExpertCopies:
+    """Returns copies for each part of the experts of a few layers."""
+    num_own = num_experts // num_parts
+    number, every = draw.randint(0, num_experts - num_own), range(num_experts)
+    others = [[one for one in every if one // num_own != part] for part in range(num_parts)]
+    return tuple(tuple(tuple(sorted(draw.sample(own, number))) for own in others) for _ in range(3))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_what_ranks_make_with_copies_of_experts_adds_up(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seed: int) -> None:
+    """Whatever table says who holds which expert, whatever tokens are padding, and whatever stands in memory that is not filled."""
+    draw = draws.Random(seed)
+    ops.set_num_threads(draw.choice([1, 2]))
+    num_parts, num_tokens, kind = draw.choice([1, 2, 4]), draw.choice([1, 3, 17, 90]), draw.choice(KINDS)
+    num_experts, num_chosen = draw.choice([4, 8]), draw.randint(1, 4)
+    experts = layer(dtype, num_experts, 64, 32, num_chosen)
+    if kind in ("clamped", "mxfp4"):
+        experts = clamped_layer(dtype, num_experts, 64, 32, num_chosen, kind == "mxfp4")
+    elif kind == "weighs inputs":
+        experts = replace(experts, weighs_inputs=True)
+    elif kind == "gelu with factors":
+        experts = replace(experts, gelu=True, factors=random(num_experts, dtype=dtype).abs())
+    elif kind == "sigmoid":
+        experts = replace(experts, sigmoid=SigmoidRouting(random(num_experts, dtype=torch.float32, scale=0.3), 2, 2, 1.5))
+    scores = random(num_tokens, num_experts, dtype=torch.float32 if kind == "sigmoid" else dtype, scale=2.0).clone()
+    if draw.random() < 0.5:
+        scores[:, 1] += 20.0  # an expert that all tokens pass through
+    slots = np.array(draw.sample(range(1000), num_tokens))
+    slots[[draw.random() < 0.2 for _ in range(num_tokens)]] = -1
+    x, total = random(num_tokens, 64, dtype=dtype), torch.zeros(num_tokens, 64)
+    wanted, of_all = counted(x, scores, experts, None, slots)
+    table, number, computed = drawn_table(draw, num_experts, num_parts), draw.randrange(3), torch.zeros(num_experts).long()
+    monkeypatch.setattr(grouped_experts, "empty", poison)
+    for rank in range(num_parts):
+        share = SplitShape(rank, num_parts, expert_parts=num_parts, copies=table)
+        own = held_by(experts, share, number)
+        (found, counts), (expected, also) = both(monkeypatch, partial(counted, x, scores, own, None, slots))
+        same(found, expected)
+        assert counts.tolist() == also.tolist()
+        computed[list(share.experts_of(rank, number, num_experts))] += counts
+        total += found
+    assert torch.equal(computed, of_all), "each pair is computed by one rank"
+    tolerance = 1e-5 if dtype is torch.float32 else 6e-2
+    torch.testing.assert_close(total, wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 80])
+def test_a_recorded_step_with_copies_follows_another_routing(dtype: torch.dtype, num_tokens: int) -> None:
+    ops.set_num_threads(1)
+    share = SplitShape(0, 2, expert_parts=2, copies=(((4, 5), (0, 1)),))
+    experts = replace(held_by(layer(dtype, 6, 40, 24, 2), share, 0), counts=torch.zeros(5, dtype=torch.int64))
+    x, scores = random(num_tokens, 40, dtype=dtype).clone(), random(num_tokens, 6, dtype=dtype).clone()
+    recorder = Recorder(Scratch())
+    with recording(recorder), torch.inference_mode():
+        out: Tensor = ops.experts(x, scores, experts, None, batch_of(range(num_tokens)))
+    assert recorder.missed == ""
+    assert num_tokens > 2 or Replay(recorder.calls).is_native
+    for favoured in (0, 2, 3, 5):
+        scores.normal_(generator=torch.Generator().manual_seed(favoured))
+        scores[:, favoured] += 4.0
+        with torch.inference_mode():
+            for call in recorder.calls:
+                call.kernel(*call.args)
+        same(out, ops.experts(x, scores, experts, None, batch_of(range(num_tokens))))
 
 
 @pytest.mark.parametrize("num_tokens", [2, 80])

@@ -1,0 +1,55 @@
+"""Copies of experts, for models whose experts are divided among the devices of a group: the devices with one part of a layer's
+experts may also hold experts of other parts (Division.copies). The tokens of an expert are then divided among all its holders.
+
+A token's place in the KV cache decides which holder computes it, because that is the same number on all devices of a stage. The
+token's index in the step would not do: devices may pad a step in different ways.
+"""
+
+from __future__ import annotations
+
+from loader.model_shape import Division, ExpertShape, ModelShape, SplitShape
+
+
+def refused_copies(shape: ModelShape, division: Division) -> str:
+    """Returns why a model cannot have the copies of experts that a division asks for, as a sentence; "" if it can."""
+    experts, copies = shape.experts, division.copies
+    if experts is None or division.expert_parts == 1:
+        return "copies of experts need experts that are divided (expert)"
+    if len(copies) != shape.num_layers:
+        return f"copies of experts are given for {len(copies)} layers of {shape.num_layers}"
+    numbers = {len(part) for layer in copies for part in layer}
+    if len(numbers) > 1:
+        return "not all devices and layers have the same number of copies of experts"
+    num_own = experts.num_experts // division.expert_parts
+    for layer, parts in enumerate(copies):
+        if len(parts) != (0 if layer in experts.dense_layers else division.expert_parts):
+            return f"copies of experts are given for {len(parts)} parts of layer {layer}"
+        for part, further in enumerate(parts):
+            others = set(range(experts.num_experts)) - set(range(part * num_own, (part + 1) * num_own))
+            if list(further) != sorted(others.intersection(further)):
+                return f"copies of experts {list(further)} are no ascending numbers of other parts' experts (layer {layer})"
+    return ""
+
+
+def num_copies(division: Division) -> int:
+    """Returns how many further experts each device of a division holds in each layer with experts."""
+    return max((len(part) for layer in division.copies for part in layer), default=0)
+
+
+def turns(share: SplitShape, layer: int, experts: ExpertShape) -> list[tuple[int, int, int]]:
+    """Returns for each expert of a layer (number of its holders, number of this share among them, index of the expert among those
+    that this share holds); the last two are -1 if the share does not hold it. A holder computes the tokens whose place in the KV
+    cache, modulo the number of holders, is its number.
+
+    The holders' numbers begin at another one with each expert and layer, because else the first of them would compute most of what
+    steps with few tokens ask for."""
+    held = [share.experts_of(part, layer, experts.num_experts) for part in range(share.expert_parts)]
+    own = {expert: at for at, expert in enumerate(held[share.expert_part])}
+    found = []
+    for expert in range(experts.num_experts):
+        holders = [part for part, of_part in enumerate(held) if expert in of_part]
+        number = at = -1
+        if expert in own:
+            number, at = (holders.index(share.expert_part) + expert + layer) % len(holders), own[expert]
+        found.append((len(holders), number, at))
+    return found
