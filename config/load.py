@@ -558,6 +558,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "upstream": upstream.check,
     "warm": warm.check,
     "replicas": replicas.check,
+    "expert_copies": _between(0, parallel.MOST_COPIES),
     "tensor": _between(1, parallel.MOST_RANKS),
     "expert": _between(1, parallel.MOST_RANKS),
     "pipeline": _between(1, parallel.MOST_RANKS),
@@ -611,6 +612,8 @@ def _check_across(source: str, config: NodeConfig) -> None:
             raise ConfigError(source, f"{where}.parallel", wrong)
         if wrong := replicas.problem(model):
             raise ConfigError(source, f"{where}.replicas", wrong)
+        if wrong := parallel.problem_of_copies(model):
+            raise ConfigError(source, f"{where}.expert_copies", wrong)
         if model.kv_floor_tokens is not None and model.max_model_len is not None and model.kv_floor_tokens < model.max_model_len:
             raise ConfigError(
                 source,

@@ -10,6 +10,7 @@ from config.schema import ModelConfig, ParallelConfig
 
 AUTO = "auto"  # the fewest devices that hold the model
 MOST_RANKS = 64
+MOST_COPIES = 16  # of experts, for each device and layer
 KINDS = ("cpu", "cuda")  # kinds of devices over which models are split, each model over devices of one kind
 ONE_HOST = "a model whose matrices are divided uses the devices of this host only"
 STAGES = "each stage is on devices of one host, and the last one on devices of this host"
@@ -65,6 +66,14 @@ def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str,
     has = f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(devices) or 'none'}"
     rule = f"; {ONE_HOST if how.pipeline == 1 else STAGES}" if any(map(host_of, named)) else ""
     return f"{_asked(settings)} needs {needed}{f' ({why})' if why else ''}, and {has}{rule}"
+
+
+def problem_of_copies(settings: ModelConfig) -> str:
+    """Returns why a model cannot have the copies of experts that its settings allow (expert_copies), or "" if it can."""
+    how = settings.parallel
+    if settings.expert_copies and not (isinstance(how, ParallelConfig) and how.expert > 1):
+        return "needs parallel = { expert = 2 } or more beside it: only experts that are divided among devices have copies"
+    return ""
 
 
 def _asked(settings: ModelConfig) -> str:

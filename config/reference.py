@@ -182,13 +182,13 @@ def example() -> str:
     lines += ["", '[models."org/name"]']
     of_upstreams = [field for field in fields(ModelConfig) if field[0].startswith("upstream")]
     for field in fields(ModelConfig):
-        if field[0] not in ("sampling", "base", "parallel", "replicas") and field not in of_upstreams:
+        if field[0] not in ("sampling", "base", "parallel", "expert_copies", "replicas") and field not in of_upstreams:
             lines += _entry(*field)
     lines += ["", '[models."org/name".sampling]  # live']
     lines += [f"# {name} = {_EXAMPLES[name]}" for name, *_ in fields(SamplingDefaults)]
     lines += ["", '[models."org/large"]  # a model that is split over devices, or on several at once']
     for field in fields(ModelConfig):
-        if field[0] in ("parallel", "replicas"):
+        if field[0] in ("parallel", "expert_copies", "replicas"):
             lines += _entry(*field)
     lines += ["", '[models."org/elsewhere"]  # a name that another server answers']
     for field in of_upstreams:

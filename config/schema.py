@@ -138,6 +138,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "that do (docs/operations.md)"
         ),
     ] = None
+    expert_copies: Annotated[
+        int,
+        key(
+            "with parallel = { expert = N }: the most further experts that each device holds in each layer, copies of those that "
+            "most tokens are routed to. They are chosen before the model loads, by what it has computed since hearthd started, and "
+            "taken only if memory is free for them on all its devices (docs/operations.md)",
+            reload=LIVE,
+        ),
+    ] = 0
     replicas: Annotated[
         int | Literal["auto"],
         key(

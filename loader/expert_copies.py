@@ -7,7 +7,7 @@ token's index in the step would not do: devices may pad a step in different ways
 
 from __future__ import annotations
 
-from loader.model_shape import Division, ExpertShape, ModelShape, SplitShape
+from loader.model_shape import Division, ExpertCopies, ExpertShape, ModelShape, SplitShape
 
 
 def refused_copies(shape: ModelShape, division: Division) -> str:
@@ -17,9 +17,6 @@ def refused_copies(shape: ModelShape, division: Division) -> str:
         return "copies of experts need experts that are divided (expert)"
     if len(copies) != shape.num_layers:
         return f"copies of experts are given for {len(copies)} layers of {shape.num_layers}"
-    numbers = {len(part) for layer in copies for part in layer}
-    if len(numbers) > 1:
-        return "not all devices and layers have the same number of copies of experts"
     num_own = experts.num_experts // division.expert_parts
     for layer, parts in enumerate(copies):
         if len(parts) != (0 if layer in experts.dense_layers else division.expert_parts):
@@ -32,8 +29,18 @@ def refused_copies(shape: ModelShape, division: Division) -> str:
 
 
 def num_copies(division: Division) -> int:
-    """Returns how many further experts each device of a division holds in each layer with experts."""
+    """Returns how many further experts a device of a division holds in a layer at most."""
     return max((len(part) for layer in division.copies for part in layer), default=0)
+
+
+def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopies:
+    """Returns some copies for a model, as many as asked for in each part and layer: a part's are the first experts that it does not
+    have, at most all of these."""
+    experts = shape.experts
+    assert experts is not None
+    num_own, every = experts.num_experts // division.expert_parts, range(experts.num_experts)
+    parts = tuple(tuple(one for one in every if one // num_own != part)[:number] for part in range(division.expert_parts))
+    return tuple(() if layer in experts.dense_layers else parts for layer in range(shape.num_layers))
 
 
 def turns(share: SplitShape, layer: int, experts: ExpertShape) -> list[tuple[int, int, int]]:

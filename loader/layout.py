@@ -21,6 +21,7 @@ from loader.architectures.wrapper import Wrapper
 from loader.direct_io import BLOCK_BYTES
 from loader.dtypes import DTYPE_OF, ITEM_BYTES
 from loader.errors import CheckpointError
+from loader.expert_copies import any_copies
 from loader.formats.alignment import aligned
 from loader.formats.mxfp4 import is_stack
 from loader.formats.plain import PLAIN
@@ -205,9 +206,20 @@ def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
     return max(aligned(_laid_out(one, dtype, weight_format)[1]) for one in layouts)
 
 
+def share_bytes_with_copies(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat, num_copies: int) -> int:
+    """Returns the most bytes that a device of a division maps for its share of a model's weights if it holds at most num_copies
+    further experts in each layer, whichever they are. Which they are decides only where in blocks of their files tensors begin, for
+    which a block may be added to each group of tensors."""
+    with_copies = division._replace(copies=any_copies(shape, division, num_copies))
+    plain, firsts = replace(shape, block_offsets=()), range(0, division.size, division.stage_size)
+    num_bytes = max(weights_bytes(split(plain, rank, with_copies), dtype, weight_format) for rank in firsts)
+    return num_bytes + BLOCK_BYTES * sum(offset >= 0 for offset in shape.block_offsets)
+
+
 def share_weights_bytes(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat = PLAIN) -> int:
     """Returns how many bytes each device of a division maps for its share of a model's weights: the bytes of the largest share.
     Raises UnsupportedModel for a model that cannot be divided in this way."""
-    # A stage's first share has all tensors of the others, which can be longer only by other offsets in the files' blocks.
-    ranks = range(0, division.size, 1 if shape.block_offsets else division.stage_size)
+    # A stage's first share has all tensors of the others, which can be longer only by other offsets in the files' blocks, or by
+    # copies of experts.
+    ranks = range(0, division.size, 1 if shape.block_offsets or division.copies else division.stage_size)
     return max(weights_bytes(split(shape, rank, division), dtype, weight_format) for rank in ranks)

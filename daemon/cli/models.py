@@ -31,7 +31,8 @@ ROW_KEYS = (
     "keep_alive_s",
     "leaves",
 )
-DRAFT_KEYS = ("drafted_tokens", "accepted_tokens")  # fields of the rows of models that have drafted tokens
+# Fields of the rows of some models: those that have drafted tokens, and those whose devices have copies of experts.
+OPTIONAL_KEYS = ("drafted_tokens", "accepted_tokens", "expert_copies")
 RIGHT = ("WEIGHTS", "BITS", "KV", "ACTIVE", "QUEUED")  # columns of numbers
 NOT_TO_BE_LOADED = ("disabled", "incomplete", "refused")
 DONE = {
@@ -52,7 +53,7 @@ def ps(client: Client, options: argparse.Namespace) -> None:
     rows = [row for row in held if row["state"] not in ("cold", *NOT_TO_BE_LOADED)]
     num_others = sum(row["state"] in NOT_TO_BE_LOADED for row in found)
     if options.json:
-        shown = [{key: row[key] for key in ROW_KEYS} | {key: row[key] for key in DRAFT_KEYS if key in row} for row in rows]
+        shown = [{key: row[key] for key in ROW_KEYS} | {key: row[key] for key in OPTIONAL_KEYS if key in row} for row in rows]
         print(json.dumps(shown, indent=1))
     else:
         print(_table(rows) if rows else "no model is loaded; `hearth models` lists all")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from daemon.contracts import Generation
@@ -50,6 +50,8 @@ class EngineEvents:
         self._loaded_s: dict[str, float] = {}  # model -> when its last load ended
         self._measure_prefill_at: dict[str, float] = {}  # model -> when a prefill may be measured again
         self._post, self._find = dispatcher.post, dispatcher.open.by_id.get
+        # Set by the node: returns which experts the next loads of a model hold several times; None: it has no such copies.
+        self.chosen_copies: Callable[[str], events.CopiesChosen | None] = lambda model: None
         self.is_over = False  # whether messages of engines are dropped, because the next daemon computes their content again
 
     def engine_up(self, device: str, message: protocol.EngineReady) -> None:
@@ -223,6 +225,8 @@ class EngineEvents:
 
     def _evicted(self, device: str, message: protocol.Evicted) -> None:
         self._metrics.swaps.evicted(message)
+        if (copies := self.chosen_copies(message.model)) is not None:
+            self._post(copies)  # before the model may be loaded again
         self._ring.add("evicted", model=message.model, device=device, saved_kv_tokens=message.saved_kv_tokens)
         self._post(
             events.EvictFinished(

@@ -41,12 +41,9 @@ class ExpertCounts:
     def told(self, names: Iterable[str]) -> dict[str, Any]:
         """Returns, as a JSON object, what the experts of a model have computed. names: the model's replicas, whose counts are added
         up."""
-        total: Layers = {}
-        devices: dict[str, int] = {}
+        names = list(names)
+        total, devices = self.of_layers(names), dict[str, int]()
         for name in names:
-            for layer, counts in self.layers.get(name, {}).items():
-                before = total.get(layer, array("q", bytes(8 * len(counts))))
-                total[layer] = array("q", map(sum, zip(before, counts, strict=True)))
             for (model, device), tokens in self.of_device.items():
                 if model == name:
                     devices[device] = devices.get(device, 0) + tokens
@@ -56,6 +53,16 @@ class ExpertCounts:
             "layers": [_row(layer, counts) for layer, counts in sorted(total.items())],
             "devices": dict(sorted(devices.items())),
         }
+
+    def of_layers(self, names: Iterable[str]) -> Layers:
+        """Returns how many tokens have passed through each expert of each layer of a model. names: as in `told`."""
+        total: Layers = {}
+        for name in names:
+            for layer, counts in self.layers.get(name, {}).items():
+                before = total.get(layer, array("q", bytes(8 * len(counts))))
+                if len(before) == len(counts):  # else the counts of one replica are of other files
+                    total[layer] = array("q", map(sum, zip(before, counts, strict=True)))
+        return total
 
 
 def imbalance(layers: Iterable[array[int]]) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from daemon.models.entry import ModelEntry
 from loader import catalog
@@ -33,6 +33,8 @@ class Registered:
     shape: ModelShape | None = None  # the shape that is loaded: the checkpoint's, or that with its predictor
     division: Division = _WHOLE  # the division over devices
     replicas: tuple[events.ModelFacts, ...] = ()  # facts of further replicas
+    # Number of further experts in each layer of a share -> the most bytes of its weights; for the numbers that loads may take.
+    bytes_with_copies: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def held_as(self) -> str:

@@ -19,7 +19,7 @@ from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes
 from config.upstream import host_of
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
-from daemon.models import speculators
+from daemon.models import expert_copies, speculators
 from daemon.models.adapter_loading import check_name, check_path, load_refusal, unload_refusal
 from daemon.models.adapters import AdapterRecord, register_adapters, with_adapter
 from daemon.models.asker import OPERATOR, Asker
@@ -129,7 +129,7 @@ class Registry:
 
     def source(self, name: str) -> LoadSource | None:
         """Returns what a load needs to know about a model's files and settings. name: the model, or one of its further replicas.
-        None if the model does not exist or cannot be served."""
+        None if the model does not exist or cannot be served. The division is that without copies of experts."""
         found = self.models.get(model_of(name, self.models))
         if found is None or found.entry is None:
             return None
@@ -140,6 +140,19 @@ class Registry:
         num_tokens = work_space.staged_tokens(found.entry.max_sequences, self.config.max_num_batched_tokens)
         handed = work_space.handed_bytes(found.shape, found.dtype, num_tokens)
         return replace(source, form=GroupForm(found.division, num_groups, handed, found.checkpoint.files_id))
+
+    def chosen_copies(
+        self, name: str, counts: Callable[[Sequence[str]], Mapping[int, Sequence[int]]]
+    ) -> events.CopiesChosen | None:
+        """Returns which experts the next loads of a model, or of one of its further replicas, hold several times if there is room;
+        None for a model whose settings allow no copies. counts: returns for each layer the tokens that have passed through each of
+        its experts, in all replicas of these names."""
+        name = model_of(name, self.models)
+        found = self.models.get(name)
+        if found is None or found.shape is None or not found.bytes_with_copies:
+            return None
+        copies = expert_copies.chosen(found, counts([name, *(one.name for one in found.replicas)]))
+        return events.CopiesChosen(now=time.monotonic(), cause="experts", model=name, copies=copies)
 
     def layout_id(self, name: str) -> str:
         """Returns a text that identifies how the model's weights are laid out in memory, and by which runner. Weights that are
@@ -343,7 +356,8 @@ class Registry:
         number = self._sizing.num_replicas(name, plan.settings, shape)
         replicas = further(facts, number, settings.replicas == config_replicas.AUTO)
         held = (weight_format.name, kv_cache_dtype)
-        return Registered(checkpoint, facts, entry, dtype, "", *held, speculator.shape, plan.division, replicas)
+        with_copies = self._sizing.bytes_with_copies(plan.settings, speculator.shape, dtype)
+        return Registered(checkpoint, facts, entry, dtype, "", *held, speculator.shape, plan.division, replicas, with_copies)
 
     def _swap(self, config: NodeConfig, found: dict[str, Registered], adapters: dict[str, AdapterRecord]) -> list[events.Event]:
         before, after = _all_facts(self.models), _all_facts(found)

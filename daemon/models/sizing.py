@@ -20,6 +20,7 @@ from loader.formats.registry import asked_format, held_format, stored_format, wh
 from loader.gpu_sizing import gpu_work_space_bytes
 from loader.kv_dtypes import KV_CACHE_DTYPES, asked_kv_cache_dtype, kv_dtype_of
 from loader.model_shape import Division, ModelShape
+from scheduler import expert_copies
 from scheduler.node import events
 from scheduler.node.groups import most_groups, pools
 from scheduler.node.ledger import size_of
@@ -81,8 +82,25 @@ class Sizing:
             enabled=self._state.enabled.get(name, True),
             devices=self._named_devices(name, settings, shape),
             fingerprint=speculator.fingerprint,
+            expert_copies=self.most_copies(settings, shape),
         )
         return facts if ranks == 1 else self._with_all_kv(facts, config, settings, shape)
+
+    def most_copies(self, settings: ModelConfig, shape: ModelShape) -> int:
+        """Returns how many further experts a load may give each device in each layer; 0 if the model's experts are not divided
+        among devices."""
+        parts, experts = division_of(settings).expert_parts, shape.experts
+        if experts is None or parts == 1:
+            return 0
+        return min(settings.expert_copies, experts.num_experts - experts.num_experts // parts)
+
+    def bytes_with_copies(self, settings: ModelConfig, shape: ModelShape, dtype: str) -> dict[int, int]:
+        """Returns number of further experts in each layer of a share -> the most bytes of its weights, for the numbers that loads
+        may take. shape: of the whole model."""
+        weight_format = held_format(shape, settings.quantize, settings.resident)
+        how = (shape, dtype, division_of(settings), weight_format)
+        numbers = expert_copies.numbers(self.most_copies(settings, shape))
+        return {number: layout.share_bytes_with_copies(*how, number) for number in numbers}
 
     def _with_all_kv(
         self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape

@@ -136,6 +136,7 @@ class NodeParts:
         self.kernels = Kernels(self.ring)
         self.exchange = exchange_memory(devices)
         self.engine_events = EngineEvents(self.dispatcher, budgets, self.kernels, self.exchange)
+        self.engine_events.chosen_copies = self._chosen_copies
         self.dispatcher.why_slow = self.kernels.sentence
         threads = threads_per_engine(config, devices)
         threads_of = {device.name: config.threads if device.host else threads for device in devices}  # other hosts know their cores
@@ -276,8 +277,13 @@ class NodeParts:
         for at, change in enumerate(changes):
             self.dispatcher.post(change)
             self._tell(change)
+            if isinstance(change, events.ModelRegistered) and (copies := self._chosen_copies(change.facts.name)) is not None:
+                self.dispatcher.post(copies)
             if at % POST_AT_A_TIME == POST_AT_A_TIME - 1:
                 await asyncio.sleep(0)
+
+    def _chosen_copies(self, model: str) -> events.CopiesChosen | None:
+        return self.registry.chosen_copies(model, self.dispatcher.metrics.experts.of_layers)
 
     def _tell(self, change: events.Event) -> None:
         if isinstance(change, events.ModelRemoved):
@@ -363,6 +369,8 @@ class NodeParts:
                     row["notes"] = list(found.checkpoint.notes)
             if drafted := self.metric.drafted_tokens.get(view.name, 0):
                 row["drafted_tokens"], row["accepted_tokens"] = drafted, self.metric.accepted_tokens.get(view.name, 0)
+            if view.expert_copies:
+                row["expert_copies"] = view.expert_copies
             if not view.device and (not_warmed := self.warming.problems.get(view.name)) is not None:
                 row["not_warmed"] = not_warmed
             if view.quarantined_until is not None:

@@ -344,7 +344,8 @@ class Dispatcher:
         try:
             assert self.groups is not None
             assert source.form is not None
-            self.groups.load(action, message, source.form)
+            division = source.form.division._replace(copies=action.expert_copies)
+            self.groups.load(action, message, source.form._replace(division=division))
         except (OSError, MemoryError) as error:
             self._load_impossible(action, f"parallel: {error}", permanent=False)
 

@@ -60,6 +60,7 @@ class Load(Action):
     kv_slots: tuple[int, ...] = ()  # slots with KV saved at an eviction, to be restored
     kv_index: bytes = b""
     reason: str = ""  # one of LOAD_REASONS
+    expert_copies: tuple[tuple[tuple[int, ...], ...], ...] = ()  # further experts of each device (events.ExpertCopies.table)
 
     @property
     def leases(self) -> dict[str, int]:

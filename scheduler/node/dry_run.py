@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import admission, eviction, explain, leave_rules, look, pins, residency
+from scheduler.node import admission, eviction, expert_copies, explain, leave_rules, look, pins, residency
 from scheduler.node.device_choice import Option
 from scheduler.node.eviction import Target
 from scheduler.node.groups import joined
@@ -33,7 +33,9 @@ def load(node: Node, model: Model) -> LoadPlan:
     plans = tuple(_on_device(node, model, device, option) for device, option in zip(devices, options, strict=True))
     if chosen is None:
         return _plan(node, model, WAITS, "; ".join(plan.reason for plan in plans) or "no device is there yet", (), plans)
-    return _plan(node, model, *_verdict(node, chosen), chosen.devices, plans)
+    verdict, reason = _verdict(node, chosen)
+    outlook = expert_copies.outlook(node, model, chosen.devices, {victim.name for victim in chosen.victims})
+    return _plan(node, model, verdict, f"{reason}; {outlook}" if outlook else reason, chosen.devices, plans)
 
 
 def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:

@@ -46,6 +46,7 @@ class ModelFacts:
     replica_of: str = ""  # the model whose further replica this is (replicas.py); "": it is a model itself
     # For a further replica: how many requests each loaded replica must have before this one is loaded; 0: any request will do.
     replica_at: int = 0
+    expert_copies: int = 0  # most further experts that a load gives each device in each layer, of a split mixture
 
     @property
     def is_split(self) -> bool:
@@ -61,6 +62,16 @@ class ModelFacts:
     def costs_name(self) -> str:
         """The name under which the costs of its loads are learned: that of the model, which all its replicas share."""
         return self.replica_of or self.name
+
+
+@dataclass(slots=True, frozen=True)
+class ExpertCopies:
+    """Further experts that a load gives the devices of a split mixture. number: how many a device gets in a layer at most.
+    weights_bytes: the most bytes of weights that a share takes with them. table: which, as loader.model_shape.Division.copies."""
+
+    number: int
+    weights_bytes: int
+    table: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,6 +107,14 @@ class ModelRemoved(Event):
     """A model's folder is gone: its queued requests are refused, and its copy drains and is evicted."""
 
     model: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class CopiesChosen(Event):
+    """Tells which copies of experts the next loads of a split mixture take if there is room. copies: None for none."""
+
+    model: str
+    copies: ExpertCopies | None
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

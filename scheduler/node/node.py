@@ -14,7 +14,7 @@ from math import inf
 from scheduler.node import residency
 from scheduler.node.actions import Action, CommandDone, GrantLease, Refusal, Reject, StateChanged
 from scheduler.node.costs import LoadCosts, Rate
-from scheduler.node.events import ModelFacts, RequestFacts
+from scheduler.node.events import ExpertCopies, ModelFacts, RequestFacts
 from scheduler.node.groups import joined
 from scheduler.node.history import History
 from scheduler.node.host_tier import HostTierAccount, Slots
@@ -69,7 +69,7 @@ class Copy:
 
     devices: the devices that hold it, by rank. The first one leads: requests are submitted to its engine. A device whose engine
     dies is removed from the list, and the copy is then evicted from the others. keep_slots: slots of the host tier to be filled
-    while it loads; from_host: whether it was to be loaded from the host tier."""
+    while it loads; from_host: whether it was to be loaded from the host tier. expert_copies: as ExpertCopies.number."""
 
     placement_id: int
     devices: tuple[str, ...]
@@ -84,6 +84,7 @@ class Copy:
     evict_sent: bool = False
     rolling_back: bool = False
     overdue: bool = False
+    expert_copies: int = 0
 
     @property
     def leader(self) -> str:
@@ -99,7 +100,8 @@ class Copy:
 @dataclass(slots=True, eq=False)
 class Placement:
     """One attempt to bring a model onto a device, or onto several (by rank) if it is split. size, facts: those of the model when it
-    began. forced: whether busy models have to leave. stage: what it waits for, from VICTIMS_DRAIN to LOADS."""
+    began; once it loads with copies of experts, those with the copies. forced: whether busy models have to leave. stage: what it
+    waits for, from VICTIMS_DRAIN to LOADS."""
 
     id: int
     model: str
@@ -110,6 +112,7 @@ class Placement:
     forced: bool
     victims: dict[str, None]  # models that still hold memory that it needs
     stage: str = VICTIMS_DRAIN
+    copies: ExpertCopies | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +159,7 @@ class Model:
     kv_bytes: int = 0  # KV of the copy, last reported by its engine: running sequences and cached prefixes
     kv_running_bytes: int = 0  # the part of kv_bytes that running sequences hold
     mean_prompt_tokens: float = 0.0
+    expert_copies: ExpertCopies | None = None  # those that loads take if there is room; only in a primary
     story: Story = field(default_factory=Story)
     first: Model | None = None  # for a further replica: its model, the primary
     others: list[Model] = field(default_factory=list)  # for a primary: its further replicas, by number

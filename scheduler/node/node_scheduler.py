@@ -20,6 +20,7 @@ from scheduler.node import (
     engines,
     events,
     expected,
+    expert_copies,
     explain,
     keep_alive,
     keeping,
@@ -52,6 +53,7 @@ def _time_passed(node: Node, event: events.TimePassed) -> None:
 _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
     events.ModelRegistered: registration.registered,
     events.ModelRemoved: registration.removed,
+    events.CopiesChosen: expert_copies.chosen,
     events.HostCopiesFound: keeping.found,
     events.EngineUp: engines.up,
     events.EngineDown: engines.down,
@@ -234,6 +236,7 @@ def _model_view(node: Node, model: Model) -> ModelView:
         device=joined(copy.devices) if copy else "",
         devices=copy.devices if copy else (),
         num_ranks=facts.num_ranks,
+        expert_copies=copy.expert_copies if copy else 0,
         weights_bytes=facts.weights_bytes,
         kv_reserved_bytes=kv_reserved_bytes(facts),
         active=len(model.running),

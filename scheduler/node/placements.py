@@ -12,7 +12,7 @@ other, each with a part of what the other needs.
 
 from __future__ import annotations
 
-from scheduler.node import keeping, look, pins, preemption, residency
+from scheduler.node import expert_copies, keeping, look, pins, preemption, residency
 from scheduler.node.actions import Evict, Load, RestartEngine
 from scheduler.node.device_choice import Option
 from scheduler.node.events import EvictFinished
@@ -152,7 +152,9 @@ def load(node: Node, placement: Placement) -> None:
     keep, kept, saved = keeping.grants_of_load(node, placement, left)
     about_s = node.slowest_reload_s(model, placement.devices)
     placement.stage = LOADS
+    expert_copies.take(node, placement)
     model.copy = Copy(placement.id, placement.devices, placement.facts, placement.size, keep, kept is not None)
+    model.copy.expert_copies = 0 if placement.copies is None else placement.copies.number
     model.copy.requested = bool(model.queue or model.expected)
     model.progress = None
     node.copies[placement.id] = model.name
@@ -181,6 +183,7 @@ def load(node: Node, placement: Placement) -> None:
             kv_slots=saved.slots if saved else (),
             kv_index=saved.index if saved else b"",
             reason=_why_loaded(model),
+            expert_copies=() if placement.copies is None else placement.copies.table,
         )
     )
 

@@ -27,6 +27,7 @@ def registered(node: Node, event: ModelRegistered) -> None:
         old = None
     else:
         old, model.facts = model.facts, facts
+        model.expert_copies = None  # they were chosen for the files and settings before
         withdraw(node, model)
         models.judge(node, model)
         model.removed = False

@@ -63,6 +63,12 @@ def check_refused(tmp_path: Path, text: str, words: list[str]) -> None:
         ('parallel = { tensor = 2 }\nbase = "b"', [".parallel", "no effect beside base"]),
         ('parallel = "auto"\nupstream = "http://a/v1"', [".parallel", "no effect beside upstream"]),
         ('parallel = "auto"\nbase = "b"', [".parallel", "no effect beside base"]),
+        ("expert_copies = 2", ['"m".expert_copies', "needs parallel = { expert = 2 } or more beside it"]),
+        ('parallel = "auto"\nexpert_copies = 1', ['"m".expert_copies', "needs parallel = { expert = 2 }"]),
+        ("parallel = { tensor = 2 }\nexpert_copies = 1", ['"m".expert_copies', "needs parallel = { expert = 2 }"]),
+        ("parallel = { expert = 2 }\nexpert_copies = 17", [".expert_copies", "at least 0 and at most 16"]),
+        ("parallel = { expert = 2 }\nexpert_copies = -1", [".expert_copies", "at least 0 and at most 16"]),
+        ('expert_copies = 1\nupstream = "http://a/v1"', [".expert_copies", "no effect beside upstream"]),
     ],
 )
 def test_what_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -127,6 +127,34 @@ async def test_all_load_and_the_leader_gets_the_requests(node: TwoDevices) -> No
     assert list(node.take(Abort)) == ["cpu:0"]
 
 
+async def test_copies_of_experts_are_chosen_before_it_is_loaded_again(node: TwoDevices) -> None:
+    """The engines are told of the table, and get memory for it."""
+    table = (((2,), (0,)),)
+    copies = events.CopiesChosen(now=0.0, cause="experts", model="s", copies=events.ExpertCopies(1, 12 * MIB, table))
+    asked: list[str] = []
+
+    def chosen(model: str) -> events.CopiesChosen:
+        asked.append(model)
+        return copies
+
+    node.told.chosen_copies = chosen
+    node.request()
+    loads = node.take(LoadModel)
+    assert [(load.weights_chunks, load.group.copies) for load in loads.values()] == [(8, ()), (8, ())]
+    for device, load in loads.items():
+        node.told.engine_message(device, LoadDone(load.placement_id, "s", 1.0, 100))
+    (submit,) = node.take(Submit).values()
+    node.told.engine_message("cpu:0", protocol.TokensOut("s", 1, 0.001, [submit.request_id], [9], finish=[protocol.FINISH_LENGTH]))
+    node.dispatcher.post(events.UnloadRequested(now=0.0, cause="cli-1", model="s", to="cold"))
+    assert not asked
+    for device, evict in node.take(EvictModel).items():
+        node.told.engine_message(device, Evicted(evict.placement_id, "s"))
+    assert asked == ["s"]
+    node.request()
+    loads = node.take(LoadModel)
+    assert [(load.weights_chunks, load.group.copies) for load in loads.values()] == [(12, table), (12, table)]
+
+
 async def test_one_that_cannot_load(node: TwoDevices) -> None:
     node.request()
     loads = node.take(LoadModel)

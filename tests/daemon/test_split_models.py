@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from loader.catalog import scan_one
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.stored_int8 import STORED_INT8
-from loader.model_shape import Division
+from loader.model_shape import Division, ModelShape
 from scheduler.node import events
 from tests.e2e.checkpoints import make_head, make_model
 from tests.e2e.test_embeddings import make_encoder
@@ -302,3 +302,64 @@ async def test_adapters_of_a_split_model_are_refused(tmp_path: Path) -> None:
         registry.resolve("lora")
     assert (caught.value.code, caught.value.status) == ("model_unusable", 400)
     assert "its base base is split over devices (parallel); adapters are served with models on one device" in caught.value.message
+
+
+# ---- copies of experts
+
+MIXTURE = MIXTRAL | {"num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 2}
+BY_EXPERTS = ParallelConfig(expert=2)
+
+
+def skewed(layers: int = 2) -> dict[int, list[int]]:
+    return {layer: [4000, 100, 100, 100] for layer in range(layers)}
+
+
+async def test_copies_are_chosen_by_what_was_counted(tmp_path: Path) -> None:
+    shape = write_mixture(tmp_path)
+    registry = await registry_of(tmp_path, m=ModelConfig(max_model_len=256, parallel=BY_EXPERTS, expert_copies=3))
+    found = registry.models["m"]
+    assert found.facts.expert_copies == 2, "a device has two of the four already"
+    assert found.facts.weights_bytes == layout.share_weights_bytes(shape, "float32", Division(2, 2)), "without copies"
+    asked: list[list[str]] = []
+
+    def counts(names: Sequence[str]) -> dict[int, list[int]]:
+        asked.append(list(names))
+        return skewed()
+
+    event = registry.chosen_copies("m", counts)
+    assert event is not None
+    assert event.copies is not None
+    assert asked == [["m"]]
+    assert (event.model, event.copies.number) == ("m", 1)
+    assert [parts[1] for parts in event.copies.table] == [(0,), (0,)]
+    taken = layout.share_weights_bytes(shape, "float32", Division(2, 2, copies=event.copies.table))
+    assert found.facts.weights_bytes < taken <= event.copies.weights_bytes < taken + 4096 * len(shape.block_offsets)
+    source = registry.source("m")
+    assert source is not None
+    assert source.form is not None
+    assert source.form.division == Division(2, 2)
+
+
+async def test_nothing_counted_or_counts_of_other_files_give_no_copies(tmp_path: Path) -> None:
+    write_mixture(tmp_path)
+    registry = await registry_of(tmp_path, m=ModelConfig(max_model_len=256, parallel=BY_EXPERTS, expert_copies=2))
+    for counts in ({}, skewed(layers=1), {layer: [4000, 0] for layer in range(2)}, {layer: [900] * 4 for layer in range(2)}):
+        event = registry.chosen_copies("m", lambda names, counts=counts: counts)  # type: ignore[misc]
+        assert event is not None
+        assert event.copies is None
+
+
+async def test_other_models_are_not_asked_for_copies(tmp_path: Path) -> None:
+    write_mixture(tmp_path)
+    for settings in (ModelConfig(parallel=BY_EXPERTS), ModelConfig(parallel=TWO, expert_copies=2), ModelConfig(expert_copies=2)):
+        registry = await registry_of(tmp_path, m=settings)
+        assert registry.models["m"].facts.expert_copies == 0
+        assert registry.chosen_copies("m", lambda names: skewed()) is None
+    assert registry.chosen_copies("gone", lambda names: skewed()) is None
+
+
+def write_mixture(folder: Path) -> ModelShape:
+    write_checkpoint(folder / "m", MIXTURE)
+    shape = scan_one(folder / "m", "m").shape
+    assert shape is not None
+    return shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections import Counter
 from contextlib import ExitStack
@@ -19,8 +20,17 @@ from loader import file_reader
 from loader.architectures.architecture import Cut
 from loader.architectures.experts import ExpertNames, Experts
 from loader.errors import UnsupportedModel
+from loader.formats.plain import PLAIN
 from loader.hf_config import parse_config
-from loader.layout import block_offsets, parameter_shapes, share_weights_bytes, stored_tensors, weight_layout, weights_bytes
+from loader.layout import (
+    block_offsets,
+    parameter_shapes,
+    share_bytes_with_copies,
+    share_weights_bytes,
+    stored_tensors,
+    weight_layout,
+    weights_bytes,
+)
 from loader.model_shape import (
     ALTERNATING,
     INPUT_MAJOR,
@@ -162,7 +172,6 @@ def test_copies_of_experts_that_make_no_sense_are_refused() -> None:
     for of, division, said in (
         (shape, Division(2, 1, copies=good), "copies of experts need experts that are divided (expert)"),
         (shape, Division(2, 2, copies=good[:1]), "copies of experts are given for 1 layers of 2"),
-        (shape, Division(2, 2, copies=(((3,), (0,)), ((), ()))), "not all devices and layers have the same number of copies"),
         (shape, Division(4, 4, copies=good), "copies of experts are given for 2 parts of layer 0"),
         (qwen2, Division(2, 2, copies=good), "copies of experts are given for 2 parts of layer 0"),
         (shape, Division(2, 2, copies=(((1,), (0,)), ((2,), (1,)))), "copies of experts [1] are no ascending numbers"),
@@ -172,6 +181,26 @@ def test_copies_of_experts_that_make_no_sense_are_refused() -> None:
         with pytest.raises(UnsupportedModel, match=re.escape(said)):
             split(of, 0, division)
     assert split(shape, 1, Division(2, 2, copies=good)).experts_of(0) == (0, 2, 3)
+    some = split(shape, 1, Division(2, 2, copies=(((), ()), ((), (0, 1)))))
+    assert [some.experts_of(layer) for layer in range(2)] == [(2, 3), (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_planned_holds_any_copies(tmp_path: Path, name: str) -> None:
+    folder = write_checkpoint(tmp_path / "m", FAMILIES[name] | {"hidden_size": 64, "moe_intermediate_size": 96}, padding=8)
+    with ExitStack() as stack:
+        shape = open_checkpoint(folder, "", stack).shape
+    assert shape.block_offsets
+    layers, draw = [layer not in shape.experts.dense_layers for layer in range(2)], random.Random(name)
+    for number in (1, 2):
+        planned = share_bytes_with_copies(shape, "float32", Division(2, 2), PLAIN, number)
+        for _ in range(5):
+            parts = [[tuple(sorted(draw.sample(own, draw.randint(0, number)))) for own in ([2, 3], [0, 1])] for _ in layers]
+            copies = tuple(tuple(part) if layer else () for part, layer in zip(parts, layers, strict=True))
+            taken = share_weights_bytes(shape, "float32", Division(2, 2, copies=copies))
+            assert taken <= planned
+            if all(len(one) == number for part in copies for one in part):
+                assert planned <= taken + 4096 * len(shape.block_offsets)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

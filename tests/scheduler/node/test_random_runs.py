@@ -29,6 +29,7 @@ WEIGHTS = {
     "folder": 1,
     "keep alive": 3,
     "expect": 3,
+    "copies": 3,
 }
 NUM_RUNS, NUM_STEPS = 60, 250
 NUM_REPLICAS = {"a": 2, "d": 3, "pair": 2, "pipe": 2}  # in every second run, from the start
@@ -75,6 +76,11 @@ def step(node: FakeNode, rng: random.Random, seen: Counter[str]) -> None:
             if rng.random() < 0.7:
                 node.arrive(name)
             node.over(name, expectation)
+        case "copies":
+            number, split = rng.choice([1, 2]), rng.choice(["pair", "pipe"])
+            more_bytes = number * rng.choice([3, 20]) * MIB
+            copies = events.ExpertCopies(number, MODELS[split].weights_bytes + more_bytes, (((2,), (0,)),))
+            node.post(events.CopiesChosen, model=split, copies=copies if rng.random() < 0.8 else None)
         case "engine up":
             for device in sorted(node.budgets.keys() - node.up):
                 node.engine_up(device)
@@ -121,6 +127,8 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         shares = [action for action in node.log if isinstance(action, actions.Load | actions.Evict)]
         seen.update(f"{type(action).__name__} on {len(members_of(action))}" for action in shares)
         seen.update(f"{type(action).__name__} on {num_other_hosts(members_of(action))} other hosts" for action in shares)
+        seen["loaded with copies of experts"] += any(isinstance(action, actions.Load) and action.expert_copies for action in shares)
+        seen["loaded without"] += any("loads without copies" in line for line in node.scheduler.why("pair"))
         seen.update(f"left: {action.reason}" for action in node.log if isinstance(action, actions.Evict))
         seen.update(f"loaded: {action.reason}" for action in node.log if isinstance(action, actions.Load))
         seen.update(node.ends.values())
@@ -132,7 +140,7 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         *("cold -> loading", "loading -> ready", "ready -> draining", "draining -> ready", "draining -> cold", "ready -> cold"),
         *("draining -> warm", "warm -> loading", "warm -> cold", "draining -> paused", "paused -> loading"),
         *("draining -> disabled", "loading -> failed", "failed -> cold", "waits for busy victims"),
-        *("two replicas at once", "loaded: replica"),
+        *("two replicas at once", "loaded: replica", "loaded with copies of experts", "loaded without"),
         *("computed behind a load", "left: idle", "left: room", "left: share_lost"),
         *("Load on 2", "Load on 3", "Evict on 2", "Evict on 3", "a device is held for a split model"),
         *("Load on 1 other hosts", "Evict on 1 other hosts", "Load on 4"),
