@@ -28,11 +28,6 @@ def refused_copies(shape: ModelShape, division: Division) -> str:
     return ""
 
 
-def num_copies(division: Division) -> int:
-    """Returns how many further experts a device of a division holds in a layer at most."""
-    return max((len(part) for layer in division.copies for part in layer), default=0)
-
-
 def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopies:
     """Returns some copies for a model, as many as asked for in each part and layer: a part's are the first experts that it does not
     have, at most all of these."""

@@ -24,4 +24,5 @@ def chosen(found: Registered, counts: Mapping[int, Sequence[int]]) -> events.Exp
     if not table:
         return None
     number = max(len(part) for parts in table for part in parts)
-    return events.ExpertCopies(number, found.bytes_with_copies[number], table)
+    num_bytes = next(num_bytes for most, num_bytes in sorted(found.bytes_with_copies.items()) if most >= number)
+    return events.ExpertCopies(number, num_bytes, table)

@@ -340,6 +340,19 @@ async def test_copies_are_chosen_by_what_was_counted(tmp_path: Path) -> None:
     assert source.form.division == Division(2, 2)
 
 
+async def test_fewer_copies_than_were_allowed_have_a_size_too(tmp_path: Path) -> None:
+    """Sizes are known of 1, 2 and 4 copies, and 3 are chosen."""
+    shape = write_mixture(tmp_path, num_local_experts=8)
+    registry = await registry_of(tmp_path, m=ModelConfig(max_model_len=256, parallel=BY_EXPERTS, expert_copies=4))
+    assert list(registry.models["m"].bytes_with_copies) == [1, 2, 4]
+    row = [200, 300, 100, 1300, 500, 500, 200, 100]
+    event = registry.chosen_copies("m", lambda names: {0: row, 1: row})
+    assert event is not None
+    assert event.copies is not None
+    assert event.copies.number == 3
+    assert layout.share_weights_bytes(shape, "float32", Division(2, 2, copies=event.copies.table)) <= event.copies.weights_bytes
+
+
 async def test_nothing_counted_or_counts_of_other_files_give_no_copies(tmp_path: Path) -> None:
     write_mixture(tmp_path)
     registry = await registry_of(tmp_path, m=ModelConfig(max_model_len=256, parallel=BY_EXPERTS, expert_copies=2))
@@ -358,8 +371,8 @@ async def test_other_models_are_not_asked_for_copies(tmp_path: Path) -> None:
     assert registry.chosen_copies("gone", lambda names: skewed()) is None
 
 
-def write_mixture(folder: Path) -> ModelShape:
-    write_checkpoint(folder / "m", MIXTURE)
+def write_mixture(folder: Path, **config: int) -> ModelShape:
+    write_checkpoint(folder / "m", MIXTURE | config)
     shape = scan_one(folder / "m", "m").shape
     assert shape is not None
     return shape

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from loader.expert_copies import num_copies, turns
-from loader.model_shape import Division, ExpertCopies, ExpertShape, SplitShape
+from loader.expert_copies import turns
+from loader.model_shape import ExpertCopies, ExpertShape, SplitShape
 
 EXPERTS = ExpertShape(8, 2, 16, True)
 COPIES: ExpertCopies = ((), ((2, 7), (0, 1), (1, 2), (2, 5)))  # of layer 1: expert 2 is held by all four
@@ -54,8 +54,3 @@ def test_devices_with_slices_of_the_same_experts_compute_the_same_tokens() -> No
 def test_without_copies_each_expert_has_its_own_holder() -> None:
     table = turns(shares(())[1], 1, EXPERTS)
     assert table == [(1, -1, -1)] * 2 + [(1, 0, 0), (1, 0, 1)] + [(1, -1, -1)] * 4
-
-
-def test_the_number_of_copies() -> None:
-    assert num_copies(Division(4, 4, copies=COPIES)) == 2
-    assert num_copies(Division(4, 4)) == 0

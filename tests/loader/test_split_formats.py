@@ -480,6 +480,37 @@ def test_a_share_has_whole_experts_or_a_part_of_each(tmp_path: Path, mixture: Pa
                 assert torch.equal(values(share.weights.matrix(LAYER, matrix)), expected)
 
 
+@pytest.mark.parametrize("name", TELLING)
+def test_a_share_may_have_copies_of_experts(tmp_path: Path, mixture: Path, name: str) -> None:
+    """They lie among its own in the order of their numbers, as the product of all experts reads them."""
+    FORMATS[name](mixture, tmp_path / "q")
+    held, copies = load(tmp_path / "q"), (((2,), (0,)),)
+    for rank in range(2):
+        share = load(tmp_path / "q", DeviceShare(rank, Division(2, 2, copies=copies)))
+        experts = sorted({2 * rank, 2 * rank + 1, *copies[0][rank]})
+        for kinds in (("gate_proj", "up_proj"), ("down_proj",)):
+            names = [f"mlp.experts.{expert}.{kind}" for expert in experts for kind in kinds]
+            wanted = torch.cat([values(held.weights.matrix(LAYER, (name,))) for name in names])
+            assert torch.equal(values(share.weights.matrix(LAYER, tuple(names))), wanted)
+
+
+def test_stacks_in_mxfp4_have_copies_of_experts(tmp_path: Path) -> None:
+    mxfp4.write(tmp_path / "m", mxfp4.tensors())
+    held, num_experts = load(tmp_path / "m", slot_bytes=1 << 20), mxfp4.CONFIG_OF["num_local_experts"]
+    half = num_experts // 2
+    copies = (((half,), (0,)), ((num_experts - 1,), (half - 1,)))
+    for rank in range(2):
+        share = load(tmp_path / "m", DeviceShare(rank, Division(2, 2, copies=copies)), slot_bytes=1 << 20)
+        for layer in range(2):
+            experts = sorted({*range(rank * half, (rank + 1) * half), *copies[layer][rank]})
+            for part in ("gate_up_proj", "down_proj"):
+                whole, own = (one.weights.stack(f"model.layers.{layer}.mlp.experts.{part}") for one in (held, share))
+                assert isinstance(whole, Mxfp4Matrix)
+                assert isinstance(own, Mxfp4Matrix)
+                assert torch.equal(own.blocks, whole.blocks[experts])
+                assert torch.equal(own.scales, whole.scales[experts])
+
+
 @pytest.mark.parametrize("expert_parts", [1, 2])
 def test_stacks_of_experts_in_mxfp4_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expert_parts: int) -> None:
     monkeypatch.setitem(mxfp4.CONFIG_OF, "intermediate_size", 192)
