@@ -12,6 +12,7 @@ LONG = (
     "tests/e2e/test_streams_over_restart.py",
     "tests/engine/kernels/test_compile.py",
     "tests/e2e/test_restart.py",
+    "tests/engine/test_gpu_shares.py",
     "tests/engine/test_models.py",
     "tests/install/test_collisions.py",
     "tests/e2e/test_hung.py",
@@ -28,6 +29,7 @@ LONG = (
     "tests/engine/test_cuda_kernel_builds.py",
     "tests/engine/test_kernel_builds.py",
     "tests/engine/kernels/test_compile_coverage.py",
+    "tests/engine/test_step_memory.py",
 )
 # Folders whose tests start processes and wait for them.
 WAITING = ("tests/daemon/", "tests/demo/", "tests/e2e/", "tests/install/", "tests/systemd/")
