@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.cuda.batch import DeviceAdapters
 from engine.cuda.kernels import entry
-from engine.cuda.sequences import Staging
+from engine.cuda.sequences import Column, Staging, words_of
 from engine.loading.adapter_tables import AdapterTables
 from loader.adapters.layout import AdapterLayout
 from loader.model_shape import ModelShape
@@ -24,19 +24,21 @@ from scheduler.batch.plan import IntArray, SequenceTable
 class _OnDevice(NamedTuple):
     """The tables that kernels read. places [M, A] int64: the first element of an adapter's matrices for a product in `memory`, -1:
     none; ranks [M, A] int32: their LoRA rank. of_slots [S + 1] int32: the adapter number of each slot, -1: none. Slot S, at which
-    padding rows point, has none. memory: the arena as a flat tensor in the model's dtype."""
+    padding rows point, has none. memory: the arena as a flat tensor in the model's dtype. sent: int32, receives the changes of an
+    adapter's entries."""
 
     places: Tensor
     ranks: Tensor
     of_slots: Tensor
     memory: Tensor
+    sent: Tensor
 
 
 class DeviceAdapterMemory(AdapterTables):
     """The LoRA adapters of one model on a GPU (an AdapterMemory of engine.contracts.adapters). The device's tables are allocated
-    for the first adapter and then never move, because graphs read them; changes of their content take effect between the steps
-    launched before and after. bound: one of the kernels' RANK_BOUNDS, at least the rank of every adapter so far; 0 before the first
-    adapter.
+    with the model, so that an adapter that comes or goes needs no memory that may be lacking then. They never move, because graphs
+    read them; changes of their content take effect between the steps launched before and after. bound: one of the kernels'
+    RANK_BOUNDS, at least the rank of every adapter so far; 0 before the first adapter.
 
     dtype: the model's. arena: the device's KV memory as uint8. prepare: compiles the kernels of adapters. bound_grew: called when
     `bound` has grown, so that steps with adapters must launch other grids."""
@@ -53,11 +55,17 @@ class DeviceAdapterMemory(AdapterTables):
     ) -> None:
         super().__init__(shape, dtype)
         self.bound = 0
-        self._arena, self._staging = arena, staging
+        self._staging = staging
         self._prepare, self._bound_grew = prepare, bound_grew
-        self._numbers: torch.dtype = getattr(torch, dtype)
         self._of_slots = np.full(num_slots, -1, np.int32)  # the device's copy of of_slots
-        self._held: _OnDevice | None = None
+        numbers: torch.dtype = getattr(torch, dtype)
+        self._held = _OnDevice(
+            torch.full(self.places.shape, -1, dtype=torch.int64, device=arena.device),
+            torch.zeros(self.places.shape, dtype=torch.int32, device=arena.device),
+            torch.full((num_slots + 1,), -1, dtype=torch.int32, device=arena.device),
+            arena[: len(arena) // numbers.itemsize * numbers.itemsize].view(numbers),
+            torch.empty(words_of(self._entries(0)), dtype=torch.int32, device=arena.device),
+        )
 
     # ---- adapters that come and go
 
@@ -84,13 +92,16 @@ class DeviceAdapterMemory(AdapterTables):
 
     def _send(self, number: int) -> None:
         """Sends column `number` of the host's tables to the device's."""
-        num_products, width = self.places.shape
-        at = np.arange(num_products, dtype=np.int32) * np.int32(width) + np.int32(number)
-        columns = {"words": np.stack((2 * at, 2 * at + 1), axis=1).reshape(-1), "at": at}
-        columns |= {"places": self.places[:, number].copy().view(np.int32), "ranks": self.ranks[:, number].copy()}
-        sent, held = self._staging.send(columns), self._on_device()
+        sent, held = self._staging.send(self._entries(number), self._held.sent), self._held
         entry.set_entries(held.places.view(torch.int32), sent["words"], sent["places"])
         entry.set_entries(held.ranks, sent["at"], sent["ranks"])
+
+    def _entries(self, number: int) -> dict[str, Column]:
+        """Returns column `number` of the tables, with its places in them: `words` counts words of 4 bytes, `at` numbers."""
+        num_products, width = self.places.shape
+        at = np.arange(num_products, dtype=np.int32) * np.int32(width) + np.int32(number)
+        columns: dict[str, Column] = {"words": np.stack((2 * at, 2 * at + 1), axis=1).reshape(-1), "at": at}
+        return columns | {"places": self.places[:, number].copy().view(np.int32), "ranks": self.ranks[:, number].copy()}
 
     # ---- adapters of a step
 
@@ -103,15 +114,15 @@ class DeviceAdapterMemory(AdapterTables):
         changed = np.flatnonzero(now != self._of_slots[slots])
         if len(changed):
             places, values = slots[changed], now[changed]
-            self._of_slots[places] = values
             sent = self._staging.send({"places": places, "values": values})
-            entry.set_entries(self._on_device().of_slots, sent["places"], sent["values"])
+            entry.set_entries(self._held.of_slots, sent["places"], sent["values"])
+            self._of_slots[places] = values  # not before: a step that finds no memory has told the device nothing
         return bool((now >= 0).any())
 
     def of_tokens(self, slots: Tensor, token_rows: Tensor) -> DeviceAdapters:
         """Returns the adapters of a step's tokens, as tensors on the device. slots [R]: the slot of each row. token_rows [T]: the
         row of each token."""
-        held = self._on_device()
+        held = self._held
         numbers = entry.adapter_numbers(held.of_slots, slots, token_rows)
         return DeviceAdapters(numbers, held.places, held.ranks, held.memory, self.bound or entry.SMALLEST_RANK_BOUND)
 
@@ -119,14 +130,4 @@ class DeviceAdapterMemory(AdapterTables):
     def kept_bytes(self) -> int:
         """Returns the bytes of the tables on the device."""
         held = self._held
-        return 0 if held is None else held.places.nbytes + held.ranks.nbytes + held.of_slots.nbytes
-
-    def _on_device(self) -> _OnDevice:
-        if self._held is None:
-            size, device, item_bytes = self.places.shape, self._arena.device, self._numbers.itemsize
-            places = torch.full(size, -1, dtype=torch.int64, device=device)
-            ranks = torch.zeros(size, dtype=torch.int32, device=device)
-            of_slots = torch.full((len(self._of_slots) + 1,), -1, dtype=torch.int32, device=device)
-            memory = self._arena[: len(self._arena) // item_bytes * item_bytes].view(self._numbers)
-            self._held = _OnDevice(places, ranks, of_slots, memory)
-        return self._held
+        return sum(table.nbytes for table in (held.places, held.ranks, held.of_slots, held.sent))

@@ -112,7 +112,7 @@ class DeviceSequences:
             rows, columns = np.nonzero(now != known[slots, :num_blocks])
             if len(rows):
                 values = now[rows, columns]
-                known[slots[rows], columns] = values
                 places = (slots[rows] * np.int32(target.shape[1]) + columns).astype(np.int32)
                 sent = staging.send({"places": places, "values": values})
                 entry.set_entries(target, sent["places"], sent["values"])
+                known[slots[rows], columns] = values  # not before: a step that finds no memory has told the device nothing

@@ -212,7 +212,6 @@ def made_model(case: MemoryCase) -> tuple[CudaModel, SequenceTable]:
         model = CudaModel(*parts)
     else:
         model = CudaShare(*parts, ShareLinks(NoRanks(shape.split.size), None, np.zeros(1, np.int64)))
-    model.adapter_memory._on_device()
     table = make_sequence_table(case.max_rows, MAX_LEN, -(-MAX_LEN // BLOCK_TOKENS), len(groups))
     return model, table
 

@@ -7,13 +7,15 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from engine.cuda import graphs, mixed_steps
+from engine.contracts.steps import NoWorkSpace
+from engine.cuda import graphs, mixed_steps, sequences
 from engine.cuda.model import CudaModel
 from engine.protocol import AdapterSource, SamplingParams
 from loader.catalog import scan_one
@@ -67,7 +69,7 @@ def put_adapters(model: CudaModel, adapters: Iterable[Made], numbers: Iterable[i
     at = FIRST_BYTE
     for adapter, number in zip(adapters, numbers, strict=True):
         read = model.adapter_memory.read(adapter.source)
-        model.adapter_memory._arena[at : at + read.layout.num_bytes] = torch.from_numpy(read.data)
+        model.adapter_memory._held.memory.view(torch.uint8)[at : at + read.layout.num_bytes] = torch.from_numpy(read.data)
         model.adapter_memory.set(number, at, read.layout)
         at += read.layout.num_bytes
 
@@ -223,3 +225,35 @@ def test_vectors_of_an_adapter(tmp_path: Path) -> None:
     wanted = np.stack([expected_vector(one, PROMPT[:9]) for one in (adapter.merged, whole)])
     assert np.abs(vectors - wanted).max() < 1e-4
     assert np.abs(wanted[0] - wanted[1]).max() > 0.05
+
+
+def test_a_step_that_finds_no_memory_leaves_nothing_unsaid(
+    llama: tuple[Path, Any, list[Made]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What such a step could not tell the device of its slots' blocks and adapters, a later step tells. An adapter comes and goes
+    without new memory on the device."""
+    folder, _, adapters = llama
+    model = load_cuda_model(folder)
+    table = make_table(groups=model.kv_groups)
+    put(table, 0, PROMPT[:9])
+    table.adapter[0] = 3
+    num_left = 0  # allocations before there is no memory
+
+    def empty(*arguments: Any, **options: Any) -> torch.Tensor:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return torch.empty(*arguments, **options)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(sequences, "torch", SimpleNamespace(empty=empty, zeros=torch.zeros, int32=torch.int32))
+        put_adapters(model, adapters[1:2], [5])
+        model.adapter_memory.clear(5)
+        put_adapters(model, adapters[:1], [3])
+        for num in (0, 1):  # at the block table, and at the slot's adapter
+            num_left = num
+            with pytest.raises(NoWorkSpace):
+                model.execute(plan((0, 0, 9)), table)
+            assert num_left == -1
+    close(model.logits(plan((0, 0, 9)), table, True), expected((folder, adapters[0].merged), PROMPT)[:9])
