@@ -10,7 +10,7 @@ from engine.cuda.model import CudaModel
 
 log = logging.getLogger("engine")
 
-MOST_KEPT_BYTES = 128 << 20  # a quarter of what torch may keep besides the work space (work_space.KEPT_BYTES)
+MOST_KEPT_BYTES = 64 << 20  # an eighth of what torch may keep besides the work space (work_space.KEPT_BYTES)
 
 
 class KeptModels:

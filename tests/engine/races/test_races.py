@@ -226,7 +226,8 @@ def adapters_make_their_tables_anew(run: EngineRun, monkeypatch: pytest.MonkeyPa
     set_adapter = memory.set
 
     def anew(self: Any, *arguments: Any) -> None:
-        self._held = None
+        of_gpu = {"dtype": adapters.torch.int64, "device": run._memory.arena.device}
+        self._held = self._held._replace(places=adapters.torch.full(self.places.shape, -1, **of_gpu))
         set_adapter(self, *arguments)
 
     monkeypatch.setattr(memory, "set", anew)
