@@ -21,15 +21,9 @@ MOST_GRAPHS = 124
 RESTING_S = 60.0  # a graph that no step has run for so long may be given up for one that a step lacks
 
 
-class HeldGraph(Protocol):
-    """A captured graph. used_s: when a step ran it last, by time.monotonic(); -inf: none has."""
-
-    used_s: float
-
-
 class GraphHolder(Protocol):
-    """The graphs of one model's steps of one kind, by size. evicted_s: when the model was evicted, by time.monotonic(); None: it is
-    not."""
+    """The graphs of one model's steps of one kind, by size. Each has used_s: when a step ran it last, by time.monotonic(); -inf:
+    none has. evicted_s: when the model was evicted; None: it is not."""
 
     captured: dict[Any, Any]
     evicted_s: float | None
@@ -102,6 +96,11 @@ class GraphRoom:
     def _resting(self) -> tuple[GraphHolder, Any] | None:
         """Returns the graph that has not been run for the longest time, as (holder, size); None: steps have run all of them within
         RESTING_S."""
-        used = [(graph.used_s, holder, size) for holder in self._alive() for size, graph in list(holder.captured.items())]
-        used_s, holder, size = min(used, key=lambda one: one[0])
-        return None if used_s > time.monotonic() - RESTING_S else (holder, size)
+        rested_s = time.monotonic() - RESTING_S
+        used = [
+            (graph.used_s, holder, size)
+            for holder in self._alive()
+            for size, graph in list(holder.captured.items())
+            if graph.used_s <= rested_s
+        ]
+        return min(used, key=lambda one: one[0])[1:] if used else None
