@@ -1,4 +1,4 @@
-"""Who computes which tokens of an expert that several devices hold."""
+"""Tests which device computes which tokens of an expert that several devices hold."""
 
 from __future__ import annotations
 

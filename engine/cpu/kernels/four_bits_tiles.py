@@ -17,7 +17,7 @@ The code is generated as LLVM code because Numba's vectoriser keeps no tile of s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -193,6 +193,15 @@ def _group_factors(builder: ir.IRBuilder, factors: Any, at: Any, scales: types.A
     return shuffle(builder, both, both, [lane // (LANES // 2) for lane in range(LANES)])
 
 
+def _for_lanes(builder: ir.IRBuilder, num: Any, write: Callable[[Any, int], None]) -> None:
+    """Emits write(k, lanes) for the numbers k from 0 on, below num: for LANES of them at a time, and one by one for the rest."""
+    whole = builder.sub(num, builder.urem(num, I64(LANES)))
+    with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES)) as (k, _):
+        write(k, LANES)
+    with cgutils.for_range_slice(builder, whole, num, I64(1)) as (k, _):
+        write(k, 1)
+
+
 @intrinsic
 def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves: Any, factors: Any, to: Any) -> Any:
     """Writes the factors (float32) of `count` scales from index `at` on to factors from index `to` on: the scales themselves with
@@ -214,11 +223,7 @@ def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves:
                 made = (_halved_codes if is_nvfp4(scales) else _halved_powers)(builder, words, floats)
             builder.store(made, _pointer(builder, target, builder.add(to_begin, k), floats), align=4)
 
-        whole = builder.sub(num, builder.urem(num, I64(LANES)))
-        with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES)) as (k, _):
-            write(k, LANES)
-        with cgutils.for_range_slice(builder, whole, num, I64(1)) as (k, _):
-            write(k, 1)
+        _for_lanes(builder, num, write)
         return context.get_dummy_value()
 
     one = types.int64
@@ -245,11 +250,7 @@ def write_exponents(typing_context: Any, scales: Any, at: Any, count: Any, facto
             both = builder.or_(builder.and_(moved, vector(words, 0xFFFF)), builder.shl(moved, vector(words, 16)))
             builder.store(both, _pointer(builder, target, k, words), align=4)
 
-        whole = builder.sub(num, builder.urem(num, I64(LANES)))
-        with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES)) as (k, _):
-            write(k, LANES)
-        with cgutils.for_range_slice(builder, whole, num, I64(1)) as (k, _):
-            write(k, 1)
+        _for_lanes(builder, num, write)
         return context.get_dummy_value()
 
     return types.void(scales, types.int64, types.int64, factors), generate

@@ -127,7 +127,7 @@ OF_SHAPE[fp8.of_blocks] = {"strategy": "block", "block_structure": [fp8.BLOCK, f
 
 @pytest.mark.parametrize("kind", fp8.KINDS)
 def test_fp8_is_as_compressed_tensors_decompresses_it(runner: TorchRunner, plain: Path, tmp_path: Path, kind: str) -> None:
-    """Of other producers the scales get the name and the shape in which compressed-tensors stores such ones."""
+    """Scales of other producers get the name and the shape that compressed-tensors gives such scales."""
     own = fp8.KINDS[kind]
     fp8.quantize(plain, tmp_path, own)
     weights = OF_SHAPE[own.quantize]
