@@ -44,8 +44,10 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 TOOL_PARSERS = (
     "deepseek_v3",
     "deepseek_v31",
+    "gemma4",
     "glm45",
     "glm47",
+    "granite",
     "harmony",
     "hermes",
     "kimi_k2",
@@ -54,9 +56,10 @@ TOOL_PARSERS = (
     "llama4_pythonic",
     "mistral",
     "qwen3_coder",
+    "seed_oss",
     "none",
 )
-REASONING_PARSERS = ("harmony", "think", "none")
+REASONING_PARSERS = ("gemma4", "harmony", "mistral", "seed_oss", "think", "none")
 _PATHS = (
     *("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file"),
     *("tls_certificate", "tls_key", "tls_client_ca"),

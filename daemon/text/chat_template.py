@@ -17,10 +17,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from daemon.errors import BadRequest
+from daemon.text.call_form import CallForm, find_call_form
+from daemon.text.deepseek_tools import with_tools
 from daemon.text.harmony_history import harmony_kwargs, harmony_messages, harmony_tools
 from daemon.text.jobs import TEMPLATE_CPU_S
 from daemon.text.kimi_history import kimi_messages
-from daemon.text.tool_parsers import kimi_k2
+from daemon.text.left_out import granite_messages, mistral_messages
+from daemon.text.reasoning import MARKERS, MISTRAL
+from daemon.text.tool_parsers import deepseek, granite, kimi_k2
 from daemon.text.tool_parsers.harmony import speaks_harmony
 
 T = TypeVar("T")
@@ -71,6 +75,11 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._speaks_harmony = speaks_harmony(source)
         self._speaks_kimi = kimi_k2.OPEN in source
+        self._leaves_out_calls = granite.MARKER in source and "tool_calls" not in source
+        self._takes_thinking = MARKERS[MISTRAL].tag in source and "reasoning_content" not in source
+        self._shows_no_tools = deepseek.OPEN in source and "tools" not in source
+        self._is_fenced = deepseek.JSON_FENCE in source
+        self._call_form: CallForm | None = None  # found when the first chat with calls comes
         with _limited():
             self._template = _guard(lambda: environment.from_string(source))
 
@@ -87,12 +96,27 @@ class ChatTemplate:
             plain, tools, kwargs = harmony_messages(plain), harmony_tools(tools), harmony_kwargs(kwargs)
         elif self._speaks_kimi:
             plain = kimi_messages(plain)
+        elif self._leaves_out_calls:
+            plain = granite_messages(plain)
+        elif self._takes_thinking:
+            plain = mistral_messages(plain)
+        if self._shows_no_tools and tools:
+            plain = with_tools(plain, tools, self._is_fenced)
+        return self._write(plain, tools, {"documents": documents} | kwargs, add_generation_prompt)
+
+    def _write(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
+        add_generation_prompt: bool,
+    ) -> str:
+        """Returns the template's text for messages in the form that it expects. kwargs: its other variables."""
         variables = {
             "tools": tools,
-            "documents": documents,
             **self._special_tokens,
             **kwargs,
-            "messages": plain,
+            "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }
 
@@ -115,8 +139,17 @@ class ChatTemplate:
         if plain.get("content") is None:
             plain["content"] = ""
         if calls := plain.get("tool_calls"):
-            plain["tool_calls"] = [_parsed_arguments(call) for call in calls]
+            form = self._form_of_calls()
+            plain["tool_calls"] = calls if form.as_text else [_parsed_arguments(call) for call in calls]
+            if form.no_content and not plain["content"]:
+                plain["content"] = None
         return plain
+
+    def _form_of_calls(self) -> CallForm:
+        if self._call_form is None:
+            is_known = self._speaks_harmony or self._leaves_out_calls
+            self._call_form = CallForm() if is_known else find_call_form(lambda chat, tools: self._write(chat, tools, {}, False))
+        return self._call_form
 
 
 def _parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from daemon.errors import BadRequest
 from daemon.text.chat_template import ChatTemplate
 from daemon.text.fill_in_middle import fill_in_middle
 from daemon.text.jobs import EncodePairs, TextFacts, is_template_text
+from daemon.text.reasoning import TAGS, detect_reasoning
 from daemon.text.table_builder import build_table, read_tokenizer_file, unsupported
 from daemon.text.token_lower_bound import TokenLowerBound
 from daemon.text.token_table import PackedTable
 from daemon.text.tool_parsers.harmony import marks_of
-from daemon.text.tool_parsers.registry import MARKERS, detect_reasoning, detect_tools
+from daemon.text.tool_parsers.registry import MARKERS, detect_tools
 from loader.regular_file import read_regular
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest in use have about 35 MB
@@ -122,7 +123,8 @@ class CheckpointText:
             model_type = str(self._json(self._folder / "config.json").get("model_type", ""))
         with contextlib.suppress(BadRequest):
             added = self.tokenizer().get_added_tokens_decoder()
-            markers = {token_id: token.content for token_id, token in added.items() if token.special and token.content in MARKERS}
+            shown = MARKERS | TAGS
+            markers = {token_id: token.content for token_id, token in added.items() if token.special and token.content in shown}
             harmony_marks = marks_of({token_id: token.content for token_id, token in added.items()})
         return TextFacts(detect_tools(template, model_type), detect_reasoning(template), markers, harmony_marks)
 

@@ -1,31 +1,69 @@
-"""Separates a reply's reasoning (`<think>…</think>`) from its answer while the text arrives."""
+"""Separates a reply's reasoning, which stands between two markers (`<think>…</think>`), from its answer while the text arrives."""
 
 from __future__ import annotations
 
-from daemon.text.tool_parsers.pieces import find_first_marker
+from typing import NamedTuple
 
-OPEN, CLOSE = "<think>", "</think>"
+from daemon.text.tool_parsers.harmony import speaks_harmony
+from daemon.text.tool_parsers.pieces import find_first_marker
+from daemon.text.tool_parsers.registry import HARMONY, NONE
+
+
+class Markers(NamedTuple):
+    """The texts around a reply's reasoning, as a model writes them. tag: the first one, up to its end as a special token. close:
+    the last one. label: plain text that belongs to the first one, behind its tag."""
+
+    tag: str
+    close: str
+    label: str = ""
+
+    @property
+    def open(self) -> str:
+        return self.tag + self.label
+
+
+THINK, GEMMA4, MISTRAL, SEED_OSS = "think", "gemma4", "mistral", "seed_oss"
+# name of a dialect of reasoning -> its markers
+MARKERS = {
+    THINK: Markers("<think>", "</think>"),
+    GEMMA4: Markers("<|channel>", "<channel|>", label="thought\n"),
+    MISTRAL: Markers("[THINK]", "[/THINK]"),
+    SEED_OSS: Markers("<seed:think>", "</seed:think>"),
+}
+# texts that are shown to the splitter even if they are special tokens
+TAGS = frozenset(text for markers in MARKERS.values() for text in (markers.tag, markers.close))
 _BEFORE, _OPENED, _INSIDE, _CLOSED, _ANSWER = range(5)
 
 
-def reasoning_end(text: str, call_marker: str = "") -> int:
-    """Returns the index after the last character of the reasoning in `text`, a reply that begins with reasoning: before </think>
-    or, if that comes earlier, before call_marker; otherwise at the text's end. call_marker: a marker of tool calls that ends the
-    reasoning, too; "" for none."""
-    ends = [found for marker in (CLOSE, call_marker) if marker and (found := text.find(marker)) >= 0]
+def detect_reasoning(template: str) -> str:
+    """Returns the name of the dialect in which a model writes its reasoning, as its chat template (Jinja text) shows it; NONE for
+    no known one."""
+    if speaks_harmony(template):
+        return HARMONY
+    return next((name for name, markers in MARKERS.items() if markers.tag in template or markers.close in template), NONE)
+
+
+def reasoning_end(text: str, close: str, call_marker: str = "") -> int:
+    """Returns the index after the last character of the reasoning in `text`, a reply that begins with reasoning: before the marker
+    `close` or, if that comes earlier, before call_marker; otherwise at the text's end. call_marker: a marker of tool calls that
+    ends the reasoning, too; "" for none."""
+    ends = [found for marker in (close, call_marker) if marker and (found := text.find(marker)) >= 0]
     return len(text[: min(ends, default=None)].rstrip())
 
 
 class ReasoningSplitter:
-    """Splits one reply. <think> is a marker only at the start of the reply. New lines next to the markers belong to neither part.
+    """Splits one reply. The opening marker counts only at the start of the reply. New lines next to the markers belong to neither
+    part.
 
-    opened: the prompt ended with <think>, so the reply begins inside the reasoning. call_marker: a marker of tool calls that ends
-    the reasoning as </think> does, and is part of the answer; "" for none."""
+    opened: the prompt ended with the opening marker, so the reply begins inside the reasoning. markers: what the model writes
+    around its reasoning. call_marker: a marker of tool calls that ends the reasoning as the closing marker does, and is part of the
+    answer; "" for none."""
 
-    __slots__ = ("_held", "_markers", "_spaces", "_state")
+    __slots__ = ("_close", "_held", "_markers", "_open", "_spaces", "_state")
 
-    def __init__(self, opened: bool, call_marker: str = "") -> None:
-        self._markers = (CLOSE, call_marker) if call_marker else (CLOSE,)  # the markers that end the reasoning
+    def __init__(self, opened: bool, markers: Markers = MARKERS[THINK], call_marker: str = "") -> None:
+        self._open, self._close = markers.open, markers.close
+        self._markers = (self._close, call_marker) if call_marker else (self._close,)  # the markers that end the reasoning
         self._state = _OPENED if opened else _BEFORE
         self._held = ""  # the end of the text so far, if it may be the start of a marker
         self._spaces: list[str] = []  # white space before the reply's first word, or where the reasoning may end
@@ -59,15 +97,15 @@ class ReasoningSplitter:
         return ("".join(self._spaces) + held if held else ""), ""
 
     def _before(self, text: str) -> str:
-        """Looks for <think> at the start of the reply, and begins the reasoning if it is there. Returns the text after the marker
-        or, without one, all text; "" while too little has come to tell."""
+        """Looks for the opening marker at the start of the reply, and begins the reasoning if it is there. Returns the text after
+        the marker or, without one, all text; "" while too little has come to tell."""
         body = text.lstrip()
         self._spaces.append(text[: len(text) - len(body)])
-        if len(body) < len(OPEN) and OPEN.startswith(body):
+        if len(body) < len(self._open) and self._open.startswith(body):
             self._held = body
             return ""
-        if body.startswith(OPEN):
-            self._state, body = _OPENED, body[len(OPEN) :]
+        if body.startswith(self._open):
+            self._state, body = _OPENED, body[len(self._open) :]
         else:
             self._state, body = _ANSWER, "".join(self._spaces) + body
         self._spaces.clear()
@@ -85,6 +123,6 @@ class ReasoningSplitter:
         if whole:
             self._state = _CLOSED
             self._spaces.clear()
-            return reasoning, text[found + len(CLOSE) if marker == CLOSE else found :]
+            return reasoning, text[found + len(marker) if marker == self._close else found :]
         self._held = text[found:]
         return reasoning, ""

@@ -22,7 +22,7 @@ from daemon.api.bodies.messages import (
 )
 from daemon.api.bodies.tools import AUTO, tool_request
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
-from daemon.text.reasoning import CLOSE, OPEN
+from daemon.text.reasoning import MARKERS
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 CONTINUES_ANSWER, CONTINUES_REASONING = "answer", "reasoning"
@@ -150,4 +150,6 @@ def _continues(fields: ChatBody) -> str:
     if last.role != "assistant" or not last.content or last.tool_calls:
         raise invalid("continue_final_message", "continue_final_message: the last message must be the assistant's, with text")
     text = content_of(last, f"messages[{len(fields.messages) - 1}]") or ""
-    return CONTINUES_REASONING if text.rfind(OPEN) > text.rfind(CLOSE) else CONTINUES_ANSWER
+    # which of these dialects the model writes is not known here; the markers of the others do not stand in its text
+    is_open = any(text.rfind(markers.open) > text.rfind(markers.close) for markers in MARKERS.values())
+    return CONTINUES_REASONING if is_open else CONTINUES_ANSWER

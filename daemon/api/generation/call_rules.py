@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daemon.api.generation import python_call_grammar, text_call_grammar
+from daemon.api.generation import gemma_call_grammar, python_call_grammar, text_call_grammar
 from daemon.api.generation.inexpressible import Inexpressible
-from daemon.text.tool_parsers.registry import LLAMA4_PYTHONIC
+from daemon.text.tool_parsers.registry import GEMMA4, LLAMA4_PYTHONIC
 
 
 def call_rules(
@@ -20,6 +20,8 @@ def call_rules(
     Inexpressible for a schema that cannot be enforced."""
     if dialect == LLAMA4_PYTHONIC:
         return python_call_grammar.function_rules(at, name, schema, options)
+    if dialect == GEMMA4:
+        return gemma_call_grammar.function_rules(at, name, schema, options, special)
     return text_call_grammar.function_rules(text_call_grammar.FORMS[dialect], at, name, schema, options, special)
 
 

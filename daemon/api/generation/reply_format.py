@@ -27,7 +27,7 @@ from daemon.models.entry import ModelEntry
 from daemon.streams.stream import Collector
 from daemon.streams.tool_stream import finish_reason
 from daemon.text.detokenizer import decode
-from daemon.text.reasoning import OPEN, ReasoningSplitter, reasoning_end
+from daemon.text.reasoning import MARKERS, THINK, Markers, ReasoningSplitter, reasoning_end
 from daemon.text.reply_parser import Reply, ReplyParser, assemble
 from daemon.text.token_table import MarkedTable, TokenTable
 from daemon.text.tool_parsers import harmony
@@ -46,7 +46,7 @@ from daemon.text.tool_parsers.registry import (
 )
 
 READ_AT_ONCE = 4 << 10  # characters parsed before the event loop may do other work: at most 3 ms
-PROMPT_END_TOKENS = 16  # enough for <think> and new lines, even if they are several tokens
+PROMPT_END_TOKENS = 16  # enough for the marker that opens the reasoning and new lines, even if they are several tokens
 
 
 class ParsedReply(NamedTuple):
@@ -80,6 +80,7 @@ class ReplyFormat:
     reasoning: bool
     grammar: str  # as SamplingParams.grammar; "" for none
     in_reasoning: bool = False  # whether the reply continues the client's own message, inside its reasoning
+    markers: Markers = MARKERS[THINK]  # what the model writes around its reasoning
     next_call: int = 0  # the number of the first call, in dialects that count a conversation's calls
     is_harmony: bool = False  # the fields below are used for such replies only
     harmony_marks: Mapping[int, str] = field(default_factory=dict)  # token id -> the character that stands for the special token
@@ -97,8 +98,8 @@ class ReplyFormat:
         splitter = None
         if self.reasoning:
             end = decode(self.table, generation.prompt[-PROMPT_END_TOKENS:])
-            opened = self.in_reasoning or end.rstrip().endswith(OPEN)
-            splitter = ReasoningSplitter(opened, ENDS_REASONING.get(self.dialect, ""))
+            opened = self.in_reasoning or end.rstrip().endswith(self.markers.open.rstrip())
+            splitter = ReasoningSplitter(opened, self.markers, ENDS_REASONING.get(self.dialect, ""))
         return ReplyParser(tools, splitter, self.one_call)
 
     async def parsed(self, generation: Generation, collector: Collector, drawn: Callable[[str], bytes]) -> ParsedReply:
@@ -116,7 +117,10 @@ class ReplyFormat:
         for piece in pieces:
             if piece.kind == BROKEN:
                 ids.pop(piece.call, None)
-        end = harmony.reasoning_end(text) if self.is_harmony else reasoning_end(text, ENDS_REASONING.get(self.dialect, ""))
+        if self.is_harmony:
+            end = harmony.reasoning_end(text)
+        else:
+            end = reasoning_end(text, self.markers.close, ENDS_REASONING.get(self.dialect, ""))
         return ParsedReply(reply, list(ids.values()), finish_reason(reason, parser.num_calls), self.reasoning, pieces, end)
 
     def call_ids(self, drawn: Callable[[str], bytes], index: int) -> Callable[[Piece], str]:
@@ -168,6 +172,7 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
         reasoning=reasoning,
         grammar=grammar,
         in_reasoning=head.options["continue_final_message"] == CONTINUES_REASONING,
+        markers=MARKERS.get(reasons, MARKERS[THINK]),
         next_call=head.options["next_call"] if tools is not None else 0,
     )
 

@@ -1,5 +1,5 @@
-"""The grammar rules (Lark, as llguidance reads it) of a call whose arguments are plain text between tags, as Qwen3-Coder and GLM
-write it.
+"""The grammar rules (Lark, as llguidance reads it) of a call whose arguments are plain text between tags, as Qwen3-Coder, Seed-OSS
+and GLM write it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from daemon.api.generation.inexpressible import DEFINITIONS, Inexpressible, check_parameters
 from daemon.text.tool_parsers import glm, qwen3_coder
 from daemon.text.tool_parsers.parameter_types import STRING, referred, types_of
-from daemon.text.tool_parsers.registry import GLM45, GLM47, QWEN3_CODER
+from daemon.text.tool_parsers.registry import GLM45, GLM47, QWEN3_CODER, SEED_OSS
 
 _OF_STRINGS = frozenset({"type", "enum", "const", "minLength", "maxLength", "default", "examples"})
 _NULLABLE = STRING | {"null"}
@@ -41,6 +41,15 @@ FORMS: Mapping[str, TextForm] = {
         name=(qwen3_coder.FUNCTION, ">\n"),
         key=(qwen3_coder.PARAMETER, ">\n"),
         before_end="\n",
+        end_value=qwen3_coder.END_PARAMETER,
+        after_value="\n",
+        end=qwen3_coder.END_FUNCTION,
+        barred=">",
+    ),
+    SEED_OSS: TextForm(
+        name=(qwen3_coder.FUNCTION, ">\n"),
+        key=(qwen3_coder.PARAMETER, ">"),
+        before_end="",
         end_value=qwen3_coder.END_PARAMETER,
         after_value="\n",
         end=qwen3_coder.END_FUNCTION,

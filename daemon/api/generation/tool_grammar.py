@@ -14,21 +14,36 @@ from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.tools import AUTO, NAMED, ToolRequest
 from daemon.api.generation import closed_schema
 from daemon.api.generation.call_rules import call_rules
-from daemon.text import reasoning
-from daemon.text.tool_parsers import deepseek, generic, hermes, kimi_k2, llama3, llama4, mistral, named_call, qwen3_coder
+from daemon.text.reasoning import MARKERS
+from daemon.text.tool_parsers import (
+    deepseek,
+    gemma4,
+    generic,
+    granite,
+    hermes,
+    kimi_k2,
+    llama3,
+    llama4,
+    mistral,
+    named_call,
+    qwen3_coder,
+)
 from daemon.text.tool_parsers.call_numbers import PREFIX
 from daemon.text.tool_parsers.registry import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    GEMMA4,
     GENERIC,
     GLM45,
     GLM47,
+    GRANITE,
     HERMES,
     KIMI_K2,
     LLAMA3,
     LLAMA4_JSON,
     LLAMA4_PYTHONIC,
     QWEN3_CODER,
+    SEED_OSS,
     WITH_TEXT_VALUES,
 )
 
@@ -70,12 +85,16 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
     chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
     newer = named_call.ARGS in special
     marker = ""
-    if dialect in (HERMES, QWEN3_CODER):
-        marker = hermes.OPEN
-        body, calls = f'"\\n" tool "\\n" {_marker(hermes.CLOSE, special)}', 'call ("\\n" call)*'
+    if dialect in (HERMES, QWEN3_CODER, SEED_OSS):
+        marker, close = (qwen3_coder.SEED_OPEN, qwen3_coder.SEED_CLOSE) if dialect == SEED_OSS else (hermes.OPEN, hermes.CLOSE)
+        body, calls = f'"\\n" tool "\\n" {_marker(close, special)}', 'call ("\\n" call)*'
     elif dialect in (GLM45, GLM47):
         marker, body = hermes.OPEN, f"tool {_marker(hermes.CLOSE, special)}"
         calls = 'call ("\\n" call)*' if dialect == GLM45 else "call+"
+    elif dialect == GEMMA4:
+        marker, body, calls = gemma4.OPEN, f"tool {_marker(gemma4.CLOSE, special)}", "call+"
+    elif dialect == GRANITE:
+        marker, body, calls = granite.MARKER, f'"[" tool {_some(", ", tools.many)} "]"', "call"
     elif dialect == LLAMA3:
         body, calls = "tool", 'call ("; " call)*'
     elif dialect == LLAMA4_JSON:
@@ -103,7 +122,9 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
             f"answer: %json {with_options(json.loads(answer), SPACED)}",
         ]
     elif tools.choice == AUTO:
-        barred = qwen3_coder.FUNCTION if dialect == QWEN3_CODER else ""  # this tag begins a call even without the marker
+        barred = (
+            qwen3_coder.FUNCTION if dialect in (QWEN3_CODER, SEED_OSS) else ""
+        )  # this tag begins a call even without the marker
         if dialect in (LLAMA4_JSON, LLAMA4_PYTHONIC):
             rules += _with_llama4_text(calls, special)
         else:
@@ -212,10 +233,12 @@ def _with_llama4_text(calls: str, special: Mapping[str, str]) -> list[str]:
 def _thinking(special: Mapping[str, str]) -> tuple[str, list[str]]:
     """Returns the symbol for reasoning before a reply, and its rules; ("", []) if the model's reasoning markers are not special
     tokens."""
-    if reasoning.OPEN not in special or reasoning.CLOSE not in special:
+    markers = next((each for each in MARKERS.values() if each.tag in special and each.close in special), None)
+    if markers is None:
         return "", []
-    # the prompt may have opened the reasoning; TEXT is shared with the answer, because the lexer takes the longest match
-    return "think? ", [f"think: (TEXT? {special[reasoning.OPEN]})? TEXT? {special[reasoning.CLOSE]}"]
+    # the prompt may have opened the reasoning; TEXT is shared with the answer, because the lexer takes the longest match, and so
+    # holds the label behind the tag, too
+    return "think? ", [f"think: (TEXT? {special[markers.tag]})? TEXT? {special[markers.close]}"]
 
 
 def _escaped(marker: str) -> str:

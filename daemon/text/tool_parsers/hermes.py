@@ -9,6 +9,7 @@ from daemon.text.tool_parsers.dialect import DialectParser
 from daemon.text.tool_parsers.pieces import Piece
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OTHER_TAGS = ("<tool_calls>", "<invoke")  # of dialects that are not known here, whose templates have OPEN as well
 
 
 class HermesParser(DialectParser):

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from daemon.text.tool_parsers.python_value import PythonValue
+
 STRING = frozenset({"string"})
 ANY = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # Python's words that models write in place of JSON's
@@ -73,16 +75,23 @@ def referred(schema: dict[str, Any], root: Mapping[str, Any]) -> Any:
 
 def as_json(text: str, types: frozenset[str]) -> str:
     """Returns the text of a parameter's value as JSON: unchanged if it is JSON of one of the types, or of any type where the value
-    may not be a string; otherwise as a JSON string, with the quotes that it may contain. types: the JSON types that the value may
-    have."""
+    may not be a string; converted if it is a list or dict of Python there; otherwise as a JSON string, with the quotes that it may
+    contain. types: the JSON types that the value may have."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     try:
         found = _types_of_value(msgspec.json.decode(bare))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return ("" if "string" in types else _from_python(bare)) or json.dumps(text, ensure_ascii=False)
     is_value = types == ANY if found == STRING else bool(found & types) or "string" not in types
     return bare if is_value else json.dumps(text, ensure_ascii=False)
+
+
+def _from_python(text: str) -> str:
+    """Returns a list or dict in Python's syntax as JSON; "" if the text is none. Seed-OSS's template writes such values so."""
+    value, written = PythonValue(), list[str]()
+    is_whole = text[:1] in ("[", "{") and value.feed(text, 0, written) == len(text) and value.done
+    return "".join(written) if is_whole else ""
 
 
 def _types_of_value(value: Any) -> frozenset[str]:

@@ -118,7 +118,7 @@ class PythonValue:
         assert match is not None
         self._scalar.append(match[0])
         if match.end() < len(text):
-            written = _scalar_as_json("".join(self._scalar))
+            written = scalar_as_json("".join(self._scalar))
             self._scalar.clear()
             self.bad = written is None
             if written is not None:
@@ -210,7 +210,7 @@ def _named_character(name: str) -> str | None:
         return None
 
 
-def _scalar_as_json(word: str) -> str | None:
+def scalar_as_json(word: str) -> str | None:
     """Returns a number, or one of the words True, False, None, true, false and null, as JSON; None if `word` is no such literal, or
     the number is not finite."""
     if word in _WORDS:

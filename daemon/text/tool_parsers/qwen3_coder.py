@@ -1,5 +1,6 @@
 """The dialect of Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`, any number of
-calls, with text between them. A line break on either side of a value is no part of it.
+calls, with text between them. A line break on either side of a value is no part of it. Seed-OSS writes `<seed:tool_call>` around
+the same.
 
 Values are plain text; the tool's schema says what they are in JSON.
 """
@@ -15,6 +16,7 @@ from daemon.text.tool_parsers.parameter_types import ParameterTypes
 from daemon.text.tool_parsers.pieces import Piece
 from daemon.text.tool_parsers.text_call import MOST_KEY, TextCall, types_by_tool
 
+SEED_OPEN, SEED_CLOSE = "<seed:tool_call>", "</seed:tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 
@@ -23,7 +25,7 @@ _TAG, _NAME, _KEY = range(3)  # what is expected next outside of values
 
 class _FunctionCall(TextCall):
     """Reads a call of Qwen3-Coder's dialect, from `<function=` to `</function>`. tools: the parameter types of the offered tools.
-    names: the function names that count as calls, if no `<tool_call>` came before; None: any name."""
+    names: the function names that count as calls, if no tag of a call came before; None: any name."""
 
     end_value = END_PARAMETER
     has_lines = True
@@ -68,13 +70,13 @@ class _FunctionCall(TextCall):
 
 class Qwen3CoderParser(DialectParser):
     """Parses replies in Qwen3-Coder's dialect. names: the offered tools. Without `<tool_call>`, which these models sometimes leave
-    out, only calls of these tools count. schemas: the schema of each tool's parameters, as JSON, in the order of `names`."""
+    out, only calls of these tools count. schemas: the schema of each tool's parameters, as JSON, in the order of `names`. tags:
+    what stands before and after a call."""
 
-    marker = OPEN
-    markers = (OPEN, FUNCTION)
-
-    def __init__(self, names: Sequence[str], schemas: Sequence[bytes]) -> None:
+    def __init__(self, names: Sequence[str], schemas: Sequence[bytes], tags: tuple[str, str] = (OPEN, CLOSE)) -> None:
         super().__init__()
+        self.marker, self._close = tags
+        self.markers = (self.marker, FUNCTION)
         self._names = frozenset(names)
         self._types = types_by_tool(names, schemas)
 
@@ -88,4 +90,4 @@ class Qwen3CoderParser(DialectParser):
         self.begin(_FunctionCall(self.num_calls, self.lead, self._types, None))
 
     def after(self, text: str, at: int, out: list[Piece]) -> int:
-        return self.closed(CLOSE, text, at)
+        return self.closed(self._close, text, at)

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 
 from daemon.text.tool_parsers import (
     deepseek,
+    gemma4,
+    gemma_value,
     generic,
     glm,
+    granite,
     harmony,
     hermes,
     kimi_k2,
@@ -23,17 +26,19 @@ from daemon.text.tool_parsers import (
 from daemon.text.tool_parsers.pieces import ToolParser
 
 HARMONY, HERMES, LLAMA3, MISTRAL, NONE = "harmony", "hermes", "llama3", "mistral", "none"
-QWEN3_CODER = "qwen3_coder"
+QWEN3_CODER, SEED_OSS = "qwen3_coder", "seed_oss"  # one parser reads both, between different tags
+GEMMA4, GRANITE = "gemma4", "granite"
 DEEPSEEK_V3, DEEPSEEK_V31 = "deepseek_v3", "deepseek_v31"  # one parser reads both
 GLM45, GLM47 = "glm45", "glm47"  # one parser reads both
 KIMI_K2 = "kimi_k2"
 LLAMA4_JSON, LLAMA4_PYTHONIC = "llama4_json", "llama4_pythonic"  # one parser reads both
 GENERIC = "generic"  # not a model's own dialect: used for forced calls of models whose dialect is NONE
-THINK = "think"
-# texts that are shown to the parsers even if they are special tokens
+# texts that are shown to the parsers of calls even if they are special tokens
 MARKERS = frozenset(
     [
-        *(hermes.OPEN, hermes.CLOSE, llama3.PYTHON_TAG, mistral.MARKER, named_call.ARGS, named_call.CALL_ID, "<think>", "</think>"),
+        *(hermes.OPEN, hermes.CLOSE, llama3.PYTHON_TAG, mistral.MARKER, named_call.ARGS, named_call.CALL_ID, granite.MARKER),
+        *(gemma4.OPEN, gemma4.CLOSE, gemma_value.QUOTE),
+        *(qwen3_coder.SEED_OPEN, qwen3_coder.SEED_CLOSE),
         *(deepseek.OPEN, deepseek.CLOSE, deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END),
         *(glm.KEY, glm.END_KEY, glm.VALUE, glm.END_VALUE),
         *(llama4.START, llama4.END),
@@ -41,7 +46,7 @@ MARKERS = frozenset(
     ]
 )
 # dialects whose arguments are not a JSON object; they cannot express every schema
-WITH_TEXT_VALUES = frozenset([GLM45, GLM47, LLAMA4_PYTHONIC, QWEN3_CODER])
+WITH_TEXT_VALUES = frozenset([GEMMA4, GLM45, GLM47, LLAMA4_PYTHONIC, QWEN3_CODER, SEED_OSS])
 # dialects without a marker: a reply that begins like a call may also be an answer in JSON
 WITHOUT_MARKER = frozenset([LLAMA3, LLAMA4_JSON, LLAMA4_PYTHONIC])
 # dialect -> a marker of calls that also ends the reasoning, because the model sometimes leaves out </think> before it
@@ -62,14 +67,18 @@ def detect_tools(template: str, model_type: str) -> str:
     """Returns the name of the dialect in which a model calls tools; NONE if its chat template shows the model no tools, or the
     dialect has no parser here. template: the chat template's Jinja text. model_type: that of config.json, which decides where the
     template does not."""
+    if deepseek.OPEN in template:  # which may show the model no tools: then they are told by daemon/text/deepseek_tools.py
+        return DEEPSEEK_V3 if deepseek.JSON_FENCE in template else DEEPSEEK_V31
     if "tools" not in template:
         return NONE
-    if qwen3_coder.FUNCTION in template:  # this tag without the one of parameters belongs to a dialect that is not known here
-        return QWEN3_CODER if qwen3_coder.PARAMETER in template else NONE
+    if qwen3_coder.FUNCTION in template:  # this tag without the others belongs to a dialect that is not known here
+        if qwen3_coder.PARAMETER not in template:
+            return NONE
+        return SEED_OSS if qwen3_coder.SEED_OPEN in template else QWEN3_CODER if hermes.OPEN in template else NONE
     if harmony.speaks_harmony(template):
         return HARMONY
-    if deepseek.OPEN in template:
-        return DEEPSEEK_V3 if deepseek.JSON_FENCE in template else DEEPSEEK_V31
+    if gemma4.OPEN in template:
+        return GEMMA4
     if kimi_k2.OPEN in template:
         return KIMI_K2
     if glm.KEY in template:
@@ -79,7 +88,9 @@ def detect_tools(template: str, model_type: str) -> str:
     if mistral.MARKER in template:
         return MISTRAL
     if hermes.OPEN in template:
-        return HERMES
+        return NONE if any(tag in template for tag in hermes.OTHER_TAGS) else HERMES
+    if granite.MARKER in template:
+        return GRANITE
     if llama4.asks_for_lists(template):
         return LLAMA4_PYTHONIC
     if llama4.is_llama4(template):
@@ -87,12 +98,6 @@ def detect_tools(template: str, model_type: str) -> str:
     if llama3.PYTHON_TAG in template:
         return LLAMA3
     return _FAMILIES.get(model_type, NONE)
-
-
-def detect_reasoning(template: str) -> str:
-    if harmony.speaks_harmony(template):
-        return HARMONY
-    return THINK if "</think>" in template or "<think>" in template else NONE
 
 
 def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = ()) -> ToolParser:
@@ -107,6 +112,12 @@ def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = (
         return deepseek.DeepSeekParser()
     if dialect == QWEN3_CODER:
         return qwen3_coder.Qwen3CoderParser(names, schemas)
+    if dialect == SEED_OSS:
+        return qwen3_coder.Qwen3CoderParser(names, schemas, (qwen3_coder.SEED_OPEN, qwen3_coder.SEED_CLOSE))
+    if dialect == GEMMA4:
+        return gemma4.Gemma4Parser()
+    if dialect == GRANITE:
+        return granite.GraniteParser()
     if dialect in (GLM45, GLM47):
         return glm.GlmParser(names, schemas)
     if dialect == KIMI_K2:

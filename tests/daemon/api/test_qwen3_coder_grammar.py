@@ -1,4 +1,4 @@
-"""What forced and strict tools let a model write in Qwen3-Coder's dialect."""
+"""What forced and strict tools let a model write in Qwen3-Coder's dialect, and in Seed-OSS's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from daemon.api.bodies.tools import AUTO, NAMED, REQUIRED, ToolRequest
 from daemon.api.generation.call_rules import inexpressible
 from daemon.api.generation.tool_grammar import argument_schemas
 from daemon.text.reply_parser import ReplyParser, parse_whole
-from daemon.text.tool_parsers.registry import QWEN3_CODER, tool_parser
+from daemon.text.tool_parsers.registry import QWEN3_CODER, SEED_OSS, tool_parser
 from tests.daemon.api.fakes import entry, serve, text_script
 from tests.daemon.api.test_tool_grammar import Vocabulary
 from tests.daemon.api.test_tools import ask, calls_of, put_together, stream
+from tests.daemon.text.test_qwen3_coder import seeded
 
 EDIT: dict[str, Any] = {
     "type": "object",
@@ -30,6 +31,7 @@ EDIT: dict[str, Any] = {
     "$defs": {"line": {"type": "integer", "minimum": 1, "maximum": 99}},
 }
 SCHEMAS = [json.dumps(EDIT).encode(), b'{"type": "object"}', b"{}"]
+SEEDS = Vocabulary(["<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"])
 PLAIN, SPECIAL = Vocabulary([]), Vocabulary(["<tool_call>", "</tool_call>"])
 
 
@@ -73,6 +75,19 @@ def test_calls_follow_their_schemas(words: Vocabulary) -> None:
     for text in (f"Hello {BAD[0]}", BAD[0].removeprefix("<tool_call>\n"), f"a <function=b>{GOOD}"):
         assert not words.takes(QWEN3_CODER, request(AUTO), text), text
     assert words.takes(QWEN3_CODER, request(AUTO, strict=False), BAD[0])
+
+
+@pytest.mark.parametrize("words", [PLAIN, SEEDS])
+def test_seed_oss(words: Vocabulary) -> None:
+    for tools in (request(), request(AUTO)):
+        for text in (GOOD, FULL, call("nothing"), f"{GOOD}\n{FULL}"):
+            assert words.takes(SEED_OSS, tools, seeded(text)), seeded(text)
+        for text in BAD:
+            assert not words.takes(SEED_OSS, tools, seeded(text)), seeded(text)
+    assert words.takes(SEED_OSS, request(AUTO), f"Hello <b>{seeded(GOOD)} and {seeded(FULL)}.")
+    draws_calls(SEED_OSS, words)
+    if words is SEEDS:
+        assert words.takes(SEED_OSS, request(AUTO), f"<seed:think>hm</seed:think>{seeded(GOOD)}")
 
 
 def draws_calls(dialect: str, words: Vocabulary) -> None:

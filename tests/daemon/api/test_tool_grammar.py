@@ -15,7 +15,17 @@ from daemon.api.generation.tool_grammar import argument_schemas, tool_grammar
 from daemon.errors import BadRequest
 from daemon.text.reply_parser import ReplyParser, parse_whole
 from daemon.text.tool_parsers import deepseek, kimi_k2
-from daemon.text.tool_parsers.registry import DEEPSEEK_V3, DEEPSEEK_V31, GENERIC, HERMES, KIMI_K2, LLAMA3, MISTRAL, tool_parser
+from daemon.text.tool_parsers.registry import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GENERIC,
+    GRANITE,
+    HERMES,
+    KIMI_K2,
+    LLAMA3,
+    MISTRAL,
+    tool_parser,
+)
 from engine.grammar.compile import compile_grammar
 from tests.daemon.text.test_reply_parser import fenced, numbered, separated
 from tests.daemon.text.tokenizers_made import byte_level
@@ -55,6 +65,8 @@ def written(dialect: str, *calls: tuple[str, str]) -> str:
         return "; ".join(each.replace('"arguments"', '"parameters"') for each in objects)
     if dialect == MISTRAL:
         return f"[TOOL_CALLS] [{', '.join(objects)}]"
+    if dialect == GRANITE:
+        return f"<|tool_call|>[{', '.join(objects)}]"
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
 
 
@@ -100,10 +112,11 @@ PLAIN = Vocabulary([])
 SPECIAL = Vocabulary(MARKERS)
 OLDER = Vocabulary(["[TOOL_CALLS]"])
 SEEK = Vocabulary(["<think>", "</think>", *DEEPSEEK])
+GRANITES = Vocabulary(["<think>", "</think>", "<|tool_call|>"])
 KIMIS = Vocabulary(["<think>", "</think>", *KIMI])
 CASES: list[tuple[str, Vocabulary]] = [
     (HERMES, PLAIN), (HERMES, SPECIAL), (LLAMA3, PLAIN), (LLAMA3, SPECIAL), (MISTRAL, PLAIN), (MISTRAL, OLDER), (NEWER, SPECIAL),
-    (DEEPSEEK_V3, SEEK), (DEEPSEEK_V31, SEEK), (KIMI_K2, KIMIS), (KIMI_K2, PLAIN),
+    (DEEPSEEK_V3, SEEK), (DEEPSEEK_V31, SEEK), (GRANITE, PLAIN), (GRANITE, GRANITES), (KIMI_K2, KIMIS), (KIMI_K2, PLAIN),
 ]  # fmt: skip
 FORCED = [*CASES, (GENERIC, PLAIN), (GENERIC, SPECIAL)]  # nobody is free to call in that one
 WEATHER, SEARCH = ("get_weather", GOOD), ("search", '{"q":[1,{}]}')

@@ -9,7 +9,8 @@ import pytest
 
 from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.job_parts import rendered
-from daemon.text.tool_parsers.registry import KIMI_K2, NONE, THINK
+from daemon.text.reasoning import THINK
+from daemon.text.tool_parsers.registry import KIMI_K2, NONE
 from tests.daemon.text.test_reply_parser import numbered
 from tests.daemon.text.tokenizers_made import byte_level, checkpoint
 

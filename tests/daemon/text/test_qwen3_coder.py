@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from daemon.text.reply_parser import Reply, ReplyParser, parse_whole
 from daemon.text.tool_parsers.pieces import ARGUMENTS, CONTENT
-from daemon.text.tool_parsers.registry import NONE, QWEN3_CODER, detect_tools, tool_parser
+from daemon.text.tool_parsers.registry import NONE, QWEN3_CODER, SEED_OSS, detect_tools, tool_parser
 from tests.daemon.text.test_reply_parser import in_pieces, split
 
 SCHEMA = {
@@ -76,6 +77,12 @@ REPLIES: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+def seeded(text: str) -> str:
+    """Returns a reply in Qwen3-Coder's dialect as Seed-OSS writes it: with other tags, and values without line breaks."""
+    text = text.replace("<tool_call>", "<seed:tool_call>").replace("</tool_call>", "</seed:tool_call>")
+    return re.sub(r"(<parameter=[^>\n]*>)\n((?s:.*?))\n</parameter>", r"\1\2</parameter>", text)
+
+
 def reads_in_every_cut(parser: Callable[[], ReplyParser], text: str, content: str, calls: list[Any]) -> None:
     """Asserts what a reply is read as, and that it is read alike whole, in any two parts and character by character."""
     reply = parse_whole(parser(), text, cut=False)
@@ -116,6 +123,24 @@ def test_a_reply_in_every_cut(name):
 @given(st.sampled_from(sorted(REPLIES)), st.booleans(), st.data())
 def test_damaged_text_gives_the_same_in_any_cuts_and_loses_nothing(name, cut, data):
     reads_damaged(parser, REPLIES[name][0], ["", "<", ">", "\n", "</parameter>", OPEN, "é"], cut, data)
+
+
+SEEDED = ("one", "two and text", "no parameters", "values as JSON", "values as Python", "unknown tool", "no opening marker")
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_seed_oss(name):
+    schemas = [json.dumps(SCHEMA).encode(), b"{}"]
+    text, content, calls = REPLIES[name]
+    reads_in_every_cut(
+        lambda: ReplyParser(tool_parser(SEED_OSS, ["edit", "search"], schemas), None), seeded(text), seeded(content), calls
+    )
+
+
+def test_a_dict_of_python_is_read_where_no_string_may_be():
+    text = edit(deep="[1, 'a', None]", any="{'x': 1}", line="[")
+    calls = parse_whole(parser(), text, cut=False).calls
+    assert [json.loads(arguments) for _, arguments in calls] == [{"deep": [1, "a", None], "any": "{'x': 1}", "line": "["}]
 
 
 def test_a_strings_text_streams():

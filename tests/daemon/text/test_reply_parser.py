@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.text.reasoning import ReasoningSplitter, reasoning_end
+from daemon.text.reasoning import MARKERS, THINK, ReasoningSplitter, detect_reasoning, reasoning_end
 from daemon.text.reply_parser import Reply, ReplyParser, parse_whole
 from daemon.text.tool_parsers.call_numbers import CallNumbers
 from daemon.text.tool_parsers.json_value import JsonValue
@@ -19,15 +19,18 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, C
 from daemon.text.tool_parsers.registry import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    GEMMA4,
     GENERIC,
     GLM45,
     GLM47,
+    GRANITE,
     HERMES,
     KIMI_K2,
     LLAMA3,
     MISTRAL,
     NONE,
-    detect_reasoning,
+    QWEN3_CODER,
+    SEED_OSS,
     detect_tools,
     id_of_call,
     tool_parser,
@@ -126,6 +129,13 @@ REPLIES = {
     "llama3 somebody's name": (LLAMA3, '{"name": "Bob", "parameters": {}}', Reply('{"name": "Bob", "parameters": {}}')),
     "llama3 json later": (LLAMA3, f"Use {call('search', '{}')}", Reply(f"Use {call('search', '{}')}")),
     "llama3 text behind": (LLAMA3, f"{call(*ONE[0])}; so", Reply("; so", calls=ONE)),
+    "granite": (GRANITE, f"<|tool_call|>[{call(*ONE[0])}]", Reply(calls=ONE)),
+    "granite two": (GRANITE, f"<|tool_call|> [{call(*TWO[0])}, {call(*TWO[1])}]", Reply(calls=TWO)),
+    "granite text": (GRANITE, f"Right. <|tool_call|>[{call(*ONE[0])}] Done", Reply("Right. Done", calls=ONE)),
+    "granite object": (GRANITE, f"<|tool_call|>{call(*ONE[0])}", Reply(calls=ONE)),
+    "granite unclosed": (GRANITE, f"<|tool_call|>[{call(*ONE[0])}", Reply(calls=ONE)),
+    "granite a name": (GRANITE, "<|tool_call|>search{}", None),
+    "granite no json": (GRANITE, "<|tool_call|>[search]", None),
     "mistral": (MISTRAL, f"[TOOL_CALLS] [{call(*ONE[0])}]", Reply(calls=ONE)),
     "mistral two": (MISTRAL, f"[TOOL_CALLS][{call(*TWO[0])}, {call(*TWO[1])[:-1]}, \"id\": \"abcdefghi\"}}]", Reply(calls=TWO)),
     "mistral text": (MISTRAL, f"Right. [TOOL_CALLS] [{call(*ONE[0])}] Done", Reply("Right. Done", calls=ONE)),
@@ -251,7 +261,7 @@ def test_any_cuts_give_the_same(name, reasoning, cut, data):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([DEEPSEEK_V3, DEEPSEEK_V31, HERMES, KIMI_K2, LLAMA3, MISTRAL, GENERIC]), st.data())
+@given(st.sampled_from([DEEPSEEK_V3, DEEPSEEK_V31, GRANITE, HERMES, KIMI_K2, LLAMA3, MISTRAL, GENERIC]), st.data())
 def test_damaged_text_gives_the_same_in_any_cuts_and_loses_nothing(dialect, data):
     _, text, _ = REPLIES[data.draw(st.sampled_from([name for name in sorted(REPLIES) if REPLIES[name][0] == dialect]))]
     at, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
@@ -360,12 +370,12 @@ def test_a_section_of_calls_ends_the_reasoning(opened, text, reasoning, content)
     """Kimi K2 Thinking leaves </think> out before its calls at times."""
     marker = "<|tool_calls_section_begin|>"
     for parts in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
-        reading = ReplyParser(tool_parser(KIMI_K2, NAMES), ReasoningSplitter(opened, marker))
+        reading = ReplyParser(tool_parser(KIMI_K2, NAMES), ReasoningSplitter(opened, MARKERS[THINK], marker))
         pieces = in_pieces(reading, parts)
         assert [piece.text for piece in pieces if piece.kind == REASONING] == [reasoning]
         assert "".join(piece.text for piece in pieces if piece.kind == CONTENT) == content
         assert [piece.text for piece in pieces if piece.kind == CALL] == ["search"]
-    assert text[: reasoning_end(text, marker)].endswith("so")
+    assert text[: reasoning_end(text, MARKERS[THINK].close, marker)].endswith("so")
 
 
 def values() -> st.SearchStrategy[object]:
@@ -413,6 +423,14 @@ def test_what_pythons_reader_refuses_is_refused(value, rng, insert, data):
     [
         ("{% if tools %}<tool_call>", "qwen2", HERMES),
         ("{% if tools %}<tool_call>\n<function=x>", "qwen3", NONE),
+        ("{% if tools %}<tool_call>\n<function=x>\n<parameter=", "qwen3", QWEN3_CODER),
+        ("{% if tools %}<other:tool_call>\n<function=x>\n<parameter=", "qwen3", NONE),
+        ("{% if tools %}<seed:tool_call>\n<function=x>\n<parameter=", "seed_oss", SEED_OSS),
+        ("{% if tools %}<tool_call>\n<invoke name=", "other", NONE),
+        ("{% if tools %}<tool_calls>[{<tool_call>", "other", NONE),
+        ("{% if tools %}{{ '<|tool_call>call:' }}", "gemma4", GEMMA4),
+        ("{% if tools %}write <|tool_call|> and a list", "granite", GRANITE),
+        ("{{ '<｜tool▁calls▁begin｜>' }}", "deepseek_v3", DEEPSEEK_V31),
         ("{% if tools %}{{ '<|python_tag|>' }}", "llama", LLAMA3),
         ("{% if tools %}<｜tool▁calls▁begin｜>\n```json", "qwen3", DEEPSEEK_V3),
         ("{% if tools %}<｜tool▁calls▁begin｜>", "qwen3", DEEPSEEK_V31),
@@ -433,6 +451,21 @@ def test_the_template_tells_the_dialect(template, model_type, dialect):
 def test_the_template_tells_whether_a_model_reasons():
     assert detect_reasoning("{{ content.split('</think>') }}") == "think"
     assert detect_reasoning("{{ messages }}") == NONE
+    assert detect_reasoning("[THINK] hm [/THINK]") == "mistral"
+    assert detect_reasoning("{{ '<seed:think>' }}") == "seed_oss"
+    assert detect_reasoning("{{ '<|channel>thought' }}") == "gemma4"
+
+
+@pytest.mark.parametrize("name", MARKERS)
+def test_each_dialect_of_reasoning(name):
+    markers = MARKERS[name]
+    text = f"{markers.open}\nso </ [ it <\n\nis {markers.close}\n\nYes {markers.close}"
+    for parts in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
+        pieces = in_pieces(ReplyParser(None, ReasoningSplitter(False, markers)), parts)
+        assert pieces == [Piece(REASONING, "so </ [ it <\n\nis"), Piece(CONTENT, f"Yes {markers.close}")]
+    opened = in_pieces(ReplyParser(None, ReasoningSplitter(True, markers)), [text.removeprefix(markers.open)])
+    assert [piece.kind for piece in opened] == [REASONING, CONTENT]
+    assert text[: reasoning_end(text, markers.close)].endswith("is")
 
 
 def test_call_ids():

@@ -14,9 +14,10 @@ from config.load import REASONING_PARSERS, TOOL_PARSERS
 from daemon.process.long_tasks import LongTasks
 from daemon.text.detokenizer import decode
 from daemon.text.jobs import TextFacts
+from daemon.text.reasoning import MARKERS, THINK
 from daemon.text.service import TextService
 from daemon.text.token_table import MarkedTable
-from daemon.text.tool_parsers.registry import GLM45, HARMONY, HERMES, LLAMA3, MISTRAL, NONE, THINK, tool_parser
+from daemon.text.tool_parsers.registry import GLM45, HARMONY, HERMES, LLAMA3, MISTRAL, NONE, tool_parser
 from tests.daemon.api.fakes import entry
 from tests.daemon.text.tokenizers_made import byte_level, checkpoint
 
@@ -181,4 +182,4 @@ def test_every_setting_has_its_parser():
     for dialect in TOOL_PARSERS:
         if dialect != NONE:
             assert tool_parser(dialect, []).end(cut=False) == []
-    assert REASONING_PARSERS == (HARMONY, THINK, NONE)
+    assert set(REASONING_PARSERS) == {HARMONY, NONE, *MARKERS}

@@ -1,0 +1,68 @@
+"""The base class of parsers for dialects whose calls are JSON objects in a list: MARKER `[{"name": …, "arguments": {…}}, …]`."""
+
+from __future__ import annotations
+
+from daemon.text.tool_parsers.call import Call, CallObject
+from daemon.text.tool_parsers.dialect import DialectParser
+from daemon.text.tool_parsers.pieces import Piece
+
+
+class ListParser(DialectParser):
+    """Parses replies with a list of calls, or a single call without its brackets, behind `marker`, which subclasses define."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_list = False
+
+    def opened(self) -> None:
+        self.mode = self._opened
+
+    def gave_up(self) -> None:
+        self._in_list = False
+
+    def other_call(self) -> Call | None:
+        """Returns the object that reads a call which begins with neither a bracket nor a brace; None in dialects without such
+        calls."""
+        return None
+
+    def _opened(self, text: str, at: int, out: list[Piece]) -> int:
+        at = self.skip_spaces(text, at)
+        if at == len(text):
+            return at
+        if text[at] == "[":
+            self.lead += "["
+            self._in_list, self.mode = True, self._item
+            return at + 1
+        call = CallObject(self.num_calls, self.lead) if text[at] == "{" else self.other_call()
+        if call is None:
+            self.no_call()
+        else:
+            self.begin(call)
+        return at
+
+    def _item(self, text: str, at: int, out: list[Piece]) -> int:
+        at = self.skip_spaces(text, at)
+        if at < len(text):
+            if text[at] == "{":
+                self.begin(CallObject(self.num_calls, self.lead))
+            else:
+                self._in_list = False
+                self.no_call()
+        return at
+
+    def after(self, text: str, at: int, out: list[Piece]) -> int:
+        if not self._in_list:
+            self.mode = self.content
+            return at
+        at = self.skip_spaces(text, at)
+        if at == len(text):
+            return at
+        if text[at] == ",":
+            self.lead += ","
+            self.mode = self._item
+            return at + 1
+        self._in_list, self.mode = False, self.content
+        if text[at] == "]":
+            self.lead = ""
+            return at + 1
+        return at
