@@ -43,6 +43,15 @@ class Message(Struct, omit_defaults=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
+    audio: Any = None  # a spoken answer of OpenAI's models
+    function_call: Any = None  # what came before tool_calls in OpenAI's API
+
+
+# fields of a message that would be lost in the prompt -> what the error says
+_REFUSED_FIELDS = {
+    "audio": "is not supported, only text is",
+    "function_call": "is not supported; tool_calls, and a message of the role tool for the result, are",
+}
 
 
 def hold_calls(messages: list[Message]) -> bool:
@@ -68,6 +77,9 @@ def pack_messages(messages: list[Message]) -> bytes:
         where = f"messages[{at}]"
         if message.role not in _ROLES:
             raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(_ROLES))}")
+        for name, why in _REFUSED_FIELDS.items():
+            if getattr(message, name) is not None:
+                raise BadRequest("unsupported_parameter", f"{where}.{name} {why}", param=f"{where}.{name}")
         content = content_of(message, where)
         if content is None and message.role != "assistant":
             raise invalid(f"{where}.content", f"{where}.content is missing")

@@ -100,3 +100,17 @@ async def test_parts_that_are_no_text_are_refused_by_path_and_type(node, http):
                         assert check_error(answer.status, told, where)["code"] == "unsupported_parameter"
         async with http.post(path, json={"model": "tiny", **made({"type": "text", "text": "A word."})}) as answer:
             assert answer.status == 200, (path, await answer.text())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_a_spoken_answer_and_a_call_of_the_old_form_are_refused_by_name(node, http, path):
+    for name, value in (("audio", {"id": "audio_1"}), ("function_call", {"name": "f", "arguments": "{}"})):
+        for given, status in ((value, 400), (None, 200)):
+            messages = [ASKED, {"role": "assistant", "content": "Hm.", name: given}, ASKED]
+            async with http.post(path, json={"model": "tiny", "messages": messages}) as answer:
+                told = await answer.text()
+                assert answer.status == status, told
+                if status == 400:
+                    error = check_error(answer.status, told, f"messages[1].{name}")
+                    assert error["code"] == "unsupported_parameter"
+                    assert error["message"].startswith(f"messages[1].{name} is not supported")
