@@ -42,6 +42,7 @@ QUANTIZATIONS = ("int8", "none")
 RESIDENT_FORMS = ("plain", "packed")
 KV_CACHE_DTYPES = ("auto", "fp8")
 TOOL_PARSERS = (
+    "command",
     "deepseek_v3",
     "deepseek_v31",
     "gemma4",
@@ -59,7 +60,7 @@ TOOL_PARSERS = (
     "seed_oss",
     "none",
 )
-REASONING_PARSERS = ("gemma4", "harmony", "mistral", "seed_oss", "think", "none")
+REASONING_PARSERS = ("command", "gemma4", "harmony", "mistral", "seed_oss", "think", "none")
 _PATHS = (
     *("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file"),
     *("tls_certificate", "tls_key", "tls_client_ca"),

@@ -209,16 +209,16 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_parser: Annotated[
         str | None,
         key(
-            "how it writes tool calls: deepseek_v3, deepseek_v31, gemma4, glm45, glm47, granite, harmony, hermes, kimi_k2, llama3, "
-            "llama4_json, llama4_pythonic, mistral, qwen3_coder, seed_oss or none; default: told by the template",
+            "how it writes tool calls: command, deepseek_v3, deepseek_v31, gemma4, glm45, glm47, granite, harmony, hermes, "
+            "kimi_k2, llama3, llama4_json, llama4_pythonic, mistral, qwen3_coder, seed_oss or none; default: told by the template",
             reload=LIVE,
         ),
     ] = None
     reasoning_parser: Annotated[
         str | None,
         key(
-            "what becomes reasoning_content: think, `<think>…</think>`; gemma4, mistral and seed_oss, what these write in its "
-            "place; harmony, gpt-oss's analysis; or none; default: told by the template",
+            "what becomes reasoning_content: think, `<think>…</think>`; command, gemma4, mistral and seed_oss, what these write in "
+            "its place; harmony, gpt-oss's analysis; or none; default: told by the template",
             reload=LIVE,
         ),
     ] = None

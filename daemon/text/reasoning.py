@@ -11,21 +11,28 @@ from daemon.text.tool_parsers.registry import HARMONY, NONE
 
 class Markers(NamedTuple):
     """The texts around a reply's reasoning, as a model writes them. tag: the first one, up to its end as a special token. close:
-    the last one. label: plain text that belongs to the first one, behind its tag."""
+    the last one. label: plain text that belongs to the first one, behind its tag. answer: texts around the answer, which are no
+    part of it and do not show; where they are special tokens, they do not come at all."""
 
     tag: str
     close: str
     label: str = ""
+    answer: tuple[str, ...] = ()
 
     @property
     def open(self) -> str:
         return self.tag + self.label
 
 
-THINK, GEMMA4, MISTRAL, SEED_OSS = "think", "gemma4", "mistral", "seed_oss"
+THINK, COMMAND, GEMMA4, MISTRAL, SEED_OSS = "think", "command", "gemma4", "mistral", "seed_oss"
 # name of a dialect of reasoning -> its markers
 MARKERS = {
     THINK: Markers("<think>", "</think>"),
+    COMMAND: Markers(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
     GEMMA4: Markers("<|channel>", "<channel|>", label="thought\n"),
     MISTRAL: Markers("[THINK]", "[/THINK]"),
     SEED_OSS: Markers("<seed:think>", "</seed:think>"),
@@ -59,10 +66,11 @@ class ReasoningSplitter:
     around its reasoning. call_marker: a marker of tool calls that ends the reasoning as the closing marker does, and is part of the
     answer; "" for none."""
 
-    __slots__ = ("_close", "_held", "_markers", "_open", "_spaces", "_state")
+    __slots__ = ("_around", "_close", "_held", "_held_answer", "_markers", "_open", "_spaces", "_state")
 
     def __init__(self, opened: bool, markers: Markers = MARKERS[THINK], call_marker: str = "") -> None:
-        self._open, self._close = markers.open, markers.close
+        self._open, self._close, self._around = markers.open, markers.close, markers.answer
+        self._held_answer = ""  # the end of the answer so far, if it may be the start of a text around it
         self._markers = (self._close, call_marker) if call_marker else (self._close,)  # the markers that end the reasoning
         self._state = _OPENED if opened else _BEFORE
         self._held = ""  # the end of the text so far, if it may be the start of a marker
@@ -71,10 +79,15 @@ class ReasoningSplitter:
     @property
     def is_through(self) -> bool:
         """Returns whether all text from here on is the answer."""
-        return self._state == _ANSWER
+        return self._state == _ANSWER and not self._around
 
     def add(self, text: str) -> tuple[str, str]:
         """Takes the next text of the reply and returns the (reasoning, answer) that may be sent now."""
+        reasoning, answer = self._split(text)
+        return reasoning, self._bare(answer) if self._around else answer
+
+    def _split(self, text: str) -> tuple[str, str]:
+        """Does what `add` does, but leaves the texts around the answer in it."""
         if self._state == _ANSWER:
             return "", text
         text, self._held = self._held + text, ""
@@ -94,7 +107,22 @@ class ReasoningSplitter:
         held, self._held = self._held, ""
         if self._state == _BEFORE:
             return "", "".join(self._spaces) + held
+        if self._state == _ANSWER:
+            return "", self._held_answer
         return ("".join(self._spaces) + held if held else ""), ""
+
+    def _bare(self, answer: str) -> str:
+        """Returns the answer's next text without the texts around the answer."""
+        answer, self._held_answer = self._held_answer + answer, ""
+        parts, at = [], 0
+        while at < len(answer):
+            found, is_whole, marker = find_first_marker(answer, at, self._around)
+            parts.append(answer[at:found])
+            if not is_whole:
+                self._held_answer = answer[found:]
+                break
+            at = found + len(marker)
+        return "".join(parts)
 
     def _before(self, text: str) -> str:
         """Looks for the opening marker at the start of the reply, and begins the reasoning if it is there. Returns the text after

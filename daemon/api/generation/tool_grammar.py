@@ -16,6 +16,7 @@ from daemon.api.generation import closed_schema
 from daemon.api.generation.call_rules import call_rules
 from daemon.text.reasoning import MARKERS
 from daemon.text.tool_parsers import (
+    command,
     deepseek,
     gemma4,
     generic,
@@ -30,6 +31,7 @@ from daemon.text.tool_parsers import (
 )
 from daemon.text.tool_parsers.call_numbers import PREFIX
 from daemon.text.tool_parsers.registry import (
+    COMMAND,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GEMMA4,
@@ -91,6 +93,10 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
     elif dialect in (GLM45, GLM47):
         marker, body = hermes.OPEN, f"tool {_marker(hermes.CLOSE, special)}"
         calls = 'call ("\\n" call)*' if dialect == GLM45 else "call+"
+    elif dialect == COMMAND:
+        marker, calls = command.OPEN, "call"
+        more = _some(command.BETWEEN, tools.many)
+        body = f"{json.dumps(command.BEFORE)} tool {more} {json.dumps(command.BEHIND)} {_marker(command.CLOSE, special)}"
     elif dialect == GEMMA4:
         marker, body, calls = gemma4.OPEN, f"tool {_marker(gemma4.CLOSE, special)}", "call+"
     elif dialect == GRANITE:
@@ -138,6 +144,10 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
             continue
         if marker == deepseek.OPEN:
             written = _in_deepseek(tools.names[at], f"args_{at}", dialect, special)
+        elif dialect == COMMAND:
+            number = json.dumps('{"tool_call_id": "')  # the model chooses it, because it counts the calls
+            name = json.dumps(f'", "tool_name": "{tools.names[at]}", "parameters": ')
+            written = f'{number} /[0-9]{{1,4}}/ {name} args_{at} "}}"'
         elif dialect == KIMI_K2:
             written = _in_kimi_k2(tools.names[at], f"args_{at}", special)
         elif marker == mistral.MARKER and newer:

@@ -74,13 +74,14 @@ _OPEN, _KEY_OR_END, _KEY, _COLON, _VALUE, _COMMA_OR_END = range(6)
 class CallObject(Call):
     """Reads a call written as a JSON object with `name` and `arguments` (or `parameters`), in any order. The arguments are an
     object, a string that holds one, or null. names: the functions whose calls count; the object may have no other keys than those
-    of a call then, as it may be an answer in JSON. None: any function and any keys, for text after a marker of calls."""
+    of a call then, as it may be an answer in JSON. None: any function and any keys, for text after a marker of calls. name_key: the
+    key of the function's name."""
 
-    __slots__ = ("_arguments_seen", "_captured", "_expected", "_held", "_key", "_names", "_streaming", "_value")
+    __slots__ = ("_arguments_seen", "_captured", "_expected", "_held", "_key", "_name_key", "_names", "_streaming", "_value")
 
-    def __init__(self, index: int, lead: str, names: frozenset[str] | None = None) -> None:
+    def __init__(self, index: int, lead: str, names: frozenset[str] | None = None, name_key: str = "name") -> None:
         super().__init__(index, lead)
-        self._names = names
+        self._names, self._name_key = names, name_key
         self._expected = _OPEN
         self._key: str | None = None  # None: the next string is a key
         self._value: JsonValue | None = None  # the key or value being read
@@ -148,13 +149,13 @@ class CallObject(Call):
 
     def _key_read(self, key: str) -> None:
         self._key, self._expected = key, _COLON
-        known = key == "name" or key in _ARGUMENT_KEYS
-        twice = (key == "name" and self.announced) or (key in _ARGUMENT_KEYS and self._arguments_seen)
+        known = key == self._name_key or key in _ARGUMENT_KEYS
+        twice = (key == self._name_key and self.announced) or (key in _ARGUMENT_KEYS and self._arguments_seen)
         self.bad = twice or (self._names is not None and not known and key not in _OTHER_KEYS)
 
     def _value_read(self, key: str, value: object, out: list[Piece]) -> None:
         self._expected = _COMMA_OR_END
-        if key == "name":
+        if key == self._name_key:
             if not isinstance(value, str) or not NAME.fullmatch(value) or (self._names is not None and value not in self._names):
                 self.bad = True
                 return

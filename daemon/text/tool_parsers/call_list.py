@@ -8,7 +8,11 @@ from daemon.text.tool_parsers.pieces import Piece
 
 
 class ListParser(DialectParser):
-    """Parses replies with a list of calls, or a single call without its brackets, behind `marker`, which subclasses define."""
+    """Parses replies with a list of calls, or a single call without its brackets, behind `marker`, which subclasses define. close:
+    the tag behind the list, "" for none. name_key: the key of a function's name."""
+
+    close = ""
+    name_key = "name"
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,18 +37,21 @@ class ListParser(DialectParser):
             self.lead += "["
             self._in_list, self.mode = True, self._item
             return at + 1
-        call = CallObject(self.num_calls, self.lead) if text[at] == "{" else self.other_call()
+        call = self._object() if text[at] == "{" else self.other_call()
         if call is None:
             self.no_call()
         else:
             self.begin(call)
         return at
 
+    def _object(self) -> Call:
+        return CallObject(self.num_calls, self.lead, name_key=self.name_key)
+
     def _item(self, text: str, at: int, out: list[Piece]) -> int:
         at = self.skip_spaces(text, at)
         if at < len(text):
             if text[at] == "{":
-                self.begin(CallObject(self.num_calls, self.lead))
+                self.begin(self._object())
             else:
                 self._in_list = False
                 self.no_call()
@@ -64,5 +71,10 @@ class ListParser(DialectParser):
         self._in_list, self.mode = False, self.content
         if text[at] == "]":
             self.lead = ""
+            if self.close:
+                self.mode = self._behind
             return at + 1
         return at
+
+    def _behind(self, text: str, at: int, out: list[Piece]) -> int:
+        return self.closed(self.close, text, at)

@@ -8,6 +8,7 @@ import string
 from collections.abc import Sequence
 
 from daemon.text.tool_parsers import (
+    command,
     deepseek,
     gemma4,
     gemma_value,
@@ -27,7 +28,7 @@ from daemon.text.tool_parsers.pieces import ToolParser
 
 HARMONY, HERMES, LLAMA3, MISTRAL, NONE = "harmony", "hermes", "llama3", "mistral", "none"
 QWEN3_CODER, SEED_OSS = "qwen3_coder", "seed_oss"  # one parser reads both, between different tags
-GEMMA4, GRANITE = "gemma4", "granite"
+COMMAND, GEMMA4, GRANITE = "command", "gemma4", "granite"
 DEEPSEEK_V3, DEEPSEEK_V31 = "deepseek_v3", "deepseek_v31"  # one parser reads both
 GLM45, GLM47 = "glm45", "glm47"  # one parser reads both
 KIMI_K2 = "kimi_k2"
@@ -37,6 +38,7 @@ GENERIC = "generic"  # not a model's own dialect: used for forced calls of model
 MARKERS = frozenset(
     [
         *(hermes.OPEN, hermes.CLOSE, llama3.PYTHON_TAG, mistral.MARKER, named_call.ARGS, named_call.CALL_ID, granite.MARKER),
+        *(command.OPEN, command.CLOSE),
         *(gemma4.OPEN, gemma4.CLOSE, gemma_value.QUOTE),
         *(qwen3_coder.SEED_OPEN, qwen3_coder.SEED_CLOSE),
         *(deepseek.OPEN, deepseek.CLOSE, deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END),
@@ -77,6 +79,8 @@ def detect_tools(template: str, model_type: str) -> str:
         return SEED_OSS if qwen3_coder.SEED_OPEN in template else QWEN3_CODER if hermes.OPEN in template else NONE
     if harmony.speaks_harmony(template):
         return HARMONY
+    if command.OPEN in template:
+        return COMMAND
     if gemma4.OPEN in template:
         return GEMMA4
     if kimi_k2.OPEN in template:
@@ -114,6 +118,8 @@ def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = (
         return qwen3_coder.Qwen3CoderParser(names, schemas)
     if dialect == SEED_OSS:
         return qwen3_coder.Qwen3CoderParser(names, schemas, (qwen3_coder.SEED_OPEN, qwen3_coder.SEED_CLOSE))
+    if dialect == COMMAND:
+        return command.CommandParser()
     if dialect == GEMMA4:
         return gemma4.Gemma4Parser()
     if dialect == GRANITE:

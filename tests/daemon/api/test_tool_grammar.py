@@ -16,6 +16,7 @@ from daemon.errors import BadRequest
 from daemon.text.reply_parser import ReplyParser, parse_whole
 from daemon.text.tool_parsers import deepseek, kimi_k2
 from daemon.text.tool_parsers.registry import (
+    COMMAND,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GENERIC,
@@ -27,7 +28,7 @@ from daemon.text.tool_parsers.registry import (
     tool_parser,
 )
 from engine.grammar.compile import compile_grammar
-from tests.daemon.text.test_reply_parser import fenced, numbered, separated
+from tests.daemon.text.test_reply_parser import acted, fenced, numbered, separated
 from tests.daemon.text.tokenizers_made import byte_level
 
 CITY = {
@@ -65,6 +66,8 @@ def written(dialect: str, *calls: tuple[str, str]) -> str:
         return "; ".join(each.replace('"arguments"', '"parameters"') for each in objects)
     if dialect == MISTRAL:
         return f"[TOOL_CALLS] [{', '.join(objects)}]"
+    if dialect == COMMAND:
+        return acted(*calls)
     if dialect == GRANITE:
         return f"<|tool_call|>[{', '.join(objects)}]"
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
@@ -112,11 +115,13 @@ PLAIN = Vocabulary([])
 SPECIAL = Vocabulary(MARKERS)
 OLDER = Vocabulary(["[TOOL_CALLS]"])
 SEEK = Vocabulary(["<think>", "</think>", *DEEPSEEK])
+COMMANDS = Vocabulary(["<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"])
 GRANITES = Vocabulary(["<think>", "</think>", "<|tool_call|>"])
 KIMIS = Vocabulary(["<think>", "</think>", *KIMI])
 CASES: list[tuple[str, Vocabulary]] = [
     (HERMES, PLAIN), (HERMES, SPECIAL), (LLAMA3, PLAIN), (LLAMA3, SPECIAL), (MISTRAL, PLAIN), (MISTRAL, OLDER), (NEWER, SPECIAL),
-    (DEEPSEEK_V3, SEEK), (DEEPSEEK_V31, SEEK), (GRANITE, PLAIN), (GRANITE, GRANITES), (KIMI_K2, KIMIS), (KIMI_K2, PLAIN),
+    (DEEPSEEK_V3, SEEK), (DEEPSEEK_V31, SEEK), (GRANITE, PLAIN), (GRANITE, GRANITES), (COMMAND, PLAIN), (COMMAND, COMMANDS),
+    (KIMI_K2, KIMIS), (KIMI_K2, PLAIN),
 ]  # fmt: skip
 FORCED = [*CASES, (GENERIC, PLAIN), (GENERIC, SPECIAL)]  # nobody is free to call in that one
 WEATHER, SEARCH = ("get_weather", GOOD), ("search", '{"q":[1,{}]}')

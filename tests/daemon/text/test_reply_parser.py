@@ -17,6 +17,7 @@ from daemon.text.tool_parsers.call_numbers import CallNumbers
 from daemon.text.tool_parsers.json_value import JsonValue
 from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, CONTENT, REASONING, Piece
 from daemon.text.tool_parsers.registry import (
+    COMMAND,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GEMMA4,
@@ -74,6 +75,12 @@ def numbered(*calls: tuple[str, str]) -> str:
     return "<|tool_calls_section_begin|>" + "".join(written) + "<|tool_calls_section_end|>"
 
 
+def acted(*calls: tuple[str, str]) -> str:
+    """Returns calls as Cohere's Command models write them."""
+    written = (f'{{"tool_call_id": "{at}", "tool_name": "{name}", "parameters": {each}}}' for at, (name, each) in enumerate(calls))
+    return "<|START_ACTION|>[\n    " + ",\n    ".join(written) + "\n]<|END_ACTION|>"
+
+
 ONE, TWO = [("get_weather", WEATHER)], [("get_weather", WEATHER), ("search", SEARCH)]
 # dialect, text, the reply
 REPLIES = {
@@ -129,6 +136,10 @@ REPLIES = {
     "llama3 somebody's name": (LLAMA3, '{"name": "Bob", "parameters": {}}', Reply('{"name": "Bob", "parameters": {}}')),
     "llama3 json later": (LLAMA3, f"Use {call('search', '{}')}", Reply(f"Use {call('search', '{}')}")),
     "llama3 text behind": (LLAMA3, f"{call(*ONE[0])}; so", Reply("; so", calls=ONE)),
+    "command": (COMMAND, acted(*ONE), Reply(calls=ONE)),
+    "command two and text": (COMMAND, f"Hm. {acted(*TWO)} Done", Reply("Hm. Done", calls=TWO)),
+    "command unclosed": (COMMAND, acted(*TWO).removesuffix("<|END_ACTION|>"), Reply(calls=TWO)),
+    "command another key": (COMMAND, f"<|START_ACTION|>[{call(*ONE[0])}]<|END_ACTION|>", None),
     "granite": (GRANITE, f"<|tool_call|>[{call(*ONE[0])}]", Reply(calls=ONE)),
     "granite two": (GRANITE, f"<|tool_call|> [{call(*TWO[0])}, {call(*TWO[1])}]", Reply(calls=TWO)),
     "granite text": (GRANITE, f"Right. <|tool_call|>[{call(*ONE[0])}] Done", Reply("Right. Done", calls=ONE)),
@@ -261,7 +272,7 @@ def test_any_cuts_give_the_same(name, reasoning, cut, data):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([DEEPSEEK_V3, DEEPSEEK_V31, GRANITE, HERMES, KIMI_K2, LLAMA3, MISTRAL, GENERIC]), st.data())
+@given(st.sampled_from([COMMAND, DEEPSEEK_V3, DEEPSEEK_V31, GRANITE, HERMES, KIMI_K2, LLAMA3, MISTRAL, GENERIC]), st.data())
 def test_damaged_text_gives_the_same_in_any_cuts_and_loses_nothing(dialect, data):
     _, text, _ = REPLIES[data.draw(st.sampled_from([name for name in sorted(REPLIES) if REPLIES[name][0] == dialect]))]
     at, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
@@ -351,6 +362,18 @@ def test_reasoning_is_split_off(opened, text, reasoning, content):
         assert "".join(piece.text for piece in pieces if piece.kind == CONTENT) == content
 
 
+@pytest.mark.parametrize("thought", ["", "<|START_THINKING|>hm <|START_TEXT|><|END_THINKING|>"])
+def test_the_texts_around_an_answer_do_not_show(thought):
+    for begin, end in (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")):
+        for answer in (f"{begin}Yes < |<|START{end}", f"{begin}Yes < |<|START"):
+            text = thought + answer
+            for parts in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
+                reading = ReplyParser(tool_parser(COMMAND, NAMES), ReasoningSplitter(False, MARKERS["command"]))
+                pieces = in_pieces(reading, parts)
+                assert "".join(piece.text for piece in pieces if piece.kind == CONTENT) == "Yes < |<|START"
+                assert [piece.text for piece in pieces if piece.kind == REASONING] == (["hm <|START_TEXT|>"] if thought else [])
+
+
 def test_a_call_named_while_reasoning_is_none():
     text = f"<think>I could <tool_call>{call(*ONE[0])}</tool_call></think>{REPLIES['hermes'][1]}"
     reply = parse_whole(parser(HERMES, False), text, cut=False)
@@ -429,6 +452,7 @@ def test_what_pythons_reader_refuses_is_refused(value, rng, insert, data):
         ("{% if tools %}<tool_call>\n<invoke name=", "other", NONE),
         ("{% if tools %}<tool_calls>[{<tool_call>", "other", NONE),
         ("{% if tools %}{{ '<|tool_call>call:' }}", "gemma4", GEMMA4),
+        ("{% if tools %}<|START_ACTION|>", "cohere2", COMMAND),
         ("{% if tools %}write <|tool_call|> and a list", "granite", GRANITE),
         ("{{ '<｜tool▁calls▁begin｜>' }}", "deepseek_v3", DEEPSEEK_V31),
         ("{% if tools %}{{ '<|python_tag|>' }}", "llama", LLAMA3),
@@ -451,6 +475,7 @@ def test_the_template_tells_the_dialect(template, model_type, dialect):
 def test_the_template_tells_whether_a_model_reasons():
     assert detect_reasoning("{{ content.split('</think>') }}") == "think"
     assert detect_reasoning("{{ messages }}") == NONE
+    assert detect_reasoning("<|START_THINKING|>") == "command"
     assert detect_reasoning("[THINK] hm [/THINK]") == "mistral"
     assert detect_reasoning("{{ '<seed:think>' }}") == "seed_oss"
     assert detect_reasoning("{{ '<|channel>thought' }}") == "gemma4"
