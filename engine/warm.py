@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--nvfp4", action="store_true", help="also what weights in NVFP4 need")
     parser.add_argument("--int4", action="store_true", help="also what weights in INT4 need")
     parser.add_argument("--int4-zeros", action="store_true", help="also what weights in INT4 with zero points need")
+    parser.add_argument("--int8-experts", action="store_true", help="also what experts with int8 weights need")
     parser.add_argument("--fp8", action="store_true", help="also what FP8 weights need")
     parser.add_argument("--packed", action="store_true", help="also what weights that stay packed need")
     parser.add_argument("--adapters", action="store_true", help="also what LoRA adapters need")
@@ -59,7 +60,7 @@ def main() -> int:
     if ops.kernels is None:
         print("numba is not installed: the cpu device will run torch operations only")
         return 0
-    sets = ("int8", "fp8", "mxfp4", "nvfp4", "int4", "int4_zeros", "packed", "adapters", "ranks")
+    sets = ("int8", "int8_experts", "fp8", "mxfp4", "nvfp4", "int4", "int4_zeros", "packed", "adapters", "ranks")
     formats = [name for name in sets if getattr(options, name)]
     return _compile(ops, options.cache_dir, options.dtype or DTYPES, formats)
 

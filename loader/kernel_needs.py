@@ -11,7 +11,20 @@ from loader.architectures.eagle import layer_family
 from loader.architectures.registry import architecture_of
 from loader.architectures.wrapper import Wrapper
 from loader.formats.weight_format import WeightFormat
-from loader.kernel_sets import ADAPTERS, ATTENTION, DELTAS, EXPERTS, GELU, GREEDY, LAYER_NORM, PLAIN, RANKS, SAMPLING, KernelSet
+from loader.kernel_sets import (
+    ADAPTERS,
+    ATTENTION,
+    DELTAS,
+    EXPERTS,
+    GELU,
+    GREEDY,
+    INT8_EXPERTS,
+    LAYER_NORM,
+    PLAIN,
+    RANKS,
+    SAMPLING,
+    KernelSet,
+)
 from loader.model_shape import ModelShape
 
 # Rows whose logits are edited are sampled in float32, whatever the model's dtype.
@@ -35,6 +48,8 @@ def needed_kernels(
     names = [PLAIN, *sorted(_of_layers(family.decoder_of(shape), shape)), *further]
     if weight_format.kernels:
         names.append(weight_format.kernels)
+    if weight_format.kernels == "int8" and shape.experts is not None:
+        names.append(INT8_EXPERTS)
     if has_adapters:
         names.append(ADAPTERS)
     if samples:

@@ -14,6 +14,7 @@ SAMPLING = "sampling"  # any other choice, log-probabilities, penalties
 OF_DECODERS = (PLAIN, ATTENTION, LAYER_NORM, GELU, EXPERTS, DELTAS, GREEDY, SAMPLING)
 ADAPTERS = "adapters"  # for models with LoRA adapters
 RANKS = "ranks"  # for models that are split over devices
+INT8_EXPERTS = "int8_experts"  # products of experts in int8
 _WORDS = {
     PLAIN: "{dtype}",
     ATTENTION: "attention in {dtype}",
@@ -25,6 +26,7 @@ _WORDS = {
     SAMPLING: "sampling in {dtype}",
     ADAPTERS: "{dtype} with LoRA adapters",
     RANKS: "{dtype} of models that are split",
+    INT8_EXPERTS: "{dtype} with int8 experts",
 }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.cpu.products import array, four_bits, four_bits_in_parts, fp8_in_parts, write_product
 from engine.cpu.programs.program import call, empty
-from engine.ops.ops import ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
+from engine.ops.ops import ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Int8Matrix, Mxfp4Matrix, Nvfp4Matrix
 
 # In steps of so few tokens, whose kernels are called without Python, the activation also computes rows that no product has filled.
 _FEW_TOKENS = 16
@@ -133,8 +133,8 @@ def _grouped_product(
     out = empty(x, len(x), weight.shape[1])
     if isinstance(weight, Mxfp4Matrix | Int4Matrix | Nvfp4Matrix):
         _grouped_four_bits_linear(kernels, x, weight, bias, routing, num_tokens, out)
-    elif isinstance(weight, Fp8Matrix):
-        _grouped_fp8_linear(kernels, x, weight, bias, routing, num_tokens, out)
+    elif isinstance(weight, Fp8Matrix | Int8Matrix):
+        _grouped_byte_linear(kernels, x, weight, bias, routing, num_tokens, out)
     else:
         _grouped_linear(kernels, x, weight, bias, routing, num_tokens, out)
     return out
@@ -183,23 +183,24 @@ def _biases(x: Tensor, bias: Tensor | None, num_experts: int) -> Any:
     return np.empty((num_experts, 0), array(x).dtype) if bias is None else array(bias)
 
 
-def _grouped_fp8_linear(
-    kernels: Any, x: Tensor, weight: Fp8Matrix, bias: Tensor | None, routing: _Routing, num_tokens: int, out: Tensor
+def _grouped_byte_linear(
+    kernels: Any, x: Tensor, weight: Fp8Matrix | Int8Matrix, bias: Tensor | None, routing: _Routing, num_tokens: int, out: Tensor
 ) -> None:
-    assert bias is None  # no family with biases has its experts in FP8
+    assert bias is None  # no family with biases has its experts in FP8 or int8
     most_rows = kernels.grouped_fp8_rows(weight.shape[1], "bfloat16" if x.dtype is torch.bfloat16 else "float32")
-    matrices = (weight.values.numpy(), weight.scales.numpy(), weight.group_inputs)
+    scales = weight.scales.view(*weight.shape[:2], -1)
+    matrices = (weight.values.numpy(), scales.numpy(), weight.group_inputs)
     if num_tokens > most_rows:
-        call(_many_fp8_rows, kernels, x.view(x.shape), *matrices, routing.firsts, most_rows, out.view(out.shape))
+        call(_many_byte_rows, kernels, x.view(x.shape), *matrices, routing.firsts, most_rows, out.view(out.shape))
     if most_rows:
         call(kernels.grouped_fp8_linear, array(x), *matrices, routing.firsts, most_rows, kernels.num_shares(), array(out))
 
 
-def _many_fp8_rows(
+def _many_byte_rows(
     kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, firsts: Any, most_rows: int, out: Tensor
 ) -> None:
-    """Multiplies the rows of each expert that has more than most_rows rows, as _many_rows does, with FP8 weights, which are widened
-    a part of an expert at a time."""
+    """Multiplies the rows of each expert that has more than most_rows rows, as _many_rows does, with weights in FP8 or int8, which
+    are widened a part of an expert at a time."""
     for expert, own in _many(firsts, most_rows):
         fp8_in_parts(kernels, x[own], values[expert], scales[expert], group_inputs, None, out[own])
 

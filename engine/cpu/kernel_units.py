@@ -215,6 +215,11 @@ def _wanted(dtype: str, name: str) -> list[tuple[Any, Any, Any]]:
             return _ranks(element)
         case "int8":
             return _int8(dtype, element)
+        case kernel_sets.INT8_EXPERTS:
+            return [
+                _both(entry.grouped_fp8_linear, grouped_linear.grouped_fp8_linear_signature(element, numba.int8)),
+                _both(entry.fp8_rows, fp8_linear.fp8_rows_signature(element, numba.int8)),
+            ]
         case "fp8":
             return [
                 _both(entry.fp8_linear, fp8_linear.fp8_linear_signature(element)),

@@ -47,6 +47,7 @@ from loader.kernel_sets import (
     EXPERTS,
     GELU,
     GREEDY,
+    INT8_EXPERTS,
     LAYER_NORM,
     OF_DECODERS,
     PLAIN,
@@ -647,6 +648,8 @@ def _sets_of_experts(experts: ExpertMatrices) -> Iterator[str]:
     for matrices in (experts.gate_up, experts.down):
         if isinstance(matrices, Fp8Matrix):
             yield "fp8"
+        elif isinstance(matrices, Int8Matrix):
+            yield INT8_EXPERTS
         elif isinstance(matrices, Int4Matrix):
             yield _format_of_int4(matrices)
         elif isinstance(matrices, Nvfp4Matrix):

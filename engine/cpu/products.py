@@ -107,7 +107,8 @@ def fp8_linear(kernels: Any, x: Tensor, weight: Fp8Matrix, bias: Tensor | None) 
 
 def fp8_in_parts(kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, bias: Tensor | None, out: Tensor) -> None:
     """Writes x [R, K] @ the transpose of an FP8 matrix, plus bias [N], to out [R, N]. The weights of a few outputs at a time are
-    widened to x's dtype, and multiplied as plain weights are. values [N, K], scales, group_inputs: as in Fp8Matrix."""
+    widened to x's dtype, and multiplied as plain weights are. values [N, K], scales, group_inputs: as in Fp8Matrix; values may also
+    be int8."""
     for some, part in widened_parts(x, *values.shape):
         kernels.fp8_rows(values[some], scales[some], group_inputs, array(part))
         write_product(kernels, x, part, None if bias is None else bias[some], out[:, some])

@@ -43,16 +43,16 @@ class CudaOps:
         return reference.gather_rows(weight, ids, scale, first)
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        """Implements Ops.linear for all weight formats but those that loader/formats keeps from GPUs: raises TypeError for an
-        Int8Matrix and a PackedMatrix."""
-        if isinstance(weight, Fp8Matrix):
-            return entry.fp8_linear(x, weight, bias)
+        """Implements Ops.linear for all weight formats but the one that loader/formats keeps from GPUs: raises TypeError for a
+        PackedMatrix."""
+        if isinstance(weight, Fp8Matrix | Int8Matrix):
+            return entry.byte_linear(x, weight, bias)
         if isinstance(weight, Int4Matrix):
             return entry.four_bits_linear(x if weight.order is None else self._ordered(x, weight.order), weight, bias)
         if isinstance(weight, Nvfp4Matrix):
             return entry.four_bits_linear(x, weight, bias)
-        if isinstance(weight, Int8Matrix | PackedMatrix):
-            raise TypeError(f"there is no kernel for a {type(weight).__name__} on a GPU")
+        if isinstance(weight, PackedMatrix):
+            raise TypeError("there is no kernel for a PackedMatrix on a GPU")
         return entry.linear(x, weight, bias)
 
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:

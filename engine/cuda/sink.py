@@ -16,6 +16,7 @@ from engine.cuda.frames import DeviceFrames
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
 from loader.dtypes import FP8
+from loader.formats.alignment import aligned
 from loader.formats.int4_relayout import order_inputs, part_of, rearrange
 from loader.formats.relayout import AWQ_WORDS, GPTQ_WORDS, WORDS_AT_ONCE
 from loader.formats.weight_format import WeightSlot
@@ -47,13 +48,17 @@ class DeviceSink:
         is_converted = span.segment.target not in ("", FP8) or span.segment.columns is not None
         if span.segment.target == FP8:
             check_codes(span, read)
-        if is_converted:
-            ((begin, end),) = span.segment.places  # a single place: only int8 needs two, and GPUs do not support it
-            read = np.empty(end - begin, np.uint8)
-            at_its_start = dataclasses.replace(span.segment, place_bytes=span.segment.begin - span.begin)
-            HostSink(read.data).store(dataclasses.replace(span, segment=at_its_start), staged)
-        self._device.write(self._address + span.place_bytes, read)
-        if is_converted and (fence := self.fence()) is not None:
+        if not is_converted:
+            self._device.write(self._address + span.place_bytes, read)
+            return
+        places = span.segment.places
+        firsts = [0, aligned(places[0][1] - places[0][0])]  # of values and of their scales, which int8 alone has
+        held = np.empty(firsts[len(places) - 1] + places[-1][1] - places[-1][0], np.uint8)
+        at_its_start = dataclasses.replace(span.segment, place_bytes=span.segment.begin - span.begin, scales_at_bytes=firsts[1])
+        HostSink(held.data).store(dataclasses.replace(span, segment=at_its_start), staged)
+        for first, (begin, end) in zip(firsts, places, strict=False):
+            self._device.write(self._address + begin, held[first : first + end - begin])
+        if (fence := self.fence()) is not None:
             fence.wait()  # converted values are in no slot, so nothing else keeps their memory until they are copied
 
     def _rearrange(self, span: Span, slot: WeightSlot, read: npt.NDArray[np.uint8]) -> None:

@@ -150,11 +150,11 @@ class Weights:
             self._memory.tensor(whole.offset_bytes, (num_outputs,), torch.float32),
         )
 
-    def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix | Nvfp4Matrix:
+    def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix | Int8Matrix | Nvfp4Matrix:
         """Returns the matrices of the names prefix + name, joined as by `matrix` and then divided into `num` equal parts [num, N,
         K], one for each expert."""
         joined = self.matrix(prefix, names)
-        assert not isinstance(joined, Int8Matrix | PackedMatrix)  # loader/formats keeps these from mixtures of experts
+        assert not isinstance(joined, PackedMatrix)  # loader/formats keeps it from mixtures of experts
         if isinstance(joined, Tensor):
             return joined.view(num, len(joined) // num, joined.shape[1])
 
@@ -163,6 +163,8 @@ class Weights:
 
         if isinstance(joined, Fp8Matrix):
             return Fp8Matrix(parts(joined.values), parts(joined.scales), joined.group_inputs)
+        if isinstance(joined, Int8Matrix):
+            return Int8Matrix(parts(joined.values), joined.scales.view(num, -1))
         if isinstance(joined, Nvfp4Matrix):
             return Nvfp4Matrix(parts(joined.packed), parts(joined.scales), parts(joined.factors))
         zeros = None if joined.zeros is None else parts(joined.zeros)

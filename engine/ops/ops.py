@@ -18,11 +18,27 @@ from loader.model_shape import TemperatureShape
 
 @dataclass(slots=True, frozen=True)
 class Int8Matrix:
-    """A matrix of N outputs and K inputs in int8: weights are values [N, K] int8 times scales [N] float32, one scale for each
-    output."""
+    """A matrix of N outputs and K inputs in int8, or several: weights are values [..., N, K] int8 times scales [..., N] float32,
+    one scale for each output."""
 
     values: Tensor
     scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def group_inputs(self) -> int:
+        """The number of inputs that share a scale: all."""
+        return self.values.shape[-1]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, number: int | slice) -> Int8Matrix:
+        """Returns the matrix of expert `number` (of several matrices), or a slice of the outputs of a single matrix."""
+        return Int8Matrix(self.values[number], self.scales[number])
 
 
 @dataclass(slots=True, frozen=True)
@@ -162,7 +178,7 @@ class Mxfp4Matrix:
         return num, outputs, groups * block_bytes * 2
 
 
-ExpertMatrix = Tensor | Fp8Matrix | Int4Matrix | Mxfp4Matrix | Nvfp4Matrix  # [E, N, K]: one matrix for each expert
+ExpertMatrix = Tensor | Fp8Matrix | Int4Matrix | Int8Matrix | Mxfp4Matrix | Nvfp4Matrix  # [E, N, K]: one matrix for each expert
 
 
 @dataclass(slots=True, frozen=True)

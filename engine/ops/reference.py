@@ -24,6 +24,7 @@ from engine.ops.ops import (
     ExpertMatrix,
     Fp8Matrix,
     Int4Matrix,
+    Int8Matrix,
     Mxfp4Matrix,
     Nvfp4Matrix,
     PackedMatrix,
@@ -804,6 +805,9 @@ def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, numbe
     if isinstance(matrices, Fp8Matrix):
         own = matrices[number]
         return fp8_linear(x, own.values, own.scales, own.group_inputs, own_bias, WIDENED_BYTES)
+    if isinstance(matrices, Int8Matrix):
+        each = matrices[number]
+        return int8_linear(x, each.values, each.scales, own_bias, WIDENED_BYTES)
     if isinstance(matrices, Nvfp4Matrix):
         part = matrices[number]
         return nvfp4_linear(x, part.packed, part.scales, part.factors, own_bias, WIDENED_BYTES)

@@ -36,7 +36,6 @@ INT8 = WeightFormat(
     place,
     kernels="int8",
     widened_bytes=WIDENED_BYTES,
-    runs_on_gpus=False,
     runs_encoders=False,
     runs_experts=False,
 )

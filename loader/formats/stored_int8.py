@@ -68,7 +68,5 @@ STORED_INT8 = WeightFormat(
     ignores=lambda name: name.endswith(_UNUSED),
     kernels=int8.INT8.kernels,
     widened_bytes=int8.WIDENED_BYTES,
-    runs_on_gpus=False,
     runs_encoders=False,
-    runs_experts=False,
 )

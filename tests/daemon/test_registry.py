@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from daemon.errors import HearthError
 from daemon.models.registry import Registry
 from daemon.record.state import NodeState
 from loader.catalog import scan_one
+from loader.formats.int8 import INT8
+from loader.formats.registry import FORMATS
 from loader.formats.stored_int8 import STORED_INT8
 from scheduler.node import events
 from scheduler.node.ledger import size_of
@@ -259,9 +262,15 @@ async def test_float16_is_computed_as_bfloat16_where_only_cpu_devices_may_hold_i
     assert registry.resolve("half").dtype == "float16"
 
 
-async def test_what_cannot_be_quantised_is_refused_by_field(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_built", [False, True])
+async def test_what_cannot_be_quantised_is_refused_by_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_built: bool
+) -> None:
+    """int8 goes to any device. What a format is told that is not built for GPUs is tested with int8 in its place."""
     make_model(tmp_path / "a")
-    for devices, wanted in (([], "int8 is not built for cuda:0"), (["cuda:0"], "int8 is not built for cuda:0"), (["cpu:0"], "")):
+    monkeypatch.setitem(FORMATS, "int8", replace(INT8, runs_on_gpus=is_built))
+    refused = "" if is_built else "int8 is not built for cuda:0"
+    for devices, wanted in (([], refused), (["cuda:0"], refused), (["cpu:0"], "")):
         settings = ModelConfig(quantize="int8", devices=devices)
         config = NodeConfig(models_dir=str(tmp_path), models={"a": settings}, chunk_bytes=2 * MIB)
         registry = Registry(
@@ -272,7 +281,20 @@ async def test_what_cannot_be_quantised_is_refused_by_field(tmp_path: Path) -> N
         assert ('models."a".quantize' in facts.unusable) == bool(wanted)
 
 
-async def test_a_quantised_checkpoint_goes_to_cpu_devices(tmp_path: Path) -> None:
+async def test_a_checkpoint_in_int8_goes_to_any_device(tmp_path: Path) -> None:
+    make_model(tmp_path / "plain", dtype="bfloat16")
+    compress(tmp_path / "plain", tmp_path / "small")
+    for device in ("cuda:0", "cpu:0"):
+        config = NodeConfig(models_dir=str(tmp_path), chunk_bytes=2 * MIB)
+        registry = Registry(config, [DeviceBudget(device, 256 * MIB)], NodeState(str(tmp_path / "s")))
+        facts = registered(await registry.rescan())["small"]
+        assert (facts.unusable, facts.devices) == ("", ())
+
+
+async def test_a_quantised_checkpoint_that_gpus_do_not_compute_goes_to_cpu_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FORMATS, STORED_INT8.name, replace(STORED_INT8, runs_on_gpus=False))
     make_model(tmp_path / "plain", dtype="bfloat16")
     compress(tmp_path / "plain", tmp_path / "small")
     gpu, cpu = DeviceBudget("cuda:0", 256 * MIB), DeviceBudget("cpu:0", 256 * MIB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from loader import gpu_sizing, kv_layout, layout, slices, work_space
 from loader.catalog import scan_one
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
+from loader.formats.registry import FORMATS
 from loader.formats.stored_int8 import STORED_INT8
 from loader.model_shape import Division, ModelShape
 from scheduler.node import events
@@ -273,7 +275,8 @@ async def test_replicas_are_on_groups_of_one_kind(tmp_path: Path) -> None:
         assert len(registry.models["m"].replicas) == number
 
 
-async def test_a_format_that_gpus_do_not_compute(tmp_path: Path) -> None:
+async def test_a_format_that_gpus_do_not_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMATS, STORED_INT8.name, replace(STORED_INT8, runs_on_gpus=False))
     compress(write_checkpoint(tmp_path / "plain", CONFIG, random_bytes=True), tmp_path / "models" / "m")
     settings = ModelConfig(parallel=TWO)
     assert (await facts_of(tmp_path / "models", settings, *CPUS, *GPUS)).devices == ("cpu:0", "cpu:1")

@@ -18,7 +18,7 @@ from engine.protocol import LoadModel
 from loader import layout
 from loader.catalog import scan_one
 from loader.drafters import joined
-from loader.formats.registry import stored_format
+from loader.formats.registry import FORMATS, stored_format
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
@@ -58,11 +58,12 @@ def load_cuda_model(
     max_graph_tokens: int = 0,
     speculator: str = "none",
     head: str = "",
+    quantize: str = "",
 ) -> CudaModel:
     limits = (1 << 20, 0, 0, MAX_LEN, 8, [1])
     seen = scan_one(folder)
     assert seen.shape is not None, seen.reason or seen.error
-    held = stored_format(seen.shape)
+    held = FORMATS[quantize] if quantize else stored_format(seen.shape)
     fingerprint = joined(seen, scan_one(head)).fingerprint if head else seen.fingerprint
     spec = LoadModel(1, "tiny", str(folder), dtype, fingerprint, *limits, held.name)
     spec = msgspec.structs.replace(spec, kv_cache_dtype=kv_cache_dtype, speculator=speculator, head_path=head)

@@ -24,6 +24,7 @@ from engine.grammar.row_masks import RowMasks
 from engine.grammar.token_limits import TokenLimits
 from engine.protocol import LoadModel, SamplingParams
 from engine.serve.kv_caches import make_kv_cache
+from loader.formats.int8_rows import quantize_rows
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.plan import BatchPlan, write_sampling
@@ -42,6 +43,7 @@ from tests.engine.model_bench import (
     plan,
     put,
 )
+from tests.loader import compressed as int_quantized
 from tests.loader import fp8, gptq, int4, nvfp4
 
 pytest.importorskip("triton")
@@ -114,10 +116,13 @@ SPARSE |= {"num_experts": 4, "num_experts_per_tok": 2}
         ("deepseek-v3", LATENT, partial(int4.quantize, config=int4.compressed())),
         ("llama", DENSE, partial(gptq.quantize, config=gptq.gptq(sym=False, desc_act=True))),
         ("qwen3-moe", SPARSE, partial(nvfp4.quantize, config=nvfp4.compressed())),
+        ("deepseek-v3", LATENT, int_quantized.quantize),
+        ("llama", DENSE | {"hidden_size": 72}, int_quantized.quantize),
+        ("qwen3-moe", SPARSE, int_quantized.quantize),
     ],
-    ids=["compressed", "gptq", "nvfp4"],
+    ids=["compressed", "gptq", "nvfp4", "int8-latent", "int8", "int8-experts"],
 )
-def test_weights_of_four_bits_give_the_logits_of_what_they_stand_for(
+def test_weights_of_four_bits_and_int8_give_the_logits_of_what_they_stand_for(
     tmp_path: Path, case: str, changes: dict[str, Any], quantize: Callable[[Path, Path], Any]
 ) -> None:
     """In dense layers, experts and latent attention, against the plain checkpoint with the weights of the definition."""
@@ -125,15 +130,33 @@ def test_weights_of_four_bits_give_the_logits_of_what_they_stand_for(
     meant = quantize(tmp_path / "plain", tmp_path / "small")
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     save_file(tensors | meant, tmp_path / "plain" / "model.safetensors")
-    found = []
-    for folder in ("plain", "small"):
-        model = load_cuda_model(tmp_path / folder)
-        table = make_table(groups=model.kv_groups)
-        for slot in (0, 1):
-            put(table, slot, PROMPT)
-        found.append([model.logits(plan((0, 0, 20)), table, True), model.logits(plan((0, 20, 1), (1, 0, 2)), table, True)])
+    found = [logits_of(load_cuda_model(tmp_path / folder)) for folder in ("plain", "small")]
     for own, wanted in zip(found[1], found[0], strict=True):
         close(own, wanted)
+
+
+def test_weights_rounded_to_int8_give_the_logits_of_what_they_stand_for(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "plain", **CASES["llama"] | DENSE)
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    rounded = dict(tensors)
+    for name, each in tensors.items():
+        if name.endswith("_proj.weight"):
+            values, scales = torch.empty(each.shape, dtype=torch.int8), torch.empty(len(each))
+            quantize_rows(each, values, scales)
+            rounded[name] = values.float() * scales.unsqueeze(1)
+    found = [logits_of(load_cuda_model(tmp_path / "plain", quantize="int8"))]
+    save_file(rounded, tmp_path / "plain" / "model.safetensors")
+    found.append(logits_of(load_cuda_model(tmp_path / "plain")))
+    for own, wanted in zip(*found, strict=True):
+        close(own, wanted)
+
+
+def logits_of(model: CudaModel) -> list[np.ndarray]:
+    """Returns the logits of a prompt of 20 tokens, and of a step with a next token and two of another prompt."""
+    table = make_table(groups=model.kv_groups)
+    for slot in (0, 1):
+        put(table, slot, PROMPT)
+    return [model.logits(plan((0, 0, 20)), table, True), model.logits(plan((0, 20, 1), (1, 0, 2)), table, True)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

@@ -21,16 +21,18 @@ from engine.cuda.sink import DeviceSink
 from engine.loading import kernel_wait
 from engine.loading.runner import TorchRunner
 from engine.memory.weight_range import WeightRange
+from engine.ops.ops import Int8Matrix
 from engine.protocol import Configure, LoadModel
 from loader import layout
 from loader.catalog import scan_one
 from loader.errors import UnsupportedModel
+from loader.formats.int8 import INT8
 from loader.formats.registry import stored_format
 from loader.model_shape import DeviceShare, Division, ModelShape
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
-from tests.engine.cuda_bench import INTERPRETED, PROMPT, close, expected
+from tests.engine.cuda_bench import INTERPRETED, PROMPT, close, expected, load_cuda_model
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
     CACHE_DIR,
@@ -44,6 +46,7 @@ from tests.engine.model_bench import (
     put,
 )
 from tests.loader import fp8
+from tests.loader.compressed import compress
 
 pytest.importorskip("triton")
 pytestmark = INTERPRETED
@@ -70,8 +73,34 @@ def test_the_runner_gives_the_model_of_the_last_load_back(tmp_path: Path) -> Non
     assert models[0] is models[1]
     renamed = msgspec.structs.replace(spec, max_sequences=4)
     assert runner.load(load_task(renamed, memory=memory)) is not models[0]
-    with pytest.raises(UnsupportedModel, match="quantize: int8 is not built on a GPU"):
-        runner.load(load_task(msgspec.structs.replace(spec, quantize="int8"), memory=memory))
+    with pytest.raises(UnsupportedModel, match="resident: packed is not built on a GPU"):
+        runner.load(load_task(msgspec.structs.replace(spec, quantize="packed"), memory=memory))
+    memory.close()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_int8_is_loaded_bit_for_bit_as_on_a_cpu_device(tmp_path: Path, stored: bool) -> None:
+    """Rounded as it is read, and as the checkpoint stores it; loaded again, it is the same."""
+    make_checkpoint(tmp_path / "plain", **CASES["llama"] | {"num_hidden_layers": 1})
+    folder = compress(tmp_path / "plain", tmp_path / "small") if stored else tmp_path / "plain"
+    seen = scan_one(folder)
+    assert seen.shape is not None
+    held = stored_format(seen.shape) if stored else INT8
+    memory = make_memory()
+    options = Configure("cpu:0", memory.num_chunks, memory.chunk_bytes, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
+    runner = TorchRunner(CudaBackend(memory, options), options)
+    spec = LoadModel(1, "m", str(folder), "float32", seen.fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1], held.name)
+    on_cpu = load_cuda_model(folder, quantize="" if stored else "int8")
+    (weight,) = {type(layer.mlp.down.weight) for layer in on_cpu._model.layers}  # type: ignore[attr-defined]
+    assert weight is Int8Matrix
+    for _ in range(2):
+        model = runner.load(load_task(spec, memory=memory))
+        assert isinstance(model, CudaModel)
+        for own, wanted in zip(model._model.layers, on_cpu._model.layers, strict=True):  # type: ignore[attr-defined]
+            for found, meant in ((own.mlp.down, wanted.mlp.down), (own.attention.qkv, wanted.attention.qkv)):
+                assert torch.equal(found.weight.values, meant.weight.values)
+                assert torch.equal(found.weight.scales, meant.weight.scales)
+        model.release()
     memory.close()
 
 

@@ -28,11 +28,24 @@ from loader.architectures.registry import ARCHITECTURES
 from loader.catalog import scan_one
 from loader.formats.registry import FORMATS
 from loader.kernel_needs import needed_kernels
-from loader.kernel_sets import ADAPTERS, ATTENTION, EXPERTS, GELU, GREEDY, LAYER_NORM, PLAIN, RANKS, SAMPLING, KernelSet
+from loader.kernel_sets import (
+    ADAPTERS,
+    ATTENTION,
+    EXPERTS,
+    GELU,
+    GREEDY,
+    INT8_EXPERTS,
+    LAYER_NORM,
+    PLAIN,
+    RANKS,
+    SAMPLING,
+    KernelSet,
+)
 from loader.model_shape import LAST_TOKEN, EagleShape
 from scheduler.batch.plan import write_sampling
 from tests.engine.model_bench import CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner, make_table, plan, put
 from tests.kernel_cache import CACHE_DIR
+from tests.loader import compressed as int_quantized
 from tests.loader import fp8, int4
 
 PROMPT = np.random.default_rng(13).integers(2, 211, 40).tolist()
@@ -116,6 +129,7 @@ def test_a_llama_needs_no_kernels_of_others(tmp_path: Path) -> None:
     [
         ("qwen2", partial(fp8.quantize, kind=fp8.KINDS["fine-grained"]), {"fp8"}),
         ("qwen3-moe", partial(fp8.quantize, kind=fp8.KINDS["fine-grained"]), {"fp8", EXPERTS}),
+        ("qwen3-moe", int_quantized.quantize, {"int8", INT8_EXPERTS, EXPERTS}),
         ("phi", partial(int4.quantize, config=int4.compressed()), {"int4", LAYER_NORM, GELU}),
     ],
 )

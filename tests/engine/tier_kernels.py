@@ -12,7 +12,7 @@ import sys
 from engine.host import compiled
 from engine.host.process import prepare_process
 from engine.host.saved_code import make_only_what_is_saved
-from loader.kernel_sets import ADAPTERS, EXPERTS, GELU, PLAIN, RANKS, KernelSet
+from loader.kernel_sets import ADAPTERS, EXPERTS, GELU, INT8_EXPERTS, PLAIN, RANKS, KernelSet
 from tests.kernel_cache import CACHE_DIR
 
 # dtype -> how the names of units (engine/cpu/kernel_units.py) begin
@@ -23,7 +23,7 @@ KERNELS = {
     ),
     "float32": ("combine", "gather_rows", "grouped_linear", "keep_own_experts", "route", "silu_and_mul"),
 }
-SETS = (PLAIN, GELU, EXPERTS, ADAPTERS, RANKS, "int8", "fp8", "mxfp4")
+SETS = (PLAIN, GELU, EXPERTS, ADAPTERS, RANKS, INT8_EXPERTS, "int8", "fp8", "mxfp4")
 
 
 def main() -> None:

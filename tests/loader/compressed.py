@@ -42,9 +42,16 @@ def compress(source: Path, target: Path, scales: torch.dtype = torch.float32, pl
     tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         tensors[name] = tensor
-        if name.endswith("_proj.weight") and plain not in name:
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and plain not in name:
             values, scale = torch.empty(tensor.shape, dtype=torch.int8), torch.empty(len(tensor))
             quantize_rows(tensor, values, scale)
             tensors[name], tensors[f"{name}_scale"] = values, scale.to(scales).unsqueeze(1)
     save_file(tensors, target / "model.safetensors")
     return target
+
+
+def quantize(source: Path, target: Path) -> dict[str, torch.Tensor]:
+    """Writes an int-quantized checkpoint as `compress` does, and returns the weights that are meant, by their names, in float32."""
+    tensors = load_file(compress(source, target) / "model.safetensors")
+    scales = {name: each for name, each in tensors.items() if name.endswith(".weight_scale")}
+    return {name.removesuffix("_scale"): tensors[name.removesuffix("_scale")].float() * scales[name] for name in scales}

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from loader.catalog import scan_one
-from loader.errors import CheckpointError, UnsupportedModel
+from loader.errors import CheckpointError
+from loader.formats.stored_int8 import STORED_INT8
 from loader.gpu_sizing import gpu_work_space_bytes
 from loader.hf_config import parse_config
 from loader.layout import parameter_shapes, weight_layout
@@ -197,11 +198,8 @@ def test_bad_values_name_the_key(config: dict[str, Any], changes: dict[str, Any]
         parse(config, **changes)
 
 
-def test_int8_checkpoints_are_refused_by_name() -> None:
-    with pytest.raises(
-        UnsupportedModel, match=r"key quantization_config: mixtures of experts are not served as compressed-tensors"
-    ):
-        parse(QWEN3_30B_A3B, quantization_config=quantization_config())
+def test_int8_checkpoints_are_read() -> None:
+    assert parse(QWEN3_30B_A3B, quantization_config=quantization_config()).stored_format == STORED_INT8.name
 
 
 @pytest.mark.parametrize("changes", [{"num_experts": 4096}, {"num_experts": 4096, "num_hidden_layers": 1024}])

@@ -77,17 +77,37 @@ class CodeLoader(Loader):
         return codes_as_pairs(self._builder, codes) if self._paired else codes_as_floats(self._builder, codes)
 
 
+def code_loader(builder: ir.IRBuilder, data: Any, codes: Any, paired: bool) -> Loader:
+    """Returns what loads the weights of an array of codes: those of FP8 (uint8), or int8 values, which are the numbers themselves.
+    codes: Numba's type of the array. What is loaded is code_factor times too small."""
+    return CodeLoader(builder, data, paired) if codes.dtype == types.uint8 else Loader(builder, data, types.int8, paired)
+
+
+def _factor_of(codes: Any) -> float:
+    return FACTOR if codes.dtype == types.uint8 else 1.0
+
+
+@intrinsic
+def code_factor(typing_context: Any, codes: Any) -> Any:
+    """Returns the factor (float32) by which the loaded numbers of an array of codes are too small."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(FLOAT, _factor_of(codes))
+
+    return types.float32(codes), generate
+
+
 @intrinsic
 def widen_codes(typing_context: Any, codes: Any, at: Any, count: Any, factor: Any, out: Any, out_at: Any) -> Any:
-    """Writes the numbers of `count` FP8 codes from index `at` on, times `factor` (float32), to out (float32, or bfloat16 bits) from
-    index out_at on. They are computed in float32 and rounded once."""
+    """Writes the numbers of `count` codes of FP8 (uint8), or int8 values, from index `at` on, times `factor` (float32), to out
+    (float32, or bfloat16 bits) from index out_at on. They are computed in float32 and rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source = context.make_array(signature.args[0])(context, builder, args[0]).data
         target = context.make_array(signature.args[4])(context, builder, args[4]).data
         _, begin, length, scale, _, to = args
-        load = CodeLoader(builder, source, False)
-        factors = splat(builder, builder.fmul(scale, ir.Constant(FLOAT, FACTOR)), SUMS)
+        load = code_loader(builder, source, codes, False)
+        factors = splat(builder, builder.fmul(scale, ir.Constant(FLOAT, _factor_of(codes))), SUMS)
 
         def write(k: Any, some: Any = None) -> None:
             values = builder.fmul(load(builder.add(begin, k), some), factors)

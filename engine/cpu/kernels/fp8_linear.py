@@ -1,4 +1,5 @@
-"""Multiplies a few rows with FP8 weights on the CPU (Numba), and widens FP8 weights for products of many rows.
+"""Multiplies a few rows with FP8 weights on the CPU (Numba), and widens FP8 weights for products of many rows. Both also take int8
+weights, with one scale for each output: those of experts (grouped_linear.py).
 
 Weights are read once, four outputs at a time, and converted in registers (fp8_codes.py), to bfloat16 if the processor multiplies
 bfloat16, else to float32. The products of inputs that share a scale are added up, then multiplied with the scale. As in linear.py
@@ -18,7 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.cpu.kernels.bits import FASTMATH, HAS_BFLOAT16_PRODUCTS, named, narrow, widen
-from engine.cpu.kernels.fp8_codes import FACTOR, CodeLoader, widen_codes
+from engine.cpu.kernels.fp8_codes import code_factor, code_loader, widen_codes
 from engine.cpu.kernels.tiles import fold_sums
 from engine.cpu.kernels.vectors import I32, I64, LANES, SUMS, Loader, add_products, fma, for_pieces, splat, vector
 
@@ -40,9 +41,9 @@ def fp8_tile(num_rows: int) -> Any:
     sums_at) for kernels that multiplies num_rows rows of x with four outputs' weights.
 
     For row r and output n it adds the products of `length` elements of x from x_at + r * width on with those of weight from
-    weight_at + n * width on to the 16 partial sums at sums_at + 16 * (4 r + n), which are FACTOR times too small. The products of
-    each `group` elements are multiplied with a scale of their own, the first of output n with that at scales_at + n * num_groups.
-    Meanwhile `fetched` (1 to 4) weight rows that lie `ahead` elements after these are prefetched."""
+    weight_at + n * width on to the 16 partial sums at sums_at + 16 * (4 r + n), which are code_factor times too small. The products
+    of each `group` elements are multiplied with a scale of their own, the first of output n with that at scales_at + n *
+    num_groups. Meanwhile `fetched` (1 to 4) weight rows that lie `ahead` elements after these are prefetched."""
 
     @intrinsic
     def tile(
@@ -68,7 +69,7 @@ def fp8_tile(num_rows: int) -> Any:
             def data(position: int) -> Any:
                 return context.make_array(signature.args[position])(context, builder, args[position]).data
 
-            load_x, load_weight = Loader(builder, data(0), x.dtype, paired), CodeLoader(builder, data(2), paired)
+            load_x, load_weight = Loader(builder, data(0), x.dtype, paired), code_loader(builder, data(2), weight, paired)
             factors, totals_data = data(8), data(12)
             _, x_begin, _, begin, row, count, ahead_by, num_fetched, _, factors_begin, per_output, in_group, _, sums_begin = args
             rows_at = [builder.add(x_begin, builder.mul(row, I64(r))) for r in range(num_rows)]
@@ -159,12 +160,12 @@ def _add_tile(
 
 
 @njit(**_HELPER)
-def _write_outputs(folded: Any, num_rows: int, row: int, first: int, bias: Any, out: Any) -> None:
-    """Writes folded [4 rows, 4 outputs] times FACTOR, plus bias, to out [R, N] from row `row` and output `first` on, but only rows
+def _write_outputs(folded: Any, factor: float, num_rows: int, row: int, first: int, bias: Any, out: Any) -> None:
+    """Writes folded [4 rows, 4 outputs] times factor, plus bias, to out [R, N] from row `row` and output `first` on, but only rows
     below num_rows. bias: [N], or [0] for none."""
     for r in range(min(4, num_rows - row)):
         for n in range(_OUTPUTS):
-            total = folded[4 * r + n] * float32(FACTOR)
+            total = folded[4 * r + n] * factor
             if bias.shape[0] > 0:
                 total += widen(bias[first + n])
             out[row + r, first + n] = narrow(total, out[0, 0])
@@ -172,8 +173,8 @@ def _write_outputs(folded: Any, num_rows: int, row: int, first: int, bias: Any, 
 
 @njit(**_HELPER)
 def fp8_stripe(x: Any, weight: Any, scales: Any, group: int, bias: Any, out: Any, begin: int, end: int) -> None:
-    """Computes the outputs from begin to below end of all rows x [R, K] into out [R, N]. weight: [N, K] codes. scales: [N, G].
-    group: the inputs that share a scale, a multiple of 128, or all of a row. bias: [N], or [0] for none."""
+    """Computes the outputs from begin to below end of all rows x [R, K] into out [R, N]. weight: [N, K] codes, of FP8 or
+    int8. scales: [N, G]. group: the inputs that share a scale, a multiple of 128, or all of a row. bias: [N], or [0] for none."""
     num_rows, num_inputs = x.shape
     num_outputs, num_groups = scales.shape
     row_tiles = (num_rows + 3) // 4
@@ -201,7 +202,7 @@ def fp8_stripe(x: Any, weight: Any, scales: Any, group: int, bias: Any, out: Any
     for panel in range(panels):
         for tile in range(row_tiles):
             fold_sums(sums, (panel * row_tiles + tile) * _TILE, folded)
-            _write_outputs(folded, num_rows, 4 * tile, min(begin + 4 * panel, num_outputs - 4), bias, out)
+            _write_outputs(folded, code_factor(weight), num_rows, 4 * tile, min(begin + 4 * panel, num_outputs - 4), bias, out)
 
 
 def _fp8_linear(
@@ -218,8 +219,8 @@ def _fp8_linear(
         fp8_stripe(x, weight, scales, group, bias, out, begin, min(begin + FP8_STRIPE, num_outputs))
 
 
-def fp8_rows_signature(element: types.Type) -> Any:
-    return void(uint8[:, ::1], float32[:, ::1], int64, element[:, ::1])
+def fp8_rows_signature(element: types.Type, code: types.Type = uint8) -> Any:
+    return void(code[:, ::1], float32[:, ::1], int64, element[:, ::1])
 
 
 def _fp8_rows(

@@ -102,8 +102,8 @@ def _grouped_linear(
         _share(x, weight, bias, firsts, most_rows, int64(share), num_shares, out)
 
 
-def grouped_fp8_linear_signature(element: types.Type) -> Any:
-    weights = (uint8[:, :, ::1], float32[:, :, ::1], int64)
+def grouped_fp8_linear_signature(element: types.Type, code: types.Type = uint8) -> Any:
+    weights = (code[:, :, ::1], float32[:, :, ::1], int64)
     return void(element[:, ::1], *weights, int32[::1], int64, int64, element[:, ::1])
 
 
@@ -111,8 +111,8 @@ def grouped_fp8_linear_signature(element: types.Type) -> Any:
 def _fp8_share(
     x: Any, weight: Any, scales: Any, group: int, firsts: Any, most_rows: int, share: int, num_shares: int, out: Any
 ) -> None:
-    """Computes one share (`share` of num_shares) of the outputs of all experts with FP8 weights. The other arguments are those of
-    _grouped_fp8_linear."""
+    """Computes one share (`share` of num_shares) of the outputs of all experts with weights in FP8 or int8. The other arguments are
+    those of _grouped_fp8_linear."""
     num_experts, num_outputs = weight.shape[:2]
     mine = stripes_of_share(firsts, most_rows, (num_outputs + FP8_STRIPE - 1) // FP8_STRIPE, share, num_shares)
     no_bias = np.empty(0, x.dtype)
@@ -127,7 +127,7 @@ def _fp8_share(
 
 def _grouped_fp8_linear(
     x: Any,  # [P, K]
-    weight: Any,  # [E, N, K] codes
+    weight: Any,  # [E, N, K] codes, of FP8 or int8
     scales: Any,  # [E, N, G]
     group: int,  # inputs that share a scale
     firsts: Any,  # [E + 1] int32: the first row of each expert

@@ -78,14 +78,15 @@ def configure(cache_dir: str) -> None:
         linear_choice.keep_in(Path(triton.knobs.cache.dir))
 
 
-def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
+def byte_linear(x: Tensor, weight: Fp8Matrix | Int8Matrix, bias: Tensor | None) -> Tensor:
     """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], as [T, N] in x's dtype. Inside linear_choice.both_kernels all
     kernels and tile sizes are launched, so that they are compiled."""
-    return _quantised_linear(triton_fp8_linear, x, len(weight), (weight.values, weight.scales, weight.group_inputs, bias))
+    scales = weight.scales.view(len(weight), -1)
+    return _quantised_linear(triton_fp8_linear, x, len(weight), (weight.values, scales, weight.group_inputs, bias))
 
 
 def four_bits_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None) -> Tensor:
-    """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], as fp8_linear does, for weights of four bits. The columns of x
+    """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], as byte_linear does, for weights of four bits. The columns of x
     are in the order in which the matrix stores its inputs."""
     return _quantised_linear(triton_four_bits_linear, x, len(weight), (weight, bias))
 
@@ -333,12 +334,12 @@ def _product_by_head(
 ) -> None:
     """Writes the products of each head of x [T, H, ...] with its part of heads.up to out [T, H, ...], as
     triton_latent.product_by_head says. product: is called where the weights are plain, as in latent_attention. Raises TypeError for
-    int8 weights."""
-    if isinstance(heads.up, Fp8Matrix | Int4Matrix | Nvfp4Matrix):
+    packed weights."""
+    if isinstance(heads.up, Fp8Matrix | Int4Matrix | Int8Matrix | Nvfp4Matrix):
         triton_latent.product_by_head(x, heads, of_values, INTERPRETED, out)
         return
-    if isinstance(heads.up, Int8Matrix | PackedMatrix):
-        raise TypeError(f"there is no kernel for a {type(heads.up).__name__} on a GPU")
+    if isinstance(heads.up, PackedMatrix):
+        raise TypeError("there is no kernel for a PackedMatrix on a GPU")
     matrices = heads.up.view(heads.num_heads, heads.plain_dim + heads.value_dim, heads.rank)
     own = matrices[:, heads.plain_dim :].transpose(1, 2) if of_values else matrices[:, : heads.plain_dim]
     product(x.transpose(0, 1), own, out.transpose(0, 1))

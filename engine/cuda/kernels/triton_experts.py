@@ -19,8 +19,8 @@ from torch import Tensor
 
 from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_four_bits import add_four_bits
-from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
-from engine.ops.ops import ClampedSwiglu, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix, SigmoidRouting
+from engine.cuda.kernels.triton_fp8 import code_factor, codes_as
+from engine.ops.ops import ClampedSwiglu, ExpertMatrix, Fp8Matrix, Int4Matrix, Int8Matrix, Mxfp4Matrix, Nvfp4Matrix, SigmoidRouting
 
 TILE_ROWS = (16, 64)  # rows that a program of a product multiplies: for few rows an expert, and for many
 _FEW_ROWS = 16  # an expert, on average: up to here tiles are of the first size
@@ -367,14 +367,16 @@ def _grouped_kernel(
             if WIDEN:
                 rows = rows.to(tl.float32)
             if G > 0:
-                factor = tl.load(factors_at + start // GROUP, mask=output < N, other=0.0) * CODE_FACTOR
+                factor = tl.load(factors_at + start // GROUP, mask=output < N, other=0.0) * code_factor(columns.dtype)
                 total += tl.dot(rows, codes_as(columns, rows.dtype), input_precision="ieee") * factor[None, :]
             else:
                 total = tl.dot(rows, columns.to(rows.dtype), total, input_precision="ieee")
             if GATED:
                 columns = tl.load(columns_at + to_up * PER_OUTPUT + at_k[:, None] * PER_INPUT, mask=seen, other=0.0)
                 if G > 0:
-                    factor = tl.load(factors_at + to_up * G + start // GROUP, mask=output < N, other=0.0) * CODE_FACTOR
+                    factor = tl.load(factors_at + to_up * G + start // GROUP, mask=output < N, other=0.0) * code_factor(
+                        columns.dtype
+                    )
                     total_up += tl.dot(rows, codes_as(columns, rows.dtype), input_precision="ieee") * factor[None, :]
                 else:
                     total_up = tl.dot(rows, columns.to(rows.dtype), total_up, input_precision="ieee")
@@ -404,6 +406,8 @@ def _parts(weight: ExpertMatrix) -> tuple[Tensor, Tensor, int, int]:
     scales give their values for both tensors, then 0 and 1."""
     if isinstance(weight, Tensor):
         return weight, weight, 0, 1
+    if isinstance(weight, Int8Matrix):
+        return weight.values, weight.scales, 1, weight.values.shape[2]
     num_scales = weight.scales.shape[2]
     if isinstance(weight, Mxfp4Matrix):
         return weight.blocks, weight.scales, num_scales, 2 * weight.blocks.shape[3]  # two a byte
@@ -439,7 +443,7 @@ def grouped_linear(
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (64, 32 if wide_items else 64)
-    of_int4, of_fp8 = isinstance(weight, Int4Matrix), isinstance(weight, Fp8Matrix)
+    of_int4, of_bytes = isinstance(weight, Int4Matrix), isinstance(weight, Fp8Matrix | Int8Matrix)
     of_nvfp4 = isinstance(weight, Nvfp4Matrix)
     of_four_bits = of_int4 or of_nvfp4 or isinstance(weight, Mxfp4Matrix)
     two_at_once = (of_int4 or of_nvfp4) and gated
@@ -483,7 +487,7 @@ def grouped_linear(
         WIDEN=widen,
         G=num_scales,
         GROUP=group,
-        num_warps=8 if not few and (of_fp8 or two_at_once) else 4,  # more threads, since codes take registers to widen
+        num_warps=8 if not few and (of_bytes or two_at_once) else 4,  # more threads, since codes take registers to widen
         num_stages=2 if wide_items else 3,
     )
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from engine.ops import reference
 
-CODE_FACTOR = tl.constexpr(256.0)  # what `codes_as` leaves out
+CODE_FACTOR = tl.constexpr(256.0)  # what `codes_as` leaves out of FP8 codes
 _ROWS_FACTOR = tl.constexpr(2.0**60)
 # What multiplies `moved_codes`, queries up to 2**27 and weights beside the values' scales, is made so much larger that no product
 # is too small for float32.
@@ -159,10 +159,19 @@ def widened(codes, dtype: tl.constexpr):
 
 
 @triton.jit
+def code_factor(code_type: tl.constexpr):
+    """Returns the factor by which the numbers that `codes_as` returns for codes of this type are too small."""
+    return 1.0 if code_type == tl.int8 else CODE_FACTOR
+
+
+@triton.jit
 def codes_as(codes, dtype: tl.constexpr):
-    """Returns the numbers of codes (uint8) of float8_e4m3fn as float16, bfloat16 or float32 (dtype), exact but CODE_FACTOR times
-    too small. It works on float16's bits: their bias is 8 higher, and numbers without a leading one follow the same rule. So the
-    GPU needs no FP8 of its own. No code may be NaN."""
+    """Returns the numbers of codes of a weight matrix as float16, bfloat16 or float32 (dtype), exact but code_factor times too
+    small. The codes are int8, which are the numbers themselves, or those of float8_e4m3fn (uint8), of which none may be NaN. For
+    these it works on float16's bits: their bias is 8 higher, and numbers without a leading one follow the same rule. So the GPU
+    needs no FP8 of its own."""
+    if codes.dtype == tl.int8:
+        return codes.to(dtype)
     wide = codes.to(tl.int8, bitcast=True).to(tl.int16)
     halves = ((wide << 7) & -16512).to(tl.float16, bitcast=True)  # -16512: the bits 0xBF80, sign, exponent and mantissa
     return halves if dtype == tl.float16 else halves.to(tl.float32).to(dtype)

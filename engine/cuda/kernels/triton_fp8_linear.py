@@ -1,5 +1,5 @@
-"""Matrix products with FP8 weights on the GPU (Triton). Codes are read once and converted in registers, so that they need no FP8 of
-the GPU's. Sums are float32. Reference implementation: reference.fp8_linear.
+"""Matrix products with weights of one byte, FP8 or int8, on the GPU (Triton). Codes are read once and converted in registers, so
+that they need no FP8 of the GPU's. Sums are float32. Reference implementations: reference.fp8_linear, reference.int8_linear.
 
 Up to MAX_ROWS rows a program adds products up across lanes, as triton_linear does; more rows are multiplied in tiles by tensor
 cores. Grids and tiles depend on shapes alone, so that graphs can hold the launches.
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels.sizes import ceil_div, power_of_two
-from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
+from engine.cuda.kernels.triton_fp8 import code_factor, codes_as
 
 MAX_ROWS = 4
 TILE_ROWS = (16, 64)  # rows that a program multiplies by tensor cores: where there are few, and many
@@ -87,7 +87,7 @@ def _fp8_few_rows_kernel(
             sums2 += factor * tl.load(x + 2 * K + at, mask=inside, other=0.0).to(tl.float32)[None, :]
         if M > 3:
             sums3 += factor * tl.load(x + 3 * K + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    scale = tl.full([BLOCK_N], CODE_FACTOR, tl.float32)
+    scale = tl.full([BLOCK_N], code_factor(weight.dtype.element_ty), tl.float32)
     if G == 1:
         scale *= tl.load(scales + output, mask=there, other=0.0)
     store_sums(sums0, sums1, sums2, sums3, scale, bias, output, there, out, N, M, BIAS)
@@ -126,7 +126,7 @@ def _fp8_tile_kernel(
         if G > 1:
             part *= tl.load(scales + output.to(tl.int64) * G + start // GROUP, mask=there, other=0.0)[None, :]
         total += part
-    scale = tl.full([BLOCK_N], CODE_FACTOR, tl.float32)
+    scale = tl.full([BLOCK_N], code_factor(weight.dtype.element_ty), tl.float32)
     if G == 1:
         scale *= tl.load(scales + output, mask=there, other=0.0)
     store_tile(total * scale[None, :], bias, row, output, is_row, there, out, N, BIAS)

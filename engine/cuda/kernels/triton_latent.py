@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_four_bits import four_bit_numbers
-from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as, e4m3_of, scale_of, shared_scale, size_bits
-from engine.ops.ops import Fp8Matrix, Int4Matrix, LatentHeads, Nvfp4Matrix
+from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, code_factor, codes_as, e4m3_of, scale_of, shared_scale, size_bits
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Nvfp4Matrix
 
 _FEW_TOKENS = 32  # up to so many, products are computed in tiles of 16 tokens
 
@@ -159,7 +159,7 @@ def _by_head_kernel(
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
     SUMS_ROWS: tl.constexpr,  # the products are summed over rows of the matrix, else over its columns
-    FOUR_BITS: tl.constexpr,  # weights are INT4 or NVFP4, else FP8
+    FOUR_BITS: tl.constexpr,  # weights are INT4 or NVFP4, else FP8 or int8
     ZEROS: tl.constexpr,
     E4M3: tl.constexpr,  # scales are codes: weights are NVFP4
     WIDEN: tl.constexpr,
@@ -196,7 +196,7 @@ def _by_head_kernel(
             weights = four_bit_numbers((packed >> (column % 2 * 4)) & 15, zero, not E4M3) * scale
         else:
             code = tl.load(codes + row * L + column, mask=seen, other=0)
-            weights = codes_as(code, tl.float32) * (scale * CODE_FACTOR)
+            weights = codes_as(code, tl.float32) * (scale * code_factor(code.dtype))
         if WIDEN:
             rows = rows.to(tl.float32)
         total += tl.dot(rows, weights.to(rows.dtype), input_precision="ieee")
@@ -205,19 +205,20 @@ def _by_head_kernel(
 
 
 def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool, out: Tensor) -> None:
-    """Multiplies each head of x with its part of heads.up [H (K + V), L], a matrix of FP8, INT4 or NVFP4. of_values: x [T, H, L]
-    gives out [T, H, V]; else x [T, H, K] gives out [T, H, L]. Weights are rounded to x's dtype. The last dimension of x and out
+    """Multiplies each head of x with its part of heads.up [H (K + V), L], a matrix of FP8, int8, INT4 or NVFP4. of_values: x [T, H,
+    L] gives out [T, H, V]; else x [T, H, K] gives out [T, H, L]. Weights are rounded to x's dtype. The last dimension of x and out
     must be contiguous. widen: products are computed in float32 (where kernels are interpreted)."""
     up = heads.up
-    assert isinstance(up, Fp8Matrix | Int4Matrix | Nvfp4Matrix)
+    assert isinstance(up, Fp8Matrix | Int4Matrix | Int8Matrix | Nvfp4Matrix)
+    of_bytes = isinstance(up, Fp8Matrix | Int8Matrix)
     inner, outer = (heads.rank, heads.value_dim) if of_values else (heads.plain_dim, heads.rank)
-    wide_items, in_four_bits = x.element_size() == 4, not isinstance(up, Fp8Matrix)
+    wide_items = x.element_size() == 4
     zeros = up.zeros if isinstance(up, Int4Matrix) else None
     block_m, block_k = 16 if len(x) <= _FEW_TOKENS else 64, 32 if wide_items else 64
     block_n = min(64, max(16, power_of_two(outer)))
     _by_head_kernel[(ceil_div(len(x), block_m), ceil_div(outer, block_n), heads.num_heads)](
         x,
-        up.values if isinstance(up, Fp8Matrix) else up.packed,
+        up.values if isinstance(up, Fp8Matrix | Int8Matrix) else up.packed,
         up.scales,
         up.scales if zeros is None else zeros,
         up.factors if isinstance(up, Nvfp4Matrix) else up.scales,
@@ -230,18 +231,18 @@ def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool,
         HEIGHT=heads.plain_dim + heads.value_dim,
         FIRST=heads.plain_dim if of_values else 0,
         L=heads.rank,
-        G=up.scales.shape[1],
+        G=1 if isinstance(up, Int8Matrix) else up.scales.shape[1],
         GROUP=up.group_inputs,
         INNER=inner,
         OUTER=outer,
         SUMS_ROWS=not of_values,
-        FOUR_BITS=in_four_bits,
+        FOUR_BITS=not of_bytes,
         ZEROS=zeros is not None,
         E4M3=isinstance(up, Nvfp4Matrix),
         WIDEN=widen,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=min(block_k, max(16, power_of_two(inner))),
-        num_warps=8 if in_four_bits and block_m == 64 else 4,  # more threads, since weights take registers to widen
+        num_warps=8 if not of_bytes and block_m == 64 else 4,  # more threads, since weights take registers to widen
         num_stages=2,
     )

@@ -51,6 +51,7 @@ from engine.ops.ops import (
     DeltaRule,
     Fp8Matrix,
     Int4Matrix,
+    Int8Matrix,
     LatentHeads,
     Mxfp4Matrix,
     Nvfp4Matrix,
@@ -145,6 +146,7 @@ def compile_instead_of_running(capability: int, listed: bool) -> None:
                 "fp8": bool(options.get("FP8")),
                 "mxfp4": bool(options.get("FOUR_BITS")) and not options.get("INT4") and not options["E4M3"],
                 "int4": bool(options.get("INT4")),
+                "int8": any(isinstance(each, torch.Tensor) and each.dtype == torch.int8 for each in args[:3]),
                 "nvfp4": bool(options.get("E4M3")) or ("four_bits" in self.fn.__name__ and not options["INT4"]),
                 "zeros": bool(options.get("ZEROS")),
                 "warps": made.metadata.num_warps,
@@ -189,8 +191,9 @@ def launch_latents(heads: int, kv_dtype: str, table: torch.Tensor, ints: torch.T
     codes, values = torch.zeros(height, RANK, dtype=torch.uint8), torch.zeros(ROWS, heads, VALUE, dtype=dtype)
     fp8 = Fp8Matrix(codes, torch.zeros(height, RANK // 128), 128)
     nvfp4 = Nvfp4Matrix(codes[:, : RANK // 2], codes[:, : RANK // 16], torch.zeros(height))
+    int8 = Int8Matrix(codes.view(torch.int8), torch.zeros(height))
     many = 64  # tokens, which take larger tiles than ROWS do
-    for up, rows in product((fp8, nvfp4), tried(ROWS, many)):
+    for up, rows in product((fp8, int8, nvfp4), tried(ROWS, many)):
         of_heads = LatentHeads(up, heads, PLAIN, ROPE, VALUE)
         own = absorbed.expand(rows // ROWS, -1, -1, -1).reshape(rows, heads, -1)
         triton_latent.product_by_head(own[..., :PLAIN], of_heads, False, False, own[..., :RANK])
@@ -281,9 +284,10 @@ def main(capability: int, listed: bool) -> None:
         how, clamped = (*routing[2:], CHOSEN), ClampedSwiglu(7.0, 1.702)
         triton_experts.grouped_linear(x, halves[0], *how, True, tile, False, inner, x, clamped)
         triton_experts.grouped_linear(inner, halves[1], *how, False, tile, False, made, x)
-    gate_up_codes = Fp8Matrix(torch.zeros(EXPERTS, 1, 1, dtype=torch.uint8), torch.zeros(EXPERTS, 1, WIDTH // 128), 128)
-    for tile in tried(*triton_experts.TILE_ROWS):
-        triton_experts.grouped_linear(x, gate_up_codes, *routing[2:], CHOSEN, True, tile, False, inner)
+    in_fp8 = Fp8Matrix(torch.zeros(EXPERTS, 1, 1, dtype=torch.uint8), torch.zeros(EXPERTS, 1, WIDTH // 128), 128)
+    in_int8 = Int8Matrix(torch.zeros(EXPERTS, 1, WIDTH, dtype=torch.int8), torch.zeros(EXPERTS, 1))
+    for of_bytes, tile in product((in_fp8, in_int8), tried(*triton_experts.TILE_ROWS)):
+        triton_experts.grouped_linear(x, of_bytes, *routing[2:], CHOSEN, True, tile, False, inner)
     for zeros in (None, blocks):
         in_int4 = Int4Matrix(blocks.flatten(2), torch.zeros(EXPERTS, 1, WIDTH // 32, dtype=dtype), 32, zeros)
         for tile in tried(*triton_experts.TILE_ROWS):
@@ -308,8 +312,8 @@ def main(capability: int, listed: bool) -> None:
     for num_rows in tried(*entry.FEW_ROWS):
         linear_choice.ours(x[:num_rows], weight, None)
     codes = torch.zeros(2 * INNER, WIDTH, dtype=torch.uint8)
-    for num_groups, group in tried((1, WIDTH), (WIDTH // 128, 128)):
-        matrix = (codes, torch.zeros(1, num_groups).expand(2 * INNER, -1), group, None)  # nothing is read
+    for num_groups, group, of_byte in tried((1, WIDTH, codes), (WIDTH // 128, 128, codes), (1, WIDTH, codes.view(torch.int8))):
+        matrix = (of_byte, torch.zeros(1, num_groups).expand(2 * INNER, -1), group, None)  # nothing is read
         for num_rows in tried(4, 1):
             triton_fp8_linear.few_rows_linear(x[:num_rows], *matrix, weight)
         for tile in tried(*triton_fp8_linear.TILE_ROWS):

@@ -15,12 +15,13 @@ from engine.ops.ops import (
     ExpertMatrix,
     Fp8Matrix,
     Int4Matrix,
+    Int8Matrix,
     Mxfp4Matrix,
     Nvfp4Matrix,
     SigmoidRouting,
 )
 from tests.engine.kernels.draw import Draw, close, close_in_sums
-from tests.engine.kernels.row_cases import int4_matrix, int4_on_device, nvfp4_matrix, nvfp4_on_device
+from tests.engine.kernels.row_cases import int4_matrix, int4_on_device, int8_matrix, nvfp4_matrix, nvfp4_on_device
 
 
 def routed(
@@ -53,6 +54,8 @@ def placed(draw: Draw, weight: ExpertMatrix) -> ExpertMatrix:
         return nvfp4_on_device(draw, weight)
     if isinstance(weight, Mxfp4Matrix):
         return Mxfp4Matrix(draw.on(weight.blocks), draw.on(weight.scales))
+    if isinstance(weight, Int8Matrix):
+        return Int8Matrix(draw.on(weight.values), draw.on(weight.scales))
     return Fp8Matrix(draw.on(weight.values), draw.on(weight.scales), weight.group_inputs)
 
 
@@ -141,9 +144,10 @@ def fp8_experts(draw: Draw, num_experts: int, outputs: int, inputs: int) -> Fp8M
 
 def sizes_of_terms(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Tensor, shared: Tensor | None) -> Tensor:
     """Returns how large the numbers are, [T, W] float32, that are added up to an output of the experts: the absolute values of the
-    terms of their second products, times the experts' weights, and of what is shared. x, scores, shared: float32; of NVFP4."""
-    assert isinstance(matrices.gate_up, Nvfp4Matrix)
-    assert isinstance(matrices.down, Nvfp4Matrix)
+    terms of their second products, times the experts' weights, and of what is shared. x, scores, shared: float32. matrices: in
+    NVFP4 or int8."""
+    assert isinstance(matrices.gate_up, Int8Matrix | Nvfp4Matrix)
+    assert isinstance(matrices.down, Int8Matrix | Nvfp4Matrix)
     num_experts, weighs = matrices.num_experts, matrices.weighs_inputs
     chosen, weights = reference.route(scores[:, :num_experts], matrices.num_chosen, matrices.normalised, weighs)
     total = torch.zeros_like(x)
@@ -159,16 +163,20 @@ def sizes_of_terms(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_paddi
     return total
 
 
-def dense(matrix: Nvfp4Matrix) -> Tensor:
+def dense(matrix: Int8Matrix | Nvfp4Matrix) -> Tensor:
     """Returns a matrix [N, K] in float32."""
+    if isinstance(matrix, Int8Matrix):
+        return matrix.values.float() * matrix.scales.unsqueeze(1)
     out = torch.empty(len(matrix.packed), 2 * matrix.packed.shape[1])
     reference.nvfp4_rows(matrix.packed, matrix.scales, matrix.factors, out)
     return out
 
 
-def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = False, nvfp4: bool = False) -> None:
+def experts(
+    draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int8: bool = False, int4: bool = False, nvfp4: bool = False
+) -> None:
     num_tokens, num_experts = draw.one_of(1, 2, 5, 17), draw.one_of(1, 3, 6)
-    width, inner = draw.one_of(16, 40, 140 if fp8 else 70), draw.one_of(8, 33)
+    width, inner = draw.one_of(16, 40, 140 if fp8 or int8 else 70), draw.one_of(8, 33)
     if in_mxfp4 or int4 or nvfp4:
         num_tokens, num_experts, width, inner = draw.one_of(1, 5), draw.one_of(1, 3), draw.one_of(32, 96), 32
     num_chosen, normalised = draw.between(1, min(4, num_experts)), draw.one_of(False, True)
@@ -181,11 +189,13 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
         gate_up, down = mxfp4(draw, num_experts, 2 * inner, width), mxfp4(draw, num_experts, width, inner)
     if fp8:
         gate_up, down = fp8_experts(draw, num_experts, 2 * inner, width), fp8_experts(draw, num_experts, width, inner)
+    if int8:
+        gate_up, down = int8_matrix(draw, num_experts, 2 * inner, width), int8_matrix(draw, num_experts, width, inner)
     if int4:
         gate_up, down = int4_matrix(draw, num_experts, 2 * inner, width), int4_matrix(draw, num_experts, width, inner)
     if nvfp4:
         gate_up, down = nvfp4_matrix(draw, num_experts, 2 * inner, width), nvfp4_matrix(draw, num_experts, width, inner)
-    if in_mxfp4 or (not fp8 and not int4 and not nvfp4 and draw.one_of(False, True)):
+    if in_mxfp4 or (isinstance(gate_up, Tensor) and draw.one_of(False, True)):
         biases = draw.normal(num_experts, 2 * inner), draw.normal(num_experts, width)
         clamped = ClampedSwiglu(draw.one_of(0.7, 7.0), 1.702)
     weighs_inputs = clamped is None and draw.one_of(False, True)
@@ -240,7 +250,7 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
     some = (chosen, own_experts) if matrices.is_part else ()
     gates = draw.on(scores) if is_gated else None
     triton_experts.combine(made, weights, draw.on(kv_slots), gates, also, out, not weighs_inputs, *some)
-    if not nvfp4:
+    if not nvfp4 and not int8:
         close(out, wanted, draw.dtype)
         return
     # The twin rounds each weight to the dtype; the kernel has their exact numbers, and multiplies sums by an output's factor. In

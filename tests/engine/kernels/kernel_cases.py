@@ -18,7 +18,16 @@ from tests.engine.kernels.expert_cases import experts, own_pairs, routing, routi
 from tests.engine.kernels.kv_write_cases import fp8_rounding, rope
 from tests.engine.kernels.latent_cases import decode_latents, extend_latents, products_by_head, store_latents
 from tests.engine.kernels.memory_cases import checksums, inputs, packed_weights
-from tests.engine.kernels.row_cases import few_rows_linear, fp8_linear, gates, gathers, int4_linear, norms, nvfp4_linear
+from tests.engine.kernels.row_cases import (
+    few_rows_linear,
+    fp8_linear,
+    gates,
+    gathers,
+    int4_linear,
+    int8_linear,
+    norms,
+    nvfp4_linear,
+)
 from tests.engine.kernels.sampling_cases import edits, logprobs, sampling
 
 # cases whose numbers are integers, or float32 whatever the model's dtype
@@ -41,6 +50,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         few_rows_linear,
         fp8_linear,
         int4_linear,
+        int8_linear,
         nvfp4_linear,
         adapters,
         adapters_of_tokens,
@@ -71,6 +81,7 @@ _IN_FP8 = (rope, decode_attention, extend_attention, store_latents, decode_laten
 CASES |= {f"{case.__name__}_fp8": partial(case, fp8=True) for case in _IN_FP8}
 CASES["experts_mxfp4"] = partial(experts, in_mxfp4=True)
 CASES |= {f"{case.__name__}_int4": partial(case, int4=True) for case in (experts, products_by_head)}
+CASES |= {f"{case.__name__}_int8": partial(case, int8=True) for case in (experts, products_by_head)}
 CASES |= {f"{case.__name__}_nvfp4": partial(case, nvfp4=True) for case in (experts, products_by_head)}
 
 

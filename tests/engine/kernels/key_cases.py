@@ -19,6 +19,7 @@ from loader.architectures.registry import architecture_of
 from loader.hf_config import parse_config
 from loader.model_shape import LAST_TOKEN, DeviceShare, Division, ModelShape
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table, write_sampling
+from tests.loader.compressed import quantization_config
 from tests.loader.fp8 import FINE_GRAINED
 from tests.loader.gptq import gptq
 from tests.loader.test_families import (
@@ -93,6 +94,7 @@ GEMMA4_26B = json.loads((PUBLISHED / "gemma-4-26b-a4b.json").read_text())["text_
 LLAMA4_TEXT = LLAMA4_SCOUT["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
 FP8_WEIGHTS = {"quantization_config": FINE_GRAINED}
 GPTQ_WEIGHTS = {"quantization_config": gptq(sym=False, desc_act=True)}
+INT8_WEIGHTS = {"quantization_config": quantization_config()}
 TWO = Division(2)
 QWEN3 = QWEN25_7B | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
 CASES = [
@@ -175,6 +177,12 @@ CASES = [
         block_offset=8,
         more={"vocab_size": 1024, "n_routed_experts": 12, "moe_intermediate_size": 352},
         adapters=True,
+    ),
+    KeyCase(
+        "deepseek v2 lite int8",
+        DEEPSEEK_V2_LITE | INT8_WEIGHTS,
+        max_rows=17,
+        more={"vocab_size": 1024, "n_routed_experts": 12, "moe_intermediate_size": 352},
     ),
     KeyCase(
         "llama 4",

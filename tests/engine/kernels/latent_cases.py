@@ -8,10 +8,10 @@ from torch import Tensor
 
 from engine.cuda.kernels import triton_decode, triton_extend, triton_latent, triton_latent_attention
 from engine.ops import reference
-from engine.ops.ops import Fp8Matrix, LatentHeads, Matrix
+from engine.ops.ops import Fp8Matrix, Int8Matrix, LatentHeads, Matrix
 from tests.engine.kernels.draw import Draw, close
 from tests.engine.kernels.paged_kv import Paged, paged
-from tests.engine.kernels.row_cases import fp8_matrix, int4_matrix, int4_on_device, nvfp4_matrix, nvfp4_on_device
+from tests.engine.kernels.row_cases import fp8_matrix, int4_matrix, int4_on_device, int8_matrix, nvfp4_matrix, nvfp4_on_device
 
 SIZES = ((24, 8), (40, 16), (64, 32), (136, 64))  # numbers of a latent, rotated dimensions
 
@@ -50,7 +50,7 @@ def store_latents(draw: Draw, fp8: bool = False) -> None:
     torch.testing.assert_close(found.nan_to_num(0.0), wanted.nan_to_num(0.0), rtol=1 / 8, atol=4e-3)
 
 
-def products_by_head(draw: Draw, int4: bool = False, nvfp4: bool = False) -> None:
+def products_by_head(draw: Draw, int8: bool = False, int4: bool = False, nvfp4: bool = False) -> None:
     """Weights are rounded once to the inputs' dtype, which is allowed for."""
     num_tokens, heads = draw.one_of(1, 3, 17, 40), draw.between(1, 3)
     rank = draw.one_of(32, 96, 256) if int4 or nvfp4 else draw.one_of(24, 136, 256)
@@ -61,6 +61,10 @@ def products_by_head(draw: Draw, int4: bool = False, nvfp4: bool = False) -> Non
         packed = int4_matrix(draw, heads * height, rank)
         reference.int4_rows(packed.packed, packed.scales, packed.zeros, packed.group_inputs, wide)
         placed: Matrix = int4_on_device(draw, packed)
+    elif int8:
+        whole = int8_matrix(draw, heads * height, rank)
+        wide = whole.values.float() * whole.scales.unsqueeze(1)
+        placed = Int8Matrix(draw.on(whole.values), draw.on(whole.scales))
     elif nvfp4:
         own = nvfp4_matrix(draw, heads * height, rank)
         reference.nvfp4_rows(own.packed, own.scales, own.factors, wide)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.cuda.kernels import triton_four_bits_linear, triton_fp8_linear, triton_linear, triton_rows
 from engine.ops import reference
-from engine.ops.ops import Fp8Matrix, Int4Matrix, Nvfp4Matrix
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Nvfp4Matrix
 from tests.engine.kernels.draw import Draw, close
 
 
@@ -78,6 +78,24 @@ def fp8_linear(draw: Draw) -> None:
     reference.fp8_rows(codes, scales, group, dense)
     wanted = torch.nn.functional.linear(x.double(), dense.double(), None if bias is None else bias.double())
     given = (draw.on(x), draw.on(codes), draw.on(scales), group, None if bias is None else draw.on(bias))
+    check_quantised_linear(draw, triton_fp8_linear, given, wanted)
+
+
+def int8_matrix(draw: Draw, *shape: int) -> Int8Matrix:
+    """Returns matrices [..., N, K] of any numbers, with products of about the size of what they are given."""
+    values = torch.randint(-128, 128, shape, generator=draw.generator).to(torch.int8)
+    return Int8Matrix(values, torch.rand(shape[:-1], generator=draw.generator) * 0.02 * shape[-1] ** -0.5)
+
+
+def int8_linear(draw: Draw) -> None:
+    """Few rows and tiles of both sizes, with every number."""
+    rows, outputs, inputs = draw.one_of(1, 2, 3, 4, 17, 70), draw.one_of(1, 5, 40), draw.one_of(1, 40, 128, 700, 2049)
+    matrix = int8_matrix(draw, outputs, inputs)
+    x, bias = draw.normal(rows, inputs), draw.normal(outputs) if draw.one_of(False, True) else None
+    dense = matrix.values.double() * matrix.scales.double().unsqueeze(1)
+    wanted = torch.nn.functional.linear(x.double(), dense, None if bias is None else bias.double())
+    codes, scales = draw.on(matrix.values), draw.on(matrix.scales).unsqueeze(1)
+    given = (draw.on(x), codes, scales, inputs, None if bias is None else draw.on(bias))
     check_quantised_linear(draw, triton_fp8_linear, given, wanted)
 
 

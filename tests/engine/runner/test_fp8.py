@@ -22,6 +22,7 @@ from loader.catalog import scan_one
 from loader.errors import CheckpointError
 from tests.engine.model_bench import CASES, load, load_both, make_checkpoint, make_table, plan, put
 from tests.engine.runner.specs import PROMPT
+from tests.loader import compressed as int_quantized
 from tests.loader.fp8 import KINDS, quantize
 from tests.loader.packed_checkpoints import pack_checkpoint
 from tests.loader.shards import divide_in_three
@@ -160,6 +161,7 @@ def test_what_is_no_number_fails_the_load_by_name(
     assert np.array_equal(logits_of(runner, tmp_path), whole), "the engine serves on"
 
 
+@pytest.mark.parametrize("form", ["fp8", "int8"])
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
@@ -171,19 +173,22 @@ def test_what_is_no_number_fails_the_load_by_name(
     ],
 )
 def test_experts_and_latents_are_those_that_codes_and_scales_stand_for(
-    runner: TorchRunner, tmp_path: Path, case: str, changes: dict[str, Any]
+    runner: TorchRunner, tmp_path: Path, case: str, changes: dict[str, Any], form: str
 ) -> None:
     """Logits equal those of the plain checkpoint with the weights of the definition, for few rows an expert and for many; recorded
     steps give what others give."""
     make_checkpoint(tmp_path / "plain", **(CASES[case] | {"hidden_size": 160, "num_hidden_layers": 2} | changes))
-    meant = quantize(tmp_path / "plain", tmp_path / "fp8", KINDS["fine-grained"])
+    if form == "int8":
+        meant = int_quantized.quantize(tmp_path / "plain", tmp_path / form)
+    else:
+        meant = quantize(tmp_path / "plain", tmp_path / form, KINDS["fine-grained"])
     assert sum(".experts." in name for name in meant) == 4 * 3
-    found = logits_of(runner, tmp_path / "fp8")
+    found = logits_of(runner, tmp_path / form)
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     save_file(tensors | meant, tmp_path / "plain" / "model.safetensors")
     expected = logits_of(runner, tmp_path / "plain")
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
-    recorded, plain = load_both(runner, tmp_path / "fp8", "bfloat16", quantize=format_of(tmp_path / "fp8"))
+    recorded, plain = load_both(runner, tmp_path / form, "bfloat16", quantize=format_of(tmp_path / form))
     half = logits(plain)
     assert np.array_equal(logits(recorded), half)
     assert np.array_equal(logits(recorded), half)

@@ -40,19 +40,12 @@ FUSED = {
 }
 
 
-def int8(source: Path, target: Path) -> dict[str, Tensor]:
-    """Writes an int-quantized checkpoint as its helper does, and returns what the other formats' helpers return."""
-    tensors = load_file(int_quantized.compress(source, target) / "model.safetensors")
-    scales = {name: each for name, each in tensors.items() if name.endswith("_proj.weight_scale")}
-    return {name.removesuffix("_scale"): tensors[name.removesuffix("_scale")].float() * scales[name] for name in scales}
-
-
 # each writes the checkpoint in the first folder to the second in its format, and returns the weights that are meant
 FORMATS: dict[str, Callable[[Path, Path], dict[str, Tensor]]] = {
     "fp8-matrix": lambda source, target: fp8.quantize(source, target, fp8.KINDS["autofp8"]),
     "fp8-outputs": lambda source, target: fp8.quantize(source, target, fp8.KINDS["compressed-channel"]),
     "fp8-blocks": lambda source, target: fp8.quantize(source, target, fp8.KINDS["fine-grained"]),
-    "int8": int8,
+    "int8": int_quantized.quantize,
     "int4": lambda source, target: int4.quantize(source, target, int4.compressed()),
     "int4-zeros": lambda source, target: int4.quantize(source, target, int4.compressed({"symmetric": False})),
     "gptq": lambda source, target: gptq.quantize(source, target, gptq.gptq()),
