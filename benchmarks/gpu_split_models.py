@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -134,6 +134,9 @@ class Mirrored:
 
     def __init__(self, alone: Collectives) -> None:
         self._alone = alone
+
+    def join(self, agreed: Callable[[bool], bool]) -> None:
+        """Does nothing, because there is nobody to join."""
 
     def sum(self, x: Tensor) -> None:
         self._alone.sum(x)

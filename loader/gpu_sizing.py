@@ -33,6 +33,8 @@ LIBRARY_BYTES = 128 << 20
 # Memory that NCCL takes on each device of a group for one communicator: its channels' buffers, and its kernels. An assumption until
 # it is measured. It is counted once a device, however many split models the device has a share of.
 COMMUNICATOR_BYTES = 512 << 20
+# A rank's region of the memory that GPUs map from each other (engine/cuda/peer_regions.py): what a GPU allocates at least
+PEER_REGION_BYTES = 2 << 20
 # Buffers that packed weights pass through, and as many again while their speed is measured (engine/cuda/frames.py).
 PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES)
 
@@ -100,11 +102,11 @@ def _logits_values(shape: ModelShape) -> int:
 
 
 def _exchange_bytes(shape: ModelShape, rows: int, item: int) -> int:
-    """Returns the bytes that a share of a model keeps for its exchange with the other devices: the communicator, and the logits of
-    `rows` rows; 0 for a whole model. item: bytes of an element of the model's dtype."""
+    """Returns the bytes that a share of a model keeps for its exchange with the other devices: the communicator, the region that
+    they map, and the logits of `rows` rows; 0 for a whole model. item: bytes of an element of the model's dtype."""
     if shape.split is None:
         return 0
-    return (COMMUNICATOR_BYTES if shape.split.size > 1 else 0) + rows * shape.vocab_size * item
+    return (COMMUNICATOR_BYTES + PEER_REGION_BYTES if shape.split.size > 1 else 0) + rows * shape.vocab_size * item
 
 
 def sampling_bytes(rows: int, vocab_size: int) -> int:

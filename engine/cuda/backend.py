@@ -24,6 +24,7 @@ from engine.cuda.kernel_builds import CudaKernelBuilds
 from engine.cuda.model import CudaModel
 from engine.cuda.nccl import NcclError, nccl
 from engine.cuda.ops import CudaOps
+from engine.cuda.peers import Peers
 from engine.cuda.ranks import connect
 from engine.cuda.share import CudaShare, ShareLinks
 from engine.cuda.sink import DeviceSink
@@ -85,7 +86,8 @@ class CudaBackend:
     """The Backend (engine.contracts.backend) of one NVIDIA GPU. If `memory` is that of another kind of device, its kernels run
     interpreted (for tests).
 
-    options: the engine's settings. connects: connects the ranks of split models; None: NCCL does."""
+    options: the engine's settings. connects: connects the ranks of split models; None: NCCL and the
+    GPUs' own memory do."""
 
     compute_threads = 1
     reads_in_place = steps_may_overlap = False
@@ -196,7 +198,7 @@ class CudaBackend:
         device, ranks, stages = self.memory.arena.device, None, None
         if region.stage_size > 1:
             try:
-                connects = self._connects or nccl()
+                connects = self._connects or _peers()
             except NcclError as error:
                 raise UnsupportedModel(CONFIG_NAME, None, f"parallel: {error}") from None
             ranks = connect(connects, region.rendezvous, region.stage_rank, region.stage_size, region.broken, device)
@@ -226,6 +228,13 @@ class CudaBackend:
 
     def measured_decoder(self) -> Decoder:
         return self.decoder() if self._frames is None else self._frames.measured_by(self.decoder())
+
+
+def _peers() -> Connects:
+    """Returns what connects GPUs of this host. Raises NcclError."""
+    from engine.cuda.peer_regions import DeviceRegions
+
+    return Peers(nccl(), DeviceRegions)
 
 
 def check_capability(kv_dtype: KVDtype, capability: tuple[int, int]) -> None:

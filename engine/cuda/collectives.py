@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -15,6 +16,12 @@ class Collectives(Protocol):
     """One rank's connection to all ranks of its group. All ranks call the same methods in the same order, with contiguous tensors
     of the same shapes and dtypes. A call launches the exchange on the current stream and may be captured in a graph. It does not
     raise if another rank is gone: the exchange then waits until `abort`."""
+
+    def join(self, agreed: Callable[[bool], bool]) -> None:
+        """Sets up quicker ways for some exchanges, if there are any and all ranks can use them. All ranks call it once, before
+        their first exchange. agreed: exchanges, too, and returns whether all ranks have called it with True; what it raises is
+        raised here."""
+        ...
 
     def sum(self, x: Tensor) -> None:
         """Replaces x by the sum of all ranks' x. All ranks get the same bits."""

@@ -9,14 +9,17 @@ import sys
 from typing import Any
 
 import msgspec
+import torch
 import triton
 from triton.backends.nvidia import driver as nvidia_driver
 
-from engine.cuda.launch_only import launch_only_model
+from engine.cuda.kernels import triton_peers
+from engine.cuda.launch_only import AddressRange, launch_only_model
 from engine.cuda.launches import recorded
 from engine.protocol import LoadModel
 from loader.model_shape import ModelShape
 
+REGION_BYTES = 2 << 20  # of a rank: what a GPU allocates at least
 NICENESS = 5  # lower priority than the steps of models in service
 
 
@@ -44,12 +47,22 @@ def main() -> int:
             model.launch_adapters()
         else:
             model.launch_all()
+            if (split := job.shape.split) is not None and split.size > 1:
+                launch_sums(split.size)
     own = list(launches.values())[share::num_shares]
     print(f"units {len(own)}", flush=True)
     for launch in own:
         compile_launcher(launch.compile())
         print("done", flush=True)
     return 0
+
+
+def launch_sums(num_ranks: int) -> None:
+    """Launches the kernel of sums over the GPUs' memory in all its forms, as engine/cuda/peers.py tries them."""
+    regions = AddressRange(num_ranks * REGION_BYTES).all.view(num_ranks, -1)
+    for dtype, num_values in triton_peers.FORMS:
+        stop = torch.zeros(1, dtype=torch.int64)
+        triton_peers.sum_over_ranks(torch.empty(num_values, dtype=dtype), regions, stop, 0, False)
 
 
 def compile_launcher(compiled: Any) -> None:

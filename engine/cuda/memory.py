@@ -27,7 +27,7 @@ class DeviceError(RuntimeError):
     """Raised when the CUDA driver refuses a call. Most of these errors are only cured by a new process."""
 
 
-def _call(function: Any, *arguments: Any) -> Any:
+def call_driver(function: Any, *arguments: Any) -> Any:
     """Calls a function of the driver and returns its result, if it has one. Raises MemoryError if the device is out of memory,
     DeviceError for any other error."""
     status, *results = function(*arguments)
@@ -39,7 +39,24 @@ def _call(function: Any, *arguments: Any) -> Any:
     return results[0] if results else None
 
 
-class _Bytes:
+def allocations(index: int, exportable: bool) -> tuple[Any, Any, int]:
+    """Returns what the driver is to be told about memory of device `index`: what kind is wanted, and who may use it once it is
+    mapped; and of how many bytes an allocation's size must be a multiple. exportable: whether other processes will map it."""
+    place = driver.CUmemLocation()
+    place.type, place.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
+    wanted = driver.CUmemAllocationProp()
+    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.location = place
+    if exportable:
+        wanted.requestedHandleTypes = FILE_DESCRIPTOR
+    access = driver.CUmemAccessDesc()
+    access.location = place
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    return wanted, access, int(call_driver(driver.cuMemGetAllocationGranularity, wanted, minimum))
+
+
+class DeviceBytes:
     """A range of device memory that torch can use as a tensor without owning it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
@@ -70,21 +87,10 @@ class CudaMemory:
         self._index = index
         self._device = torch.device("cuda", index)
         torch.zeros(1, device=self._device)  # makes the context
-        self._context = _call(driver.cuCtxGetCurrent)
-        place = driver.CUmemLocation()
-        place.type, place.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
-        wanted = driver.CUmemAllocationProp()
-        wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        wanted.location = place
-        if exportable:
-            wanted.requestedHandleTypes = FILE_DESCRIPTOR
-        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        granularity = int(_call(driver.cuMemGetAllocationGranularity, wanted, minimum))
+        self._context = call_driver(driver.cuCtxGetCurrent)
+        wanted, self._access, granularity = allocations(index, exportable)
         if chunk_bytes <= 0 or chunk_bytes % granularity:
             raise ValueError(f"chunk_bytes {chunk_bytes} is not a multiple of the device's granularity {granularity}")
-        self._access = driver.CUmemAccessDesc()
-        self._access.location = place
-        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._handles: list[Any] = []
         self._arena_address = self.reserve(self.num_bytes)
         self._streams = CudaStreams(self._device)
@@ -92,9 +98,9 @@ class CudaMemory:
         try:
             for number in range(num_chunks):
                 if handles:
-                    self._handles.append(_call(driver.cuMemImportFromShareableHandle, handles[number], FILE_DESCRIPTOR))
+                    self._handles.append(call_driver(driver.cuMemImportFromShareableHandle, handles[number], FILE_DESCRIPTOR))
                 else:
-                    self._handles.append(_call(driver.cuMemCreate, chunk_bytes, wanted, 0))
+                    self._handles.append(call_driver(driver.cuMemCreate, chunk_bytes, wanted, 0))
             self.map(self._arena_address, range(num_chunks))
         except BaseException:
             self._drop()
@@ -103,7 +109,8 @@ class CudaMemory:
 
     def reserve(self, num_bytes: int) -> int:
         self._enter()
-        return int(_call(driver.cuMemAddressReserve, num_bytes, self.chunk_bytes & -self.chunk_bytes, driver.CUdeviceptr(0), 0))
+        alignment = self.chunk_bytes & -self.chunk_bytes
+        return int(call_driver(driver.cuMemAddressReserve, num_bytes, alignment, driver.CUdeviceptr(0), 0))
 
     def map(self, address: int, chunks: Sequence[int]) -> None:
         if len(chunks) and not 0 <= min(chunks) <= max(chunks) < self.num_chunks:
@@ -114,10 +121,10 @@ class CudaMemory:
         mapped = 0
         try:
             for chunk in chunks:
-                _call(driver.cuMemMap, driver.CUdeviceptr(address + mapped * size), size, 0, self._handles[chunk], 0)
+                call_driver(driver.cuMemMap, driver.CUdeviceptr(address + mapped * size), size, 0, self._handles[chunk], 0)
                 mapped += 1
             if mapped:
-                _call(driver.cuMemSetAccess, driver.CUdeviceptr(address), mapped * size, [self._access], 1)
+                call_driver(driver.cuMemSetAccess, driver.CUdeviceptr(address), mapped * size, [self._access], 1)
         except (MemoryError, DeviceError):
             for number in range(mapped):
                 driver.cuMemUnmap(driver.CUdeviceptr(address + number * size), size)
@@ -135,15 +142,15 @@ class CudaMemory:
     def _unmap_now(self, address: int, num_bytes: int) -> None:
         self._enter()
         for place in range(address, address + num_bytes, self.chunk_bytes):
-            _call(driver.cuMemUnmap, driver.CUdeviceptr(place), self.chunk_bytes)
+            call_driver(driver.cuMemUnmap, driver.CUdeviceptr(place), self.chunk_bytes)
 
     def release(self, address: int, num_bytes: int) -> None:
         self._unmapping.wait_for(address, num_bytes)
         self._enter()
-        _call(driver.cuMemAddressFree, driver.CUdeviceptr(address), num_bytes)
+        call_driver(driver.cuMemAddressFree, driver.CUdeviceptr(address), num_bytes)
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
-        return torch.as_tensor(_Bytes(address, num_bytes), device=self._device)
+        return torch.as_tensor(DeviceBytes(address, num_bytes), device=self._device)
 
     def copy_in(self, address: int, source: Any) -> SummedCopy:
         return SummedCopy(self.start_several([(address, source)], out=False))
@@ -161,9 +168,9 @@ class CudaMemory:
             for address, held in pieces:
                 on_host, on_device = held.__array_interface__["data"][0], driver.CUdeviceptr(address)
                 if out:
-                    _call(driver.cuMemcpyDtoHAsync, on_host, on_device, len(held), handle)
+                    call_driver(driver.cuMemcpyDtoHAsync, on_host, on_device, len(held), handle)
                 else:
-                    _call(driver.cuMemcpyHtoDAsync, on_device, on_host, len(held), handle)
+                    call_driver(driver.cuMemcpyHtoDAsync, on_device, on_host, len(held), handle)
         except BaseException:
             EventFence(stream).wait()  # the copies before it
             raise
@@ -172,7 +179,7 @@ class CudaMemory:
     def write(self, address: int, source: Any) -> None:
         self._enter()
         stream = self._streams.incoming
-        _call(driver.cuMemcpyHtoDAsync, driver.CUdeviceptr(address), source.ctypes.data, len(source), stream.cuda_stream)
+        call_driver(driver.cuMemcpyHtoDAsync, driver.CUdeviceptr(address), source.ctypes.data, len(source), stream.cuda_stream)
 
     def copying(self) -> AbstractContextManager[object]:
         self._enter()
@@ -184,7 +191,7 @@ class CudaMemory:
 
     def register_host(self, address: int, num_bytes: int) -> None:
         self._enter()
-        _call(driver.cuMemHostRegister, address, num_bytes, 0)
+        call_driver(driver.cuMemHostRegister, address, num_bytes, 0)
 
     def prepare(self, chunk: int) -> int:
         """Returns the size of a chunk in bytes and does nothing else, because a device's memory exists from the start."""
@@ -203,7 +210,7 @@ class CudaMemory:
         """Returns one file descriptor for each chunk, with which another process can map it. Raises DeviceError, and OSError if
         this process may not open so many."""
         descriptors.allow_many_files(len(self._handles))
-        return [int(_call(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
+        return [int(call_driver(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
         """Copies pieces of piece_bytes bytes within the arena: piece sources[i] to piece targets[i]. Waits for the copies, because
@@ -220,10 +227,10 @@ class CudaMemory:
 
     def _drop(self) -> None:
         for handle in self._handles:
-            _call(driver.cuMemRelease, handle)
+            call_driver(driver.cuMemRelease, handle)
         self._handles.clear()
         self.release(self._arena_address, self.num_bytes)
 
     def _enter(self) -> None:
         """Makes this device's CUDA context the calling thread's, because a new thread has none."""
-        _call(driver.cuCtxSetCurrent, self._context)
+        call_driver(driver.cuCtxSetCurrent, self._context)

@@ -61,6 +61,14 @@ class DeviceRanks(Link):
             self._launch(lambda: self._collectives.gather(part, parts))
         return parts.transpose(0, 1).reshape(num_rows, self.size * width)
 
+    def all_agree(self, is_so: bool, device: torch.device) -> bool:
+        """Returns whether all ranks have called this with True. Raises GroupBroken."""
+        told = torch.full((1,), float(is_so), device=device)
+        self.sum(told)
+        agrees = told.item() == self.size
+        self.check()
+        return agrees
+
     def check(self) -> None:
         if self._has_ended or self._broken[0]:
             raise GroupBroken(f"rank {self.rank} of {self.size}: the group has lost a device")
@@ -100,8 +108,10 @@ def connect(connects: Connects, meeting: Rendezvous, rank: int, size: int, broke
     GroupBroken, and RuntimeError if an exchange gives a wrong result."""
     if (group_id := meeting.meet(connects.new_id)) is None:
         raise GroupBroken(f"rank {rank} of {size}: the group has lost a device before all shares were loaded")
-    ranks = DeviceRanks(connects.connect(group_id, rank, size), rank, size, broken)
+    collectives = connects.connect(group_id, rank, size)
+    ranks = DeviceRanks(collectives, rank, size, broken)
     try:
+        collectives.join(lambda is_so: ranks.all_agree(is_so, device))
         _try(ranks, device)
     except BaseException:
         ranks.close()

@@ -265,6 +265,8 @@ class Torch:
             Event=Event,
             stream=lambda stream: nullcontext(),
             default_stream=lambda device: Stream(),
+            current_stream=Stream,
+            current_device=lambda: 0,
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -31,6 +31,9 @@ class Halves:
         self.calls: list[str] = []
         self.blocked: Callable[[], None] = lambda: None
 
+    def join(self, agreed: Callable[[bool], bool]) -> None:
+        self.calls.append("join")
+
     def sum(self, x: Tensor) -> None:
         self.calls.append("sum")
         self.blocked()
@@ -140,7 +143,7 @@ def connected(halves: Halves) -> DeviceRanks:
 def test_each_kind_of_exchange_is_tried_before_the_first_step() -> None:
     halves = Halves()
     connected(halves).close()
-    assert halves.calls[:3] == ["first", "sum", "gather"]
+    assert halves.calls[:4] == ["join", "first", "sum", "gather"]
     wrong = Halves(factor=3.0)
     with pytest.raises(RuntimeError, match="rank 0 of 2: an exchange between the group's devices gave wrong numbers"):
         connected(wrong)

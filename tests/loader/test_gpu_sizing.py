@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from loader.gpu_sizing import COMMUNICATOR_BYTES, LIBRARY_BYTES, LOGITS_ROWS, gpu_work_space_bytes, sampling_bytes
+from loader.gpu_sizing import (
+    COMMUNICATOR_BYTES,
+    LIBRARY_BYTES,
+    LOGITS_ROWS,
+    PEER_REGION_BYTES,
+    gpu_work_space_bytes,
+    sampling_bytes,
+)
 from loader.hf_config import parse_config
 from loader.model_shape import Division
 from loader.slices import split
@@ -54,7 +61,7 @@ def test_steps_of_many_tokens(name: str, division: Division, part: float) -> Non
     """A share has an eighth of a layer's heads and inner dimensions, but the residual of the model, and whole experts are as wide
     as all are."""
     model = parse_config((PUBLISHED / f"{name}.json").read_bytes())
-    kept = COMMUNICATOR_BYTES + LOGITS_ROWS * model.vocab_size * 2
+    kept = COMMUNICATOR_BYTES + PEER_REGION_BYTES + LOGITS_ROWS * model.vocab_size * 2
     own, others = (
         gpu_work_space_bytes(one, "bfloat16", 65_536, 256) - 65_536 * model.hidden_size * 3 * 2 * 3 // 2
         for one in (split(model, 3, division), model)
@@ -68,7 +75,7 @@ def test_logits_of_a_share() -> None:
     model, rows = shape(vocab_size=4096 * 64, num_attention_heads=4, num_key_value_heads=2), 256
     whole, half = (gpu_work_space_bytes(one, "bfloat16", 1, rows) for one in (model, split(model, 1, Division(2))))
     logits = rows * model.vocab_size * 2
-    assert (half - whole) == (logits // 2 + logits) * 3 // 2 + logits + COMMUNICATOR_BYTES
+    assert (half - whole) == (logits // 2 + logits) * 3 // 2 + logits + COMMUNICATOR_BYTES + PEER_REGION_BYTES
     few = [gpu_work_space_bytes(split(model, 1, Division(2)), "bfloat16", 1, num) for num in (8, 16)]
     assert few[1] - few[0] > 8 * (3.5 * model.vocab_size * 2) + sampling_bytes(8, model.vocab_size), "as many rows as sequences"
 

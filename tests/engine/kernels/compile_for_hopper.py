@@ -38,6 +38,7 @@ from engine.cuda.kernels import (
     triton_latent,
     triton_latent_attention,
     triton_logits,
+    triton_peers,
     triton_rope,
     triton_rows,
     triton_unpack,
@@ -338,6 +339,9 @@ def main(capability: int, listed: bool) -> None:
     entry.top_logprobs(logits, 0, ints, ints, floats, *alternatives)
     triton_unpack.unpack(torch.zeros(64, dtype=torch.uint8), longs, FRAME_VALUES, x, ints[:1])
 
+    regions = torch.zeros(triton_peers.MOST_RANKS, 2 << 20, dtype=torch.uint8)
+    for kind, num_values in tried(*triton_peers.FORMS):
+        triton_peers.sum_over_ranks(torch.zeros(num_values, dtype=kind), regions, longs[:1], 1, False)
     triton_checksum.partial_sums(longs.view(-1, 2), torch.zeros(len(longs) // 2, 1, 2, dtype=torch.int64))
 
 

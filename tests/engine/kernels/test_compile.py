@@ -56,3 +56,31 @@ def test_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(tmp_pat
         if line["kernel"] == "_extend_kernel":
             assert line["wgmma"] > 0
             assert line["async_copies_of_16_bytes"] > 0
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_sums_over_the_gpus_memory_order_what_they_tell_for_the_whole_system(capability: int) -> None:
+    """In every form: values are written before a barrier and the number that tells so; they are read after that of each rank has
+    been looked at, and a barrier. Nothing is read by way of a cache that does not see other devices' writes."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "triton")
+    command = [sys.executable, "-m", "tests.engine.kernels.compile_peers", str(capability)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    keys, *lines = (json.loads(text) for text in done.stdout.splitlines())
+    assert keys == {"compiled": 12, "added": 0}
+    assert len(lines) == 12
+    for line in lines:
+        assert line["stack_bytes"] == 0, line
+        assert line["widest_load_bytes"] == 16
+        order = line["order"]
+        first, second = (at for at, what in enumerate(order) if what == "bar.sync")
+        told, looked = order.index("st.release.sys.global.b64"), order.index("ld.acquire.sys.global.b64")
+        assert first < told < looked < second
+        assert order.count("st.release.sys.global.b64") == 1
+        assert "st.global.v4.b32" in order[:first]
+        assert not any(what.startswith("st.global") for what in order[first:second])
+        between = [what for what in order[first + 1 : second] if what != "ld.acquire.sys.global.b64"]
+        assert between == ["st.release.sys.global.b64", "ld.volatile.global.b64"]  # the latter is the host's word
+        assert order[second:].count("ld.global.v4.b32") == line["ranks"]
+        assert not any(".nc" in what for what in order)

@@ -1,0 +1,187 @@
+"""Sums small tensors over the ranks of a group in one kernel (Triton), through memory that the ranks' GPUs map from each other.
+
+Each rank has a region, which all ranks have mapped. A program (a lane) takes LANE_BYTES of the tensor and needs no other lane: it
+copies the rank's values to the region, tells so to the same lane of every rank, waits until all have told, and adds up all ranks'
+values, in the order of the ranks and in float32. So all ranks get the same bits.
+
+Why nobody reads what is overwritten: a lane counts its calls in the region, and every rank makes the same calls, so the counts are
+alike; a graph needs no number from the host. Call n writes the buffer n % 2 of the lane. The buffer's values of call n - 2 may be
+overwritten once all ranks have read them. A rank tells n - 1 only after its call n - 2 has ended, on the same stream, with all its
+reads. Call n of this rank begins after its call n - 1, which has waited for all ranks to tell n - 1. With one buffer it would be
+wrong: a rank may tell n - 1, and so may let this rank go on to n, while it has still to read the values of n - 1.
+
+What is told is a store with release semantics for the whole system, behind a barrier of the program's threads. Waiting is loads
+with acquire semantics, then a barrier again. On a GPU these are PTX's st.release and ld.acquire, which need no atomic operations
+across PCIe. Interpreted (in tests), they are the interpreter's atomic operations.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.kernels.sizes import ceil_div
+
+LANE_BYTES = 4096  # 16 bytes for each of 256 threads
+NUM_LANES = 64  # few enough to be on a GPU all at once, because each waits for the same lane of other GPUs
+# Largest tensor. A rank reads everything of all ranks, but for larger tensors it is less to exchange sums of parts, as NCCL does.
+# vLLM has its limit here with eight GPUs, and at twice as much with four (custom_all_reduce.cuh).
+MOST_BYTES = NUM_LANES * LANE_BYTES
+MOST_RANKS = 8
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# A region: for each lane, how many calls each rank has told; for each lane, the rank's own calls; two buffers for each lane.
+_CALLS_AT = 8 * NUM_LANES * MOST_RANKS
+_BUFFERS_AT = 8192
+REGION_BYTES = _BUFFERS_AT + 2 * MOST_BYTES
+# Two sizes of each type, one of them a multiple of 16 values: they are compiled apart, and all else is the same kernel.
+FORMS = tuple((dtype, 2 * LANE_BYTES // dtype.itemsize - less) for dtype in DTYPES for less in (0, 1))
+WARPS = 8
+LOOKS = 256  # at what others tell before a look at the host's word, which takes longer
+
+
+@triton.jit
+def _tell(
+    place,  # int64: this rank's number in its own region; that in the next region is STRIDE bytes behind it
+    call,
+    STRIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Stores a number in all regions. Who sees it also sees what the program's threads had written before the last barrier."""
+    if INTERPRETED:
+        for step in tl.static_range(SIZE):
+            tl.atomic_xchg(place + step * (STRIDE // 8), call, sem="release", scope="sys")
+    else:  # a thread for each region
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred tells;
+            .reg .b32 thread;
+            .reg .b64 place;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 tells, thread, $4;
+            mad.wide.u32 place, thread, $3, $1;
+            @tells st.release.sys.global.b64 [place], $2;
+            mov.u32 $0, thread;
+            }
+            """,
+            "=r,l,l,r,r",
+            [place.to(tl.int64), call, tl.full((), STRIDE, tl.int32), tl.full((), SIZE, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _told(
+    places,  # [S] int64
+    SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Returns a number that a rank has told. Each thread has that of another rank, and sees what the rank had written before.
+    Interpreted, it is the smallest of all."""
+    if INTERPRETED:
+        number = tl.atomic_add(places, 0, sem="acquire", scope="sys")
+        for rank in tl.static_range(1, SIZE):
+            number = tl.minimum(number, tl.atomic_add(places + rank, 0, sem="acquire", scope="sys"))
+    else:
+        number = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 rank;
+            .reg .b64 place;
+            mov.u32 rank, %tid.x;
+            rem.u32 rank, rank, $2;
+            mad.wide.u32 place, rank, 8, $1;
+            ld.acquire.sys.global.b64 $0, [place];
+            }
+            """,
+            "=l,l,r",
+            [places.to(tl.int64), tl.full((), SIZE, tl.int32)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    return number
+
+
+@triton.jit(do_not_specialize=["num_values", "own_rank"])
+def _sum_kernel(
+    x,  # [N], read and written
+    words,  # int64: the regions, one every STRIDE bytes, that of this rank first, then those of the ranks behind it in turn
+    buffers,  # of x's type: the same
+    stop,  # [1] int64, of the host: not 0 once nobody shall wait any more
+    num_values,
+    own_rank,
+    WHOLE: tl.constexpr,  # whether num_values is a multiple of 16
+    STRIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+    ITEM_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,  # values of a lane
+    INTERPRETED: tl.constexpr,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    CALLS_AT: tl.constexpr,
+    BUFFERS_AT: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    lane = tl.program_id(0)
+    calls = words + CALLS_AT // 8 + lane
+    call = tl.load(calls) + 1
+    inner = tl.arange(0, BLOCK)
+    at = lane * BLOCK + inner
+    # if they are WHOLE, the values of a wide load are all inside or all outside
+    inside = at // 16 < num_values // 16 if WHOLE else at < num_values
+    value = tl.load(x + at, mask=inside, other=0.0)
+    place = BUFFERS_AT // ITEM_BYTES + ((call % 2) * LANES + lane) * BLOCK + inner
+    tl.store(buffers + place, value)
+    tl.debug_barrier()  # all threads have read the count, and have written their values
+    told = words + lane * RANKS
+    _tell(told + own_rank, call, STRIDE, SIZE, INTERPRETED)
+    number = _told(told, SIZE, INTERPRETED)
+    looks = 0
+    while number < call:  # without a barrier, because threads leave it one by one
+        number = _told(told, SIZE, INTERPRETED)
+        looks += 1
+        if looks % MANY == 0:  # noqa: SIM102 (Triton's `and` would read the word every time)
+            if tl.load(stop, volatile=True) != 0:
+                number = call
+    tl.debug_barrier()  # each thread sees what any of them has seen
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for rank in tl.static_range(SIZE):
+        step = ((rank - own_rank + SIZE) % SIZE).to(tl.int64)
+        total += tl.load(buffers + step * (STRIDE // ITEM_BYTES) + place).to(tl.float32)
+    tl.store(x + at, total.to(x.dtype.element_ty), mask=inside)
+    tl.store(calls, call)
+
+
+def sum_over_ranks(x: Tensor, regions: Tensor, stop: Tensor, rank: int, interpreted: bool) -> None:
+    """Replaces the values of x by their sums over all ranks, each of which calls this. x: contiguous, of one of DTYPES, at most
+    MOST_BYTES. regions: [S, bytes of a region] uint8, the regions as this rank has mapped them, beginning with its own, then that
+    of the rank behind it, and so on around; all were 0 before any rank's first call. stop: [1] int64, in memory that host and
+    device read; once it is not 0, calls end without waiting, and their results are worthless."""
+    item, size, stride = x.element_size(), *regions.shape
+    block = LANE_BYTES // item
+    _sum_kernel[(ceil_div(x.numel(), block),)](
+        x,
+        regions.view(torch.int64),
+        regions.view(x.dtype),
+        stop,
+        x.numel(),
+        rank,
+        WHOLE=x.numel() % 16 == 0,
+        STRIDE=stride,
+        SIZE=size,
+        ITEM_BYTES=item,
+        BLOCK=block,
+        INTERPRETED=interpreted,
+        RANKS=MOST_RANKS,
+        LANES=NUM_LANES,
+        CALLS_AT=_CALLS_AT,
+        BUFFERS_AT=_BUFFERS_AT,
+        MANY=LOOKS,
+        num_warps=WARPS,
+    )

@@ -1,0 +1,208 @@
+"""Adds up small tensors over the ranks of a group through memory that their GPUs map from each other, and leaves everything else to
+the connection that there is anyway (NCCL).
+
+Whether the GPUs reach each other is tried, and the ranks agree on the result: after each step in which one of them may fail, all go
+on or none does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.cuda.collectives import Collectives, Connects
+from engine.cuda.kernels import triton_peers
+from engine.memory import handles
+from engine.memory.peer_handles import PeerHandles
+from loader.threads import Thread
+
+log = logging.getLogger("engine")
+
+TRIAL_LIMIT_S = 30.0  # for the first sums, whose kernels may have to be compiled
+NO_PEERS = "NCCL_P2P_DISABLE"  # NCCL's setting by which GPUs do not reach each other
+
+
+class Regions(Protocol):
+    """Memory of all ranks of a group. all [S, num_bytes] uint8: once the others' is mapped, each rank's region, as
+    triton_peers.sum_over_ranks wants them."""
+
+    num_bytes: int
+    all: Tensor
+
+    def export(self) -> int:
+        """Returns a descriptor of this rank's region, which the caller closes. Raises RuntimeError."""
+        ...
+
+    def map(self, step: int, handle: int) -> None:
+        """Maps the region of the rank that is `step` ranks behind this one. handle: what `export` has returned there. Raises
+        RuntimeError if this device does not reach the other's memory."""
+        ...
+
+    def close(self) -> None:
+        """Waits for what was launched, and gives all of it up. Called in any thread."""
+        ...
+
+
+class Peers:
+    """Connects ranks whose sums of small tensors go through each other's memory (an engine.cuda.collectives.Connects). connects:
+    connects them for all else. new_regions: makes the memory for so many ranks, and raises MemoryError or RuntimeError. on_device:
+    False where kernels are interpreted."""
+
+    def __init__(self, connects: Connects, new_regions: Callable[[int], Regions], on_device: bool = True) -> None:
+        self._connects, self._new_regions, self._on_device = connects, new_regions, on_device
+
+    def new_id(self) -> bytes:
+        return self._connects.new_id()
+
+    def connect(self, group_id: bytes, rank: int, size: int) -> PeerGroup:
+        group = PeerGroup(group_id, rank, size, self._new_regions, self._on_device)
+        try:
+            group.others = self._connects.connect(group_id, rank, size)
+        except BaseException:
+            group.drop()
+            raise
+        return group
+
+
+class PeerGroup:
+    """One rank's connection (an engine.cuda.collectives.Collectives). It listens for the other ranks from the beginning. others:
+    the connection for what does not go through the ranks' memory."""
+
+    others: Collectives
+
+    def __init__(self, group_id: bytes, rank: int, size: int, new_regions: Callable[[int], Regions], on_device: bool) -> None:
+        self._rank, self._size, self._new_regions, self._on_device = rank, size, new_regions, on_device
+        self._stop = torch.zeros(1, dtype=torch.int64, pin_memory=on_device)
+        self._regions: Regions | None = None
+        self._handles: PeerHandles | None = None
+        self._lock = threading.Lock()  # held while the regions are made and mapped, and while they are given up
+        self._why = ""  # what keeps this rank from using them
+        self.is_joined = False
+        try:
+            if size > triton_peers.MOST_RANKS:
+                raise ValueError(f"{size} ranks are more than {triton_peers.MOST_RANKS}")
+            if os.environ.get(NO_PEERS, "0") != "0":
+                raise ValueError(f"{NO_PEERS} is set")
+            self._handles = PeerHandles(group_id, rank, size)
+        except (OSError, ValueError) as error:
+            self._why = str(error)
+
+    def join(self, agreed: Callable[[bool], bool]) -> None:
+        with self._lock:
+            try:
+                for step in (self._make, self._map, self._try):
+                    self._do(step)
+                    if not agreed(not self._why):
+                        break
+                else:
+                    self.is_joined = True
+            finally:
+                if self._handles is not None:
+                    self._handles.close()
+                if not self.is_joined:
+                    self._give_up()
+        if self.is_joined:
+            text = f"sums of up to {triton_peers.MOST_BYTES >> 10} KiB go through the GPUs' memory"
+        else:
+            text = f"all sums go through NCCL: {self._why or 'the reason is in another rank'}"
+        log.info("rank %d of %d: %s", self._rank, self._size, text)
+
+    def sum(self, x: Tensor) -> None:
+        is_small = 0 < x.nbytes <= triton_peers.MOST_BYTES and x.dtype in triton_peers.DTYPES
+        if self.is_joined and self._regions is not None and is_small:
+            triton_peers.sum_over_ranks(x, self._regions.all, self._stop, self._rank, not self._on_device)
+        else:
+            self.others.sum(x)
+
+    def share_first(self, x: Tensor) -> None:
+        self.others.share_first(x)
+
+    def gather(self, part: Tensor, out: Tensor) -> None:
+        self.others.gather(part, out)
+
+    def abort(self) -> None:
+        self._stop[0] = 1  # whatever waits in a kernel ends within some looks
+        try:
+            self.others.abort()
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Gives up the regions, once everything that was launched has ended."""
+        self._stop[0] = 1
+        with self._lock:
+            self._give_up()
+
+    def _do(self, step: Callable[[], None]) -> None:
+        """Does a step, unless one has failed, and notes why this one fails."""
+        if self._why:
+            return
+        try:
+            step()
+        except (OSError, RuntimeError, MemoryError) as error:
+            self._why = str(error).partition("\n")[0]
+
+    def _make(self) -> None:
+        self._regions = self._new_regions(self._size)
+
+    def _map(self) -> None:
+        assert self._regions is not None
+        assert self._handles is not None
+        own = self._regions.export()
+        try:
+            others = self._handles.swap(own, self._regions.num_bytes)
+        finally:
+            os.close(own)
+        try:
+            for rank, handle in others.items():
+                self._regions.map((rank - self._rank) % self._size, handle)
+        finally:
+            handles.close(list(others.values()))
+
+    def _try(self) -> None:
+        """Adds up numbers in each form that the kernel has, so that none is compiled later. Raises RuntimeError if sums are wrong,
+        or if the others are not told within TRIAL_LIMIT_S."""
+        assert self._regions is not None
+        regions, is_right, is_over = self._regions.all, True, threading.Event()
+
+        def limit() -> None:
+            if not is_over.wait(TRIAL_LIMIT_S):
+                self._stop[0] = 1
+
+        late = Thread(target=limit, name="peers")
+        late.start()
+        try:
+            for x, wanted in _trials(self._rank, self._size, regions.device):
+                triton_peers.sum_over_ranks(x, regions, self._stop, self._rank, not self._on_device)
+                is_right &= torch.equal(x.cpu(), wanted)
+        finally:
+            is_over.set()
+            late.join()
+        if self._stop[0]:
+            raise RuntimeError(f"the other GPUs' memory did not tell anything within {TRIAL_LIMIT_S:.0f} s")
+        if not is_right:
+            raise RuntimeError("a sum through the GPUs' memory was wrong")
+
+    def _give_up(self) -> None:
+        self.is_joined = False
+        if self._handles is not None:
+            self._handles.close()
+        regions, self._regions = self._regions, None
+        if regions is not None:
+            regions.close()
+
+
+def _trials(rank: int, size: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Returns tensors of a rank, of all forms for which the kernel is compiled, and their sums over the ranks. All differ, and use
+    each buffer of two lanes several times."""
+    trials = []
+    for number, (dtype, num_values) in enumerate(triton_peers.FORMS):
+        own = torch.arange(num_values) % 8 + number  # every type holds these numbers, and their sums, exactly
+        trials.append(((own + rank).to(dtype).to(device), (own * size + size * (size - 1) // 2).to(dtype)))
+    return trials
