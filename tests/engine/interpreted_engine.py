@@ -1,23 +1,43 @@
 """`python -P -m tests.engine.interpreted_engine ...` is an engine that computes as on a GPU: it has the backend of GPUs, whose
-kernels are interpreted, on the memory of a cpu device, and gloo in the place of NCCL. Arguments: as of `python -m engine`.
+kernels are interpreted, on the memory of a cpu device, gloo in the place of NCCL, and memfds in that of memory that GPUs map from
+each other. Arguments: as of `python -m engine`.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from engine import main as engine
 from engine.contracts.backend import OpenDevice
 from engine.cpu.memory import CpuMemory
 from engine.cuda.backend import CudaBackend
+from engine.cuda.peers import PeerGroup, Peers
 from engine.memory.handover import Handover
 from engine.protocol import Configure
 from tests.engine.gloo import Gloo
+from tests.engine.shared_regions import SharedRegions
+
+
+class Mapping(Peers):
+    """Connects ranks whose small sums go through each other's memory, or fails."""
+
+    def connect(self, group_id: bytes, rank: int, size: int) -> PeerGroup:
+        group = super().connect(group_id, rank, size)
+        join = group.join
+
+        def must_join(agreed: Callable[[bool], bool]) -> None:
+            join(agreed)
+            if not group.is_joined:
+                raise RuntimeError(f"rank {rank} of {size} does not map the others' memory")
+
+        group.join = must_join  # type: ignore[method-assign]
+        return group
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
     memory = CpuMemory(configure.num_chunks, configure.chunk_bytes)
-    return OpenDevice(CudaBackend(memory, configure, Gloo()), configure, None)
+    return OpenDevice(CudaBackend(memory, configure, Mapping(Gloo(), SharedRegions, on_device=False)), configure, None)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from engine.cpu.programs.program import Scratch
 from engine.cpu.ranks import SharedRanks
 from engine.cpu.stages import SharedStages
 from engine.cuda.ops import CudaOps
+from engine.cuda.peers import Peers
 from engine.cuda.ranks import DeviceRanks, connect
 from engine.cuda.share import CudaShare, ShareLinks
 from engine.cuda.stages import DeviceStages
@@ -50,6 +51,7 @@ from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
 from tests.engine.gloo import Gloo
 from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_LAYERS, GEMMA4_ROPE, MAX_LEN, make_table, plan, put
 from tests.engine.rank_processes import BUFFER_BYTES, STAGE_BYTES, Rank
+from tests.engine.shared_regions import SharedRegions
 from tests.kernel_cache import CACHE_DIR
 from tests.loader import fp8, gptq, int4
 from tests.loader.checkpoints import write_checkpoint
@@ -229,7 +231,8 @@ KV_BYTES, CHUNK_BYTES = 8 << 20, 64 << 10
 class How:
     """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps. expert_parts, num_stages, copies: as in
     Division. misrouting: its router is another one, and would choose other experts. gpu: as on a GPU, with interpreted
-    kernels. few_steps: it runs fewer steps, since interpreted kernels take seconds for each."""
+    kernels. maps: ranks add up small tensors through memory that they map from each other. few_steps: it runs fewer steps, since
+    interpreted kernels take seconds for each."""
 
     compiled: bool = True
     recorded: bool = True
@@ -237,6 +240,7 @@ class How:
     misrouting: bool = False
     num_stages: int = 1
     gpu: bool = False
+    maps: bool = False
     few_steps: bool = False
     copies: ExpertCopies = ()
 
@@ -323,7 +327,7 @@ def _model(
 ) -> AnyModel:
     own.kept["memory"] = memory
     if how.gpu:
-        return _gpu_share(own, shape, dtype, weights, quantize)
+        return _gpu_share(own, shape, dtype, weights, quantize, how.maps)
     from tests.engine import rank_kernels
 
     ops = rank_kernels.compiled if how.compiled else rank_kernels.plain
@@ -340,14 +344,17 @@ def _model(
     return model
 
 
-def _gpu_share(own: Rank, shape: ModelShape, dtype: str, weights: WeightRange, quantize: str) -> CudaShare:
+def _gpu_share(own: Rank, shape: ModelShape, dtype: str, weights: WeightRange, quantize: str, maps: bool) -> CudaShare:
     assert shape.split is not None
     division, device = shape.split.division, torch.device("cpu")
     size, stage, ranks, stages = division.stage_size, division.stage_of(own.rank), None, None
     if size > 1:
         all_words, num_words = own.stages[-STAGE_BYTES // 2 :].view(np.int64), rendezvous_words(size)
         words, rank = all_words[stage * num_words : (stage + 1) * num_words], own.rank % size
-        ranks = connect(Gloo(), Rendezvous(words, rank, own.broken), rank, size, own.broken, device)
+        connects = Peers(Gloo(), SharedRegions, on_device=False) if maps else Gloo()
+        ranks = connect(connects, Rendezvous(words, rank, own.broken), rank, size, own.broken, device)
+        collectives: Any = ranks._collectives
+        assert not maps or collectives.is_joined
     if division.num_stages > 1:
         taking, sending = (_link(own, shape, dtype, division) for _ in range(2))
         stages = DeviceStages(taking, sending, shape.hidden_size, getattr(torch, dtype), device)
@@ -445,7 +452,8 @@ def logits_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool = 
 def _pieces(model: AnyModel) -> int:
     ranks = model._ranks
     if isinstance(ranks, DeviceRanks):
-        return int(ranks._collectives.num_exchanges)  # type: ignore[attr-defined]
+        collectives: Any = ranks._collectives
+        return int(getattr(collectives, "others", collectives).num_exchanges)
     assert ranks is None or isinstance(ranks, SharedRanks)
     return 0 if ranks is None else int(ranks._own[0])
 

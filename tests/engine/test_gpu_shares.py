@@ -61,6 +61,10 @@ def test_logits_are_those_of_one_device(two: RankGroup, family: str) -> None:
     check_logits(two, family, (GPU, GPU))
 
 
+def test_small_sums_may_go_through_memory_that_the_ranks_map(two: RankGroup) -> None:
+    check_logits(two, "llama", [replace(GPU, maps=True)] * 2)
+
+
 @pytest.mark.parametrize("family", WITH_SOME_EXPERTS)
 def test_each_rank_may_have_some_of_the_experts(two: RankGroup, family: str) -> None:
     check_logits(two, family, (SOME_EXPERTS, SOME_EXPERTS))
