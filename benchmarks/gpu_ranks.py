@@ -19,6 +19,7 @@ import torch
 from benchmarks.gpu_limits import give_back
 from engine.cuda.collectives import Connects
 from engine.cuda.nccl import nccl
+from engine.cuda.peers import Peers
 from engine.cuda.ranks import DeviceRanks, connect
 from engine.host.rendezvous import Rendezvous, rendezvous_words
 
@@ -56,7 +57,8 @@ class Rank:
         return self.device == "cuda" and self.through == NCCL
 
     @property
-    def connects(self) -> Connects:
+    def alone(self) -> Connects:
+        """What connects ranks whose sums do not go through memory that they map from each other."""
         if self.through == NCCL:
             return nccl()
         from benchmarks.gpu_host_exchange import ThroughHost
@@ -64,12 +66,26 @@ class Rank:
         return ThroughHost()
 
     @property
+    def connects(self) -> Connects:
+        """What connects ranks as engines do: sums of small tensors go through memory that they map from each other."""
+        if self.device == "cuda":
+            from engine.cuda.peer_regions import DeviceRegions
+
+            return Peers(self.alone, DeviceRegions)
+        from tests.engine.shared_regions import SharedRegions
+
+        return Peers(self.alone, SharedRegions, on_device=False)
+
+    @property
     def meeting(self) -> Rendezvous:
         return Rendezvous(self.words[1:], self.rank, self.broken)
 
-    def connected(self) -> DeviceRanks:
-        """Returns the connection to the other ranks, which all connect. give_up closes it."""
-        ranks = connect(self.connects, self.meeting, self.rank, self.size, self.broken, torch.device(self.device))
+    def connected(self, maps: bool = True) -> DeviceRanks:
+        """Returns the connection to the other ranks, which all connect. give_up closes it. maps: whether small sums go through
+        memory that ranks map from each other, where they can."""
+        ranks = connect(
+            self.connects if maps else self.alone, self.meeting, self.rank, self.size, self.broken, torch.device(self.device)
+        )
         self.to_end += [ranks.close, ranks.wait_closed]
         return ranks
 

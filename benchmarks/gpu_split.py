@@ -24,11 +24,13 @@ import torch
 from benchmarks.gpu_ranks import HOST, NCCL, Rank, RankProcesses, RanksFailed, visible_devices
 from benchmarks.gpu_split_exchanges import abort, connections, prepare_abort, sums, wait_for_lost
 from benchmarks.gpu_split_models import decode_share, decode_whole_on, mirrored_logits, share_logits, whole_logits
-from loader.gpu_sizing import COMMUNICATOR_BYTES
+from loader.gpu_sizing import COMMUNICATOR_BYTES, PEER_REGION_BYTES
 
 # What hearthd reckons with for a connection of a rank.
-SIZES = tuple(kib << 10 for kib in (8, 64, 1024, 32 << 10))  # of sums, in bytes
+SMALL = tuple(kib << 10 for kib in (8, 16, 32, 64, 128, 256))  # of sums, in bytes: up to what GPUs map from each other
+SIZES = (*SMALL, 1 << 20, 32 << 20)
 MODELS = (("llama", 1), ("mixture", 1), ("mixture", 2))  # name, expert_parts
+MAPPED = "memory that the ranks map from each other"
 GRAPH_ROWS = 256
 CONTEXT, NUM_STEPS = 1024, 100  # of decoding
 DECODE_LIMIT_S = 200.0  # kernels may have to be compiled
@@ -84,11 +86,12 @@ def exchanges(ranks: RankProcesses, through: str) -> None:
             ranks=ranks.size,
             through=through,
             version=told[0]["version"],
+            maps=sum(one["joined"] for one in told),  # ranks whose small sums go through memory that they map from each other
             again=again,  # the second connection of the same processes
             connect_s=max(one["connect_s"] for one in told),
             connected_mib=max(one["connected_mib"] for one in told),
             mib=mib,
-            of_reckoned=round(mib * 2**20 / COMMUNICATOR_BYTES, 3),
+            of_reckoned=round(mib * 2**20 / (COMMUNICATOR_BYTES + PEER_REGION_BYTES), 3),
             wrong=sum(one["wrong"] for one in told),
             replays=told[0]["replays"],
             wrong_replays=sum(one["wrong_replays"] for one in told),
@@ -156,10 +159,18 @@ def _difference(found: list[Any], wanted: list[Any]) -> float:
     return float(f"{largest:.3g}") if np.isfinite(largest) else float("inf")
 
 
-def sum_times(ranks: RankProcesses, sizes: tuple[int, ...]) -> None:
-    told = ranks.run(sums, sizes)
-    for each in told[0]:
-        tell(what="sum", ranks=ranks.size, **each)
+def sum_times(ranks: RankProcesses, through: str, sizes: tuple[int, ...]) -> None:
+    small = tuple(num_bytes for num_bytes in sizes if num_bytes in SMALL)
+    plain, *_ = ranks.run(sums, sizes, False)
+    ranks.run(Rank.give_up)
+    mapped, *_ = ranks.run(sums, small, True)
+    for way, told in ((through, plain), (MAPPED, mapped)):
+        for each in told:
+            tell(what="sum", ranks=ranks.size, through=way, **each)
+    if not mapped:
+        tell(what="skipped", why="these GPUs do not reach each other's memory; the log of a rank says why")
+    for one, other in zip(plain, mapped, strict=False):
+        tell(what="small sum", ranks=ranks.size, kib=one["kib"], of_plain=round(other["us"] / one["us"], 3))
 
 
 def decoding(ranks: RankProcesses, name: str, context: int, num_steps: int, graph_rows: int) -> None:
@@ -196,7 +207,7 @@ def across(group: Group, tiny: bool) -> None:
         for in_graphs in forms:
             rows, through = GRAPH_ROWS * in_graphs, group.through
             group.does("logits", partial(logits_of, through=through, name=name, expert_parts=expert_parts, graph_rows=rows))
-    group.does("sums", partial(sum_times, sizes=SIZES[:1] if tiny else SIZES))
+    group.does("sums", partial(sum_times, through=group.through, sizes=SIZES[:1] if tiny else SIZES))
     group.does("aborts", aborts)
     for captured in forms:
         group.does("a rank killed", partial(lose_one, captured=captured), ends=True)

@@ -19,6 +19,7 @@ from benchmarks.gpu_ranks import BEGUN, NCCL, Rank
 from engine.contracts.ranks import GroupBroken
 from engine.cuda.collectives import Collectives
 from engine.cuda.nccl import nccl
+from engine.cuda.peers import PeerGroup
 from engine.cuda.ranks import DeviceRanks
 
 REPLAYS = 100
@@ -87,6 +88,7 @@ def connections(own: Rank) -> dict[str, Any]:
     wrong = sum(not is_right(ranks, dtype, own.device) for dtype in DTYPES)
     wrong_replays = wrong_in_replays(own, ranks)
     return {
+        "joined": is_joined(ranks),
         "version": ".".join(map(str, nccl().version())) if own.through == NCCL else "",
         "connect_s": round(seconds, 3),
         "connected_mib": round(connected_mib, 1),
@@ -135,10 +137,18 @@ def wrong_in_replays(own: Rank, ranks: DeviceRanks) -> int:
     return wrong
 
 
-def sums(own: Rank, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns how long sums of tensors of so many bytes take: in a graph on the device, and launched one by one."""
-    ranks = own.connected()
+def sums(own: Rank, sizes: Sequence[int], maps: bool) -> list[dict[str, Any]]:
+    """Returns how long sums of tensors of so many bytes take: in a graph on the device, and launched one by one. maps: through
+    memory that the ranks map from each other. The list is empty if they cannot."""
+    ranks = own.connected(maps)
+    if maps and not is_joined(ranks):
+        return []
     return [_sums(own, ranks, num_bytes) for num_bytes in sizes]
+
+
+def is_joined(ranks: DeviceRanks) -> bool:
+    """Returns whether small sums go through memory that the ranks map from each other."""
+    return isinstance(ranks.collectives, PeerGroup) and ranks.collectives.is_joined
 
 
 def _sums(own: Rank, ranks: DeviceRanks, num_bytes: int) -> dict[str, Any]:

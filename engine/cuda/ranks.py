@@ -35,7 +35,7 @@ class DeviceRanks(Link):
 
     def __init__(self, collectives: Collectives, rank: int, size: int, broken: LongArray) -> None:
         self.rank, self.size = rank, size
-        self._collectives, self._broken = collectives, broken
+        self.collectives, self._broken = collectives, broken
         self._lock = threading.Lock()  # held while something is launched that exchanges
         self._has_ended = False
         self._end = threading.Event()
@@ -47,18 +47,18 @@ class DeviceRanks(Link):
 
     def sum(self, x: Tensor) -> None:
         if not self._alone:
-            self._launch(lambda: self._collectives.sum(x))
+            self._launch(lambda: self.collectives.sum(x))
 
     def share_first(self, x: Tensor) -> None:
         if not self._alone:
-            self._launch(lambda: self._collectives.share_first(x))
+            self._launch(lambda: self.collectives.share_first(x))
 
     def gather(self, part: Tensor) -> Tensor:
         """Implements Ranks.gather. Within `alone`, the parts of the other ranks are not initialised."""
         num_rows, width = part.shape
         parts = part.new_empty(self.size, num_rows, width)
         if not self._alone:
-            self._launch(lambda: self._collectives.gather(part, parts))
+            self._launch(lambda: self.collectives.gather(part, parts))
         return parts.transpose(0, 1).reshape(num_rows, self.size * width)
 
     def all_agree(self, is_so: bool, device: torch.device) -> bool:
@@ -98,7 +98,7 @@ class DeviceRanks(Link):
         if self._lock.acquire(timeout=LAUNCH_LIMIT_S):  # a launch under way has ended, and others see that they may not begin
             self._lock.release()
         try:
-            self._collectives.abort()
+            self.collectives.abort()
         except RuntimeError as error:
             log.error("rank %d of %d: %s", self.rank, self.size, error)
 

@@ -353,7 +353,7 @@ def _gpu_share(own: Rank, shape: ModelShape, dtype: str, weights: WeightRange, q
         words, rank = all_words[stage * num_words : (stage + 1) * num_words], own.rank % size
         connects = Peers(Gloo(), SharedRegions, on_device=False) if maps else Gloo()
         ranks = connect(connects, Rendezvous(words, rank, own.broken), rank, size, own.broken, device)
-        collectives: Any = ranks._collectives
+        collectives: Any = ranks.collectives
         assert not maps or collectives.is_joined
     if division.num_stages > 1:
         taking, sending = (_link(own, shape, dtype, division) for _ in range(2))
@@ -452,7 +452,7 @@ def logits_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool = 
 def _pieces(model: AnyModel) -> int:
     ranks = model._ranks
     if isinstance(ranks, DeviceRanks):
-        collectives: Any = ranks._collectives
+        collectives: Any = ranks.collectives
         return int(getattr(collectives, "others", collectives).num_exchanges)
     assert ranks is None or isinstance(ranks, SharedRanks)
     return 0 if ranks is None else int(ranks._own[0])

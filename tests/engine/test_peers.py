@@ -61,7 +61,7 @@ def connected(own: Rank, group_id: bytes, new_regions: Callable[[int], Any] = Sh
     meeting: Any = Meeting(group_id)
     own.broken[0] = 0
     ranks = connect(Peers(Gloo(), new_regions, on_device=False), meeting, own.rank, own.size, own.broken, CPU)
-    collectives: Any = ranks._collectives
+    collectives: Any = ranks.collectives
     return ranks, collectives
 
 
