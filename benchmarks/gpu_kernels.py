@@ -130,7 +130,7 @@ def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_
     block_table = torch.randperm(blocks).int().view(1, blocks).to(device)
     qkv = torch.randn(new, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
     out = torch.empty(new, heads * head_dim, dtype=dtype, device=device)
-    size = triton_extend.tile_tokens(head_dim, dtype)
+    size = triton_extend.tile_tokens([head_dim], dtype, kv[1] is not None)
     firsts = torch.arange(0, new, size, dtype=torch.int32, device=device).flip(0)
 
     def one(value: int) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Attention with tiles of several sizes at the shapes of an 8B model: what engine/cuda/kernels/tiles.py has for this kind of GPU is
-chosen by this. One JSON line for each size, and for each shape the one that was the fastest.
+chosen by this. One JSON line for each size and shape, and for each shape the fastest one. At the end, rows for the table: the tile
+with the least time over all shapes of a head size, as a measured entry. Sizes that the table names for this GPU are marked: its
+own entry, and those that an engine would compare it with.
 
 usage: python -m benchmarks.gpu_tiles [--tiny]: on a GPU, or on the CPU through Triton's interpreter at sizes that only show that
 the script runs.
@@ -9,14 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
 
 from benchmarks import gpu_kernels
 from benchmarks.gpu_limits import CACHE_DIR
 from engine.cuda.kernels import tiles
-from engine.cuda.kernels.tiles import Tile
+from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL, HALF, Tile
 from engine.cuda.ops import CudaOps
-from loader.kv_dtypes import KV_FP8
+from loader.kv_dtypes import FP8_CAPABILITY, KV_FP8
 
 EXTEND = (
     *(Tile(tokens, positions, 8, stages) for tokens in (64, 128) for positions in (64, 128) for stages in (2, 3)),
@@ -26,37 +31,55 @@ EXTEND = (
 DECODE = tuple(Tile(1, positions, warps, stages) for positions in (32, 64, 128) for warps in (2, 4, 8) for stages in (2, 3, 4))
 
 
-Key = tuple[int, int, bool]  # as tiles.EXTEND and tiles.DECODE have it
+class Place(NamedTuple):
+    """A place in the table, on this GPU."""
+
+    kernel: str
+    head_dim: int
+    item_bytes: int
+    fp8: bool
+
+    @property
+    def entry(self) -> tiles.Entry:
+        return tiles.entry_of(*self)
+
+    def marked(self, size: Tile) -> str:
+        """Returns what a size is in the table: "entry", "candidate", or "" if it is not there."""
+        return "entry" if size == self.entry.tile else "candidate" if size in self.entry.others else ""
 
 
-def compare(
-    table: gpu_kernels.Table, sizes: Iterable[Tile], entries: dict[Key, Tile], keys: tuple[Key, ...], run: Callable[[], None]
-) -> None:
-    """Runs a shape with each of the sizes in place of what `entries` have for keys. The first key is that of the shape."""
-    kept, took = dict(entries), dict[Tile, float]()
-    chosen = kept.get(keys[0])
-    for size in sizes:
-        entries.update(dict.fromkeys(keys, size))
+def compare(table: gpu_kernels.Table, place: Place, sizes: Iterable[Tile], run: Callable[[], None]) -> dict[Tile, float]:
+    """Runs a shape with each of the sizes, and with those that the table has at its place. Returns the µs that each took, without
+    those that have no room."""
+    took: dict[Tile, float] = {}
+    for size in dict.fromkeys((place.entry.tile, *place.entry.others, *sizes)):
         table.lines.clear()
         try:
-            run()
+            with tiles.forced(size):
+                run()
         except Exception as error:  # Triton's, of several kinds, for what has no room in shared memory
             print(json.dumps({"benchmark": "gpu_tiles", **size._asdict(), "refused": str(error).splitlines()[0][:120]}), flush=True)
             continue
         line = min((line for line in table.lines if "us" in line), key=lambda line: float(line["us"]))
         took[size] = float(line["us"])
         told = {name: line[name] for name in ("kernel", "case", "us", "of_limit")}
-        print(json.dumps({"benchmark": "gpu_tiles", **told, **size._asdict(), "chosen": size == chosen}), flush=True)
-    entries.clear()
-    entries.update(kept)
+        print(json.dumps({"benchmark": "gpu_tiles", **told, **size._asdict(), "in_table": place.marked(size)}), flush=True)
     best = min(took, key=lambda size: took[size])
-    told = {"best": best._asdict(), "us": took[best], "of_chosen": ratio(took, chosen)}
+    own = took.get(place.entry.tile)
+    told = {"best": best._asdict(), "us": took[best], "of_entry": None if own is None else round(took[best] / own, 3)}
     print(json.dumps({"benchmark": "gpu_tiles", **told}), flush=True)
+    return took
 
 
-def ratio(took: dict[Tile, float], chosen: Tile | None) -> float | None:
-    """Returns the time of the fastest over that of the chosen one; None if none was chosen, or it was not measured."""
-    return None if chosen not in took else round(min(took.values()) / took[chosen], 3)
+def row(place: Place, shapes: list[dict[Tile, float]]) -> str:
+    """Returns a row for the table of tiles.py. shapes: the µs of each size, for each shape at this place; the size is chosen whose
+    times, over the best of each shape, have the least mean (the geometric one)."""
+    everywhere = [size for size in shapes[0] if all(size in took for took in shapes)]
+    best = min(everywhere, key=lambda size: math.prod(took[size] / min(took.values()) for took in shapes))
+    gpu = tiles.architecture(tiles.capability())
+    architecture = next(name for name, value in vars(tiles).items() if name.isupper() and value == gpu)
+    item, kept = "HALF" if place.item_bytes == HALF else "FLOAT32", "FP8" if place.fp8 else "PLAIN"
+    return f"    Key({architecture}, {place.head_dim}, {item}, {kept}): _measured(Tile({', '.join(map(str, best))})),"
 
 
 def main() -> None:
@@ -64,28 +87,32 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     tiny = parser.parse_args().tiny
     CudaOps(CACHE_DIR)  # has Triton keep compiled kernels there
-    table, capability = gpu_kernels.Table("cpu" if tiny else "cuda", tiny, quiet=True), tiles.capability()
+    table = gpu_kernels.Table("cpu" if tiny else "cuda", tiny, quiet=True)
+    measured: dict[Place, list[dict[Tile, float]]] = {}
+
+    def take(place: Place, sizes: Iterable[Tile], run: Callable[[], None]) -> None:
+        measured.setdefault(place, []).append(compare(table, place, sizes, run))
+
     if tiny:
-        compare(table, (Tile(32, 32, 4, 1),), tiles.EXTEND, ((0, 16, False),), lambda: gpu_kernels.extend(table, 20, 5, 4, 2, 16))
-        compare(table, (Tile(1, 32, 4, 1),), tiles.DECODE, ((0, 16, False),), lambda: gpu_kernels.decode(table, 2, 20, 4, 2, 16))
-        return
-    for kv_dtype in ("bfloat16", KV_FP8):
+        extend, decode = (Place(kernel, 64, tiles.FLOAT32, False) for kernel in (EXTEND_KERNEL, DECODE_KERNEL))
+        take(extend, (Tile(16, 16, 4, 1),), partial(gpu_kernels.extend, table, 20, 5, 4, 2, 16))
+        take(decode, (Tile(1, 16, 4, 1),), partial(gpu_kernels.decode, table, 2, 20, 4, 2, 16))
+    gpu = divmod(tiles.capability(), 10)
+    for kv_dtype in () if tiny else ("bfloat16", KV_FP8)[: 1 + (gpu >= FP8_CAPABILITY)]:
         is_fp8 = kv_dtype == KV_FP8
         for dim, shapes in ((128, ((8192, 0), (2048, 0), (512, 8192))), (64, ((8192, 0),)), (256, ((4096, 0),))):
             for new, before in shapes:
-
-                def prompt(new: int = new, before: int = before, dim: int = dim, kv_dtype: str = kv_dtype) -> None:
-                    gpu_kernels.extend(table, new, before, 32 if dim < 256 else 16, 8, dim, kv_dtype=kv_dtype)
-
-                # how many queries the tiles of a step have depends on the head size alone
-                keys = tuple((capability, dim, fp8) for fp8 in ((True, False) if is_fp8 else (False,)))
-                compare(table, EXTEND, tiles.EXTEND, keys, prompt)
+                heads = 32 if dim < 256 else 16
+                prompt = partial(gpu_kernels.extend, table, new, before, heads, 8, dim, kv_dtype=kv_dtype)
+                take(Place(EXTEND_KERNEL, dim, HALF, is_fp8), EXTEND, prompt)
             for rows, context in ((64, 4096), (256, 512), (1, 4096)):
-
-                def step(rows: int = rows, context: int = context, dim: int = dim, kv_dtype: str = kv_dtype) -> None:
-                    gpu_kernels.decode(table, rows, context, 32, 8, dim, kv_dtype=kv_dtype)
-
-                compare(table, DECODE, tiles.DECODE, ((capability, dim, is_fp8),), step)
+                step = partial(gpu_kernels.decode, table, rows, context, 32, 8, dim, kv_dtype=kv_dtype)
+                take(Place(DECODE_KERNEL, dim, HALF, is_fp8), DECODE, step)
+    for kernel in (EXTEND_KERNEL, DECODE_KERNEL):
+        print(f"rows for {kernel.upper()} of engine/cuda/kernels/tiles.py:")
+        for place, shapes_of in measured.items():
+            if place.kernel == kernel:
+                print(row(place, shapes_of), flush=True)
 
 
 if __name__ == "__main__":

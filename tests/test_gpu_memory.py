@@ -206,7 +206,7 @@ def test_what_graphs_keep_fits_beside_the_work_space() -> None:
     evicted, that is less than what torch may keep."""
     shape = gpu_shapes.shape_of("8b")
     decode = {graph_rows(num) for num in range(1, MAX_GRAPH_ROWS + 1)}
-    mixed = mixed_sizes(MAX_GRAPH_TOKENS, MAX_GRAPH_ROWS, triton_extend.tile_tokens(shape.head_dim, torch.bfloat16))
+    mixed = mixed_sizes(MAX_GRAPH_TOKENS, MAX_GRAPH_ROWS, triton_extend.tile_tokens([shape.head_dim], torch.bfloat16, False))
     assert 4 * (len(decode) + len(mixed)) <= MOST_GRAPHS
     pool_bytes = gpu_work_space_bytes(shape, "bfloat16", MAX_GRAPH_TOKENS, MAX_GRAPH_ROWS) - LIBRARY_BYTES - PACKED_BYTES
     kept_rows = sum(decode) + sum(size.num_rows for size in mixed) + MAX_GRAPH_TOKENS

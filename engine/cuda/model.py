@@ -53,6 +53,7 @@ from engine.sampling.vectors import scaled_vectors, vectors_result
 from loader import kv_layout
 from loader.formats.registry import FORMATS
 from loader.gpu_sizing import LOGITS_ROWS, decode_programs
+from loader.kv_dtypes import KV_FP8
 from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
@@ -188,7 +189,10 @@ class CudaModel:
         self._staging, self._free_marks = Staging(self._device), list[_Marks]()
         self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
         self._edited = EditedSampling(self.vocab_size, spec.max_sequences, self._sequences.last_ids)
-        self.tile_tokens = entry.tile_tokens(shape.widest_head_dim, dtype)
+        head_dims = {heads.head_dim for heads in shape.kinds_of_heads}
+        if shape.eagle is not None:
+            head_dims.add(shape.eagle.layer.head_dim)
+        self.tile_tokens = entry.tile_tokens(head_dims, dtype, spec.kv_dtype == KV_FP8)
         on_device, sizes = (self._staging, self._device), mixed_sizes(max_graph_tokens, spec.max_sequences, self.tile_tokens)
         self.graphs = DecodeGraphs(self._decode, *on_device, max_graph_rows)
         self.mixed_graphs = MixedGraphs(self.compute_mixed, *on_device, sizes)

@@ -317,7 +317,7 @@ def latent_attention(
                 *where,
                 tiles.rows,
                 tiles.firsts,
-                tile_tokens(by_head.shape[2], queries.dtype),
+                tiles.tokens,
                 tiles.starts,
                 tiles.num_new,
                 batch.contexts,

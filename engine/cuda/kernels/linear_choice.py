@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -37,6 +37,8 @@ HEAD_START_TRIES = 3  # each with twice the head start of the one before
 
 # Rows, N, K and dtype of a product.
 Size = tuple[int, int, int, torch.dtype]
+
+Name = TypeVar("Name")
 
 _ours_wins: dict[Size, bool] = {}
 _tries: Counter[Size] = Counter()
@@ -196,12 +198,12 @@ def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
 
 def _measured_s(weight: Tensor, num_rows: int) -> dict[str, list[float]] | None:
     """Returns the seconds that calls of both kernels took, as {"torch": [...], "triton": [...]}; None if there is not enough free
-    memory, or if the host is too slow to measure them (_times_s)."""
+    memory, or if the host is too slow to measure them (times_s)."""
     try:
         drawn = torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(1))
         x = drawn.to(weight.device, weight.dtype)
         flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=weight.device)
-        return _times_s({"torch": lambda: functional.linear(x, weight), "triton": lambda: ours(x, weight, None)}, flush)
+        return times_s({"torch": lambda: functional.linear(x, weight), "triton": lambda: ours(x, weight, None)}, flush)
     except torch.OutOfMemoryError:
         return None
 
@@ -214,7 +216,7 @@ def apart(one: list[float], other: list[float]) -> bool:
     return one_high < other_low or other_high < one_low
 
 
-def _times_s(calls: dict[str, Callable[[], Any]], flush: Tensor) -> dict[str, list[float]] | None:
+def times_s(calls: dict[Name, Callable[[], Any]], flush: Tensor) -> dict[Name, list[float]] | None:
     """Returns REPEATS times of each call in seconds, measured on the device, in turns. The cache is flushed before each by a write
     to `flush`.
 
@@ -226,7 +228,7 @@ def _times_s(calls: dict[str, Callable[[], Any]], flush: Tensor) -> dict[str, li
     for _ in range(HEAD_START_TRIES):
         for _ in range(head_start):
             flush.zero_()
-        taken: list[tuple[str, Any, Any]] = []
+        taken: list[tuple[Name, Any, Any]] = []
         for _ in range(REPEATS):
             for name, call in calls.items():
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,10 +1,18 @@
-"""Sizes of the attention kernels' tiles: for GPUs that were measured, by their compute capability, the fastest ones (`python -m
-benchmarks.gpu_tiles`); for all others sizes that fit into their shared memory.
+"""Sizes of the attention kernels' tiles, as a table: for each kind of GPU, head size and type of keys and values the tile that is
+used, whether it was measured or only chosen to fit, and what else might be faster. `python -m benchmarks.gpu_tiles` measures on a
+GPU and prints rows for this table.
+
+What an engine has measured on its own GPU (engine/cuda/tile_choice.py) takes the place of entries that were not measured. That
+happens once, before the first kernel is launched (`use`): within a process a shape always has the same tile, because graphs hold
+grids, and because sums are added in another order with another tile.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import triton
@@ -20,18 +28,214 @@ class Tile(NamedTuple):
     stages: int
 
 
-HOPPER = 90
-# Capabilities of GPUs whose programs may take 163 KiB of shared memory and more; all others have 99 KiB.
-MUCH_SHARED_MEMORY = (80, HOPPER, 100, 103)
-# By capability, head size padded to a power of two, and whether KV is fp8. All are of numbers of two bytes.
-EXTEND = {
-    (HOPPER, 128, False): Tile(128, 128, 8, 2),
-    (HOPPER, 128, True): Tile(128, 128, 8, 3),
-    (HOPPER, 256, False): Tile(128, 64, 8, 2),
+class Entry(NamedTuple):
+    """A row of the table. measured: whether `tile` was the fastest of several on such a GPU; else it was chosen because it fits
+    into registers and shared memory. others: tiles that fit as well, which an engine compares with this one if it was not
+    measured."""
+
+    tile: Tile
+    measured: bool
+    others: tuple[Tile, ...] = ()
+
+
+class Key(NamedTuple):
+    """What an entry is for. architecture: see `architecture`. head_dim: padded to a power of two, from 64 to 512. item_bytes: bytes
+    of a number of the queries. fp8: keys and values are stored as FP8 codes."""
+
+    architecture: int
+    head_dim: int
+    item_bytes: int
+    fp8: bool
+
+
+class MeasuredTile(NamedTuple):
+    """A tile that was the fastest on this GPU. kernel: EXTEND_KERNEL or DECODE_KERNEL. The other fields are those of Key and of
+    Tile."""
+
+    kernel: str
+    head_dim: int
+    item_bytes: int
+    fp8: bool
+    tile: Tile
+
+
+EXTEND_KERNEL, DECODE_KERNEL = "extend", "decode"
+A100, ADA, HOPPER, B200, RTX50 = 80, 86, 90, 100, 120  # the architectures, by the compute capability that they begin with
+HALF, FLOAT32 = 2, 4
+PLAIN, FP8 = False, True
+SMALLEST_HEAD, LARGEST_HEAD = 64, 512
+# Shared memory that a program may have, by architecture. Source: NVIDIA, "CUDA C++ Programming Guide", technical specifications.
+SHARED_BYTES = {A100: 163 << 10, ADA: 99 << 10, HOPPER: 227 << 10, B200: 227 << 10, RTX50: 99 << 10}
+_ARCHITECTURES = {80: A100, 90: HOPPER, 100: B200, 103: B200, 120: RTX50, 121: RTX50}
+
+
+def architecture(gpu: int) -> int:
+    """Returns the architecture whose entries a GPU of this compute capability uses: 8.6's for those that the table does not know,
+    which fit into the least shared memory, and where kernels are interpreted."""
+    return _ARCHITECTURES.get(gpu, ADA)
+
+
+def _measured(tile: Tile) -> Entry:
+    return Entry(tile, measured=True)
+
+
+def _fits(tile: Tile, *others: Tile) -> Entry:
+    return Entry(tile, measured=False, others=others)
+
+
+# Prompts. Entries that were not measured keep nothing on the stack, in the form that needs most registers, wherever a tile was
+# found that does not; but Hopper's for heads of 512 keeps 208 bytes, since its matrix instructions take 64 queries, and those of
+# float32 over fp8 some where heads have 512. Float32 has nothing to compare: it is for proving models, not for serving them.
+EXTEND: dict[Key, Entry] = {
+    Key(A100, 64, HALF, PLAIN): _fits(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
+    Key(A100, 128, HALF, PLAIN): _fits(Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 64, 8, 3)),
+    Key(A100, 256, HALF, PLAIN): _fits(Tile(64, 32, 8, 2), Tile(64, 32, 8, 3), Tile(32, 32, 4, 3)),
+    Key(A100, 512, HALF, PLAIN): _fits(Tile(32, 32, 8, 2), Tile(32, 16, 8, 3), Tile(16, 32, 8, 2)),
+    Key(A100, 64, FLOAT32, PLAIN): _fits(Tile(32, 32, 8, 2)),
+    Key(A100, 128, FLOAT32, PLAIN): _fits(Tile(16, 32, 8, 2)),
+    Key(A100, 256, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 2)),
+    Key(A100, 512, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 1)),
+    Key(ADA, 64, HALF, PLAIN): _fits(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
+    Key(ADA, 128, HALF, PLAIN): _fits(Tile(128, 32, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 4, 3)),
+    Key(ADA, 256, HALF, PLAIN): _fits(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(32, 32, 4, 2)),
+    Key(ADA, 512, HALF, PLAIN): _fits(Tile(32, 32, 8, 2), Tile(16, 32, 8, 2)),
+    Key(ADA, 64, HALF, FP8): _fits(Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 64, 8, 3)),
+    Key(ADA, 128, HALF, FP8): _fits(Tile(128, 32, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 3)),
+    Key(ADA, 256, HALF, FP8): _fits(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
+    Key(ADA, 512, HALF, FP8): _fits(Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
+    Key(ADA, 64, FLOAT32, PLAIN): _fits(Tile(32, 32, 8, 2)),
+    Key(ADA, 128, FLOAT32, PLAIN): _fits(Tile(32, 32, 8, 2)),
+    Key(ADA, 256, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 2)),
+    Key(ADA, 512, FLOAT32, PLAIN): _fits(Tile(16, 16, 8, 1)),
+    Key(ADA, 64, FLOAT32, FP8): _fits(Tile(32, 32, 8, 2)),
+    Key(ADA, 128, FLOAT32, FP8): _fits(Tile(16, 16, 8, 2)),
+    Key(ADA, 256, FLOAT32, FP8): _fits(Tile(16, 16, 8, 1)),
+    Key(ADA, 512, FLOAT32, FP8): _fits(Tile(16, 16, 8, 1)),
+    Key(HOPPER, 64, HALF, PLAIN): _measured(Tile(128, 64, 8, 3)),
+    Key(HOPPER, 128, HALF, PLAIN): _measured(Tile(128, 128, 8, 2)),
+    Key(HOPPER, 256, HALF, PLAIN): _measured(Tile(128, 64, 8, 2)),
+    Key(HOPPER, 512, HALF, PLAIN): _fits(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(32, 32, 8, 2)),
+    Key(HOPPER, 64, HALF, FP8): _fits(Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
+    Key(HOPPER, 128, HALF, FP8): _measured(Tile(128, 128, 8, 3)),
+    Key(HOPPER, 256, HALF, FP8): _fits(Tile(64, 32, 8, 2), Tile(64, 32, 4, 2), Tile(128, 64, 8, 3)),
+    Key(HOPPER, 512, HALF, FP8): _fits(Tile(16, 32, 8, 2), Tile(64, 16, 8, 2), Tile(64, 32, 8, 2)),
+    Key(HOPPER, 64, FLOAT32, PLAIN): _fits(Tile(32, 32, 8, 2)),
+    Key(HOPPER, 128, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 2)),
+    Key(HOPPER, 256, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 2)),
+    Key(HOPPER, 512, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 1)),
+    Key(HOPPER, 64, FLOAT32, FP8): _fits(Tile(32, 32, 8, 2)),
+    Key(HOPPER, 128, FLOAT32, FP8): _fits(Tile(16, 16, 8, 2)),
+    Key(HOPPER, 256, FLOAT32, FP8): _fits(Tile(16, 16, 8, 1)),
+    Key(HOPPER, 512, FLOAT32, FP8): _fits(Tile(32, 16, 8, 1)),
+    Key(B200, 64, HALF, PLAIN): _fits(Tile(128, 32, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
+    Key(B200, 128, HALF, PLAIN): _fits(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 3)),
+    Key(B200, 256, HALF, PLAIN): _fits(Tile(64, 64, 8, 3), Tile(128, 32, 8, 2), Tile(64, 32, 8, 3)),
+    Key(B200, 512, HALF, PLAIN): _fits(Tile(64, 16, 8, 2), Tile(32, 32, 8, 2)),
+    Key(B200, 64, HALF, FP8): _fits(Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
+    Key(B200, 128, HALF, FP8): _fits(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 3)),
+    Key(B200, 256, HALF, FP8): _fits(Tile(64, 64, 8, 3), Tile(64, 32, 8, 3)),
+    Key(B200, 512, HALF, FP8): _fits(Tile(16, 32, 8, 2), Tile(64, 16, 8, 2)),
+    Key(B200, 64, FLOAT32, PLAIN): _fits(Tile(32, 32, 8, 2)),
+    Key(B200, 128, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 2)),
+    Key(B200, 256, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 2)),
+    Key(B200, 512, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 1)),
+    Key(B200, 64, FLOAT32, FP8): _fits(Tile(32, 32, 8, 2)),
+    Key(B200, 128, FLOAT32, FP8): _fits(Tile(16, 16, 8, 2)),
+    Key(B200, 256, FLOAT32, FP8): _fits(Tile(16, 16, 8, 1)),
+    Key(B200, 512, FLOAT32, FP8): _fits(Tile(32, 16, 8, 1)),
+    Key(RTX50, 64, HALF, PLAIN): _fits(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
+    Key(RTX50, 128, HALF, PLAIN): _fits(Tile(64, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 3)),
+    Key(RTX50, 256, HALF, PLAIN): _fits(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(32, 32, 4, 2)),
+    Key(RTX50, 512, HALF, PLAIN): _fits(Tile(32, 16, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2)),
+    Key(RTX50, 64, HALF, FP8): _fits(Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 64, 8, 3)),
+    Key(RTX50, 128, HALF, FP8): _fits(Tile(64, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 8, 3)),
+    Key(RTX50, 256, HALF, FP8): _fits(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
+    Key(RTX50, 512, HALF, FP8): _fits(Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
+    Key(RTX50, 64, FLOAT32, PLAIN): _fits(Tile(32, 32, 8, 2)),
+    Key(RTX50, 128, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 2)),
+    Key(RTX50, 256, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 2)),
+    Key(RTX50, 512, FLOAT32, PLAIN): _fits(Tile(32, 16, 8, 1)),
+    Key(RTX50, 64, FLOAT32, FP8): _fits(Tile(32, 32, 8, 2)),
+    Key(RTX50, 128, FLOAT32, FP8): _fits(Tile(16, 16, 8, 2)),
+    Key(RTX50, 256, FLOAT32, FP8): _fits(Tile(16, 16, 8, 1)),
+    Key(RTX50, 512, FLOAT32, FP8): _fits(Tile(32, 16, 8, 1)),
 }
-DECODE = {
-    (HOPPER, 128, True): Tile(1, 128, 4, 3),
+# Decode steps.
+DECODE: dict[Key, Entry] = {
+    Key(A100, 64, HALF, PLAIN): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 2, 3)),
+    Key(A100, 128, HALF, PLAIN): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 32, 4, 3)),
+    Key(A100, 256, HALF, PLAIN): _fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2)),
+    Key(A100, 512, HALF, PLAIN): _fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2)),
+    Key(A100, 64, FLOAT32, PLAIN): _fits(Tile(1, 64, 4, 2)),
+    Key(A100, 128, FLOAT32, PLAIN): _fits(Tile(1, 32, 8, 2)),
+    Key(A100, 256, FLOAT32, PLAIN): _fits(Tile(1, 16, 8, 2)),
+    Key(A100, 512, FLOAT32, PLAIN): _fits(Tile(1, 16, 4, 2)),
+    Key(ADA, 64, HALF, PLAIN): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 2, 3)),
+    Key(ADA, 128, HALF, PLAIN): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 32, 4, 3)),
+    Key(ADA, 256, HALF, PLAIN): _fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2)),
+    Key(ADA, 512, HALF, PLAIN): _fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2)),
+    Key(ADA, 64, HALF, FP8): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 4, 2)),
+    Key(ADA, 128, HALF, FP8): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 4, 2)),
+    Key(ADA, 256, HALF, FP8): _fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2)),
+    Key(ADA, 512, HALF, FP8): _fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2)),
+    Key(ADA, 64, FLOAT32, PLAIN): _fits(Tile(1, 64, 4, 2)),
+    Key(ADA, 128, FLOAT32, PLAIN): _fits(Tile(1, 32, 8, 2)),
+    Key(ADA, 256, FLOAT32, PLAIN): _fits(Tile(1, 16, 8, 2)),
+    Key(ADA, 512, FLOAT32, PLAIN): _fits(Tile(1, 16, 4, 2)),
+    Key(ADA, 64, FLOAT32, FP8): _fits(Tile(1, 32, 8, 2)),
+    Key(ADA, 128, FLOAT32, FP8): _fits(Tile(1, 16, 8, 2)),
+    Key(ADA, 256, FLOAT32, FP8): _fits(Tile(1, 16, 8, 1)),
+    Key(ADA, 512, FLOAT32, FP8): _fits(Tile(1, 16, 8, 1)),
+    Key(HOPPER, 64, HALF, PLAIN): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 2, 3)),
+    Key(HOPPER, 128, HALF, PLAIN): _measured(Tile(1, 64, 4, 3)),
+    Key(HOPPER, 256, HALF, PLAIN): _fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2)),
+    Key(HOPPER, 512, HALF, PLAIN): _fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2)),
+    Key(HOPPER, 64, HALF, FP8): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 4, 2)),
+    Key(HOPPER, 128, HALF, FP8): _measured(Tile(1, 128, 4, 3)),
+    Key(HOPPER, 256, HALF, FP8): _fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2)),
+    Key(HOPPER, 512, HALF, FP8): _fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2)),
+    Key(HOPPER, 64, FLOAT32, PLAIN): _fits(Tile(1, 64, 4, 2)),
+    Key(HOPPER, 128, FLOAT32, PLAIN): _fits(Tile(1, 32, 8, 2)),
+    Key(HOPPER, 256, FLOAT32, PLAIN): _fits(Tile(1, 16, 8, 2)),
+    Key(HOPPER, 512, FLOAT32, PLAIN): _fits(Tile(1, 16, 4, 2)),
+    Key(HOPPER, 64, FLOAT32, FP8): _fits(Tile(1, 32, 8, 2)),
+    Key(HOPPER, 128, FLOAT32, FP8): _fits(Tile(1, 16, 8, 2)),
+    Key(HOPPER, 256, FLOAT32, FP8): _fits(Tile(1, 16, 8, 1)),
+    Key(HOPPER, 512, FLOAT32, FP8): _fits(Tile(1, 16, 8, 1)),
+    Key(B200, 64, HALF, PLAIN): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 2, 3)),
+    Key(B200, 128, HALF, PLAIN): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 32, 4, 3)),
+    Key(B200, 256, HALF, PLAIN): _fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2)),
+    Key(B200, 512, HALF, PLAIN): _fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2)),
+    Key(B200, 64, HALF, FP8): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 4, 2)),
+    Key(B200, 128, HALF, FP8): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 4, 2)),
+    Key(B200, 256, HALF, FP8): _fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2)),
+    Key(B200, 512, HALF, FP8): _fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2)),
+    Key(B200, 64, FLOAT32, PLAIN): _fits(Tile(1, 64, 4, 2)),
+    Key(B200, 128, FLOAT32, PLAIN): _fits(Tile(1, 32, 8, 2)),
+    Key(B200, 256, FLOAT32, PLAIN): _fits(Tile(1, 16, 8, 2)),
+    Key(B200, 512, FLOAT32, PLAIN): _fits(Tile(1, 16, 4, 2)),
+    Key(B200, 64, FLOAT32, FP8): _fits(Tile(1, 32, 8, 2)),
+    Key(B200, 128, FLOAT32, FP8): _fits(Tile(1, 16, 8, 2)),
+    Key(B200, 256, FLOAT32, FP8): _fits(Tile(1, 16, 8, 1)),
+    Key(B200, 512, FLOAT32, FP8): _fits(Tile(1, 16, 8, 1)),
+    Key(RTX50, 64, HALF, PLAIN): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 2, 3)),
+    Key(RTX50, 128, HALF, PLAIN): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 32, 4, 3)),
+    Key(RTX50, 256, HALF, PLAIN): _fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2)),
+    Key(RTX50, 512, HALF, PLAIN): _fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2)),
+    Key(RTX50, 64, HALF, FP8): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 4, 2)),
+    Key(RTX50, 128, HALF, FP8): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 4, 2)),
+    Key(RTX50, 256, HALF, FP8): _fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2)),
+    Key(RTX50, 512, HALF, FP8): _fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2)),
+    Key(RTX50, 64, FLOAT32, PLAIN): _fits(Tile(1, 64, 4, 2)),
+    Key(RTX50, 128, FLOAT32, PLAIN): _fits(Tile(1, 32, 8, 2)),
+    Key(RTX50, 256, FLOAT32, PLAIN): _fits(Tile(1, 16, 8, 2)),
+    Key(RTX50, 512, FLOAT32, PLAIN): _fits(Tile(1, 16, 4, 2)),
+    Key(RTX50, 64, FLOAT32, FP8): _fits(Tile(1, 32, 8, 2)),
+    Key(RTX50, 128, FLOAT32, FP8): _fits(Tile(1, 16, 8, 2)),
+    Key(RTX50, 256, FLOAT32, FP8): _fits(Tile(1, 16, 8, 1)),
+    Key(RTX50, 512, FLOAT32, FP8): _fits(Tile(1, 16, 8, 1)),
 }
+TABLES = {EXTEND_KERNEL: EXTEND, DECODE_KERNEL: DECODE}
 
 
 @functools.cache
@@ -46,29 +250,71 @@ def capability() -> int:
         return 0
 
 
-def extend_tile(padded_dim: int, item_bytes: int, tokens: int = 0, fp8: bool = False) -> Tile:
-    """Returns the tile of the kernel for rows with several new tokens. padded_dim: the head size, padded to a power of two.
-    item_bytes: bytes of a number of the queries. tokens: how many queries the tiles of the step have, which may be those for a
-    larger head size of the same model; 0: as many as are best for this head size. fp8: KV is stored as FP8 codes."""
-    best = EXTEND.get((capability(), padded_dim, fp8)) if item_bytes == 2 else None
-    if best is not None and tokens in (0, best.tokens):
-        return best
-    wide, has_much = item_bytes == 4, capability() in MUCH_SHARED_MEMORY
-    if padded_dim > 256:
-        own = tokens or (64 if has_much and not wide else 32)
-        return Tile(own, 16 if wide or not has_much else 32, 8, 1 if wide else 2)
-    own = tokens or (32 if wide else 128 if padded_dim <= 128 else 64)
-    is_tight = padded_dim == 256 and not has_much
-    if wide:
-        return Tile(own, 16 if is_tight else 32, 8, 2)
-    return Tile(own, 32, 8, 2) if is_tight else Tile(own, 64, 8 if own == 128 else 4, 3)
+def entry_of(kernel: str, head_dim: int, item_bytes: int, fp8: bool, gpu: int | None = None) -> Entry:
+    """Returns the table's entry. kernel: EXTEND_KERNEL or DECODE_KERNEL. head_dim: of any size up to 512. gpu: a compute
+    capability; None: that of this process's GPU."""
+    key = Key(architecture(capability() if gpu is None else gpu), padded(head_dim), item_bytes, fp8)
+    entry = TABLES[kernel].get(key)
+    if entry is None:  # FP8 codes on a GPU that does not convert them, whose models are refused, or interpreted
+        entry = TABLES[kernel][key._replace(architecture=RTX50)]
+    return entry
 
 
-def decode_tile(padded_dim: int, item_bytes: int, fp8: bool = False) -> Tile:
+def padded(head_dim: int) -> int:
+    """Returns the head size under which the table has the tiles of heads of this size."""
+    return min(max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length()), LARGEST_HEAD)
+
+
+class _Forced(threading.local):
+    tile: Tile | None = None
+
+
+_forced = _Forced()
+_in_use: dict[tuple[str, int, int, bool], Tile] = {}
+
+
+def use(chosen: Iterable[MeasuredTile]) -> None:
+    """Has `chosen` take the place of the table's entries in this process, and nothing of an earlier call. Called before the first
+    launch of attention."""
+    _in_use.clear()
+    _in_use.update((one[:4], one.tile) for one in chosen)
+    _own_tile.cache_clear()
+
+
+def in_use() -> list[MeasuredTile]:
+    """Returns what `use` was last called with."""
+    return [MeasuredTile(*key, tile) for key, tile in _in_use.items()]
+
+
+@contextmanager
+def forced(tile: Tile) -> Iterator[None]:
+    """Inside the context all attention that this thread launches takes this tile."""
+    _forced.tile = tile
+    try:
+        yield
+    finally:
+        _forced.tile = None
+
+
+@functools.cache
+def _own_tile(kernel: str, gpu: int, head_dim: int, item_bytes: int, fp8: bool) -> Tile:
+    chosen = _in_use.get((kernel, padded(head_dim), item_bytes, fp8))
+    return entry_of(kernel, head_dim, item_bytes, fp8, gpu).tile if chosen is None else chosen
+
+
+def extend_tile(head_dim: int, item_bytes: int, fp8: bool = False) -> Tile:
+    """Returns the tile of the kernel for rows with several new tokens. head_dim: the head size. item_bytes: bytes of a number of
+    the queries. fp8: KV is stored as FP8 codes."""
+    return _forced.tile or _own_tile(EXTEND_KERNEL, capability(), head_dim, item_bytes, fp8)
+
+
+def decode_tile(head_dim: int, item_bytes: int, fp8: bool = False) -> Tile:
     """Returns the tile of the kernel for rows with one new token each. The arguments are those of extend_tile."""
-    best = DECODE.get((capability(), padded_dim, fp8)) if item_bytes == 2 else None
-    if best is not None:
-        return best
-    row_bytes = padded_dim * item_bytes
-    positions = 16 if row_bytes > 1024 else 32 if row_bytes > 256 else 64
-    return Tile(1, positions, 4, 2 if item_bytes == 4 or padded_dim > 256 else 3)
+    return _forced.tile or _own_tile(DECODE_KERNEL, capability(), head_dim, item_bytes, fp8)
+
+
+def step_tokens(head_dims: Iterable[int], item_bytes: int, fp8: bool) -> int:
+    """Returns the number of queries in the tiles of a model's steps, which are made once for all layers: as many as the kernel
+    takes for the head size for which it takes most. Numbers of queries are powers of two, so for other sizes a tile has whole
+    parts. The other arguments are those of extend_tile."""
+    return max(extend_tile(head_dim, item_bytes, fp8).tokens for head_dim in head_dims)

@@ -1,12 +1,15 @@
 """Attention of several new tokens of each row on the GPU (Triton): prefill, and every later chunk of it, over paged KV.
 
-A program computes M query tokens of one head. Positions that all of them see need no mask, and these are most of a long context.
+A program computes M query tokens of one head, a tile of the step or a part of one. Positions that all of them see need no mask, and
+these are most of a long context.
 
 Shapes: T tokens, R rows, I tiles of queries, H query heads, G KV heads, D head size. Reference implementation:
 reference.paged_attention.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import triton
@@ -20,9 +23,10 @@ from engine.cuda.kernels.triton_fp8 import as_words, block_of, rows_factor, rows
 from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, log2_factor, scores_of
 
 
-def tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
-    """Returns the number of query tokens in a tile for this head size and dtype of the queries."""
-    return tiles.extend_tile(max(16, power_of_two(head_dim)), dtype.itemsize).tokens
+def tile_tokens(head_dims: Iterable[int], dtype: torch.dtype, fp8: bool) -> int:
+    """Returns the number of query tokens in the tiles of the steps of a model whose heads have these sizes. dtype: of the queries.
+    fp8: KV is stored as FP8 codes."""
+    return tiles.step_tokens(head_dims, dtype.itemsize, fp8)
 
 
 @triton.jit
@@ -105,6 +109,7 @@ def _extend_kernel(
     WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     M: tl.constexpr,
+    PARTS: tl.constexpr,  # of M queries, in a tile of the step
     N: tl.constexpr,
     PADDED_D: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -115,8 +120,9 @@ def _extend_kernel(
     WORD: tl.constexpr,  # numbers in an element of kv
 ):
     head = tl.program_id(0)
-    tile = tl.program_id(1)
-    row, first = tl.load(tile_rows + tile), tl.load(tile_firsts + tile)
+    tile = tl.program_id(1) // PARTS
+    part = PARTS - 1 - tl.program_id(1) % PARTS  # later ones see longer contexts, and begin first
+    row, first = tl.load(tile_rows + tile), tl.load(tile_firsts + tile) + part * M
     new, context = tl.load(num_new + row), tl.load(contexts + row)
     if first >= new:
         return
@@ -190,7 +196,8 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes attention for I tiles of `tokens` queries, a number that tile_tokens gives for this head size or a larger one.
+    """Computes attention for I tiles of `tokens` queries, a number that tile_tokens gives for head sizes among which is this one.
+    Where that is more than heads of this size take, a tile is computed in parts.
     tile_rows, tile_firsts: [I] int32, each tile's row, and its first query among the row's new tokens. Only the rows of out [T, H
     D] of their tokens are written. A tile that begins at or behind the end of its row's new tokens is padding, and computes
     nothing.
@@ -199,8 +206,11 @@ def extend_attention(
     reach: see triton_decode.first_seen. The other arguments are those of triton_decode.decode_attention."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     padded, stored = max(16, power_of_two(head_dim)), kv if scales is None else as_words(kv)
-    tile = tiles.extend_tile(padded, qkv.element_size(), tokens, scales is not None)
-    _extend_kernel[(heads, len(tile_rows))](
+    tile = tiles.extend_tile(head_dim, qkv.element_size(), scales is not None)
+    parts, rest = divmod(tokens, tile.tokens)
+    if rest:
+        raise ValueError(f"tiles of {tokens} queries cannot be cut into such of {tile.tokens}, as heads of {head_dim} take")
+    _extend_kernel[(heads, len(tile_rows) * parts)](
         qkv,
         stored,
         kv if scales is None else scales,
@@ -224,7 +234,8 @@ def extend_attention(
         D=head_dim,
         WIDTH=qkv.shape[1],
         BLOCK_TOKENS=block_tokens,
-        M=tokens,
+        M=tile.tokens,
+        PARTS=parts,
         N=tile.positions,
         PADDED_D=padded,
         WINDOW=reach != 0,

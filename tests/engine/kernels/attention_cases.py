@@ -87,7 +87,8 @@ def extend_attention(draw: Draw, fp8: bool = False) -> None:
     first = draw.one_of(0, 2)  # tokens before `first` belong to other rows and must not change
     starts = [first + sum(new[:row]) for row in range(len(new))]
     qkv = draw.normal(first + sum(new), (case.heads + 2 * case.kv_heads) * case.head_dim)
-    tokens = triton_extend.tile_tokens(case.head_dim, draw.dtype)
+    parts = draw.one_of(1, 1, 2, 4)  # of a tile, as where the model has other heads besides
+    tokens = parts * triton_extend.tile_tokens([case.head_dim], draw.dtype, fp8)
     tiles = [(row, at) for row, n in enumerate(new) for at in range(0, n, tokens)]
 
     def ints(values: list[int]) -> Tensor:

@@ -183,7 +183,7 @@ def launch_latents(heads: int, kv_dtype: str, table: torch.Tensor, ints: torch.T
     sums, where = absorbed[..., :RANK].contiguous(), (*kv, 3, table, ints)
     if heads in tried(*reversed(LATENT_HEADS)):  # its form for few heads has fewer warps, and needs more registers
         triton_latent_attention.decode_attention(absorbed, *where, work, 0.1, 32, False, sums)
-    tile = entry.tile_tokens(PLAIN + ROPE, dtype)
+    tile = entry.tile_tokens([PLAIN + ROPE], dtype, kv_dtype == KV_FP8)
     if heads in tried(*LATENT_HEADS):
         triton_latent_attention.extend_attention(absorbed, 0, *where, ints, ints, tile, ints, ints, ints, 0.1, False, sums)
     if kv_dtype == KV_FP8:
@@ -209,7 +209,7 @@ def launch_wide_heads(dim: int, dtype: torch.dtype, table: torch.Tensor, ints: t
     triton_rope.rope_and_store(qkv, turns, norm, norm, False, 1e-6, *kv, 3, heads, longs, value_norm=norm)
     triton_rope.rope(out, turns, norm, False, 1e-6, heads, longs, False)
     triton_decode.decode_attention(qkv, *kv, 3, heads, table, ints, work, 1.0, 0.0, None, False, out)
-    columns = (table, ints, ints, ints, triton_extend.tile_tokens(dim, dtype), ints, ints, ints)
+    columns = (table, ints, ints, ints, triton_extend.tile_tokens([dim], dtype, False), ints, ints, ints)
     triton_extend.extend_attention(qkv, *kv, 3, heads, *columns, 0, 1.0, 0.0, None, False, out)
 
 
@@ -252,7 +252,7 @@ def main(capability: int, listed: bool) -> None:
     for kv in [kept_as(kind) for kind in ("bfloat16", KV_FP8) if kind != KV_FP8 or capability >= 89]:  # FP8_CAPABILITY
         triton_decode.decode_attention(qkv, *kv, 3, HEADS, table, ints, work, 0.1, 0.0, None, False, out)
         for window, softcap in tried((0, 0.0), (4096, 50.0)):
-            columns = (table, ints, ints, ints, triton_extend.tile_tokens(HEAD_DIM, dtype), ints, ints, ints)
+            columns = (table, ints, ints, ints, triton_extend.tile_tokens([HEAD_DIM], dtype, kv[1] is not None), ints, ints, ints)
             triton_extend.extend_attention(qkv, *kv, 3, HEADS, *columns, window, 0.1, softcap, None, False, out)
         for norms in ((None, None), (norm, norm)):
             triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, *kv, 3, HEADS, longs)

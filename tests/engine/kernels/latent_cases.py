@@ -132,7 +132,7 @@ def extend_latents(draw: Draw, fp8: bool = False) -> None:
     first = draw.one_of(0, 2)  # tokens before `first` belong to other rows and must not change
     starts = [first + sum(new[:row]) for row in range(len(new))]
     queries = draw.normal(first + sum(new), heads, rank + rope_dim)
-    tile_tokens = triton_extend.tile_tokens(192, draw.dtype)
+    tile_tokens = triton_extend.tile_tokens([192], draw.dtype, fp8)
     tiles = [(row, at) for row, n in enumerate(new) for at in range(0, n, tile_tokens)]
 
     def ints(values: list[int]) -> Tensor:

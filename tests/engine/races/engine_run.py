@@ -241,7 +241,7 @@ def kernels(on: Device) -> SimpleNamespace:
         launch("sampling", (logits, *settings), (ids, bad))
 
     return SimpleNamespace(
-        tile_tokens=lambda head_dim, dtype: 16,
+        tile_tokens=lambda head_dims, dtype, fp8: 16,
         rank_bound=lambda rank: next(bound for bound in RANK_BOUNDS if rank <= bound),
         SMALLEST_RANK_BOUND=RANK_BOUNDS[0],
         adapter_numbers=lambda of_slots, slots, token_rows: made(len(token_rows), of_slots, slots, token_rows),
