@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from engine.cuda.ranks import connect
 from engine.cuda.share import CudaShare, ShareLinks
 from engine.cuda.sink import DeviceSink
 from engine.cuda.stages import DeviceStages
+from engine.cuda.tile_choice import TileChoice, choice_file, measured_on
 from engine.host.process import num_cores
 from engine.host.weight_decoder import weight_decoder
 from engine.memory import handles
@@ -99,6 +101,7 @@ class CudaBackend:
         # Everything that loads launch runs on this stream, and nothing on the stream of steps and of captured graphs.
         self._load_stream = torch.cuda.Stream() if memory.arena.is_cuda else None
         self._builds: CudaKernelBuilds | None = None  # None: kernels are interpreted
+        self._tile_choice: TileChoice | None = None  # None likewise
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
         self._ops = CudaOps(self._options.cache_dir)
@@ -108,6 +111,11 @@ class CudaBackend:
             major, minor = torch.cuda.get_device_capability()
             of_gpu = (10 * major + minor, self._options.block_tokens)
             self._builds = CudaKernelBuilds(str(triton.knobs.cache.dir), *of_gpu, num_cores(), tell)
+            gpu, device = torch.cuda.get_device_properties(self.memory.arena.device), self.memory.arena.device
+            path = choice_file(Path(triton.knobs.cache.dir), f"{gpu.name} {major}.{minor}")
+            measure = measured_on(device, gpu.multi_processor_count)
+            self._tile_choice = TileChoice(path, self._options.block_tokens, self._builds.build_trials, measure)
+            self._tile_choice.begin()
 
     def need_kernels(
         self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat
@@ -173,6 +181,8 @@ class CudaBackend:
             prepare_adapters=lambda: self._need_adapter_kernels(spec, shape),
         )
         model.warm()
+        if self._tile_choice is not None:
+            model.tiles = self._tile_choice.of_model(spec, shape)
         return model
 
     def split_model(

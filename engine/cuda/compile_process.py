@@ -1,5 +1,6 @@
 """`python -P -m engine.cuda.compile_process SHARE NUM_SHARES < JOB` compiles one share of the kernels that a model's steps launch,
-into Triton's cache folder. It needs no GPU and no weights. Prints `units N`, then `done` for each of its N kernels.
+or that its tiles are measured with, into Triton's cache folder. It needs no GPU and no weights. Prints `units N`, then `done` for
+each of its N kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 import triton
 from triton.backends.nvidia import driver as nvidia_driver
 
-from engine.cuda.kernels import triton_peers
+from engine.cuda import tile_trials
+from engine.cuda.kernels import tiles, triton_peers
+from engine.cuda.kernels.tiles import MeasuredTile
 from engine.cuda.launch_only import AddressRange, launch_only_model
 from engine.cuda.launches import recorded
 from engine.protocol import LoadModel
@@ -26,7 +29,8 @@ NICENESS = 5  # lower priority than the steps of models in service
 class CompileJob(msgspec.Struct, frozen=True):
     """The kernels to compile, those of one model's steps. spec: only its settings are used. capability: the GPU's compute
     capability, 90 for 9.0. folder: Triton's cache folder. adapters: compile the kernels of steps with LoRA adapters instead of
-    those without."""
+    those without. tiles: those that the engine uses in place of the table's (tiles.use). trials: compile attention with all tiles
+    that the engine compares for this model instead."""
 
     spec: LoadModel
     shape: ModelShape
@@ -34,6 +38,8 @@ class CompileJob(msgspec.Struct, frozen=True):
     capability: int
     folder: str
     adapters: bool = False
+    tiles: list[MeasuredTile] = []
+    trials: bool = False
 
 
 def main() -> int:
@@ -41,12 +47,14 @@ def main() -> int:
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileJob)
     os.nice(NICENESS)
     triton.knobs.cache.dir = job.folder
+    tiles.use(job.tiles)
     with recorded(job.capability) as launches:
-        model = launch_only_model(job.spec, job.shape, job.block_tokens)
-        if job.adapters:
-            model.launch_adapters()
+        if job.trials:
+            launch_trials(job)
+        elif job.adapters:
+            launch_only_model(job.spec, job.shape, job.block_tokens).launch_adapters()
         else:
-            model.launch_all()
+            launch_only_model(job.spec, job.shape, job.block_tokens).launch_all()
             if (split := job.shape.split) is not None and split.size > 1:
                 launch_sums(split.size)
     own = list(launches.values())[share::num_shares]
@@ -63,6 +71,13 @@ def launch_sums(num_ranks: int) -> None:
     for dtype, num_values in triton_peers.FORMS:
         stop = torch.zeros(1, dtype=torch.int64)
         triton_peers.sum_over_ranks(torch.empty(num_values, dtype=dtype), regions, stop, 0, False)
+
+
+def launch_trials(job: CompileJob) -> None:
+    """Launches attention as the engine does to compare tiles for the model (tile_choice.py). Nothing is computed."""
+    for trial in tile_trials.trials_of(job.spec, job.shape, job.block_tokens):
+        for launch in tile_trials.launching(trial, "cpu", 1, trial.tiles).values():
+            launch()
 
 
 def compile_launcher(compiled: Any) -> None:

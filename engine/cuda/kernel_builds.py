@@ -26,6 +26,7 @@ import triton
 
 from engine.contracts.loads import KernelNews
 from engine.cuda.compile_process import CompileJob
+from engine.cuda.kernels import tiles
 from engine.host.child_process import MOST_COMPILERS, PACKAGES, child_environment
 from engine.protocol import KernelsTold, LoadModel
 from loader.formats.registry import FORMATS
@@ -55,10 +56,7 @@ class CudaKernelBuilds:
         the missing ones. waiting: called every TELL_EVERY_S; an error that it raises ends the compilation and is raised here.
         adapters: compiles the further kernels of steps with LoRA adapters instead; if they cannot be compiled, the first such step
         compiles the missing ones."""
-        limits = (spec.max_model_len, spec.max_sequences)
-        settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], spec.quantize, kv_cache_dtype=spec.kv_cache_dtype)
-        job = CompileJob(settings, shape, self._block_tokens, self._capability, self._folder, adapters)
-        text = msgspec.json.encode(job)
+        text = self._job(spec, shape, adapters=adapters)
         mark = Path(self._folder, f"compiled-{_digest(text, layout_id(shape, spec.dtype, FORMATS[spec.quantize]))}")
         if mark.exists():
             return
@@ -68,6 +66,35 @@ class CudaKernelBuilds:
                     mark.touch()
         except OSError as error:  # the folder is gone, or its disk is full or broken
             log.error("%s: its kernels cannot be compiled ahead, its load compiles them: %s", spec.model, error)
+
+    def build_trials(self, spec: LoadModel, shape: ModelShape) -> bool:
+        """Compiles what is launched to compare tiles for a model (tile_choice.py), in one process and without the lock that loads
+        wait for. Returns whether all of it is compiled; the log says why not."""
+        try:
+            process = _start(0, 1)
+        except OSError as error:
+            log.error("%s: the tiles to compare cannot be compiled: %s", spec.model, error)
+            return False
+        try:
+            reader = Thread(target=_follow, args=(process, self._job(spec, shape, trials=True), _Progress()), name="tiles")
+            reader.start()
+            code = process.wait(LIMIT_S)
+        except (MemoryError, subprocess.TimeoutExpired) as error:
+            log.error("%s: the tiles to compare are not all compiled: %s", spec.model, error)
+            return False
+        finally:
+            process.kill()
+            process.wait()
+        if code:
+            log.error("%s: the tiles to compare are not all compiled: a compiler ended with %d", spec.model, code)
+        return code == 0
+
+    def _job(self, spec: LoadModel, shape: ModelShape, adapters: bool = False, trials: bool = False) -> bytes:
+        """Returns a CompileJob as JSON, with nothing of the spec that compilation does not depend on."""
+        limits = (spec.max_model_len, spec.max_sequences)
+        settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], spec.quantize, kv_cache_dtype=spec.kv_cache_dtype)
+        of_gpu = (self._block_tokens, self._capability, self._folder)
+        return msgspec.json.encode(CompileJob(settings, shape, *of_gpu, adapters, tiles.in_use(), trials))
 
     def _build(self, model: str, job: bytes, waiting: Callable[[], None]) -> bool:
         """Runs compile processes for the job, and returns whether all of them succeeded. job: a CompileJob as JSON. waiting: as in

@@ -38,6 +38,7 @@ from engine.cuda.mixed_steps import MixedSize, mixed_columns, mixed_padding, mix
 from engine.cuda.ops import CudaOps
 from engine.cuda.predicting import CudaPredicting, WithProposals
 from engine.cuda.sequences import DeviceSequences, Staging
+from engine.cuda.tile_choice import ModelTiles
 from engine.grammar.row_masks import RowMasks
 from engine.layers.expert_counts import has_counts
 from engine.layers.rope import rotaries_of
@@ -223,6 +224,7 @@ class CudaModel:
         if max_graph_tokens:
             self._kept_memory = [model.state_memory(max_graph_tokens) for _ in range(model.num_kept)]
         self._products: list[Tensor] = []  # the weights of matrix products, views of the weight range
+        self.tiles: ModelTiles | None = None  # tiles of attention to compare in idle time; None: there are none
 
     # ---- steps
 
@@ -411,21 +413,27 @@ class CudaModel:
 
     @property
     def num_uncaptured(self) -> int:
-        """Returns how many calls of capture_next have something to do: a graph to capture, or a kernel to choose."""
+        """Returns how many calls of capture_next have something to do: a graph to capture, a kernel to choose, or tiles to
+        compare."""
         if self._model is None:
             return 0
-        return len(self._unmeasured()) + sum(len(decoding) + len(mixed) for _, decoding, mixed in self._missing())
+        graphs = sum(len(decoding) + len(mixed) for _, decoding, mixed in self._missing())
+        return len(self._unmeasured()) + graphs + (0 if self.tiles is None else self.tiles.num_open)
 
     @torch.inference_mode()
     def capture_next(self) -> None:
         if unmeasured := self._unmeasured():
             self._measure(*unmeasured[0])
             return
-        adapted, decoding, mixed = next(missing for missing in self._missing() if missing[1] or missing[2])
-        if decoding:
-            self.capture(decoding[0], adapted)
-        else:
-            self.capture_mixed(mixed[0], adapted)
+        for adapted, decoding, mixed in self._missing():
+            if decoding:
+                self.capture(decoding[0], adapted)
+                return
+            if mixed:
+                self.capture_mixed(mixed[0], adapted)
+                return
+        if self.tiles is not None:  # last, because only a later engine has anything of it
+            self.tiles.measure_next()
 
     def _missing(self) -> list[tuple[bool, list[int], list[MixedSize]]]:
         """Returns what is to be captured in idle time, as (whether the steps have adapters, row counts of decode graphs, sizes of

@@ -14,6 +14,7 @@ import torch
 from engine.cuda import graphs
 from engine.cuda.graphs import graph_rows
 from engine.cuda.model import CudaModel
+from engine.loop.idle_work import CAPTURE_AFTER_IDLE_S, IdleWork
 from engine.protocol import SamplingParams
 from scheduler.batch.plan import write_sampling
 from tests.engine.cuda_bench import INTERPRETED, PROMPT, load_cuda_model
@@ -169,6 +170,37 @@ def test_one_thread_captures_and_lets_go_of_graphs(tmp_path: Path, stand_in_grap
     other.capture(3)
     gc.collect()
     assert StandInGraph.ended_in == [threading.get_ident()]
+
+
+def test_tiles_are_compared_last_and_one_pair_in_an_idle_turn(tmp_path: Path, stand_in_graphs: None) -> None:
+    """The loop looks for messages between two turns, so a request that comes waits for one comparison at most."""
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    model = load_cuda_model(tmp_path, max_graph_rows=2)
+    remember_steps(model)
+    compared = []
+
+    class Tiles:
+        num_open = 3
+
+        def measure_next(self) -> None:
+            compared.append(list(model.graphs.captured))
+            self.num_open -= 1
+
+    model.tiles = Tiles()  # type: ignore[assignment]
+    models: Any = SimpleNamespace(uncaptured=lambda: model, capture_next=model.capture_next)
+    journal: Any = SimpleNamespace(beat=lambda doing: None)
+    none: Any = None
+    idle = IdleWork(models, none, none, none, journal)
+    assert model.num_uncaptured == 5
+    for left in (4, 3, 2, 1, 0):
+        assert idle.wait_s(0) == CAPTURE_AFTER_IDLE_S
+        idle.step(0)
+        assert model.num_uncaptured == left
+    assert compared == [[1, 2]] * 3
+    Tiles.num_open = 3
+    model.tiles = Tiles()  # type: ignore[assignment]
+    model.release()
+    assert model.num_uncaptured == 0
 
 
 def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs: None) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from engine.contracts.loads import LoadTask
+from engine.contracts.steps import LaunchesAhead
 from engine.null.runner import NullModel, NullRunner
 from engine.protocol import LoadModel, SamplingParams
 from engine.serve.served_models import CAPTURE_EVERY_DECODES, ServedModels
@@ -332,3 +333,6 @@ def test_a_model_without_idle_time_captures_between_its_steps_while_no_other_wan
     node.run("b")
     decode(5 * CAPTURE_EVERY_DECODES)
     assert captures.num_uncaptured == 0
+    captures.num_uncaptured, served.ahead = 3, cast(LaunchesAhead, served.hosted)
+    decode(2 * CAPTURE_EVERY_DECODES)
+    assert captures.num_uncaptured == 3, "a GPU's captures and measurements would delay the steps that are launched"
