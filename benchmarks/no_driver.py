@@ -8,6 +8,7 @@ are:
 - libcuda: a library of functions that return success (LIBCUDA, compiled with `cc`); it counts launches
 - compiled kernels: the launcher of each is made, its code is not
 - products and the embedding: torch is called, for one number, and the result is allocated; cuBLAS's choice of a kernel is missing
+- picked hidden states: torch is called, for one number
 - events, page-locked memory and graphs: a replay is one call that does nothing
 """
 
@@ -29,7 +30,7 @@ from torch.nn import functional
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.compiler import CompiledKernel
 
-from engine.cuda import edited, graphs, mixed_graphs, model, sequences
+from engine.cuda import edited, edited_graphs, edited_logits, graphs, mixed_graphs, model, sequences
 from engine.cuda.kernels import entry
 from engine.cuda.launch_only import ARENA_BLOCKS, AddressRange
 from engine.cuda.launches import NoGpu
@@ -59,7 +60,8 @@ S(cuTensorMapEncodeTiled)
 """
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
-_one = torch.ones(1, 1)
+_one, _first = torch.ones(1, 1), torch.zeros(1, dtype=torch.int32)
+_state = torch.ones(1, 1, dtype=torch.bfloat16)
 
 
 class NoDriver(NoGpu):
@@ -153,6 +155,9 @@ class _Torch:
     def empty(self, *shape: Any, dtype: Any = None, device: Any = None, pin_memory: bool = False) -> Tensor:
         return torch.empty(*shape, dtype=dtype)
 
+    def index_select(self, x: Tensor, dim: int, rows: Tensor, out: Tensor) -> Tensor:
+        return torch.index_select(_state, 0, _first, out=out[:1, :1])
+
     def zeros(self, *shape: Any, dtype: Any = None, device: Any = None, pin_memory: bool = False) -> Tensor:
         return torch.zeros(*shape, dtype=dtype)
 
@@ -189,7 +194,7 @@ def install() -> NoDriver:
     for option, value in ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 1 << 30)):
         libc.mallopt(option, value)
     triton.compiler.compile = _without_code
-    for module in (edited, graphs, mixed_graphs, model, sequences):
+    for module in (edited, edited_graphs, edited_logits, graphs, mixed_graphs, model, sequences):
         vars(module)["torch"] = _Torch()
     return driver
 

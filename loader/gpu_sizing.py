@@ -13,6 +13,8 @@ from loader.work_space import beside_values, delta_bytes, input_values, keys_as_
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 # Rows edited at a time (engine/cuda/edited.py), and penalised tokens of these rows together; a single row may have more tokens.
 EDITED_ROWS, EDITED_TOKENS = 64, 1 << 20
+# Words of 4 bytes for the tokens, biases and banned ids of such rows, if a graph samples them; there is room for all masks besides.
+EDITED_GRAPH_WORDS = 1 << 18
 # Contexts are cut into one piece for each row and so many more, each with float32 results: about eight for each of 256
 # multiprocessors.
 DECODE_PIECES = 2048
@@ -118,6 +120,12 @@ def edited_bytes(rows: int, shape: ModelShape) -> int:
     """Returns the bytes for `rows` rows of logits that are edited before sampling: logits in float32, counts of tokens, masks, and
     the counted tokens."""
     return rows * (shape.vocab_size * (4 + 4) + shape.vocab_size // 8) + 4 * max(EDITED_TOKENS, shape.max_position_embeddings)
+
+
+def edited_graph_words(vocab_size: int) -> int:
+    """Returns how many words of 4 bytes of masks, tokens, biases and banned ids a model keeps room for once a graph samples its
+    edited rows (engine/cuda/edited_graphs.py)."""
+    return EDITED_ROWS * -(-vocab_size // 32) + EDITED_GRAPH_WORDS
 
 
 def decode_programs(shape: ModelShape, num_kv_heads: int) -> int:

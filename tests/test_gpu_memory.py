@@ -51,7 +51,7 @@ from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
 from engine.cuda.model import CudaModel
 from engine.cuda.work_space import KEPT_BYTES
 from loader import codec
-from loader.gpu_sizing import LIBRARY_BYTES, PACKED_BYTES, gpu_work_space_bytes, sampling_bytes
+from loader.gpu_sizing import EDITED_ROWS, LIBRARY_BYTES, PACKED_BYTES, edited_graph_words, gpu_work_space_bytes, sampling_bytes
 from tests.counted_memory import CountedMemory
 
 CARDS_GIB = (78, 139)  # usable, of 80 GB and of 141 GB
@@ -214,4 +214,6 @@ def test_what_graphs_keep_fits_beside_the_work_space() -> None:
     block_tables_bytes = MAX_GRAPH_ROWS * (131072 // gpu_shapes.BLOCK_TOKENS) * 4
     kept_bytes = kept_rows * (shape.hidden_size * 2 + 16 * 4) + columns_bytes + block_tables_bytes
     work_spaces_bytes = 32 << 20  # cuBLAS's, of captures
+    # of the graphs that sample edited rows: their words, columns and results, and hidden states
+    kept_bytes += 4 * edited_graph_words(shape.vocab_size) + EDITED_ROWS * (shape.hidden_size * 2 + 256) + (64 << 10)
     assert pool_bytes + 4 * kept_bytes + MOST_KEPT_BYTES + work_spaces_bytes <= KEPT_BYTES

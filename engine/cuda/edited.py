@@ -1,6 +1,7 @@
 """Samples rows whose logits are edited (penalties, bias, banned ids, masks) or whose log-probabilities are wanted, on the device
 and without waiting for it. A part of the rows takes one copy to the device and a few launches, however many of them are edited; a
-step's results come back in one copy.
+step's results come back in one copy. Up to 64 such rows are sampled by a graph of their own (edited_graphs.py); this file has the
+host's part of that, and the launches of all others.
 
 Logits are edited in this order: a mask, in the logits' own type; then, in float32, the bias, penalties and banned ids. Rows without
 edits are sampled along with the others from their logits as float32, which gives the same tokens.
@@ -10,7 +11,7 @@ Shapes: N sampling rows, V vocabulary, W width, M rows that want log-probabiliti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from engine.contracts.steps import StepResult
 from engine.cuda.columns import SETTINGS, padding_columns, sampling_columns
-from engine.cuda.edit_columns import EditedPart, KnownEdits
+from engine.cuda.edit_columns import EditedPart, KnownEdits, asking_rows, picked_rows
+from engine.cuda.edited_graphs import MOST_ROWS, MOST_TOP, RESULT_COLUMNS, EditedGraphs
+from engine.cuda.edited_logits import edited_logits
 from engine.cuda.kernels import entry
 from engine.cuda.ops import logprobs_in
 from engine.cuda.sequences import Staging
@@ -34,38 +37,45 @@ NUM_STAGING = 2  # copies under way at a time: they may be large, and few are ne
 @dataclass(slots=True)
 class EditedDraw:
     """The results of a step's rows, while they are computed. drawn [2, N] int32: sampled ids, and 1 for each row whose logits were
-    not finite. told: the memory to be copied to the host: first `drawn`, then log-probabilities. request_ids [N]: the rows'
-    requests. wanted [M]: the rows that want log-probabilities; num_top [N]: how many alternatives each row wants; None: no row
-    wants any. num_best: K."""
+    not finite. told: the memory to be copied to the host: first `drawn`, in rows of num_columns, then log-probabilities of
+    num_found rows with most_top alternatives each. request_ids [N]: the rows' requests. wanted [M]: the rows that want
+    log-probabilities; found [M]: where these are. num_top [N]: how many alternatives each row wants; None: no row wants any."""
 
     drawn: Tensor
     told: Tensor
+    num_columns: int
     request_ids: LongArray
     num_top: IntArray | None
     wanted: IntArray
-    num_best: int
+    found: IntArray
+    num_found: int
+    most_top: int
 
     def result(self, told: Tensor, seconds: float) -> StepResult:
         """Returns the step's result. told: the copy of this object's `told` on the host. seconds: the step's device time."""
-        num_rows = len(self.request_ids)
-        drawn = told[: 2 * num_rows].numpy().reshape(2, num_rows)
+        num_drawn = 2 * self.num_columns
+        drawn = told[:num_drawn].numpy().reshape(2, self.num_columns)[:, : len(self.request_ids)]
         result = StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
         if self.num_top is not None:
-            picked, top_ids, top = logprobs_in(told[2 * num_rows :], len(self.wanted), self.num_best)
             good = ~result.bad[self.wanted]
+            rows, found = self.wanted[good], self.found[good]
+            told_of = (each.numpy()[found] for each in logprobs_in(told[num_drawn:], self.num_found, self.most_top))
             collector = LogprobCollector(self.num_top, self.request_ids)
-            collector.add(self.wanted[good], picked.numpy()[good], top_ids.numpy()[good], top.numpy()[good])
+            collector.add(rows, *told_of)
             result.logprobs = collector.result()
         return result
 
 
 class EditedSampling:
-    """Samples the rows of one model's steps that no graph samples: those with edits, or whose log-probabilities are wanted. Called
-    by the thread that runs steps. last_ids [S + 1]: the token of each slot's last step, updated here."""
+    """Samples the rows of one model's steps that their own graph does not sample: those with edits, or whose log-probabilities are
+    wanted. Called by the thread that runs steps. last_ids [S + 1]: the token of each slot's last step, updated here. graphs: those
+    that sample such rows; None: there are none."""
 
-    def __init__(self, vocab_size: int, num_slots: int, last_ids: Tensor) -> None:
-        self._vocab_size, self._last_ids = vocab_size, last_ids
-        self.staging = Staging(last_ids.device, NUM_STAGING)
+    def __init__(
+        self, vocab_size: int, num_slots: int, last_ids: Tensor, staging: Staging | None = None, graphs: EditedGraphs | None = None
+    ) -> None:
+        self._vocab_size, self._last_ids, self._graphs = vocab_size, last_ids, graphs
+        self.staging = staging or Staging(last_ids.device, NUM_STAGING)
         self._known = KnownEdits(num_slots)
 
     def draw(
@@ -77,9 +87,15 @@ class EditedSampling:
         drawn: Tensor | None,
         logits_of: Callable[[Tensor], Tensor],
     ) -> EditedDraw:
-        """Launches the kernels that sample the rows of `slots` [N], whose hidden states are the first N of hidden [>= N, W], and
-        returns their results to come. drawn [2, N]: the results that the step itself has sampled from unedited logits, used if no
-        row is edited; None: it has sampled none. logits_of: computes [n, W] -> [n, V]."""
+        """Replays a graph, or launches the kernels, that sample the rows of `slots` [N], whose hidden states are the first N of
+        hidden [>= N, W], and returns their results to come. drawn [2, N]: the results that the step itself has sampled from
+        unedited logits, used for rows that are not edited, or if no row is; None: it has sampled none. logits_of: computes [n, W]
+        -> [n, V]."""
+        if (
+            self._graphs is not None
+            and (replayed := self._replayed(self._graphs, hidden, rows, slots, request_ids, drawn)) is not None
+        ):
+            return replayed
         num_rows, is_edited = len(slots), rows.edits is not None or rows.allowed is not None
         is_cut = bool(((rows.top_p < 1.0) | (rows.top_k > 0) | (rows.min_p > 0.0)).any())
         settings = sampling_columns(rows) | {"slots": slots}
@@ -100,47 +116,68 @@ class EditedSampling:
                 logits = None  # freed before the next are made, because the work space has room for the logits of some rows only
                 logits = logits_of(hidden[first : first + LOGITS_ROWS])
             assert logits is not None
-            part = self._known.part(rows, first, end) if is_edited else EditedPart({})
+            part = self._known.part(rows, first, end) if is_edited else EditedPart({}, [])
             asking = slice(*np.searchsorted(wanted, (first, end)))
             part.columns["wanted"] = wanted[asking] - np.int32(first)
+            if rows.num_top is not None:
+                part.columns["nums"] = np.minimum(rows.num_top[wanted[asking]], np.int32(num_best))
             if drawn is None:
                 part.columns |= {name: column[first:end] for name, column in settings.items()}
-            sent = self.staging.send(part.columns)
+            sent = self.staging.send(part.columns | {"words": part.words})
             ids, bad = ours[0, first:end], ours[1, first:end]
             if drawn is None:
-                own = _edited(logits, first - base, end - first, part, sent) if is_edited else logits[: end - first]
+                own = edited_logits(logits, first - base, end - first, part, sent) if is_edited else logits[: end - first]
                 entry.sample(own, [sent[name] for name in SETTINGS], ids, bad, is_cut=is_cut)
                 del own
                 entry.set_entries(self._last_ids, sent["slots"], ids)
             if asking.stop > asking.start:
-                entry.top_logprobs(logits, first - base, sent["wanted"], ids, *(one[asking] for one in found))
-        return EditedDraw(ours, told, request_ids, rows.num_top, wanted, num_best)
+                entry.top_logprobs(logits, first - base, sent["wanted"], sent["nums"], ids, *(one[asking] for one in found))
+        places = np.arange(len(wanted), dtype=np.int32)
+        return EditedDraw(ours, told, num_rows, request_ids, rows.num_top, wanted, places, len(wanted), num_best)
+
+    def _replayed(
+        self,
+        graphs: EditedGraphs,
+        hidden: Tensor,
+        rows: SamplingRows,
+        slots: IntArray,
+        request_ids: LongArray,
+        drawn: Tensor | None,
+    ) -> EditedDraw | None:
+        """Does what `draw` does by replaying a graph; returns None, and does nothing, if there is none for these rows."""
+        num_rows, num_top = len(slots), rows.num_top
+        if not graphs.are_captured or num_rows > LOGITS_ROWS or (num_top is not None and int(num_top.max()) > MOST_TOP):
+            return None
+        asking = np.arange(num_rows, dtype=np.int32) if drawn is None else asking_rows(rows)
+        if len(asking) > MOST_ROWS:
+            return None
+        own = picked_rows(rows, asking)
+        if own.edits is not None:
+            self._known.look_up(own.edits)
+        part = self._known.part(own, 0, len(asking))
+        if not (size := graphs.size_for(len(asking), sum(map(len, part.words)))):
+            return None
+        nums = None if own.num_top is None else np.minimum(own.num_top, np.int32(self._vocab_size), dtype=np.int32)
+        columns = graphs.columns(size, asking, slots[asking], nums, sampling_columns(own), part)
+        memory = graphs.replay(size, columns, hidden, drawn)
+        wanted = found = np.empty(0, np.int32)
+        told = memory.told[: 2 * RESULT_COLUMNS]
+        if own.num_top is not None:
+            found = np.flatnonzero(own.num_top >= 0).astype(np.int32)
+            wanted, told = asking[found], memory.told
+        of_results = (num_top, wanted, found, MOST_ROWS, MOST_TOP)
+        return EditedDraw(memory.drawn[:, :num_rows], told, RESULT_COLUMNS, request_ids, *of_results)
 
     def launch_all(self, logits: Tensor) -> None:
         """Launches every kernel that `draw` may launch, for the first row of logits [>= 1, V], which belongs to no sequence."""
         nothing = np.zeros(1, np.int32)
-        part = EditedPart({"masks": nothing - np.int32(1), "bits": nothing, "counted": nothing + np.int32(1)}, 1, True, True)
+        part = EditedPart({"masks": nothing - np.int32(1), "counted": nothing + np.int32(1)}, [nothing], True, True, True)
         part.columns |= {"edits": np.zeros(entry.EDIT_WORDS, np.int32), "penalties": np.ones(entry.PENALTIES, np.float64)}
-        part.columns |= dict.fromkeys(("tokens", "bias_ids", "banned"), nothing) | {"biases": np.zeros(1, np.float32)}
-        sent = self.staging.send(part.columns | padding_columns(1, len(self._last_ids) - 1))
+        sent = self.staging.send(part.columns | padding_columns(1, len(self._last_ids) - 1) | {"words": part.words})
         ids, bad = torch.empty(2, 1, dtype=torch.int32, device=self._last_ids.device)
-        entry.sample(_edited(logits, 0, 1, part, sent), [sent[name] for name in SETTINGS], ids, bad)
+        entry.sample(edited_logits(logits, 0, 1, part, sent), [sent[name] for name in SETTINGS], ids, bad)
         found = logprobs_in(torch.empty(3, dtype=torch.int32, device=self._last_ids.device), 1, 1)
-        entry.top_logprobs(logits, 0, sent["numbers"], ids, *found)
-
-
-def _edited(logits: Tensor, first: int, num_rows: int, part: EditedPart, sent: Mapping[str, Tensor]) -> Tensor:
-    """Returns num_rows rows of logits from `first` on as float32 [num_rows, V], with a part's masks and edits applied."""
-    wide = torch.empty(num_rows, logits.shape[1], dtype=torch.float32, device=logits.device)
-    # if no tokens are counted, the counts are not touched
-    counts = torch.empty(wide.shape, dtype=torch.int32, device=logits.device) if part.longest else wide.view(torch.int32)
-    entry.widen(logits, first, sent["masks"], sent["bits"], sent["counted"], wide, counts)
-    if part.longest or part.has_bias:
-        biases = sent["bias_ids"], sent["biases"]
-        entry.add_biases_and_count(wide, counts, sent["edits"], part.longest, sent["tokens"], *biases, sent["banned"])
-    if part.longest or part.has_ban:
-        entry.penalise_and_ban(wide, counts, sent["edits"], sent["penalties"], part.longest, sent["tokens"], sent["banned"])
-    return wide
+        entry.top_logprobs(logits, 0, sent["numbers"], sent["numbers"], ids, *found)
 
 
 def _logits_ranges(num_rows: int) -> Iterator[tuple[int, int]]:

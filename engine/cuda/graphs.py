@@ -181,11 +181,17 @@ class StepGraphs(Generic[Size]):
     def run(self, size: Size, columns: Mapping[str, Any]) -> StepOutputs:
         """Replays the graph of a captured size. columns: the inputs of the step. Returns outputs that the next run of any graph
         overwrites."""
+        self._started(size, columns)
+        graph = self.captured[size]
+        graph.graph.replay()
+        return graph.outputs
+
+    def _started(self, size: Size, columns: Mapping[str, Any]) -> Tensor:
+        """Copies the inputs of the next replay of a captured size to the graph's memory, and returns that."""
         graph = self.captured[size]
         graph.used_s = time.monotonic()
         self._staging.copy(columns, graph.inputs)
-        graph.graph.replay()
-        return graph.outputs
+        return graph.inputs
 
     def capture(self, size: Size, padding: Mapping[str, Any]) -> bool:
         """Captures the step of a size that is not refused. padding: the columns of a step of this size with only padding. Returns
@@ -234,8 +240,7 @@ class StepGraphs(Generic[Size]):
 
     def _captured(self, padding: Mapping[str, Any]) -> StepGraph:
         began_s = time.perf_counter()
-        inputs = torch.zeros(words_of(padding), dtype=torch.int32, device=self._device)
-        static = self._staging.send(padding, inputs)
+        inputs, static = self._fixed_inputs(padding)
         space = _capture_space(self._device)
         launch_s = math.inf
         with self._warming():
@@ -245,6 +250,11 @@ class StepGraphs(Generic[Size]):
                 launch_s = min(launch_s, time.perf_counter() - launched_s)
         graph, outputs, num_bytes = space.capture(lambda: self._step(static))
         return StepGraph(graph, inputs, outputs, launch_s, time.perf_counter() - began_s, num_bytes)
+
+    def _fixed_inputs(self, padding: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns memory for the inputs of a graph, and these columns in it."""
+        inputs = torch.zeros(words_of(padding), dtype=torch.int32, device=self._device)
+        return inputs, self._staging.send(padding, inputs)
 
 
 def let_go(graphs: list[StepGraph]) -> None:

@@ -3,7 +3,8 @@
 Most of a step's inputs are computed on the device (kernels/triton_inputs.py): the host sends a few columns per row, and the device
 takes a token that the host has not seen yet from where the last step left it. A step that only decodes runs as one CUDA graph
 (engine/cuda/graphs.py), and so does one with pieces of prompts if it is small (mixed_graphs.py). Where logits are edited, or
-log-probabilities of sampled tokens are wanted, it goes on from the graph's hidden states (edited.py). A step in which a row has a
+log-probabilities of sampled tokens are wanted, it goes on from the graph's hidden states (edited.py), by a further graph for up to
+64 such rows (edited_graphs.py). A step in which a row has a
 LoRA adapter is one that computes adapters, too, and has graphs of its own; all other steps of the model are as if there were none.
 A model's predictor drafts tokens behind a step, without graphs (predicting.py).
 
@@ -29,7 +30,8 @@ from engine.contracts.steps import Launched, NoWorkSpace, StepResult
 from engine.cuda.adapters import DeviceAdapterMemory
 from engine.cuda.batch import DeviceBatch, DeviceGroup, QueryTiles
 from engine.cuda.columns import SETTINGS, Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
-from engine.cuda.edited import EditedSampling
+from engine.cuda.edited import NUM_STAGING, EditedSampling
+from engine.cuda.edited_graphs import EditedGraphs
 from engine.cuda.expert_counts import DeviceExpertCounts
 from engine.cuda.graphs import DecodeGraphs, StepOutputs
 from engine.cuda.kernels import entry
@@ -189,7 +191,10 @@ class CudaModel:
         self._layer_places = {layer: places[shape.kv_layer(layer)] for layer in own}
         self._staging, self._free_marks = Staging(self._device), list[_Marks]()
         self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
-        self._edited = EditedSampling(self.vocab_size, spec.max_sequences, self._sequences.last_ids)
+        last_ids, edited_staging = self._sequences.last_ids, Staging(self._device, NUM_STAGING)
+        of_logits = (self._logits_of, self.vocab_size, shape.hidden_size, dtype)
+        self.edited_graphs = EditedGraphs(*of_logits, last_ids, edited_staging, 0 if self.embeds else max_graph_rows)
+        self._edited = EditedSampling(self.vocab_size, spec.max_sequences, last_ids, edited_staging, self.edited_graphs)
         head_dims = {heads.head_dim for heads in shape.kinds_of_heads}
         if shape.eagle is not None:
             head_dims.add(shape.eagle.layer.head_dim)
@@ -250,10 +255,12 @@ class CudaModel:
         apart = owed is not None  # whether rows are sampled after the step instead of within it
         if rows is not None:
             apart |= rows.edits is not None or rows.num_top is not None or rows.allowed is not None
+        if apart and rows is not None:
+            self.edited_graphs.capture_lacking()
         begun = None if owed is not None else self._begin_padded(plan, table, rows, apart, adapted)
         if begun is None:
             begun = self._begin_plain(plan, table, None if apart else rows, None if owed is None else owed.tokens, adapted)
-        num_sampling, hidden, logits = int(plan.samples.sum()), begun.outputs.hidden, self._loaded().logits
+        num_sampling, hidden, logits = int(plan.samples.sum()), begun.outputs.hidden, self._logits_of
         drawn, told = begun.outputs.drawn[:, :num_sampling], begun.outputs.drawn
         read: Callable[[Tensor, float], StepResult] = partial(_drawn_result, num_sampling)
         if self.embeds:
@@ -408,7 +415,7 @@ class CudaModel:
         this row count, which were captured with cuBLAS, are dropped."""
         entry.measure_linear(weight, num_rows)
         if entry.uses_ours(weight, num_rows):
-            for graphs in (self.graphs, self.adapted_graphs):
+            for graphs in (self.graphs, self.adapted_graphs, self.edited_graphs):
                 graphs.drop_size(num_rows)
 
     @property
@@ -417,22 +424,25 @@ class CudaModel:
         compare."""
         if self._model is None:
             return 0
-        graphs = sum(len(decoding) + len(mixed) for _, decoding, mixed in self._missing())
-        return len(self._unmeasured()) + graphs + (0 if self.tiles is None else self.tiles.num_open)
+        of_steps = sum(len(decoding) + len(mixed) for _, decoding, mixed in self._missing())
+        of_tiles = 0 if self.tiles is None else self.tiles.num_open
+        return len(self._unmeasured()) + of_steps + len(self.edited_graphs.missing()) + of_tiles
 
     @torch.inference_mode()
     def capture_next(self) -> None:
         if unmeasured := self._unmeasured():
             self._measure(*unmeasured[0])
             return
-        for adapted, decoding, mixed in self._missing():
+        missing = next((missing for missing in self._missing() if missing[1] or missing[2]), None)
+        if missing is not None:
+            adapted, decoding, mixed = missing
             if decoding:
                 self.capture(decoding[0], adapted)
-                return
-            if mixed:
+            else:
                 self.capture_mixed(mixed[0], adapted)
-                return
-        if self.tiles is not None:  # last, because only a later engine has anything of it
+        elif sizes := self.edited_graphs.missing():
+            self.edited_graphs.capture_size(sizes[0])
+        elif self.tiles is not None:  # last, because only a later engine has anything of it
             self.tiles.measure_next()
 
     def _missing(self) -> list[tuple[bool, list[int], list[MixedSize]]]:
@@ -458,14 +468,13 @@ class CudaModel:
     def kept_bytes(self) -> int:
         """Returns the bytes of the device that the model keeps between steps, besides weights and KV, also while it is evicted."""
         tables = (self._sequences.last_ids, *self._sequences.tables, *self._kept_memory)
-        graphs = sum(each.kept_bytes for adapted in (False, True) for each in self._graphs_of(adapted))
+        graphs = sum(each.kept_bytes for each in self._all_graphs())
         return sum(table.nbytes for table in tables) + self.adapter_memory.kept_bytes + graphs
 
     def drop_graphs(self) -> None:
         """Gives up all graphs of this model. May be called in any thread."""
-        self.graphs.drop()
-        self.mixed_graphs.drop()
-        self._drop_adapted_graphs()
+        for graphs in self._all_graphs():
+            graphs.drop()
 
     def _drop_adapted_graphs(self) -> None:
         self.adapted_graphs.drop()
@@ -475,6 +484,9 @@ class CudaModel:
         """Returns the decode graphs, and the graphs of steps with prompt chunks. adapted: those of steps in which a row has an
         adapter, else those of all other steps."""
         return (self.adapted_graphs, self.adapted_mixed_graphs) if adapted else (self.graphs, self.mixed_graphs)
+
+    def _all_graphs(self) -> tuple[DecodeGraphs | MixedGraphs | EditedGraphs, ...]:
+        return (*self._graphs_of(False), *self._graphs_of(True), self.edited_graphs)
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
@@ -505,7 +517,7 @@ class CudaModel:
         self._weights.unmap()
 
     def _set_evicted(self, evicted_s: float | None) -> None:
-        for graphs in (*self._graphs_of(False), *self._graphs_of(True)):
+        for graphs in self._all_graphs():
             graphs.evicted_s = evicted_s
 
     # ---- inside a step
@@ -514,6 +526,9 @@ class CudaModel:
         if self._model is None:
             raise RuntimeError(f"model {self.name} was released")
         return self._model
+
+    def _logits_of(self, hidden: Tensor) -> Tensor:
+        return self._loaded().logits(hidden)
 
     def _update(self, plan: BatchPlan, table: SequenceTable) -> bool:
         """Sends to the device what has changed in the block tables and adapters of a step's sequences. Returns whether any of them

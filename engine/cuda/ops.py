@@ -202,9 +202,11 @@ class CudaOps:
         num, num_top = len(rows), min(num_top, logits.shape[1])
         of_rows = np.zeros(len(logits), np.int32)
         of_rows[rows] = chosen
-        sent = torch.from_numpy(np.concatenate((of_rows, rows))).to(logits.device)
+        nums = np.full(num, num_top, np.int32)
+        sent = torch.from_numpy(np.concatenate((of_rows, rows, nums))).to(logits.device)
+        chosen_ids, asked, wanted = sent.split((len(logits), num, num))
         told = torch.empty(num * (1 + 2 * num_top), dtype=torch.int32, device=logits.device)
-        entry.top_logprobs(logits, 0, sent[len(logits) :], sent[: len(logits)], *logprobs_in(told, num, num_top))
+        entry.top_logprobs(logits, 0, asked, wanted, chosen_ids, *logprobs_in(told, num, num_top))
         return tuple(part.numpy() for part in logprobs_in(told.cpu(), num, num_top))  # type: ignore[return-value]
 
 

@@ -46,7 +46,8 @@ class Staging:
 
     def copy(self, columns: Mapping[str, Column], into: Tensor | None) -> Tensor:
         """Copies columns to the device as `send` does, and returns the int32 memory that received them."""
-        num_words = words_of(columns)
+        sizes = [_num_words(column) for column in columns.values()]
+        num_words = sum(map(_aligned, sizes))
         number = self._next
         self._next = (number + 1) % len(self._buffers)
         if self._copied[number] is not None:
@@ -55,13 +56,13 @@ class Staging:
             self._buffers[number] = torch.zeros(2 * num_words, dtype=torch.int32, pin_memory=self._pinned)
         buffer = self._buffers[number][:num_words]
         words, at = buffer.numpy(), 0
-        for column in columns.values():
-            own = words[at : at + _num_words(column)]
+        for column, size in zip(columns.values(), sizes, strict=True):
+            own = words[at : at + size]
             if isinstance(column, np.ndarray):
                 own[:] = column.view(np.int32)
             elif len(own):
                 np.concatenate(column, out=own.view(column[0].dtype))
-            at += _aligned(len(own))
+            at += _aligned(size)
         target = torch.empty(num_words, dtype=torch.int32, device=self._device) if into is None else into[:num_words]
         target.copy_(buffer, non_blocking=True)
         if self._pinned:

@@ -80,7 +80,7 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace
 
 def remember_steps(model: CudaModel) -> None:
     """Gives each stand-in graph the step that was captured with it."""
-    for graphs_of_kind in (model.graphs, model.mixed_graphs, model.adapted_graphs, model.adapted_mixed_graphs):
+    for graphs_of_kind in (model.graphs, model.mixed_graphs, model.adapted_graphs, model.adapted_mixed_graphs, model.edited_graphs):
         _remember(graphs_of_kind)
 
 

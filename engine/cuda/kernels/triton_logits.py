@@ -6,8 +6,10 @@ launches, and the log-probabilities of tokens. Reference implementations: refere
 3. `_penalise_kernel` penalises each token that was counted once, and rules out banned ones. It takes the counts out as it goes, so
    whichever program finds a token's count is the only one to change its logit.
 
-Shapes: N rows, V vocabulary, M masks, W = ceil(V / 32) words of a mask, E edits (an edit is what one row's request changes), K
-alternatives.
+Masks, tokens, biases and banned ids of all rows are in one memory of words, at places that the columns of the rows tell. Grids
+depend on the number of rows alone, so that a graph can hold these launches (engine/cuda/edited_graphs.py).
+
+Shapes: N rows, V vocabulary, W = ceil(V / 32) words of a mask, E edits (an edit is what one row's request changes), K alternatives.
 """
 
 from __future__ import annotations
@@ -22,22 +24,23 @@ from engine.cuda.kernels.sizes import ceil_div, power_of_two
 SEEN = tl.constexpr(1 << 30)  # bit of a token's count: the token occurs in the prompt or the output
 BANNED = tl.constexpr(1 << 29)  # bit of a token's count: the token is ruled out, whatever its logit
 LEAST = tl.constexpr(-3.4028234663852886e38)  # the least float32
-# The words of an edit: the row among the N; then begins and ends in the arrays of all edits: of the sequence's tokens, of its
-# output's (which ends where they do), of its biases and of its banned ids.
+# The words of an edit: the row among the N; then begins and ends in the memory of words: of the sequence's tokens, of its output's
+# (which ends where they do), of its biased ids (as many biases follow them, as float32) and of its banned ids.
 EDIT_WORDS = 8
 ROW, TOKENS, OUTPUT, TOKENS_END, BIASES, BIASES_END, BANS, BANS_END = map(tl.constexpr, range(EDIT_WORDS))
 EDIT_SIZE = tl.constexpr(EDIT_WORDS)
 PENALTIES = 4  # numbers of an edit: presence, frequency, repetition, and one that keeps edits aligned
 PENALTIES_SIZE = tl.constexpr(PENALTIES)
 WIDEN_BLOCK, EDIT_BLOCK = 2048, 512
+EDIT_PROGRAMS = 16  # of an edit, which take its tokens in turns of EDIT_BLOCK each
 
 
 # V is specialised, as below.
 @triton.jit(do_not_specialize=["first"])
 def _widen_kernel(
     logits,  # [>= first + N, V]
-    masks,  # [N] int32: which of the masks, -1 for none
-    bits,  # [M, W] int32
+    masks,  # [N] int32: where the row's mask [W] begins in the words, -1 for none
+    words,  # int32
     counted,  # [N] int32: whether the row's counts are needed
     wide,  # [N, V] float32
     counts,  # [N, V] int32
@@ -52,7 +55,7 @@ def _widen_kernel(
     logit = tl.load(logits + (first + row) * V + at, mask=inside, other=0.0).to(tl.float32)
     mask = tl.load(masks + row)
     if mask >= 0:
-        word = tl.load(bits + mask.to(tl.int64) * ((V + 31) // 32) + at // 32, mask=inside, other=0)
+        word = tl.load(words + mask + at // 32, mask=inside, other=0)
         finite = (logit == logit) & (tl.abs(logit) != float("inf"))
         logit = tl.where(finite & (((word >> (at % 32)) & 1) == 0), least, logit)
     tl.store(wide + row * V + at, logit, mask=inside)
@@ -65,32 +68,31 @@ def _count_kernel(
     wide,  # [N, V] float32
     counts,  # [N, V] int32
     edits,  # [E, EDIT_WORDS] int32
-    tokens,  # int32
-    bias_ids,  # int32
-    biases,  # float32
-    banned,  # int32
+    words,  # int32
     V,
     BLOCK: tl.constexpr,
 ):
-    own, block = edits + tl.program_id(0) * EDIT_SIZE, tl.program_id(1)
+    own, program = edits + tl.program_id(0) * EDIT_SIZE, tl.program_id(1)
     place = tl.load(own + ROW).to(tl.int64) * V
-    begin, end = tl.load(own + TOKENS), tl.load(own + TOKENS_END)
-    at = begin + block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < end
-    token = tl.load(tokens + at, mask=inside, other=0)
-    tl.atomic_or(counts + place + token, SEEN, mask=inside)
-    tl.atomic_add(counts + place + token, 1, mask=inside & (at >= tl.load(own + OUTPUT)))
-    if block == 0:
-        last = tl.load(own + BIASES_END)
-        for start in range(tl.load(own + BIASES), last, BLOCK):
+    begin, output, end = tl.load(own + TOKENS), tl.load(own + OUTPUT), tl.load(own + TOKENS_END)
+    for start in range(begin + program * BLOCK, end, tl.num_programs(1) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < end
+        token = tl.load(words + at, mask=inside, other=0)
+        tl.atomic_or(counts + place + token, SEEN, mask=inside)
+        tl.atomic_add(counts + place + token, 1, mask=inside & (at >= output))
+    if program == 0:
+        first, last = tl.load(own + BIASES), tl.load(own + BIASES_END)
+        for start in range(first, last, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            biased = wide + place + tl.load(bias_ids + at, mask=at < last, other=0)
-            tl.store(biased, tl.load(biased, mask=at < last) + tl.load(biases + at, mask=at < last), mask=at < last)
+            biased = wide + place + tl.load(words + at, mask=at < last, other=0)
+            bias = tl.load(words + at + (last - first), mask=at < last, other=0).to(tl.float32, bitcast=True)
+            tl.store(biased, tl.load(biased, mask=at < last) + bias, mask=at < last)
         if end > begin:
             last = tl.load(own + BANS_END)
             for start in range(tl.load(own + BANS), last, BLOCK):
                 at = start + tl.arange(0, BLOCK)
-                tl.atomic_or(counts + place + tl.load(banned + at, mask=at < last, other=0), BANNED, mask=at < last)
+                tl.atomic_or(counts + place + tl.load(words + at, mask=at < last, other=0), BANNED, mask=at < last)
 
 
 @triton.jit(do_not_specialize=["V"])
@@ -99,86 +101,74 @@ def _penalise_kernel(
     counts,  # [N, V] int32
     edits,  # [E, EDIT_WORDS] int32
     penalties,  # [E, PENALTIES] float64
-    tokens,  # int32
-    banned,  # int32
+    words,  # int32
     V,
     BLOCK: tl.constexpr,
 ):
-    edit, block = tl.program_id(0), tl.program_id(1)
+    edit, program = tl.program_id(0), tl.program_id(1)
     own, numbers = edits + edit * EDIT_SIZE, penalties + edit * PENALTIES_SIZE
     place = tl.load(own + ROW).to(tl.int64) * V
-    at = tl.load(own + TOKENS) + block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.load(own + TOKENS_END)
-    token = tl.load(tokens + at, mask=inside, other=0)
-    found = tl.atomic_xchg(counts + place + token, 0, mask=inside)
-    inside = inside & (found != 0) & ((found & BANNED) == 0)
-    old = tl.load(wide + place + token, mask=inside, other=0.0)
     presence, frequency, repetition = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
-    # in float64, as on a cpu device, so that a seed has the same tokens there
-    exact = old.to(tl.float64)
-    output = (found & (BANNED - 1)).to(tl.float64)
-    new = tl.where(exact > 0.0, exact / repetition, exact * repetition)
-    new -= frequency * output + tl.where(output > 0.0, presence, 0.0)
-    new = tl.minimum(tl.maximum(new, -1e30), 1e30)
-    finite = (old == old) & (tl.abs(old) != float("inf"))
-    tl.store(wide + place + token, new.to(tl.float32), mask=inside & finite)
-    if block == 0:
+    end = tl.load(own + TOKENS_END)
+    for start in range(tl.load(own + TOKENS) + program * BLOCK, end, tl.num_programs(1) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < end
+        token = tl.load(words + at, mask=inside, other=0)
+        found = tl.atomic_xchg(counts + place + token, 0, mask=inside)
+        inside = inside & (found != 0) & ((found & BANNED) == 0)
+        old = tl.load(wide + place + token, mask=inside, other=0.0)
+        # in float64, as on a cpu device, so that a seed has the same tokens there
+        exact = old.to(tl.float64)
+        output = (found & (BANNED - 1)).to(tl.float64)
+        new = tl.where(exact > 0.0, exact / repetition, exact * repetition)
+        new -= frequency * output + tl.where(output > 0.0, presence, 0.0)
+        new = tl.minimum(tl.maximum(new, -1e30), 1e30)
+        finite = (old == old) & (tl.abs(old) != float("inf"))
+        tl.store(wide + place + token, new.to(tl.float32), mask=inside & finite)
+    if program == 0:
         last = tl.load(own + BANS_END)
         for start in range(tl.load(own + BANS), last, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            ruled_out = wide + place + tl.load(banned + at, mask=at < last, other=0)
+            ruled_out = wide + place + tl.load(words + at, mask=at < last, other=0)
             old = tl.load(ruled_out, mask=at < last, other=0.0)
             finite = (old == old) & (tl.abs(old) != float("inf"))
             tl.store(ruled_out, tl.full([BLOCK], LEAST, tl.float32), mask=(at < last) & finite)
 
 
-def widen(logits: Tensor, first: int, masks: Tensor, bits: Tensor, counted: Tensor, wide: Tensor, counts: Tensor) -> None:
+def widen(logits: Tensor, first: int, masks: Tensor, words: Tensor, counted: Tensor, wide: Tensor, counts: Tensor) -> None:
     """Writes rows first to first + N of logits to wide [N, V] float32. Logits that a mask rules out become the least number of the
-    logits' type; NaN and infinities stay. masks: [N] int32, which mask is the row's, -1 for none. bits: [M, W] int32, the masks; a
-    set bit allows its token. counted: [N] int32, not 0 for rows whose counts [N, V] int32 are set to zeros."""
+    logits' type; NaN and infinities stay. masks: [N] int32, where the row's mask [W] begins in words (int32), -1 for none; a set
+    bit of a mask allows its token. counted: [N] int32, not 0 for rows whose counts [N, V] int32 are set to zeros."""
     rows, vocab = wide.shape
     least = torch.finfo(logits.dtype).min
     _widen_kernel[(rows, ceil_div(vocab, WIDEN_BLOCK))](
-        logits, masks, bits, counted, wide, counts, least, first, vocab, BLOCK=WIDEN_BLOCK, num_warps=4
+        logits, masks, words, counted, wide, counts, least, first, vocab, BLOCK=WIDEN_BLOCK, num_warps=4
     )
 
 
-def add_biases_and_count(
-    wide: Tensor, counts: Tensor, edits: Tensor, longest: int, tokens: Tensor, bias_ids: Tensor, biases: Tensor, banned: Tensor
-) -> None:
+def add_biases_and_count(wide: Tensor, counts: Tensor, edits: Tensor, words: Tensor) -> None:
     """Adds the biases of edits [E EDIT_WORDS] int32 to wide [N, V], and counts the edits' tokens in counts [N, V] int32, whose rows
-    must be zeros before. tokens, bias_ids, biases, banned: the arrays into which the words of an edit point. longest: the most
-    tokens that a sequence has."""
-    grid = (len(edits) // EDIT_WORDS, max(1, ceil_div(longest, EDIT_BLOCK)))
-    _count_kernel[grid](wide, counts, edits, tokens, bias_ids, biases, banned, wide.shape[1], BLOCK=EDIT_BLOCK, num_warps=4)
+    must be zeros before. words: the int32 memory into which the words of an edit point."""
+    grid = (len(edits) // EDIT_WORDS, EDIT_PROGRAMS)
+    _count_kernel[grid](wide, counts, edits, words, wide.shape[1], BLOCK=EDIT_BLOCK, num_warps=4)
 
 
-def penalise_and_ban(
-    wide: Tensor, counts: Tensor, edits: Tensor, penalties: Tensor, longest: int, tokens: Tensor, banned: Tensor
-) -> None:
+def penalise_and_ban(wide: Tensor, counts: Tensor, edits: Tensor, penalties: Tensor, words: Tensor) -> None:
     """Penalises the tokens that add_biases_and_count has counted, as reference.penalise does, by penalties [E PENALTIES] float64,
     and rules out the banned ids: their logits become the least float32, unless they are not finite. The count of each token of an
     edit becomes 0. The other arguments are those of add_biases_and_count."""
-    grid = (len(edits) // EDIT_WORDS, max(1, ceil_div(longest, EDIT_BLOCK)))
+    grid = (len(edits) // EDIT_WORDS, EDIT_PROGRAMS)
     _penalise_kernel[grid](
-        wide,
-        counts,
-        edits,
-        penalties,
-        tokens,
-        banned,
-        wide.shape[1],
-        BLOCK=EDIT_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
+        wide, counts, edits, penalties, words, wide.shape[1], BLOCK=EDIT_BLOCK, num_warps=4, enable_fp_fusion=False
     )
 
 
 # V is specialised: a multiple of 16 tells that every row is aligned, and the kernel passes over rows many times.
-@triton.jit(do_not_specialize=["K", "first"], do_not_specialize_on_alignment=["rows", "chosen", "picked", "top_ids", "top"])
+@triton.jit(do_not_specialize=["K", "first"], do_not_specialize_on_alignment=["rows", "nums", "chosen", "picked", "top_ids", "top"])
 def _logprobs_kernel(
     logits,  # [>= first + N, V]
-    rows,  # [M] int32
+    rows,  # [M] int32, -1 for none
+    nums,  # [M] int32: how many alternatives, at most K
     chosen,  # [N] int32
     picked,  # [M] float32
     top_ids,  # [M, K] int32
@@ -190,6 +180,8 @@ def _logprobs_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     number = tl.load(rows + row).to(tl.int64)
+    if number < 0:
+        return
     logits += (first + number) * V
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):
@@ -203,7 +195,9 @@ def _logprobs_kernel(
     base = highest + tl.log(tl.sum(mass, axis=0))
     tl.store(picked + row, tl.load(logits + tl.load(chosen + number)).to(tl.float32) - base)
     last, last_at = float("inf"), -1
-    for k in range(0, K):  # finds the next after the last one found: a lower logit, or an equal one at a higher index
+    for k in range(
+        0, tl.load(nums + row)
+    ):  # finds the next after the last one found: a lower logit, or an equal one at a higher index
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         best_at = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
         for start in range(0, V, BLOCK):
@@ -218,13 +212,27 @@ def _logprobs_kernel(
         tl.store(top + row * K + k, last - base)
 
 
-def top_logprobs(logits: Tensor, first: int, rows: Tensor, chosen: Tensor, picked: Tensor, top_ids: Tensor, top: Tensor) -> None:
-    """Computes the log-probabilities of M rows' chosen tokens and of their K most likely ones, see Ops.top_logprobs, and writes
+def top_logprobs(
+    logits: Tensor, first: int, rows: Tensor, nums: Tensor, chosen: Tensor, picked: Tensor, top_ids: Tensor, top: Tensor
+) -> None:
+    """Computes the log-probabilities of M rows' chosen tokens and of their most likely ones, see Ops.top_logprobs, and writes
     picked [M] float32, top_ids [M, K] int32 and top [M, K] float32. For rows with logits that are not finite they are undefined.
 
-    rows [M] int32: which of the N rows of logits from row `first` on. chosen [N] int32: the token of each of the N."""
+    rows [M] int32: which of the N rows of logits from row `first` on; -1: none, and nothing is written. nums [M] int32: how many of
+    the K are wanted, the others are not written. chosen [N] int32: the token of each of the N."""
     vocab = logits.shape[1]
     block = min(4096, max(16, power_of_two(vocab)))
     _logprobs_kernel[(len(rows),)](
-        logits, rows, chosen, picked, top_ids, top, first, vocab, top.shape[1], BLOCK=block, num_warps=16 if block == 4096 else 4
+        logits,
+        rows,
+        nums,
+        chosen,
+        picked,
+        top_ids,
+        top,
+        first,
+        vocab,
+        top.shape[1],
+        BLOCK=block,
+        num_warps=16 if block == 4096 else 4,
     )

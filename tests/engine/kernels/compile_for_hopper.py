@@ -334,9 +334,9 @@ def main(capability: int, listed: bool) -> None:
     penalties = torch.ones(triton_logits.PENALTIES, dtype=torch.float64)
     entry.sample(logits, (floats, floats, ints, floats, ints, ints), ints, ints)
     entry.widen(logits, 0, ints, ints, ints, wide, counts)
-    entry.add_biases_and_count(wide, counts, edits, 1, ints, ints, floats, ints)
-    entry.penalise_and_ban(wide, counts, edits, penalties, 1, ints, ints)
-    entry.top_logprobs(logits, 0, ints, ints, floats, *alternatives)
+    entry.add_biases_and_count(wide, counts, edits, ints)
+    entry.penalise_and_ban(wide, counts, edits, penalties, ints)
+    entry.top_logprobs(logits, 0, ints, ints, ints, floats, *alternatives)
     triton_unpack.unpack(torch.zeros(64, dtype=torch.uint8), longs, FRAME_VALUES, x, ints[:1])
 
     regions = torch.zeros(triton_peers.MOST_RANKS, 2 << 20, dtype=torch.uint8)

@@ -19,10 +19,12 @@ import torch
 
 from engine.cuda import frames
 from engine.cuda.backend import MAX_GRAPH_TOKENS, CudaBackend
+from engine.cuda.edited_graphs import EditedGraphs
 from engine.cuda.frames import DeviceFrames
 from engine.cuda.launch_only import launch_only_model
 from engine.cuda.launches import recorded
 from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
+from engine.cuda.model import CudaModel
 from engine.protocol import Configure
 from loader import codec
 from tests.engine import cuda_stand_in
@@ -55,7 +57,19 @@ def record(case: KeyCase, every: bool) -> dict[str, Any]:
                 model.compute_mixed(model._staging.send(mixed_padding(size, case.max_rows)), case.adapters)
                 for key in list(launches)[warmed + len(added) :]:
                     added[key] = str(size)
+            graphs = EditedGraphs(model._logits_of, model.vocab_size, model.shape.hidden_size, *_rest_of(case, model))
+            sizes_of_edited = [1 << power for power in range(7)] if case.share is None and not case.pooling else []
+            for rows in sizes_of_edited:
+                num_steps += 1
+                graphs.sample(graphs._fixed_inputs(graphs._padding(rows) | {"words": np.zeros(1, np.int32)})[1])
+                for key in list(launches)[warmed + len(added) :]:
+                    added[key] = f"{rows} edited rows"
     return {"model": case.name, "warmed": warmed, "steps": num_steps, "added": added}
+
+
+def _rest_of(case: KeyCase, model: CudaModel) -> tuple[Any, ...]:
+    """Returns the other arguments of a model's EditedGraphs."""
+    return getattr(torch, case.dtype), model._sequences.last_ids, model._staging, 64
 
 
 def record_values() -> dict[str, Any]:

@@ -77,18 +77,18 @@ def edits(draw: Draw) -> None:
     bits = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), generator=draw.generator).int()
     edited = [row for row in range(rows) if draw.one_of(True, True, False)] or [rows - 1]
     words, penalties = torch.zeros(len(edited), triton_logits.EDIT_WORDS, dtype=torch.int32), torch.ones(len(edited), 4).double()
-    tokens, bias_ids, banned, biases = [torch.zeros(3).int()], [torch.zeros(1).int()], [torch.zeros(2).int()], [torch.zeros(1)]
-    num_tokens, counted = [], torch.zeros(rows, dtype=torch.int32)
+    masks_at = torch.where(masks >= 0, masks * bits.shape[1] + 1, -1).int()
+    memory, counted = [torch.zeros(1).int(), bits.flatten()], torch.zeros(rows, dtype=torch.int32)
 
-    def ids(num: int, into: list[Tensor], distinct: bool = True) -> tuple[int, int]:
+    def ids(num: int, distinct: bool = True) -> tuple[int, int]:
         own = (
             torch.randperm(vocab, generator=draw.generator)
             if distinct
             else torch.randint(0, vocab, (num,), generator=draw.generator)
         )
-        first = sum(map(len, into))
-        into.append(own[:num].int())
-        return first, first + len(into[-1])
+        first = sum(map(len, memory))
+        memory.append(own[:num].int())
+        return first, first + len(memory[-1])
 
     for row in range(rows):
         if masks[row] >= 0:
@@ -96,26 +96,27 @@ def edits(draw: Draw) -> None:
             allowed = (bits[masks[row].long()][of_tokens // 32] >> (of_tokens % 32)) & 1 == 1
             wanted[row] = torch.where(allowed | ~torch.isfinite(wanted[row]), wanted[row], least)
     for at, row in enumerate(edited):
-        first, end = ids(draw.one_of(0, 7, 60, 1300), tokens, distinct=False)
+        first, end = ids(draw.one_of(0, 7, 60, 1300, 9000), distinct=False)
+        tokens = memory[-1]
         output = draw.between(first, end)
         words[at, :4] = torch.tensor([row, first, output, end])
         counted[row], numbers = int(end > first), [draw.shapes.gauss(0, 1), draw.shapes.gauss(0, 1), draw.shapes.random() + 0.5]
         penalties[at, :3] = torch.tensor(numbers, dtype=torch.float64)
-        biased, ruled_out = ids(draw.one_of(0, 2, 700), bias_ids), ids(draw.one_of(0, 1, 3), banned)
-        biases.append(torch.randn(biased[1] - biased[0], generator=draw.generator))
+        biased = ids(draw.one_of(0, 2, 700))
+        biases = torch.randn(biased[1] - biased[0], generator=draw.generator)
+        wanted[row, memory[-1].long()] += biases
+        memory.append(biases.view(torch.int32))
+        ruled_out = ids(draw.one_of(0, 1, 3))
         words[at, 4:] = torch.tensor([*biased, *ruled_out])
-        num_tokens.append(end - first)
-        wanted[row, bias_ids[-1].long()] += biases[-1]
         if end > first:
-            reference.penalise(wanted[row], tokens[-1], output - first, *numbers)
-        held = wanted[row, banned[-1].long()]
-        wanted[row, banned[-1].long()] = torch.where(torch.isfinite(held), torch.finfo(torch.float32).min, held)
+            reference.penalise(wanted[row], tokens, output - first, *numbers)
+        held = wanted[row, memory[-1].long()]
+        wanted[row, memory[-1].long()] = torch.where(torch.isfinite(held), torch.finfo(torch.float32).min, held)
     wide, counts = draw.like(wanted), draw.like(torch.empty(rows, vocab, dtype=torch.int32))
-    triton_logits.widen(draw.on(logits), before, draw.on(masks), draw.on(bits), draw.on(counted), wide, counts)
-    columns = [draw.on(torch.cat(x)) for x in (tokens, bias_ids, biases, banned)]
-    own, longest = draw.on(words.flatten()), max(num_tokens)
-    triton_logits.add_biases_and_count(wide, counts, own, longest, *columns)
-    triton_logits.penalise_and_ban(wide, counts, own, draw.on(penalties.flatten()), longest, columns[0], columns[3])
+    pointed, own = draw.on(torch.cat(memory)), draw.on(words.flatten())
+    triton_logits.widen(draw.on(logits), before, draw.on(masks_at), pointed, draw.on(counted), wide, counts)
+    triton_logits.add_biases_and_count(wide, counts, own, pointed)
+    triton_logits.penalise_and_ban(wide, counts, own, draw.on(penalties.flatten()), pointed)
     torch.testing.assert_close(wide.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
@@ -127,11 +128,19 @@ def logprobs(draw: Draw) -> None:
     asked = torch.randperm(rows, generator=draw.generator)[: draw.between(1, rows)].int()
     chosen = torch.randint(0, vocab, (rows,), generator=draw.generator).int()
     wanted = reference.top_logprobs(logits[asked.long()], chosen[asked.long()].long(), num_top)
-    picked, top = draw.like(wanted[0]), draw.like(wanted[2])
-    top_ids = draw.like(wanted[1].int())
+    nums = torch.tensor([draw.between(0, num_top) for _ in asked], dtype=torch.int32)
+    if len(asked) > 1:
+        asked[-1] = -1  # a row that nobody asks for, of which nothing is written
+    picked, top_ids, top = torch.full_like(wanted[0], 7.0), torch.full_like(wanted[1].int(), 7), torch.full_like(wanted[2], 7.0)
+    for at, row in enumerate(asked.tolist()):
+        wanted[0][at] = wanted[0][at] if row >= 0 else 7.0
+        wanted[1][at, nums[at] if row >= 0 else 0 :], wanted[2][at, nums[at] if row >= 0 else 0 :] = 7, 7.0
+    written = draw.on(picked), draw.on(top_ids), draw.on(top)
     before = draw.between(0, 2)
     above = draw.normal(before, vocab)
-    triton_logits.top_logprobs(draw.on(torch.cat((above, logits))), before, draw.on(asked), draw.on(chosen), picked, top_ids, top)
-    torch.testing.assert_close(picked.cpu(), wanted[0], rtol=2e-5, atol=2e-5)
+    given = draw.on(torch.cat((above, logits))), before, draw.on(asked), draw.on(nums), draw.on(chosen)
+    triton_logits.top_logprobs(*given, *written)
+    picked, top_ids, top = (each.cpu() for each in written)
+    torch.testing.assert_close(picked, wanted[0], rtol=2e-5, atol=2e-5)
     assert top_ids.tolist() == wanted[1].tolist()
-    torch.testing.assert_close(top.cpu(), wanted[2], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(top, wanted[2], rtol=2e-5, atol=2e-5)

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from engine.cuda import adapters, backend, expert_counts, frames, graphs, model, predicting, sink
+from engine.cuda import adapters, backend, edited_graphs, expert_counts, frames, graphs, model, predicting, sink
 from engine.cuda.graphs import WARM_UP_STEPS, CaptureSpace, StepGraph, StepGraphs
 from engine.cuda.kernels import linear_choice
 from tests.engine.cuda_stand_in import Refused
@@ -35,6 +35,7 @@ def test_nothing_races(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_dropped > 10, "models loaded with other settings, whose graphs are given up"
     graphs_hold = ("replayed attention", "replayed a product", "replayed few rows", "replayed gather", "replayed experts")
     edited = ("widen", "count", "penalise", "sampling", "log-probabilities")
+    graphs_hold += ("replayed widen", "replayed count", "replayed penalise", "replayed log-probabilities", "picked rows")
     for what in (
         "predictor",
         "comparison",
@@ -185,6 +186,17 @@ def drafts_do_not_wait_for_their_step(run: EngineRun, monkeypatch: pytest.Monkey
     monkeypatch.setattr(predicting.CudaPredicting, "after", beside)
 
 
+def edited_rows_do_not_wait_for_their_step(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph that samples edited rows is replayed on a stream of its own, beside the step whose states it goes on from."""
+    stream, replay = graphs.torch.cuda.Stream(), edited_graphs.EditedGraphs.replay
+
+    def beside(self: Any, *arguments: Any) -> Any:
+        with graphs.torch.cuda.stream(stream):
+            return replay(self, *arguments)
+
+    monkeypatch.setattr(edited_graphs.EditedGraphs, "replay", beside)
+
+
 def counts_are_read_at_once(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host reads what experts have computed while the copy of it may still be under way."""
 
@@ -280,6 +292,7 @@ FAULTS: list[tuple[Callable[[EngineRun, pytest.MonkeyPatch], None], str, str]] =
     (sums_do_not_wait_for_copies, "2.11", "reads a chunk that a copy to the device on stream 0 may still write"),
     (steps_do_not_wait_for_staging, "2.13", "writes page-locked memory that copy on"),
     (drafts_do_not_wait_for_their_step, "2.13", "predictor on stream 4 reads"),
+    (edited_rows_do_not_wait_for_their_step, "2.12", "picked rows on stream 4 reads"),
     (
         adapters_do_not_wait_for_their_copies,
         "2.13",

@@ -1,0 +1,227 @@
+"""Captures, as CUDA graphs, what samples rows whose logits are edited or whose log-probabilities are wanted. Such a graph is
+replayed behind a step's own: it computes the logits of its rows once more, edits them, samples, and leaves results where one copy
+brings them to the host.
+
+What the rows ask for is in columns on the device, as everything is that a graph reads: a row without a mask, an edit or
+log-probabilities has columns that say so. Columns, the rows' hidden states and the results lie in memory of the model's own,
+outside of the graphs' pool, because the step's graph is replayed between the copy to one and the copy from another.
+
+Sizes are numbers of rows, up to MOST_ROWS. A step's rows that ask for nothing were sampled by its own graph and are not among them.
+What exceeds a limit below is launched without a graph (edited.py).
+
+Shapes: B rows of a graph, V vocabulary, W width, S slots, K alternatives.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.cuda.columns import SETTINGS, padding_columns
+from engine.cuda.edit_columns import EditedPart
+from engine.cuda.edited_logits import edited_logits
+from engine.cuda.graph_room import GraphRoom
+from engine.cuda.graphs import StepGraphs, StepOutputs
+from engine.cuda.kernels import entry
+from engine.cuda.ops import logprobs_in
+from engine.cuda.sequences import Column, Staging, words_of
+from loader.gpu_sizing import EDITED_ROWS, LOGITS_ROWS, edited_graph_words
+from scheduler.batch.plan import IntArray
+
+log = logging.getLogger("engine")
+
+MOST_ROWS = EDITED_ROWS  # of a graph
+MOST_TOP = 20  # alternatives of a row, as many as OpenAI's API allows
+# The results have one column for each sampling row of a step, and some more that take those of padding rows.
+RESULT_COLUMNS = LOGITS_ROWS + 4
+NOBODY = np.int32(-1)
+EVERYTHING = EditedPart({}, [], True, True, True)
+
+
+class EditedMemory(NamedTuple):
+    """The memory of a model's graphs of all sizes. inputs: int32, the columns. hidden [MOST_ROWS, W]: the rows' hidden states.
+    told: int32, the results: `drawn`, a view of [2, RESULT_COLUMNS], and log-probabilities of MOST_ROWS rows."""
+
+    inputs: Tensor
+    hidden: Tensor
+    told: Tensor
+    drawn: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.inputs.nbytes + self.hidden.nbytes + self.told.nbytes
+
+
+class EditedGraphs(StepGraphs[int]):
+    """The graphs that sample the edited rows of one model's steps, by row count. logits_of: computes [B, W] -> [B, V]. last_ids
+    [S + 1]: the token of each slot's last step, updated here. max_rows: most rows of a graph; 0: there are none."""
+
+    def __init__(
+        self,
+        logits_of: Callable[[Tensor], Tensor],
+        vocab_size: int,
+        width: int,
+        dtype: torch.dtype,
+        last_ids: Tensor,
+        staging: Staging,
+        max_rows: int,
+        room: GraphRoom | None = None,
+    ) -> None:
+        super().__init__(self.sample, staging, last_ids.device, room=room)
+        self._logits_of, self._last_ids, self._width, self._dtype = logits_of, last_ids, width, dtype
+        self._most_rows = min(max_rows, MOST_ROWS, edited_rows(len(last_ids) - 1))
+        self._num_words = edited_graph_words(vocab_size)
+        self._memory: EditedMemory | None = None
+        self._paddings: dict[int, dict[str, npt.NDArray[Any]]] = {}
+        self._layouts: dict[int, tuple[IntArray, dict[str, int]]] = {}
+        self._numbers = np.arange(MOST_ROWS, dtype=np.int32)
+        self._lacking = 0  # the size that a step has lacked last; 0: none since the last capture
+        self._was_needed = False
+
+    @property
+    def are_captured(self) -> bool:
+        """Returns whether this model has such graphs at all."""
+        return self._most_rows > 0
+
+    @property
+    def kept_bytes(self) -> int:
+        memory = self._memory
+        return 0 if memory is None else memory.num_bytes
+
+    def size_for(self, num_rows: int, num_words: int) -> int:
+        """Returns the size of a captured graph that takes num_rows rows with num_words words of masks, tokens, biases and banned
+        ids; 0: there is none, or they are too many. A size that is lacked is captured before the next such step."""
+        size = edited_rows(num_rows)
+        if not num_rows or size > self._most_rows or num_words > self._num_words or self.is_refused(size):
+            return 0
+        self._was_needed = True
+        if size in self.captured:
+            return size
+        self._lacking = size
+        return 0
+
+    def capture_lacking(self) -> None:
+        """Captures the size that a step has lacked, if any. Called before a step that has edited rows, by the thread that steps."""
+        size, self._lacking = self._lacking, 0
+        if size:
+            self.capture_size(size)
+
+    def capture_size(self, size: int) -> bool:
+        """Captures the graph of a size, unless it exists or was refused a short while ago. Returns whether there is one now."""
+        if size in self.captured or self.is_refused(size):
+            return size in self.captured
+        return self.capture(size, self._padding(size) | {"words": np.zeros(1, np.int32)})
+
+    def missing(self) -> list[int]:
+        """Returns the sizes that may be captured now and are not, the smallest first; none before a step has needed one."""
+        if not self._was_needed or not self._room.is_free():
+            return []
+        sizes = (1 << exponent for exponent in range(self._most_rows.bit_length()))
+        return [size for size in sizes if size not in self.captured and not self.is_refused(size)]
+
+    def replay(self, size: int, columns: Mapping[str, Column], hidden: Tensor, drawn: Tensor | None) -> EditedMemory:
+        """Replays the graph of a captured size. columns: as of `columns`. hidden [>= N, W]: the hidden states of a step's N
+        sampling rows. drawn [2, N]: the ids and flags that the step has sampled itself; None: it has sampled none. Returns the
+        memory with the results, in which the next run of any of these graphs overwrites them."""
+        memory = self._memory
+        assert memory is not None
+        inputs = self._started(size, columns)
+        torch.index_select(hidden, 0, inputs[:size], out=memory.hidden[:size])
+        if drawn is not None:
+            memory.drawn[:, : drawn.shape[1]].copy_(drawn)
+        self.captured[size].graph.replay()
+        return memory
+
+    def columns(
+        self,
+        size: int,
+        rows: npt.NDArray[Any],
+        slots: npt.NDArray[Any],
+        nums: npt.NDArray[Any] | None,
+        settings: Mapping[str, npt.NDArray[Any]],
+        part: EditedPart,
+    ) -> dict[str, Column]:
+        """Returns the columns of a replay. rows: the rows' indices among the step's sampling rows. nums: how many alternatives each
+        of them wants, -1 for no log-probabilities; None: no row wants any. settings: of sampling. part: their edits."""
+        own: dict[str, npt.NDArray[Any]] = {"rows": rows, "places": rows, "slots": slots, **settings, **part.columns}
+        if nums is not None:
+            own |= {"wanted": np.where(nums >= 0, self._numbers[: len(nums)], NOBODY), "nums": nums}
+        template, places = self._layout(size)
+        fixed = template.copy()
+        for name, column in own.items():
+            words, at = column.view(np.int32), places[name]
+            fixed[at : at + len(words)] = words
+        return {"fixed": fixed, "words": part.words}
+
+    def sample(self, columns: Mapping[str, Tensor]) -> StepOutputs:
+        """Samples the rows of the columns, whose hidden states are in this object's memory. It may run while a graph is
+        captured."""
+        memory = self._made_memory()
+        num_rows = len(columns["slots"])
+        hidden = memory.hidden[:num_rows]
+        logits = self._logits_of(hidden)
+        wide = edited_logits(logits, 0, num_rows, EVERYTHING, columns)
+        ids, bad = torch.empty(2, num_rows, dtype=torch.int32, device=logits.device)
+        entry.sample(wide, [columns[name] for name in SETTINGS], ids, bad)
+        entry.set_entries(self._last_ids, columns["slots"], ids)
+        for told, found in zip(memory.drawn, (ids, bad), strict=True):
+            entry.set_entries(told, columns["places"], found)
+        found = logprobs_in(memory.told[memory.drawn.numel() :], MOST_ROWS, MOST_TOP)
+        entry.top_logprobs(logits, 0, columns["wanted"], columns["nums"], ids, *(one[:num_rows] for one in found))
+        return StepOutputs(memory.told, hidden)
+
+    def drop(self) -> None:
+        super().drop()
+        self._memory = None
+
+    def _fixed_inputs(self, padding: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        memory = self._made_memory()
+        return memory.inputs, self._staging.send(padding, memory.inputs)
+
+    def _made_memory(self) -> EditedMemory:
+        if self._memory is None:
+            num_words = words_of(self._padding(self._most_rows)) + self._num_words
+            inputs = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+            hidden = torch.zeros(self._most_rows, self._width, dtype=self._dtype, device=self._device)
+            num_drawn = 2 * RESULT_COLUMNS
+            told = torch.zeros(num_drawn + MOST_ROWS * (1 + 2 * MOST_TOP), dtype=torch.int32, device=self._device)
+            self._memory = EditedMemory(inputs, hidden, told, told[:num_drawn].view(2, RESULT_COLUMNS))
+        return self._memory
+
+    def _padding(self, size: int) -> dict[str, npt.NDArray[Any]]:
+        """Returns the columns of `size` rows that belong to no sequence, without the words."""
+        if (made := self._paddings.get(size)) is None:
+            ints, sampling = np.zeros(size, np.int32), padding_columns(size, len(self._last_ids) - 1)
+            made = {"rows": ints, "places": ints + np.int32(LOGITS_ROWS), "slots": sampling["slots"]}
+            made |= {name: sampling[name] for name in SETTINGS}
+            made |= {"masks": ints - np.int32(1), "counted": ints, "wanted": ints - np.int32(1), "nums": ints}
+            made["edits"] = np.zeros(size * entry.EDIT_WORDS, np.int32)
+            made["penalties"] = np.ones(size * entry.PENALTIES, np.float64)
+            self._paddings[size] = made
+        return made
+
+    def _layout(self, size: int) -> tuple[IntArray, dict[str, int]]:
+        """Returns the columns of _padding one after the other, as Staging lays them out, and where each of them begins."""
+        if (made := self._layouts.get(size)) is None:
+            columns = self._padding(size)
+            template, places, at = np.zeros(words_of(columns), np.int32), {}, 0
+            for name, column in columns.items():
+                words, places[name] = column.view(np.int32), at
+                template[at : at + len(words)] = words
+                at += words_of({name: column})
+            made = self._layouts[size] = template, places
+        return made
+
+    def _named(self, size: int) -> str:
+        return f"{size} rows with edited logits or log-probabilities"
+
+
+def edited_rows(num_rows: int) -> int:
+    """Returns the size of the graph that samples num_rows edited rows: a power of two."""
+    return 1 << max(0, num_rows - 1).bit_length()
