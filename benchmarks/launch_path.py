@@ -3,7 +3,7 @@ a core's time from the plan of a step to its result, for steps that launch each 
 not counted; a core whose caches others use takes longer, and machine_load tells how many there were.
 
 64 rows that decode at scattered places of their sequences; a mixed step has a piece of one more prompt. Rows sample with a
-temperature and top_p; in further decode steps all of them have penalties, log-probabilities, a bias or a grammar's mask as well.
+temperature and top_p; in further steps all of them have penalties, log-probabilities, a bias or a grammar's mask as well.
 JSON lines, then a table.
 usage: python -m benchmarks.launch_path [--models 1b,8b] [--steps 200] [--rows 64] [--chunk 128]
 """
@@ -127,18 +127,13 @@ def run(name: str, num_rows: int, chunk: int, steps: int, driver: no_driver.NoDr
             tell(
                 model=name, step=kind, graph=replayed, rows=num_rows, chunk=own_chunk, **figures, settings_us=settings_us(sequences)
             )
-    for settings in SETTINGS:  # of the model whose decode steps are replayed
-        sequences = Sequences(num_rows, 0, settings)
-        figures = measured(model, sequences, steps, driver, masks_of(model, num_rows) if settings in MASKED else None)
-        tell(
-            model=name,
-            step=f"decode, {settings}",
-            graph=True,
-            rows=num_rows,
-            chunk=0,
-            **figures,
-            settings_us=settings_us(sequences),
-        )
+    for settings in SETTINGS:  # of the model whose steps are replayed
+        for kind, own_chunk in (("decode", 0), ("mixed", chunk)):
+            sequences = Sequences(num_rows, own_chunk, settings)
+            figures = measured(model, sequences, steps, driver, masks_of(model, num_rows) if settings in MASKED else None)
+            step = f"{kind}, {settings}"
+            read_us = settings_us(sequences)
+            tell(model=name, step=step, graph=True, rows=num_rows, chunk=own_chunk, **figures, settings_us=read_us)
 
 
 def table_of(lines: Iterable[dict[str, Any]]) -> str:

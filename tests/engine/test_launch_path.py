@@ -30,3 +30,5 @@ def test_eager_steps_launch_each_kernel_and_replayed_ones_none() -> None:
         assert told[kind, False]["launches"] > 5 * LAYERS
         assert told[kind, False]["us"] > 0
         assert told[kind, True]["launches"] < 1, "only changes of block tables are launched beside a graph"
+        for settings in ("penalties", "log-probabilities", "bias", "min_tokens", "grammar", "all of these"):
+            assert told[f"{kind}, {settings}", True]["launches"] < 1, "rows with these are sampled by a graph, too"
