@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from daemon.text.tool_parsers.bracket_value import SPACES
 from daemon.text.tool_parsers.call import NAME, Call, CallObject
 from daemon.text.tool_parsers.dialect import DialectParser
 from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL_END, Piece
-from daemon.text.tool_parsers.python_value import SPACES, PythonValue
+from daemon.text.tool_parsers.python_value import PythonValue
 from daemon.text.tool_parsers.text_call import MOST_KEY, key_as_json
 
 START, END = "<|python_start|>", "<|python_end|>"

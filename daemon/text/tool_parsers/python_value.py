@@ -9,109 +9,54 @@ import math
 import re
 import unicodedata
 
-SPACES = " \t\r\n"
+from daemon.text.tool_parsers.bracket_value import WORD, BracketValue
+
 _TO_QUOTE = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 _SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z_]*")
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _FLOAT = re.compile(r"[-+]?(?:[0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9_]+)?|[0-9_]+[eE][-+]?[0-9_]+)")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_CLOSING = {"[": "]", "{": "}"}
 # `\/` is JSON's; in Python a backslash before any other character belongs to the text
 _ESCAPES = dict(zip("abfnrtv\\'\"/", "\a\b\f\n\r\t\v\\'\"/", strict=True)) | {"\n": ""}
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}  # what follows the backslash -> digits
 _OCTAL, _HEX = "01234567", "0123456789abcdefABCDEF"
 _MOST_ESCAPE = 128  # characters of \N{…}
 
-# what is expected next
-_VALUE, _ITEM_OR_END, _KEY_OR_END, _COLON, _COMMA_OR_END, _QUOTES, _STRING, _ESCAPE, _SCALAR = range(9)
+# what is expected next, within a string or another word
+_QUOTES, _STRING, _ESCAPE, _SCALAR = range(WORD, WORD + 4)
 
 
-class PythonValue:
-    """The state of reading one Python literal from text that arrives in pieces. done: whether the literal is complete. bad: whether
-    the text is no literal of the kinds that are read. Once one of them is true, `feed` reads nothing more."""
+class PythonValue(BracketValue):
+    """The state of reading one Python literal from text that arrives in pieces."""
 
-    __slots__ = (
-        "_before",
-        "_escape",
-        "_expected",
-        "_in_key",
-        "_is_triple",
-        "_num_quotes",
-        "_open",
-        "_quote",
-        "_scalar",
-        "bad",
-        "done",
-    )
+    __slots__ = ("_escape", "_is_triple", "_num_quotes", "_quote", "_scalar")
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # the closing brackets that are still to come
-        self._before = ""  # a JSON comma that is held back until another item follows, because Python allows a trailing comma
-        self._expected = _VALUE
-        self._in_key = False
+        super().__init__()
         self._quote = ""  # the opening quote of the string being read
         self._is_triple = False
         self._num_quotes = 0  # quotes read at the string's start, or in a row inside a triple-quoted string
         self._escape = ""  # characters read after the backslash
         self._scalar: list[str] = []
-        self.done = self.bad = False
 
-    def feed(self, text: str, at: int, out: list[str]) -> int:
-        """Reads text[at:] up to the end of the literal or the first character that does not belong to one. Adds what was read to
-        `out`, as JSON, and returns the index of the first character that was not read."""
-        while at < len(text) and not (self.done or self.bad):
-            expected = self._expected
-            if expected == _STRING:
-                at = self._string(text, at, out)
-            elif expected == _SCALAR:
-                at = self._scalar_rest(text, at, out)
-            elif expected == _ESCAPE:
-                at = self._in_escape(text[at], at, out)
-            elif expected == _QUOTES:
-                at = self._quotes(text[at], at, out)
-            elif text[at] in SPACES:
-                at += 1
-            else:
-                at = self._structure(text[at], at, out)
-        return at
-
-    def _structure(self, char: str, at: int, out: list[str]) -> int:
+    def _in_word(self, text: str, at: int, out: list[str]) -> int:
         expected = self._expected
-        if expected in (_ITEM_OR_END, _KEY_OR_END, _COMMA_OR_END) and char == self._open[-1]:
-            self._before = ""
-            out.append(self._open.pop())
-            self._value_ended()
-        elif expected == _COMMA_OR_END:
-            self.bad = char != ","
-            self._before = ", "
-            self._expected = _KEY_OR_END if self._open[-1] == "}" else _ITEM_OR_END
-        elif expected == _COLON:
-            self.bad = char != ":"
-            out.append(": ")
-            self._expected = _VALUE
-        elif char in _TO_QUOTE:
-            self._in_key = expected == _KEY_OR_END
+        if expected == _STRING:
+            return self._string(text, at, out)
+        if expected == _SCALAR:
+            return self._scalar_rest(text, at, out)
+        if expected == _ESCAPE:
+            return self._in_escape(text[at], at, out)
+        return self._quotes(text[at], at, out)
+
+    def _word(self, char: str, at: int, out: list[str]) -> int:
+        if char in _TO_QUOTE:
             self._quote, self._num_quotes, self._expected = char, 1, _QUOTES
             self._begin('"', out)
-        elif expected == _KEY_OR_END:
-            self.bad = True
-        elif char in _CLOSING:
-            self._begin(char, out)
-            self._open.append(_CLOSING[char])
-            self._expected = _KEY_OR_END if char == "{" else _ITEM_OR_END
-        else:
-            self.bad = not _SCALAR_RUN.fullmatch(char)
-            self._expected = _SCALAR
-            return at
-        return at if self.bad else at + 1
-
-    def _begin(self, written: str, out: list[str]) -> None:
-        out.append(self._before + written)
-        self._before = ""
-
-    def _value_ended(self) -> None:
-        self._expected = _COMMA_OR_END
-        self.done = not self._open
+            return at + 1
+        self.bad = self._in_key or not _SCALAR_RUN.fullmatch(char)
+        self._expected = _SCALAR
+        return at
 
     def _scalar_rest(self, text: str, at: int, out: list[str]) -> int:
         match = _SCALAR_RUN.match(text, at)
@@ -160,7 +105,7 @@ class PythonValue:
     def _string_ended(self, out: list[str]) -> None:
         out.append('"')
         if self._in_key:
-            self._in_key, self._expected = False, _COLON
+            self._key_ended()
         else:
             self._value_ended()
 

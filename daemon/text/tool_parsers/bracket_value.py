@@ -1,0 +1,85 @@
+"""The base class of what reads one value of a call while it is being written, in a notation with JSON's brackets, commas and colons
+but other strings and words, and passes it on as JSON.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+SPACES = " \t\r\n"
+_CLOSING = {"[": "]", "{": "}"}
+
+# what is expected next; WORD and what subclasses count from there: within a string or another word
+VALUE, ITEM_OR_END, KEY_OR_END, COLON, COMMA_OR_END, WORD = range(6)
+
+
+class BracketValue(ABC):
+    """The state of reading one value from text that arrives in pieces. done: whether the value is complete. bad: whether the text
+    is no value of the kinds that are read. Once one of them is true, `feed` reads nothing more. A comma may stand behind the last
+    item of a list or an object."""
+
+    __slots__ = ("_before", "_expected", "_in_key", "_open", "bad", "done")
+
+    def __init__(self) -> None:
+        self._open: list[str] = []  # the closing brackets that are still to come
+        self._before = ""  # a JSON comma that is held back until another item follows
+        self._expected = VALUE
+        self._in_key = False
+        self.done = self.bad = False
+
+    def feed(self, text: str, at: int, out: list[str]) -> int:
+        """Reads text[at:] up to the end of the value or the first character that does not belong to one. Adds what was read to
+        `out`, as JSON, and returns the index of the first character that was not read."""
+        while at < len(text) and not (self.done or self.bad):
+            if self._expected >= WORD:
+                at = self._in_word(text, at, out)
+            elif text[at] in SPACES:
+                at += 1
+            else:
+                at = self._structure(text[at], at, out)
+        return at
+
+    @abstractmethod
+    def _in_word(self, text: str, at: int, out: list[str]) -> int:
+        """Reads text[at:] within a word, as `_expected` says, up to the word's end. Returns the index of the first unread
+        character."""
+
+    @abstractmethod
+    def _word(self, char: str, at: int, out: list[str]) -> int:
+        """Looks at text[at], the first character of a key or of a value without brackets, and sets `_expected` to a number from
+        WORD on, or `bad`. Returns `at` + 1, or `at` if the character must be read again."""
+
+    def _structure(self, char: str, at: int, out: list[str]) -> int:
+        expected = self._expected
+        if expected in (ITEM_OR_END, KEY_OR_END, COMMA_OR_END) and char == self._open[-1]:
+            self._before = ""
+            out.append(self._open.pop())
+            self._value_ended()
+        elif expected == COMMA_OR_END:
+            self.bad = char != ","
+            self._before = ", "
+            self._expected = KEY_OR_END if self._open[-1] == "}" else ITEM_OR_END
+        elif expected == COLON:
+            self.bad = char != ":"
+            out.append(": ")
+            self._expected = VALUE
+        elif char in _CLOSING and expected != KEY_OR_END:
+            self._begin(char, out)
+            self._open.append(_CLOSING[char])
+            self._expected = KEY_OR_END if char == "{" else ITEM_OR_END
+        else:
+            self._in_key = expected == KEY_OR_END
+            return self._word(char, at, out)
+        return at if self.bad else at + 1
+
+    def _begin(self, written: str, out: list[str]) -> None:
+        """Writes the beginning of a key or a value, or all of it, behind the comma that was held back."""
+        out.append(self._before + written)
+        self._before = ""
+
+    def _key_ended(self) -> None:
+        self._in_key, self._expected = False, COLON
+
+    def _value_ended(self) -> None:
+        self._expected = COMMA_OR_END
+        self.done = not self._open
