@@ -21,8 +21,9 @@ def warm() -> None:
     "compiled", none are."""
     if os.environ.get(DONE) == "compiled":
         return
-    formats = ("--int8", "--fp8", "--mxfp4", "--nvfp4", "--int4", "--int4-zeros", "--packed", "--adapters", "--ranks")
-    _compile(ROOT, *formats)
+    of_int8 = ("--int8", "--int8-experts")
+    formats = ("--fp8", "--mxfp4", "--nvfp4", "--int4", "--int4-zeros", "--packed", "--adapters", "--ranks")
+    _compile(ROOT, *of_int8, *formats)
 
 
 def warm_tree(tree: Path) -> None:

@@ -53,7 +53,7 @@ from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_LAYERS, GEMMA4_ROPE, M
 from tests.engine.rank_processes import BUFFER_BYTES, STAGE_BYTES, Rank
 from tests.engine.shared_regions import SharedRegions
 from tests.kernel_cache import CACHE_DIR
-from tests.loader import fp8, gptq, int4
+from tests.loader import compressed, fp8, gptq, int4
 from tests.loader.checkpoints import write_checkpoint
 
 VOCAB = 212
@@ -156,6 +156,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Widths of which each of two ranks has whole blocks, groups and words.
 WIDE = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
 QUANTISED: dict[str, Callable[[Path, Path], Any]] = {
+    "int8": compressed.compress,
     "FP8 by block": lambda plain, folder: fp8.quantize(plain, folder, fp8.KINDS["fine-grained"]),
     "INT4": lambda plain, folder: int4.quantize(plain, folder, int4.compressed({"group_size": 64}), dtype=torch.bfloat16),
     "AWQ": lambda plain, folder: gptq.quantize(plain, folder, gptq.awq()),

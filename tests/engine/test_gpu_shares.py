@@ -87,8 +87,9 @@ def test_the_layers_of_a_stage_may_be_divided_too() -> None:
     four.close()
 
 
-def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path: Path) -> None:
-    check_logits(two, write_quantised("INT4", tmp_path), (GPU, GPU))
+@pytest.mark.parametrize("name", ["INT4", "int8"])
+def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path: Path, name: str) -> None:
+    check_logits(two, write_quantised(name, tmp_path), (GPU, GPU))
 
 
 def test_followers_join_whatever_the_leader_executes(two: RankGroup) -> None:

@@ -122,6 +122,22 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
     assert "missing" in found.error
 
 
+@pytest.mark.parametrize("wrong", ["twice", "one"])
+def test_scales_of_another_shape_are_named(tmp_path: Path, wrong: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = compress(write_checkpoint(tmp_path / "plain", dtype="F32", random_bytes=True), tmp_path / "int8")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight_scale"
+    num = len(tensors[name])
+    tensors[name] = torch.ones(num, 2) if wrong == "twice" else torch.ones(1)
+    save_file(tensors, folder / "model.safetensors")
+    found = scan_one(folder)
+    assert not found.complete
+    assert f"tensor {name}: has shape {list(tensors[name].shape)}, config.json asks for {[num, 1]}" in found.error
+
+
 def test_scales_of_activations_and_kv_may_be_there(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
