@@ -173,7 +173,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         key(
             "int8, or none (the default): with int8 the layers' matrices are rounded to 8 bits at load, one scale an output: half "
             "the memory of bfloat16 and half to read for each token, hence faster at 1 to 4 sequences, and with AMX up to 32; "
-            "prompts are no faster, nor models of a few MB (measured on cpu devices); not for encoders or mixtures of experts"
+            "prompts are no faster, nor models of a few MB (measured on cpu devices); not for encoders, nor for experts "
+            "that the checkpoint holds in one tensor"
         ),
     ] = None
     resident: Annotated[

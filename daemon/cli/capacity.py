@@ -198,12 +198,13 @@ def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capa
     kv_cache_dtype = asked_kv_cache_dtype(options.kv_cache_dtype)
     kv_dtype = kv_dtype_named(kv_dtype_of(dtype, kv_cache_dtype))
     unlike_resident = why_not_resident(options.resident, shape, dtype)
+    unbuilt_experts = weight_format.unbuilt_experts(shape)
     for refused, why in (
         (unlike_resident, f"--resident: {unlike_resident}"),
         (kind == "cuda" and not weight_format.runs_on_gpus, f"{weight_format.name} is not built for cuda devices"),
         (shape.is_encoder and kind == "cuda", "encoders are not built for cuda devices"),
         (shape.is_encoder and not weight_format.runs_encoders, f"{weight_format.name} is not built for encoders"),
-        (shape.experts and not weight_format.runs_experts, f"{weight_format.name} is not built for mixtures of experts"),
+        (unbuilt_experts, f"{weight_format.name} is not built for {unbuilt_experts}"),
         (kind and kind not in kv_dtype.device_kinds, f"--kv-cache-dtype {kv_dtype.about_devices}"),
     ):
         if refused:

@@ -261,8 +261,8 @@ class Sizing:
             return f'{key}: {asked.name} is not built for {gpus[0]}; name cpu devices in its "devices"'
         if shape.is_encoder and not asked.runs_encoders:
             return f"{key}: {asked.name} is not built for encoders; leave it out"
-        if shape.experts is not None and not asked.runs_experts:
-            return f"{key}: {asked.name} is not built for mixtures of experts; leave it out"
+        if experts := asked.unbuilt_experts(shape):
+            return f"{key}: {asked.name} is not built for {experts}; leave it out"
         return ""
 
     def resident_misfit(self, name: str, settings: ModelConfig, shape: ModelShape, dtype: str) -> str:

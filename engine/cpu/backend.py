@@ -127,8 +127,8 @@ class CpuBackend:
             raise UnsupportedModel(CONFIG_NAME, None, why)
         if shape.is_encoder and not weight_format.runs_encoders:
             raise UnsupportedModel(CONFIG_NAME, None, f"{weight_format.setting}: {spec.quantize} is not built for encoders")
-        if shape.experts is not None and not weight_format.runs_experts:
-            why = f"{weight_format.setting}: {spec.quantize} is not built for mixtures of experts"
+        if experts := weight_format.unbuilt_experts(shape):
+            why = f"{weight_format.setting}: {spec.quantize} is not built for {experts}"
             raise UnsupportedModel(CONFIG_NAME, None, why)
 
     def early_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CpuModel | None:

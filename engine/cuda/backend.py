@@ -133,6 +133,9 @@ class CudaBackend:
             raise UnsupportedModel(CONFIG_NAME, None, f"{weight_format.setting}: {spec.quantize} is not built on a GPU")
         if shape.is_encoder:
             raise UnsupportedModel(CONFIG_NAME, None, "encoders are not served on a GPU")
+        if experts := weight_format.unbuilt_experts(shape):
+            why = f"{weight_format.setting}: {spec.quantize} is not built for {experts}"
+            raise UnsupportedModel(CONFIG_NAME, None, why)
         if spec.kv_cache_dtype and self.memory.arena.is_cuda:
             check_capability(kv_dtype_named(spec.kv_cache_dtype), torch.cuda.get_device_capability())
 

@@ -137,7 +137,8 @@ class WeightFormat:
     holds no tensor whose name ends with scale_suffix; "": there is no other. ignores: returns whether such a checkpoint may hold a
     given tensor in addition. kernels: the set of kernels (engine/cpu/kernel_units.py) that it needs besides those of the dtype; "":
     none. widened_bytes: bytes of a matrix that a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders,
-    runs_experts: whether the format is supported on GPUs, for encoders, and for mixtures of experts. check: raises UnsupportedModel
+    runs_experts: whether the format is supported on GPUs, for encoders, and for mixtures of experts. runs_stacks: whether it is for
+    experts of which the checkpoint holds all of a layer in one tensor, if runs_experts. check: raises UnsupportedModel
     for a model that is not served in the format; its arguments are config.json and the shape. reorders: whether products copy their
     inputs into another order. waits_for_kernels: whether loads to a cpu device wait until the format's kernels are compiled,
     because the reference implementation is too slow to serve a model. load_bytes: bytes of a GPU's memory that a load takes besides
@@ -159,6 +160,7 @@ class WeightFormat:
     runs_on_gpus: bool = True
     runs_encoders: bool = True
     runs_experts: bool = True
+    runs_stacks: bool = True
     check: Callable[[Fields, ModelShape], None] = refuse_stacked_experts
     resident: str = ""
     reorders: bool = False
@@ -170,6 +172,15 @@ class WeightFormat:
     def setting(self) -> str:
         """The setting that asks for the format, as in a configuration file, without its value."""
         return "resident" if self.resident else "quantize"
+
+    def unbuilt_experts(self, shape: ModelShape) -> str:
+        """Returns a name for the kind of experts that a model has if the format is not built for it; "" if it is, or if the model
+        has no experts."""
+        if shape.experts is not None and not self.runs_experts:
+            return "mixtures of experts"
+        if shape.experts is not None and shape.experts.stacked and not self.runs_stacks:
+            return "experts that the checkpoint holds in one tensor"
+        return ""
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

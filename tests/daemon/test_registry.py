@@ -30,6 +30,7 @@ from tests.loader import fp8
 from tests.loader.checkpoints import write_checkpoint
 from tests.loader.compressed import compress
 from tests.loader.test_experts import MIXTRAL
+from tests.loader.test_llama4 import SMALL as STACKED
 from tests.loader.test_mxfp4 import tensors as mxfp4_tensors
 from tests.loader.test_mxfp4 import write as write_mxfp4
 from tests.loader.test_predictor import config_of, tensors_of
@@ -454,12 +455,26 @@ async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: P
         assert refused.unusable == wanted
 
 
-async def test_a_mixture_of_experts_is_not_rounded_to_int8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu:0", "cuda:0"])
+async def test_experts_are_rounded_to_int8_if_each_has_tensors_of_its_own(tmp_path: Path, device: str) -> None:
     write_checkpoint(tmp_path / "a", MIXTRAL)
-    (facts,) = registered(await make_registry(tmp_path).rescan()).values()
-    assert (facts.unusable, facts.weights_bytes > 0) == ("", True)
-    (facts,) = registered(await make_registry(tmp_path, a=ModelConfig(quantize="int8")).rescan()).values()
-    assert facts.unusable == 'models."a".quantize: int8 is not built for mixtures of experts; leave it out'
+    write_checkpoint(tmp_path / "b", STACKED)
+
+    async def facts(quantize: str, **more: str) -> dict[str, events.ModelFacts]:
+        settings = {name: ModelConfig(quantize=quantize, **more) for name in ("a", "b")}  # type: ignore[arg-type]
+        config = NodeConfig(models_dir=str(tmp_path), models=settings, chunk_bytes=2 * MIB)
+        registry = Registry(config, [DeviceBudget(device, 256 * MIB)], NodeState(str(tmp_path / "s")))
+        return registered(await registry.rescan())
+
+    plain, rounded = await facts("none"), await facts("int8")
+    assert {one.unusable for one in plain.values()} == {""}
+    assert rounded["a"].unusable == ""
+    assert rounded["a"].weights_bytes < plain["a"].weights_bytes
+    why = "int8 is not built for experts that the checkpoint holds in one tensor; leave it out"
+    assert rounded["b"].unusable == f'models."b".quantize: {why}'
+    packed = await facts("none", dtype="bfloat16", resident="packed")
+    wanted = "packed is not built for mixtures of experts; leave it out" if device == "cpu:0" else "packed is not built for cuda:0;"
+    assert wanted in packed["a"].unusable
 
 
 async def test_a_gpus_work_space_does_not_grow_with_the_context(tmp_path: Path) -> None:

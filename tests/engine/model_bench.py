@@ -383,6 +383,12 @@ RECORDED_CASES = [
 ]
 
 
+def is_stacked(folder: Path) -> bool:
+    """Returns whether the checkpoint holds all experts of a layer in one tensor."""
+    shape = scan_one(folder).shape
+    return shape is not None and shape.experts is not None and shape.experts.stacked
+
+
 SIGMOID_KINDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 
 

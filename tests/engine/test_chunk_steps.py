@@ -15,7 +15,6 @@ from engine.cpu.programs.program import Scratch
 from engine.cpu.recording import recorded as recorded_steps
 from engine.loading.runner import TorchRunner
 from loader import work_space
-from loader.catalog import scan_one
 from loader.errors import UnsupportedModel
 from loader.work_space import recorded_tokens
 from scheduler.batch.plan import SequenceTable
@@ -26,6 +25,7 @@ from tests.engine.model_bench import (
     CASES,
     RECORDED_CASES,
     forget_behind_windows,
+    is_stacked,
     load,
     make_checkpoint,
     make_memory,
@@ -91,8 +91,8 @@ def logits(model: CpuModel, table: SequenceTable) -> Iterator[np.ndarray]:
 def test_they_equal_steps_that_are_not_recorded(runner: TorchRunner, folder: Path, dtype: str, quantize: str) -> None:
     """Recorded steps give the logits of steps that are not recorded, within a tolerance: recorded ones are padded, and torch may
     multiply padded rows with another kernel."""
-    if quantize and scan_one(folder).shape.experts is not None:
-        with pytest.raises(UnsupportedModel, match="quantize: int8 is not built for mixtures of experts"):
+    if quantize and is_stacked(folder):
+        with pytest.raises(UnsupportedModel, match="int8 is not built for experts that the checkpoint holds in one tensor"):
             load_both(runner, folder, dtype, quantize)
         return
     recorded, plain = load_both(runner, folder, dtype, quantize)
@@ -169,8 +169,8 @@ def test_recorded_in_idle_time_they_are_the_same_from_the_first_on(
     runner: TorchRunner, folder: Path, dtype: str, quantize: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps recorded in idle time are right from their first run on, and recording them leaves the sequences' stored KV alone."""
-    if quantize and scan_one(folder).shape.experts is not None:
-        pytest.skip("int8 is not built for mixtures of experts")
+    if quantize and is_stacked(folder):
+        pytest.skip("int8 is not built for experts that the checkpoint holds in one tensor")
     model, plain = load_both(runner, folder, dtype, quantize)
     wanted = list(logits(plain, new_table(plain)))
     table = new_table(model)

@@ -24,7 +24,6 @@ from engine.grammar.row_masks import RowMasks
 from engine.grammar.token_limits import TokenLimits
 from engine.protocol import LoadModel, SamplingParams
 from engine.serve.kv_caches import make_kv_cache
-from loader.formats.int8_rows import quantize_rows
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.plan import BatchPlan, write_sampling
@@ -135,17 +134,13 @@ def test_weights_of_four_bits_and_int8_give_the_logits_of_what_they_stand_for(
         close(own, wanted)
 
 
-def test_weights_rounded_to_int8_give_the_logits_of_what_they_stand_for(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "plain", **CASES["llama"] | DENSE)
+@pytest.mark.parametrize(("case", "changes"), [("llama", DENSE), ("qwen3-moe", SPARSE), ("deepseek-v3", LATENT)])
+def test_weights_rounded_to_int8_give_the_logits_of_what_they_stand_for(tmp_path: Path, case: str, changes: dict[str, Any]) -> None:
+    make_checkpoint(tmp_path / "plain", **CASES[case] | changes)
+    rounded = int_quantized.quantize(tmp_path / "plain", tmp_path / "small")
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
-    rounded = dict(tensors)
-    for name, each in tensors.items():
-        if name.endswith("_proj.weight"):
-            values, scales = torch.empty(each.shape, dtype=torch.int8), torch.empty(len(each))
-            quantize_rows(each, values, scales)
-            rounded[name] = values.float() * scales.unsqueeze(1)
     found = [logits_of(load_cuda_model(tmp_path / "plain", quantize="int8"))]
-    save_file(rounded, tmp_path / "plain" / "model.safetensors")
+    save_file(tensors | rounded, tmp_path / "plain" / "model.safetensors")
     found.append(logits_of(load_cuda_model(tmp_path / "plain")))
     for own, wanted in zip(*found, strict=True):
         close(own, wanted)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from config.devices import CUDA_LEFT_BYTES
 from engine.cpu.backend import open_device
@@ -25,9 +26,9 @@ from engine.ops.ops import Int8Matrix
 from engine.protocol import Configure, LoadModel
 from loader import layout
 from loader.catalog import scan_one
-from loader.errors import UnsupportedModel
+from loader.errors import CheckpointError, UnsupportedModel
 from loader.formats.int8 import INT8
-from loader.formats.registry import stored_format
+from loader.formats.registry import held_format, stored_format
 from loader.model_shape import DeviceShare, Division, ModelShape
 from loader.sinks import HostSink
 from loader.staging import StagingRing
@@ -180,29 +181,77 @@ def test_time_of_kernels_is_told_apart_from_time_of_loading(tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    [("float32", ""), ("bfloat16", ""), ("bfloat16", "compressed-block"), ("float32", "share"), ("bfloat16", "share")],
+    [
+        ("float32", ""),
+        ("bfloat16", ""),
+        ("bfloat16", "compressed-block"),
+        ("float32", "share"),
+        ("bfloat16", "share"),
+        ("float32", "int8"),
+        ("bfloat16", "int8"),
+        ("bfloat16", "int8 share"),
+        ("bfloat16", "int8 experts"),
+        ("float32", "int8 stored"),
+        ("float32", "int8 stored share"),
+    ],
 )
 def test_weights_reach_a_device_as_they_reach_the_host(tmp_path: Path, dtype: str, kind: str) -> None:
-    """A device gets the same bytes as the host, with and without conversion, as FP8 and as one share of a model too, through slots
-    smaller than a tensor."""
+    """A device gets the same bytes as the host, with and without conversion, as FP8, rounded to int8 or stored so, and as one share
+    of a model too, through slots smaller than a tensor."""
     folder = tmp_path / "plain"
-    make_checkpoint(folder, **CASES["llama"] | {"vocab_size": 212})
-    share = DeviceShare(1, Division(2)) if kind == "share" else None
+    make_checkpoint(folder, **CASES["qwen3-moe" if "experts" in kind else "llama"] | {"vocab_size": 212})
+    share = DeviceShare(1, Division(2)) if "share" in kind else None
+    if "stored" in kind:
+        folder = compress(folder, tmp_path / "stored")
     if kind in fp8.KINDS:
         fp8.quantize(folder, tmp_path / "fp8", fp8.KINDS[kind])
         folder = tmp_path / "fp8"
     memory = make_memory()
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, share=share)
-        held = stored_format(source.shape)
+        held = held_format(source.shape, "int8" if "int8" in kind else None)
         on_host = np.zeros(layout.weights_bytes(source.shape, dtype, held), np.uint8)
         weights = WeightRange(memory, len(on_host))
         weights.map(list(range(weights.num_chunks)))
         for sink in (HostSink(on_host.data), DeviceSink(memory, weights)):
             stream_weights(source, dtype, sink, StagingRing(2, 8 << 10), lambda done, total: None, lambda: False, held)
+    num_places = 0
     for slot in layout.weight_layout(source.shape, dtype, held):
-        wanted = torch.from_numpy(on_host[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
-        assert torch.equal(weights.tensor(slot.offset_bytes, (slot.num_bytes,), torch.uint8), wanted), slot.name
+        for begin, end in slot.places:  # of int8 matrices that a load rounds also the scales
+            wanted = torch.from_numpy(on_host[begin:end])
+            assert torch.equal(weights.tensor(begin, (end - begin,), torch.uint8), wanted), slot.name
+        num_places += len(slot.places)
+    assert (num_places > len(layout.weight_layout(source.shape, dtype, held))) == (held is INT8)
+    weights.close()
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("stored", "part", "said"),
+    [
+        (True, "weight_scale", "holds NaN or an infinity: no scale"),
+        (False, "weight", "holds NaN or an infinity: cannot be quantised"),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_int8_that_is_no_number_fails_a_devices_load_by_name(
+    tmp_path: Path, stored: bool, part: str, said: str, value: float
+) -> None:
+    make_checkpoint(tmp_path / "plain", **CASES["llama"] | {"num_hidden_layers": 1})
+    folder = compress(tmp_path / "plain", tmp_path / "small") if stored else tmp_path / "plain"
+    name, tensors = f"model.layers.0.mlp.up_proj.{part}", load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name].clone()
+    tensors[name][-1, -1] = value
+    save_file(tensors, folder / "model.safetensors")
+    memory = make_memory()
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack)
+        held = held_format(source.shape, "int8")
+        weights = WeightRange(memory, layout.weights_bytes(source.shape, "float32", held))
+        weights.map(list(range(weights.num_chunks)))
+        told = (lambda done, total: None, lambda: False)
+        with pytest.raises(CheckpointError, match=f"model.safetensors: tensor {name}: {said}"):
+            stream_weights(source, "float32", DeviceSink(memory, weights), StagingRing(2, 8 << 10), *told, held)
     weights.close()
     memory.close()
 

@@ -22,7 +22,6 @@ from engine.loading.runner import TorchRunner
 from engine.ops import reference
 from engine.protocol import SamplingParams
 from loader import work_space
-from loader.catalog import scan_one
 from loader.errors import CheckpointError, UnsupportedModel
 from scheduler.batch.plan import SequenceTable
 from tests.engine import model_bench
@@ -31,6 +30,7 @@ from tests.engine.model_bench import (
     CASES,
     RECORDED_CASES,
     forget_behind_windows,
+    is_stacked,
     load,
     make_checkpoint,
     make_memory,
@@ -106,8 +106,8 @@ def no_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_dynamo")
 @pytest.mark.parametrize(("dtype", "quantize"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
 def test_they_equal_steps_that_are_not_recorded(runner: TorchRunner, folder: Path, dtype: str, quantize: str) -> None:
-    if quantize and scan_one(folder).shape.experts is not None:
-        with pytest.raises(UnsupportedModel, match="quantize: int8 is not built for mixtures of experts"):
+    if quantize and is_stacked(folder):
+        with pytest.raises(UnsupportedModel, match="int8 is not built for experts that the checkpoint holds in one tensor"):
             load_both(runner, folder, dtype, quantize)
         return
     recorded, plain = load_both(runner, folder, dtype, quantize)

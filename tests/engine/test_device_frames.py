@@ -29,6 +29,10 @@ from engine.protocol import Configure
 from loader import codec, frame, layout
 from loader.catalog import scan_one
 from loader.errors import CheckpointError
+from loader.formats.int8 import INT8
+from loader.formats.plain import PLAIN
+from loader.formats.weight_format import WeightFormat
+from loader.model_shape import ModelShape
 from loader.packed import METADATA_KEY
 from loader.read_rates import ReadRates
 from loader.sinks import HostSink
@@ -65,26 +69,29 @@ def memory() -> Iterator[CpuMemory]:
     made.close()
 
 
-def on_host(folder: Path, dtype: str) -> Any:
-    """Returns the weights as the plain files hold them."""
+def on_host(folder: Path, dtype: str, held_in: WeightFormat = PLAIN) -> Any:
+    """Returns the weights as the plain files hold them, in a weight format."""
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, in_place=False)
         assert not source.is_packed
-        held = np.zeros(layout.weights_bytes(source.shape, dtype), np.uint8)
-        stream_weights(source, dtype, HostSink(held.data), StagingRing(3, 64 << 10), lambda *_: None, lambda: False)
+        held = np.zeros(layout.weights_bytes(source.shape, dtype, held_in), np.uint8)
+        stream_weights(source, dtype, HostSink(held.data), StagingRing(3, 64 << 10), lambda *_: None, lambda: False, held_in)
     return held
 
 
-def on_device(folder: Path, dtype: str, memory: CpuMemory, frames: DeviceFrames | None) -> tuple[Any, int]:
-    """Returns the weights that the packed files are decoded to, and how many frames the device decoded."""
+def on_device(
+    folder: Path, dtype: str, memory: CpuMemory, frames: DeviceFrames | None, held_in: WeightFormat = PLAIN
+) -> tuple[Any, int]:
+    """Returns the weights that the packed files are decoded to, and how many frames the device decoded. held_in: the format in
+    which the weights are held."""
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, in_place=False, wants_packed=lambda checkpoint: True)
         assert source.is_packed
-        weights = WeightRange(memory, layout.weights_bytes(source.shape, dtype))
+        weights = WeightRange(memory, layout.weights_bytes(source.shape, dtype, held_in))
         stack.callback(weights.close)
         weights.map(range(weights.num_chunks))
         sink = DeviceSink(memory, weights, frames)
-        stream_weights(source, dtype, sink, StagingRing(3, 64 << 10), lambda *_: None, lambda: False)
+        stream_weights(source, dtype, sink, StagingRing(3, 64 << 10), lambda *_: None, lambda: False, held_in)
         return weights.tensor(0, (weights.num_bytes,), torch.uint8).numpy().copy(), len(sink.decoded)
 
 
@@ -106,6 +113,22 @@ def test_weights_of_another_dtype_are_decoded_and_converted_on_the_host(packed: 
     found, num_decoded = on_device(packed, "float32", memory, device_frames(memory))
     assert num_decoded == 0
     assert np.array_equal(found, on_host(packed, "float32"))
+
+
+def test_packed_matrices_that_are_rounded_to_int8_are_decoded_on_the_host(packed: Path, memory: CpuMemory) -> None:
+    """The others are decoded on the device."""
+    frames = device_frames(memory)
+    found, num_decoded = on_device(packed, "bfloat16", memory, frames, INT8)
+    assert 0 < num_decoded < on_device(packed, "bfloat16", memory, frames)[1]
+    wanted, slots = on_host(packed, "bfloat16", INT8), layout.weight_layout(scanned(packed), "bfloat16", INT8)
+    for begin, end in (place for slot in slots for place in slot.places):
+        assert np.array_equal(found[begin:end], wanted[begin:end])
+
+
+def scanned(folder: Path) -> ModelShape:
+    shape = scan_one(folder).shape
+    assert shape is not None
+    return shape
 
 
 def spoil(folder: Path, change: Any) -> str:

@@ -461,7 +461,7 @@ def test_each_matrix_of_a_fused_tensor_is_cut(tmp_path: Path, fused: Path, name:
 
 
 @pytest.mark.parametrize("expert_parts", [1, 2])
-@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("name", [*TELLING, "int8"])
 def test_a_share_has_whole_experts_or_a_part_of_each(tmp_path: Path, mixture: Path, name: str, expert_parts: int) -> None:
     FORMATS[name](mixture, tmp_path / "q")
     held = load(tmp_path / "q")
@@ -480,7 +480,7 @@ def test_a_share_has_whole_experts_or_a_part_of_each(tmp_path: Path, mixture: Pa
                 assert torch.equal(values(share.weights.matrix(LAYER, matrix)), expected)
 
 
-@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("name", [*TELLING, "int8"])
 def test_a_share_may_have_copies_of_experts(tmp_path: Path, mixture: Path, name: str) -> None:
     """They lie among its own in the order of their numbers, as the product of all experts reads them."""
     FORMATS[name](mixture, tmp_path / "q")
@@ -492,6 +492,20 @@ def test_a_share_may_have_copies_of_experts(tmp_path: Path, mixture: Path, name:
             names = [f"mlp.experts.{expert}.{kind}" for expert in experts for kind in kinds]
             wanted = torch.cat([values(held.weights.matrix(LAYER, (name,))) for name in names])
             assert torch.equal(values(share.weights.matrix(LAYER, tuple(names))), wanted)
+
+
+def test_the_setting_quantises_whole_experts_as_on_one_device(mixture: Path) -> None:
+    """Also those that are copies of another share's."""
+    held, copies = load(mixture, quantize="int8"), (((2,), (0,)),)
+    for rank in range(2):
+        share = load(mixture, DeviceShare(rank, Division(2, 2, copies=copies)), "int8")
+        experts = sorted({2 * rank, 2 * rank + 1, *copies[0][rank]})
+        for kinds in (("gate_proj", "up_proj"), ("down_proj",)):
+            names = [f"mlp.experts.{expert}.{kind}" for expert in experts for kind in kinds]
+            own = share.weights.matrix(LAYER, tuple(names))
+            assert isinstance(own, Int8Matrix)
+            wanted = torch.cat([values(held.weights.matrix(LAYER, (name,))) for name in names])
+            assert torch.equal(values(own), wanted)
 
 
 def test_stacks_in_mxfp4_have_copies_of_experts(tmp_path: Path) -> None:

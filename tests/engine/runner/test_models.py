@@ -20,7 +20,18 @@ from loader.errors import CheckpointError
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.stored_int8 import STORED_INT8
-from tests.engine.model_bench import BLOCK_TOKENS, CHUNK_BYTES, NUM_CHUNKS, load, load_task, make_checkpoint, make_table, plan, put
+from tests.engine.model_bench import (
+    BLOCK_TOKENS,
+    CASES,
+    CHUNK_BYTES,
+    NUM_CHUNKS,
+    load,
+    load_task,
+    make_checkpoint,
+    make_table,
+    plan,
+    put,
+)
 from tests.engine.runner.specs import PROMPT, spec
 from tests.loader.compressed import compress
 
@@ -64,6 +75,25 @@ def test_stored_int8_weights_are_those_that_a_load_rounds(
         assert not np.array_equal(logits["mixed"], logits[other])
         assert np.abs(logits["mixed"] - logits[other]).mean() < 0.1
     assert np.abs(logits["coarse"] - logits["stored"]).mean() < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["qwen3-moe", "deepseek-v3"])
+def test_experts_are_rounded_as_a_checkpoint_stores_them(runner: TorchRunner, tmp_path: Path, case: str, dtype: str) -> None:
+    """For few rows an expert and for many."""
+    make_checkpoint(tmp_path / "plain", **CASES[case] | {"hidden_size": 64, "num_hidden_layers": 2})
+    compress(tmp_path / "plain", tmp_path / "stored")
+    logits, sizes, table = [], [], make_table()
+    put(table, 0, PROMPT)
+    for name, quantize in (("plain", "int8"), ("stored", STORED_INT8.name), ("plain", "")):
+        model = load(runner, tmp_path / name, dtype, quantize=quantize)
+        found = [model.logits(plan((0, 0, 49)), table, every_token=True), model.logits(plan((0, 49, 1)), table)]
+        logits.append(np.concatenate(found))
+        sizes.append(model.weights_bytes)
+        model.release()
+    np.testing.assert_array_equal(logits[0], logits[1])
+    assert sizes[0] == sizes[1] < sizes[2]
+    assert 0 < np.abs(logits[0] - logits[2]).mean() < 0.1 * logits[2].std()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
