@@ -16,7 +16,7 @@ from loader.formats.weight_format import WeightFormat
 from loader.gpu_sizing import gpu_work_space_bytes
 from loader.hf_config import parse_config
 from loader.kv_layout import kv_bytes_per_token, kv_reserved_bytes
-from loader.layout import share_weights_bytes, weights_bytes
+from loader.layout import parameter_shapes, share_weights_bytes, weights_bytes
 from loader.model_shape import Division, ModelShape
 from loader.safetensors import INDEX_NAME
 from loader.slices import split
@@ -25,6 +25,8 @@ from scheduler.node.events import ModelFacts
 from scheduler.node.ledger import size_of
 from tests.loader.checkpoints import CONFIG, safetensors_bytes, write_checkpoint
 from tests.loader.compressed import quantization_config
+from tests.loader.test_families import MIXTRAL_8X7B
+from tests.loader.test_llama4 import TEXT as LLAMA4_TEXT
 from tests.loader.test_predictor import config_of, tensors_of
 
 PUBLISHED = Path(__file__).parents[2] / "published"
@@ -162,6 +164,22 @@ def test_files_that_are_there_are_read(tmp_path: Path, capsys: pytest.CaptureFix
     plan = planned(capsys, "--config", str(tmp_path), "--devices", "cpu=64MiB", "--max-model-len", "32")
     assert plan["source"] == "headers"
     assert plan["shares"][0]["fits"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_rounded_experts_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    """Each layer's matrices take a byte a number and four for each output; those in one tensor are refused."""
+    args = ("--config", folder_of(tmp_path, MIXTRAL_8X7B), "--devices", f"{kind}=800GiB", "--max-model-len", "2048")
+    args += ("--dtype", "bfloat16")
+    plain, rounded = planned(capsys, *args), planned(capsys, *args, "--quantize", "int8")
+    shape = parse_config(json.dumps(MIXTRAL_8X7B).encode())
+    matrices = [dims for name, dims in parameter_shapes(shape).items() if "_proj." in name or ".experts." in name]
+    saved = sum(num_outputs * num_inputs - 4 * num_outputs for num_outputs, num_inputs in matrices)
+    assert len(matrices) == shape.num_layers * (4 + 3 * MIXTRAL_8X7B["num_local_experts"])
+    assert abs(plain["weights_bytes"] - rounded["weights_bytes"] - saved) < 4096 * len(matrices) < 1e-3 * saved, "but for alignment"
+    stacked = folder_of(tmp_path, LLAMA4_TEXT)
+    assert main.run(["plan", "--config", stacked, "--quantize", "int8", "--devices", f"{kind}=80GiB"]) == 4
+    assert "int8 is not built for experts that the checkpoint holds in one tensor" in capsys.readouterr().err
 
 
 def test_a_models_predictor_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
