@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from loader import cached_file
 from loader.direct_io import open_direct
 from loader.file_calls import is_local
 from loader.packed import Frame
@@ -85,10 +86,8 @@ class ReadRates:
         if not self._cache_dir:
             return
         path = Path(self._cache_dir) / NAME
-        partial = path.with_name(f".{NAME}.{os.getpid()}")
         try:
-            partial.write_bytes(msgspec.json.encode(kept))
-            os.replace(partial, path)
+            cached_file.replace(path, msgspec.json.encode(kept))
         except OSError as error:
             log.warning("%s can't be kept (%s): it is measured again next time", path, error.strerror)
 

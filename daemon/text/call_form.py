@@ -39,14 +39,16 @@ class CallForm(NamedTuple):
 def find_call_form(render: Render) -> CallForm:
     """Returns the form of calls that a template expects. A template that shows calls in no form gets the default. render: renders
     messages with the template; raises BadRequest where the template fails."""
-    for no_content in (False, True):
-        for as_text in (False, True):
-            form = CallForm(as_text, no_content)
-            if text := _written(render, form):
-                # a template that takes any content for an answer writes that, too, behind the call
-                bare = form if no_content else CallForm(as_text, no_content=True)
-                shorter = _written(render, bare)
-                return bare if shorter and len(shorter) < len(text) else form
+    for form in [CallForm(as_text, no_content) for no_content in (False, True) for as_text in (False, True)]:
+        text = _written(render, form)
+        if not text:
+            continue
+        if form.no_content:
+            return form
+        # a template that takes any content for an answer writes that, too, behind the call
+        bare = form._replace(no_content=True)
+        shorter = _written(render, bare)
+        return bare if shorter and len(shorter) < len(text) else form
     return CallForm()
 
 

@@ -78,7 +78,7 @@ class ChatTemplate:
         self._leaves_out_calls = granite.MARKER in source and "tool_calls" not in source
         self._takes_thinking = MARKERS[MISTRAL].tag in source and "reasoning_content" not in source
         self._shows_no_tools = deepseek.OPEN in source and "tools" not in source
-        self._is_fenced = deepseek.JSON_FENCE in source
+        self._is_fenced = deepseek.is_fenced(source)
         self._call_form: CallForm | None = None  # found when the first chat with calls comes
         with _limited():
             self._template = _guard(lambda: environment.from_string(source))

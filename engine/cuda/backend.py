@@ -88,8 +88,7 @@ class CudaBackend:
     """The Backend (engine.contracts.backend) of one NVIDIA GPU. If `memory` is that of another kind of device, its kernels run
     interpreted (for tests).
 
-    options: the engine's settings. connects: connects the ranks of split models; None: NCCL and the
-    GPUs' own memory do."""
+    options: the engine's settings. connects: connects the ranks of split models; None: NCCL and the GPUs' own memory do."""
 
     compute_threads = 1
     reads_in_place = steps_may_overlap = False

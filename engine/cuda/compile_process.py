@@ -20,9 +20,9 @@ from engine.cuda.kernels.tiles import MeasuredTile
 from engine.cuda.launch_only import AddressRange, launch_only_model
 from engine.cuda.launches import recorded
 from engine.protocol import LoadModel
+from loader.gpu_sizing import PEER_REGION_BYTES
 from loader.model_shape import ModelShape
 
-REGION_BYTES = 2 << 20  # of a rank: what a GPU allocates at least
 NICENESS = 5  # lower priority than the steps of models in service
 
 
@@ -67,7 +67,7 @@ def main() -> int:
 
 def launch_sums(num_ranks: int) -> None:
     """Launches the kernel of sums over the GPUs' memory in all its forms, as engine/cuda/peers.py tries them."""
-    regions = AddressRange(num_ranks * REGION_BYTES).all.view(num_ranks, -1)
+    regions = AddressRange(num_ranks * PEER_REGION_BYTES).all.view(num_ranks, -1)
     for dtype, num_values in triton_peers.FORMS:
         stop = torch.zeros(1, dtype=torch.int64)
         triton_peers.sum_over_ranks(torch.empty(num_values, dtype=dtype), regions, stop, 0, False)

@@ -4,9 +4,9 @@ Most of a step's inputs are computed on the device (kernels/triton_inputs.py): t
 takes a token that the host has not seen yet from where the last step left it. A step that only decodes runs as one CUDA graph
 (engine/cuda/graphs.py), and so does one with pieces of prompts if it is small (mixed_graphs.py). Where logits are edited, or
 log-probabilities of sampled tokens are wanted, it goes on from the graph's hidden states (edited.py), by a further graph for up to
-64 such rows (edited_graphs.py). A step in which a row has a
-LoRA adapter is one that computes adapters, too, and has graphs of its own; all other steps of the model are as if there were none.
-A model's predictor drafts tokens behind a step, without graphs (predicting.py).
+64 such rows (edited_graphs.py). A step in which a row has a LoRA adapter is one that computes adapters, too, and has graphs of its
+own; all other steps of the model are as if there were none. A model's predictor drafts tokens behind a step, without graphs
+(predicting.py).
 
 Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
 """

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from engine.cuda.kernels.linear_choice import MEASURE_TRIES, apart
 from engine.cuda.kernels.tiles import MeasuredTile, Tile
 from engine.cuda.tile_trials import Trial, trials_of
 from engine.protocol import LoadModel
+from loader import cached_file
 from loader.model_shape import ModelShape
 from loader.threads import Thread
 
@@ -165,15 +165,13 @@ class TileChoice:
         with self._writing:
             with self._lock:
                 chosen = dict(self._chosen)
-            own = self._path.with_name(f"{self._path.name}.{os.getpid()}")
             try:
                 for one in _read(self._path):
                     chosen.setdefault(one[:4], one.tile)
             except (OSError, ValueError, TypeError, KeyError):
                 pass  # there is none yet, or it was told of at the engine's start
             try:
-                own.write_text(json.dumps({"kept": [[*key, list(tile)] for key, tile in chosen.items()]}))
-                own.replace(self._path)
+                cached_file.replace(self._path, json.dumps({"kept": [[*key, list(tile)] for key, tile in chosen.items()]}).encode())
             except OSError as error:
                 log.warning("the measured tiles of attention are not kept for the next engine: %s: %s", self._path, error)
 

@@ -10,13 +10,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from daemon.api.generation.grammar_parts import UNDECLARED_KEY, in_order, repetition_of, without
 from daemon.api.generation.inexpressible import DEFINITIONS, Inexpressible, check_parameters
 from daemon.text.tool_parsers.gemma4 import PREFIX
 from daemon.text.tool_parsers.gemma_value import KEY, MOST_KEY, QUOTE
 from daemon.text.tool_parsers.parameter_types import referred, types_of
 
-_UNDECLARED_KEY = "/[A-Za-z_][0-9A-Za-z_]{0,63}/"  # the name of an argument that no schema declares
-_MOST_LENGTH = 4096  # the longest string length in a schema that a grammar can enforce
 _MOST_DEPTH = 32  # of objects and lists within each other; references may be circular
 _NOTES = frozenset({"default", "examples", "x-guidance"})  # keywords that restrict nothing
 _OF_OBJECTS = frozenset({"properties", "required", "additionalProperties"})
@@ -55,21 +54,16 @@ class _Rules:
         if not properties and additional is not False:
             value = self._value(additional, f"{path}additionalProperties", depth) if additional is not True else self._any()
             self._rules.append(f'{rule}: "{{" ({rule}_one ("," {rule}_one)*)? "}}"')
-            self._rules.append(f'{rule}_one: {_UNDECLARED_KEY} ":" {value}')
+            self._rules.append(f'{rule}_one: {UNDECLARED_KEY} ":" {value}')
             return rule
-        self._rules.append(f'{rule}: "{{" {rule}_first_0 "}}"')
+        self._rules.append(f'{rule}: "{{" first_{rule}_0 "}}"')
+        self._rules += in_order(rule, [key in required for key in properties], '","')
         for number, (key, each) in enumerate(properties.items()):
             where = f"{path}properties.{key}"
             if each is False or not re.fullmatch(f"{KEY}{{1,{MOST_KEY}}}", key):
                 raise Inexpressible(where)
-            # rules *_first_*: nothing was written before; *_other_*: something was, so a comma precedes the next
-            skip = "" if key in required else f" | {rule}_first_{number + 1}"
-            self._rules += [
-                f"{rule}_first_{number}: {rule}_key_{number} {rule}_other_{number + 1}{skip}",
-                f'{rule}_other_{number}: ("," {rule}_key_{number}){"" if key in required else "?"} {rule}_other_{number + 1}',
-                f"{rule}_key_{number}: {json.dumps(f'{key}:', ensure_ascii=False)} {self._value(each, where, depth)}",
-            ]
-        self._rules += [f'{rule}_first_{len(properties)}: ""', f'{rule}_other_{len(properties)}: ""']
+            written = json.dumps(f"{key}:", ensure_ascii=False)
+            self._rules.append(f"item_{rule}_{number}: {written} {self._value(each, where, depth)}")
         return rule
 
     def _value(self, schema: Any, path: str, depth: int) -> str:
@@ -133,12 +127,8 @@ class _Rules:
             literals = " | ".join(json.dumps(text, ensure_ascii=False) if text else '""' for text in texts)
             self._rules.append(f"{rule}: {quote} ({literals}) {quote}")
             return rule
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        if max(least, most or 0) > _MOST_LENGTH:
-            raise Inexpressible(f"{path}.{'minLength' if least > _MOST_LENGTH else 'maxLength'}")
-        times = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
         # the parser ends the text at the first quote, even if the quote is spelled out and not a special token
-        spelled = f'{rule.upper()}: /(?s:.{times})/ & ~/(?s:.*)<\\|"\\|>(?s:.*)/'
+        spelled = without(rule.upper(), repetition_of(schema, path), QUOTE)
         if self._quote:
             self._rules += [f"{rule}: {quote} {rule.upper()} {quote}", spelled]
         else:
@@ -156,6 +146,6 @@ class _Rules:
                 f"{rule}_json: %json {scalar}",
                 f'{rule}_list: "[" ({rule} ("," {rule})*)? "]"',
                 f'{rule}_object: "{{" ({rule}_one ("," {rule}_one)*)? "}}"',
-                f'{rule}_one: {_UNDECLARED_KEY} ":" {rule}',
+                f'{rule}_one: {UNDECLARED_KEY} ":" {rule}',
             ]
         return self._anything

@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from daemon.api.generation.grammar_parts import UNDECLARED_KEY, in_order
 from daemon.api.generation.inexpressible import DEFINITIONS, Inexpressible, check_parameters
 from daemon.text.tool_parsers.llama4 import KEY
 from daemon.text.tool_parsers.parameter_types import types_of
 from daemon.text.tool_parsers.text_call import MOST_KEY
 
-_UNDECLARED_KEY = "/[A-Za-z_][0-9A-Za-z_]{0,63}/"  # the name of an argument that no schema declares
 _PYTHON = {"boolean": '"True" | "False"', "null": '"None"'}
 _NARROWING = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "not", "if", "$ref"})
 
@@ -29,23 +29,19 @@ def function_rules(at: int, name: str, schema: Mapping[str, Any], options: Mappi
     for key, each in properties.items():
         if each is False or not re.fullmatch(f"{KEY}{{1,{MOST_KEY}}}", key):
             raise Inexpressible(f"properties.{key}")
-    rules = [f"tool_{at}: {json.dumps(f'{name}(')} first_{at}_0 {json.dumps(')')}"]
+    call = f"tool_{at}: {json.dumps(f'{name}(')} first_{at}_0 {json.dumps(')')}"
     additional = schema.get("additionalProperties", True)
     if not properties and additional is not False:
         value = _value(f"value_{at}", additional if isinstance(additional, dict) else {}, schema, options)
-        return [*rules, f'first_{at}_0: (any_{at} (", " any_{at})*)?', f'any_{at}: {_UNDECLARED_KEY} "=" value_{at}', *value]
+        return [call, f'first_{at}_0: (any_{at} (", " any_{at})*)?', f'any_{at}: {UNDECLARED_KEY} "=" value_{at}', *value]
+    rules = [call, *in_order(str(at), [key in required for key in properties], '", "')]
     for number, (key, each) in enumerate(properties.items()):
-        here, following = f"{at}_{number}", f"{at}_{number + 1}"
-        # rules first_*: no argument was written before; other_*: one was, so a comma precedes the next
-        skip = "" if key in required else f" | first_{following}"
+        here = f"{at}_{number}"
         rules += [
-            f"first_{here}: argument_{here} other_{following}{skip}",
-            f'other_{here}: (", " argument_{here}){"" if key in required else "?"} other_{following}',
-            f"argument_{here}: {json.dumps(f'{key}=', ensure_ascii=False)} value_{here}",
+            f"item_{here}: {json.dumps(f'{key}=', ensure_ascii=False)} value_{here}",
             *_value(f"value_{here}", each, schema, options),
         ]
-    end = f"{at}_{len(properties)}"
-    return [*rules, f'first_{end}: ""', f'other_{end}: ""']
+    return rules
 
 
 def _value(rule: str, schema: Any, root: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:

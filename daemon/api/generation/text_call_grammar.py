@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from daemon.api.generation.grammar_parts import ANY_LENGTH, repetition_of, without
 from daemon.api.generation.inexpressible import DEFINITIONS, Inexpressible, check_parameters
 from daemon.text.tool_parsers import glm, qwen3_coder
 from daemon.text.tool_parsers.parameter_types import STRING, referred, types_of
@@ -17,7 +18,6 @@ from daemon.text.tool_parsers.registry import GLM45, GLM47, QWEN3_CODER, SEED_OS
 
 _OF_STRINGS = frozenset({"type", "enum", "const", "minLength", "maxLength", "default", "examples"})
 _NULLABLE = STRING | {"null"}
-_MOST_LENGTH = 4096  # the longest string length in a schema that a grammar can enforce
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +36,18 @@ class TextForm:
     barred: str
 
 
+_QWEN3_CODER = TextForm(
+    name=(qwen3_coder.FUNCTION, ">\n"),
+    key=(qwen3_coder.PARAMETER, ">\n"),
+    before_end="\n",
+    end_value=qwen3_coder.END_PARAMETER,
+    after_value="\n",
+    end=qwen3_coder.END_FUNCTION,
+    barred=">",
+)
 FORMS: Mapping[str, TextForm] = {
-    QWEN3_CODER: TextForm(
-        name=(qwen3_coder.FUNCTION, ">\n"),
-        key=(qwen3_coder.PARAMETER, ">\n"),
-        before_end="\n",
-        end_value=qwen3_coder.END_PARAMETER,
-        after_value="\n",
-        end=qwen3_coder.END_FUNCTION,
-        barred=">",
-    ),
-    SEED_OSS: TextForm(
-        name=(qwen3_coder.FUNCTION, ">\n"),
-        key=(qwen3_coder.PARAMETER, ">"),
-        before_end="",
-        end_value=qwen3_coder.END_PARAMETER,
-        after_value="\n",
-        end=qwen3_coder.END_FUNCTION,
-        barred=">",
-    ),
+    QWEN3_CODER: _QWEN3_CODER,
+    SEED_OSS: replace(_QWEN3_CODER, key=(qwen3_coder.PARAMETER, ">"), before_end=""),
     GLM45: TextForm(
         name=("", "\n"),
         key=(glm.KEY, f"{glm.END_KEY}\n{glm.VALUE}"),
@@ -107,7 +100,7 @@ class _Rules:
             parameters.append(f"any_{at}*")
             before, behind = map(self._written, form.key)
             rules.append(f"any_{at}: {before} /[^{form.barred}\\n]{{1,64}}/ {behind} value_{at}")
-            rules += self._text(f"value_{at}", 0, None)
+            rules += self._text(f"value_{at}", ANY_LENGTH)
         return [f"tool_{at}: {self._written(name.join(form.name))} {' '.join(parameters)} {self._written(form.end)}", *rules]
 
     def _value(self, rule: str, path: str, schema: Any) -> list[str]:
@@ -139,19 +132,14 @@ class _Rules:
             if not texts:
                 raise Inexpressible(f"{path}.enum")
             return [f"{rule}: ({' | '.join(map(_literal, texts))}) {end}"]
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        if max(least, most or 0) > _MOST_LENGTH:
-            raise Inexpressible(f"{path}.{'minLength' if least > _MOST_LENGTH else 'maxLength'}")
-        return self._text(rule, least, most)
+        return self._text(rule, repetition_of(schema, path))
 
-    def _text(self, rule: str, least: int, most: int | None) -> list[str]:
-        """Returns the rules for a value that is any text, and for the tag that ends it. rule: the name of the first rule. least,
-        most: the limits of its length in characters; None: no upper limit."""
+    def _text(self, rule: str, repetition: str) -> list[str]:
+        """Returns the rules for a value that is any text, and for the tag that ends it. rule: the name of the first rule.
+        repetition: how many characters the text has, for a regular expression."""
         form, text = self._form, f"TEXT_{rule.upper()}"
-        times = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
         # the parser ends the value at the first tag, even if the tag is spelled out and not a special token
-        tag = form.end_value.replace("/", "\\/")
-        spelled = f"{text}: /(?s:.{times})/ & ~/(?s:.*){tag}(?s:.*)/"
+        spelled = without(text, repetition, form.end_value)
         behind = self._written(form.after_value)
         if form.end_value in self._special:
             return [f"{rule}: {text} {self._written(form.before_end + form.end_value)} {behind}", spelled]

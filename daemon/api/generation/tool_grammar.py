@@ -14,6 +14,7 @@ from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.tools import AUTO, NAMED, ToolRequest
 from daemon.api.generation import closed_schema
 from daemon.api.generation.call_rules import call_rules
+from daemon.api.generation.grammar_parts import escaped, without
 from daemon.text.reasoning import MARKERS
 from daemon.text.tool_parsers import (
     command,
@@ -223,7 +224,7 @@ def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str], 
         *rules,
         f"head[suffix={json.dumps(marker)}]: HEAD",
         f"HEAD: /(?s:.*)/{bar}",
-        f"TEXT: /(?s:.+)/ & ~/(?s:.*){_escaped(marker)}(?s:.*)/{bar}",
+        without("TEXT", "+", marker) + bar,
         f"start: {think}(TEXT? | (head body){'+' if many else ''} TEXT?)",
     ]
 
@@ -232,7 +233,7 @@ def _with_llama4_text(calls: str, special: Mapping[str, str]) -> list[str]:
     """Returns the rules of Llama 4's replies that may consist of text or calls. A bracket begins a call at the beginning of the
     reply and after a marker, so text must not begin with one. calls: the right side of the rule for one or more calls."""
     think, rules = _thinking(special)
-    bars = "".join(f" & ~/(?s:.*){_escaped(marker)}(?s:.*)/" for marker in (llama4.START, llama4.END))
+    bars = "".join(f" & ~/(?s:.*){escaped(marker)}(?s:.*)/" for marker in (llama4.START, llama4.END))
     rules.append(rf"TEXT: /\s*[^\[{{\s](?s:.*)/{bars}")
     begin = behind = ""
     if llama4.START in special and llama4.END in special:
@@ -249,7 +250,3 @@ def _thinking(special: Mapping[str, str]) -> tuple[str, list[str]]:
     # the prompt may have opened the reasoning; TEXT is shared with the answer, because the lexer takes the longest match, and so
     # holds the label behind the tag, too
     return "think? ", [f"think: (TEXT? {special[markers.tag]})? TEXT? {special[markers.close]}"]
-
-
-def _escaped(marker: str) -> str:
-    return "".join(f"\\{char}" if char in "[]|" else char for char in marker)

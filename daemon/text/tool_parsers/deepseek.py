@@ -16,6 +16,12 @@ KIND = "function"  # what V3 writes before the separator
 FENCE, JSON_FENCE = "```", "```json"
 _MOST_NAME = 256  # characters, with the separator
 
+
+def is_fenced(template: str) -> bool:
+    """Returns whether a chat template (its Jinja text) writes calls as V3 and R1 do, with fenced arguments."""
+    return JSON_FENCE in template
+
+
 _FIRST, _SECOND, _FENCE, _ARGUMENTS = range(4)  # what is expected next: text before, or after, the separator; a fence; arguments
 
 

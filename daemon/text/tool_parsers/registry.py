@@ -70,7 +70,7 @@ def detect_tools(template: str, model_type: str) -> str:
     dialect has no parser here. template: the chat template's Jinja text. model_type: that of config.json, which decides where the
     template does not."""
     if deepseek.OPEN in template:  # which may show the model no tools: then they are told by daemon/text/deepseek_tools.py
-        return DEEPSEEK_V3 if deepseek.JSON_FENCE in template else DEEPSEEK_V31
+        return DEEPSEEK_V3 if deepseek.is_fenced(template) else DEEPSEEK_V31
     if "tools" not in template:
         return NONE
     if qwen3_coder.FUNCTION in template:  # this tag without the others belongs to a dialect that is not known here

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import statistics
 import threading
 from collections import Counter
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.cuda.kernels import triton_linear
+from loader import cached_file
 from loader.threads import Thread
 
 log = logging.getLogger("engine")
@@ -169,10 +169,8 @@ def _write(path: Path) -> None:
     newer choices. An OSError becomes a warning in the log."""
     with _writing:
         rows = [[*size[:3], str(size[3]).removeprefix("torch."), wins] for size, wins in list(_ours_wins.items())]
-        own = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            own.write_text(json.dumps(rows))
-            own.replace(path)
+            cached_file.replace(path, json.dumps(rows).encode())
         except OSError as error:
             log.warning("which kernels multiply few rows is not kept for the next engine: %s: %s", path, error)
 

@@ -195,9 +195,8 @@ def _logprobs_kernel(
     base = highest + tl.log(tl.sum(mass, axis=0))
     tl.store(picked + row, tl.load(logits + tl.load(chosen + number)).to(tl.float32) - base)
     last, last_at = float("inf"), -1
-    for k in range(
-        0, tl.load(nums + row)
-    ):  # finds the next after the last one found: a lower logit, or an equal one at a higher index
+    # Each turn finds the next after the last one found: a lower logit, or an equal one at a higher index.
+    for k in range(0, tl.load(nums + row)):
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         best_at = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
         for start in range(0, V, BLOCK):

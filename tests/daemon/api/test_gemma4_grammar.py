@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ import pytest
 from daemon.api.bodies.tools import AUTO, NAMED, REQUIRED, ToolRequest
 from daemon.api.generation.call_rules import inexpressible
 from daemon.api.generation.tool_grammar import argument_schemas
-from daemon.text.reply_parser import ReplyParser, parse_whole
-from daemon.text.tool_parsers.registry import GEMMA4, tool_parser
+from daemon.text.tool_parsers.registry import GEMMA4
 from tests.daemon.api.fakes import entry, serve, text_script
+from tests.daemon.api.test_qwen3_coder_grammar import draws_calls
 from tests.daemon.api.test_tool_grammar import Vocabulary
 from tests.daemon.api.test_tools import ask, calls_of, put_together, stream
 from tests.daemon.text.test_gemma4 import QUOTE, call
@@ -78,23 +77,7 @@ def test_calls_follow_their_schemas(words: Vocabulary) -> None:
 
 @pytest.mark.parametrize("words", [PLAIN, SPECIAL])
 def test_whatever_a_model_draws_reads_as_calls(words: Vocabulary) -> None:
-    rng, num_ended = random.Random(1), 0
-    for _ in range(12):
-        tools = request()
-        text = words.draw(GEMMA4, tools, rng, limit=250)
-        if text is None:
-            continue
-        num_ended += 1
-        reply = parse_whole(ReplyParser(tool_parser(GEMMA4, tools.names, tools.schemas), None), text, cut=False)
-        assert reply.calls, text
-        assert not reply.content
-        for name, arguments in reply.calls:
-            value: Any = json.loads(arguments)
-            if name == "edit":
-                assert len(value["path"]) <= 12
-                assert 1 <= value["line"] <= 99
-                assert value.get("kind", "a") in EDIT["properties"]["kind"]["enum"]
-    assert num_ended
+    draws_calls(GEMMA4, words, request())
 
 
 @pytest.mark.parametrize(

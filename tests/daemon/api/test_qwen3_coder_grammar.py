@@ -90,11 +90,13 @@ def test_seed_oss(words: Vocabulary) -> None:
         assert words.takes(SEED_OSS, request(AUTO), f"<seed:think>hm</seed:think>{seeded(GOOD)}")
 
 
-def draws_calls(dialect: str, words: Vocabulary) -> None:
-    """Asserts that whatever a model draws under the grammar of a dialect reads as calls that follow their schemas."""
+def draws_calls(dialect: str, words: Vocabulary, tools: ToolRequest | None = None) -> None:
+    """Asserts that whatever a model draws under the grammar of a dialect reads as calls that follow their schemas. tools: a request
+    with the function `edit` first; None: the one of this file."""
+    tools = tools or request()
+    kinds = json.loads(tools.schemas[0])["properties"]["kind"]["enum"]
     rng, num_ended = random.Random(1), 0
     for _ in range(12):
-        tools = request()
         text = words.draw(dialect, tools, rng, limit=250)
         if text is None:
             continue
@@ -107,6 +109,7 @@ def draws_calls(dialect: str, words: Vocabulary) -> None:
             if name == "edit":
                 assert len(value["path"]) <= 12
                 assert 1 <= value["line"] <= 99
+                assert value.get("kind", "a") in kinds
     assert num_ended
 
 
