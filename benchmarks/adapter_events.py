@@ -34,7 +34,7 @@ from engine.host.processor import this_processor
 from engine.protocol import AdapterSource, Message, SamplingParams
 from engine.serve.adapter_loads import AdapterLoads, AdapterRead
 from engine.serve.identity import adapter_identity
-from loader.catalog import Checkpoint
+from loader.models.catalog import Checkpoint
 from scheduler.batch.request import BatchRequest
 from scheduler.node import actions, events
 from scheduler.node.events import ModelFacts, RequestFacts

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 
 from benchmarks.server import Server
 from engine.host.processor import this_processor
-from loader.adapter_matrices import adapted_matrices
-from loader.catalog import scan_one
+from loader.configs.adapter_matrices import adapted_matrices
+from loader.models.catalog import scan_one
 
 READ_BYTES = 1 << 20
 

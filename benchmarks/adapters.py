@@ -25,12 +25,12 @@ import torch  # noqa: E402
 from benchmarks.forward import CHUNK_BYTES, MAX_BATCHED_TOKENS, load_model, make_table, step  # noqa: E402
 from engine.cpu.model import CpuModel  # noqa: E402
 from engine.host.processor import this_processor  # noqa: E402
-from loader.adapter_matrices import adapted_matrices  # noqa: E402
 from loader.adapters.layout import ALIGN_BYTES, AdapterLayout, AdapterPlace  # noqa: E402
-from loader.catalog import scan_one  # noqa: E402
-from loader.dtypes import ITEM_BYTES  # noqa: E402
-from loader.kernel_sets import ADAPTERS  # noqa: E402
-from loader.model_shape import ModelShape  # noqa: E402
+from loader.configs.adapter_matrices import adapted_matrices  # noqa: E402
+from loader.configs.kernel_sets import ADAPTERS  # noqa: E402
+from loader.models.catalog import scan_one  # noqa: E402
+from loader.shapes.dtypes import ITEM_BYTES  # noqa: E402
+from loader.shapes.model_shape import ModelShape  # noqa: E402
 
 Step = Callable[[], None]
 

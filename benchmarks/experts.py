@@ -29,9 +29,9 @@ from engine.cpu.model import CpuModel
 from engine.cpu.ops import CpuOps
 from engine.loading.runner import TorchRunner
 from engine.protocol import Configure, LoadModel
-from loader.catalog import scan_one
-from loader.layout import num_parameters, parameter_shapes
-from loader.model_shape import ModelShape
+from loader.models.catalog import scan_one
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.layout import num_parameters, parameter_shapes
 from scheduler.batch.plan import BatchPlan, make_sequence_table
 
 CHUNK_BYTES, BLOCK_TOKENS, CONTEXT, STEPS = 2 << 20, 16, 256, 16

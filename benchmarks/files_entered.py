@@ -23,7 +23,7 @@ from benchmarks.server import CACHE, ROOT, Server
 
 WRITTEN_S = 0.5  # for the processes to write what they have recorded
 POLLED_S = 0.05
-SINK = "loader/sinks.py"  # stores what was read in its place
+SINK = "loader/reading/sinks.py"  # stores what was read in its place
 MODEL = "feather"
 
 Chain = tuple[str, ...]

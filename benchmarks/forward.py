@@ -25,10 +25,11 @@ from engine.cpu.memory import CpuMemory  # noqa: E402
 from engine.cpu.model import CpuModel  # noqa: E402
 from engine.loading.runner import TorchRunner  # noqa: E402
 from engine.protocol import MTP, Configure, LoadModel  # noqa: E402
-from loader import kv_layout, layout  # noqa: E402
-from loader.catalog import scan_one  # noqa: E402
 from loader.formats.registry import FORMATS  # noqa: E402
-from loader.model_shape import ModelShape  # noqa: E402
+from loader.models.catalog import scan_one  # noqa: E402
+from loader.shapes import kv_layout  # noqa: E402
+from loader.shapes.model_shape import ModelShape  # noqa: E402
+from loader.sizes import layout  # noqa: E402
 from scheduler.batch.plan import BatchPlan, SequenceTable  # noqa: E402
 
 BLOCK_TOKENS = 16

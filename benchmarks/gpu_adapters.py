@@ -18,11 +18,11 @@ import numpy as np
 from benchmarks.gpu_limits import give_back
 from benchmarks.gpu_pipeline import StepSeconds, pipelined
 from benchmarks.gpu_shapes import BLOCK_TOKENS, Bench, shape_of
-from loader import kv_layout
-from loader.adapter_matrices import adapted_matrices
 from loader.adapters.layout import ALIGN_BYTES, AdapterLayout, AdapterPlace
-from loader.dtypes import ITEM_BYTES
-from loader.model_shape import ModelShape
+from loader.configs.adapter_matrices import adapted_matrices
+from loader.shapes import kv_layout
+from loader.shapes.dtypes import ITEM_BYTES
+from loader.shapes.model_shape import ModelShape
 
 NUM_ROWS, NUM_ADAPTERS, RANK, CONTEXT, STEPS = 32, 32, 16, 1024, 40
 PROMPTS = (512, 2048)

@@ -30,7 +30,7 @@ from benchmarks.gpu_drives import SHARED, make_room
 from benchmarks.gpu_node import checkpoints_bytes
 from benchmarks.gpu_shapes import CONFIGS, LLAMA, shape_of
 from benchmarks.server import ROOT
-from loader import layout
+from loader.sizes import layout
 
 TRAINED_SIZE = 32_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

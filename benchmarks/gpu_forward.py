@@ -18,8 +18,8 @@ from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, give_back, host_
 from benchmarks.gpu_pipeline import pipelined
 from benchmarks.gpu_shapes import Bench
 from engine.cuda.work_space import KEPT_BYTES
-from loader import dtypes, kv_layout
-from loader.gpu_sizing import gpu_work_space_bytes
+from loader.shapes import dtypes, kv_layout
+from loader.sizes.gpu_sizing import gpu_work_space_bytes
 from scheduler.batch.plan import BatchPlan
 
 ROWS = (1, 64, 8, 128, 256)  # the most wanted first
@@ -108,8 +108,8 @@ def swap(bench: Bench, rate: float) -> None:
 
 
 def work_space(bench: Bench, num_tokens: int) -> None:
-    """What steps took beside weights and KV, against what loader/gpu_sizing.py keeps for them; and what torch's allocator held for
-    that, graphs and tables included, against what an engine lets it have."""
+    """What steps took beside weights and KV, against what loader/sizes/gpu_sizing.py keeps for them; and what torch's allocator
+    held for that, graphs and tables included, against what an engine lets it have."""
     kept = gpu_work_space_bytes(bench.shape, bench.dtype, num_tokens, 256)
     held = bench.weights.num_bytes + bench.num_blocks * bench.block_bytes
     taken, pools = torch.cuda.max_memory_allocated() - held, pools_mib()

@@ -29,9 +29,10 @@ from engine.cuda.kernels import (
 from engine.cuda.ops import CudaOps
 from engine.memory.arena import kv_views
 from engine.ops import reference
-from loader import codec, kv_layout
-from loader.frame import FRAME_VALUES
-from loader.kv_dtypes import KV_FP8, kv_dtype_named
+from loader.files.frame import FRAME_VALUES
+from loader.packing import codec
+from loader.shapes import kv_layout
+from loader.shapes.kv_dtypes import KV_FP8, kv_dtype_named
 
 BLOCK_TOKENS = 16
 CACHES_BYTES = 512 << 20  # inputs are taken in turn from so much memory, or the cache would be measured

@@ -31,10 +31,10 @@ from engine.host.weight_decoder import weight_decoder
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.weight_range import WeightRange
-from loader.catalog import scan_one
-from loader.layout import weights_bytes
-from loader.staging import StagingRing
-from loader.weight_stream import open_checkpoint, stream_weights
+from loader.models.catalog import scan_one
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import open_checkpoint, stream_weights
+from loader.sizes.layout import weights_bytes
 
 CHUNK_BYTES = 16 << 20
 TINY_CHUNK_BYTES = 2 << 20

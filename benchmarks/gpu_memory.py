@@ -23,7 +23,7 @@ from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.host_tier import HostTier
 from engine.memory.transfers import copies_several, transfer
-from loader import checksum
+from loader.packing import checksum
 
 RANGE_BYTES = 2 << 30
 CHUNKS_BYTES = (2 << 20, 16 << 20, 64 << 20)

@@ -13,9 +13,10 @@ from benchmarks.gpu_drives import checkpoints_folder
 from benchmarks.gpu_shapes import BLOCK_TOKENS, shape_of
 from benchmarks.server import Server
 from config.units import machine_memory_bytes
-from loader import kv_layout, layout
-from loader.gpu_sizing import gpu_work_space_bytes
-from loader.model_shape import ModelShape
+from loader.shapes import kv_layout
+from loader.shapes.model_shape import ModelShape
+from loader.sizes import layout
+from loader.sizes.gpu_sizing import gpu_work_space_bytes
 
 DTYPE, MAX_SEQUENCES = "bfloat16", 256
 TINY = ["--dtype", "float32", "--threads", "1"]  # flags of a node without a GPU, whose models are small

@@ -16,10 +16,11 @@ from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.cuda.work_space import KEPT_BYTES
 from engine.protocol import LoadModel
-from loader import kv_layout, layout
-from loader.gpu_sizing import gpu_work_space_bytes
-from loader.hf_config import parse_config
-from loader.model_shape import ModelShape
+from loader.configs.hf_config import parse_config
+from loader.shapes import kv_layout
+from loader.shapes.model_shape import ModelShape
+from loader.sizes import layout
+from loader.sizes.gpu_sizing import gpu_work_space_bytes
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table
 
 BLOCK_TOKENS = 16

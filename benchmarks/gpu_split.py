@@ -24,7 +24,7 @@ import torch
 from benchmarks.gpu_ranks import HOST, NCCL, Rank, RankProcesses, RanksFailed, visible_devices
 from benchmarks.gpu_split_exchanges import abort, connections, prepare_abort, sums, wait_for_lost
 from benchmarks.gpu_split_models import decode_share, decode_whole_on, mirrored_logits, share_logits, whole_logits
-from loader.gpu_sizing import COMMUNICATOR_BYTES, PEER_REGION_BYTES
+from loader.sizes.gpu_sizing import COMMUNICATOR_BYTES, PEER_REGION_BYTES
 
 # What hearthd reckons with for a connection of a rank.
 SMALL = tuple(kib << 10 for kib in (8, 16, 32, 64, 128, 256))  # of sums, in bytes: up to what GPUs map from each other

@@ -26,10 +26,11 @@ from engine.cuda.ops import CudaOps
 from engine.cuda.ranks import DeviceRanks
 from engine.cuda.share import CudaShare, ShareLinks
 from engine.protocol import LoadModel
-from loader import kv_layout, layout
-from loader.hf_config import parse_config
-from loader.model_shape import Division, ModelShape
-from loader.slices import split
+from loader.configs.hf_config import parse_config
+from loader.shapes import kv_layout
+from loader.shapes.model_shape import Division, ModelShape
+from loader.sizes import layout
+from loader.sizes.slices import split
 from scheduler.batch.plan import BatchPlan
 
 LENGTH, NUM_ROWS = 64, 4

@@ -21,7 +21,7 @@ from benchmarks.gpu_limits import CACHE_DIR
 from engine.cuda.kernels import tiles
 from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL, HALF, Tile
 from engine.cuda.ops import CudaOps
-from loader.kv_dtypes import FP8_CAPABILITY, KV_FP8
+from loader.shapes.kv_dtypes import FP8_CAPABILITY, KV_FP8
 
 EXTEND = (
     *(Tile(tokens, positions, 8, stages) for tokens in (64, 128) for positions in (64, 128) for stages in (2, 3)),

@@ -31,8 +31,8 @@ from benchmarks.quantize import CONTEXT, DEMO_MODELS, quality, text_pieces  # no
 from benchmarks.run import machine, table  # noqa: E402
 from engine.cpu.model import CpuModel  # noqa: E402
 from engine.ops import reference  # noqa: E402
-from loader.kv_dtypes import KV_FP8  # noqa: E402
-from loader.kv_layout import kv_bytes_per_token  # noqa: E402
+from loader.shapes.kv_dtypes import KV_FP8  # noqa: E402
+from loader.shapes.kv_layout import kv_bytes_per_token  # noqa: E402
 
 ROWS, LARGER_KEYS = 2, 128
 E4M3_MAX, SCALE_OF_ONE = 448.0, 127

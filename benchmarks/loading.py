@@ -36,12 +36,12 @@ from engine.memory.host_tier import HostTier
 from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel
-from loader.direct_io import is_cached, open_direct
-from loader.landings import Places
-from loader.layout import weight_layout, weights_bytes
-from loader.sinks import HostSink
-from loader.staging import HUGE_PAGE_BYTES, SLOT_BYTES, StagingRing
-from loader.weight_stream import NUM_READERS, open_checkpoint, stream_weights
+from loader.files.direct_io import is_cached, open_direct
+from loader.reading.landings import Places
+from loader.reading.sinks import HostSink
+from loader.reading.staging import HUGE_PAGE_BYTES, SLOT_BYTES, StagingRing
+from loader.reading.weight_stream import NUM_READERS, open_checkpoint, stream_weights
+from loader.sizes.layout import weight_layout, weights_bytes
 
 STORE = Path(".cache/checkpoints")
 HIDDEN, INNER, KV, VOCAB, LAYERS = 2048, 8192, 512, 32000, 16

@@ -38,9 +38,9 @@ from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.ops.ops import Matrix, PackedMatrix
 from engine.protocol import LoadModel
-from loader import kv_layout
-from loader.layout import weights_bytes
-from loader.model_shape import ModelShape
+from loader.shapes import kv_layout
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.layout import weights_bytes
 
 CAPABILITY = 90
 # Functions that the launcher calls for each launch, and those that it is linked with. An output that a caller reads is set.

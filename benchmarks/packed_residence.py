@@ -1,4 +1,4 @@
-"""What bfloat16 weights that stay packed (loader/packed_rows.py) take of memory, and what products with them take of time.
+"""What bfloat16 weights that stay packed (loader/formats/packed_rows.py) take of memory, and what products with them take of time.
 
 Bytes: of one-b's matrices with weights as they are drawn (normal, 0.02), and of the demo's trained models; `escapes` is the share
 of weights whose exponent is stored by itself, `unpack_us` what it takes to write the plain matrix.
@@ -40,7 +40,7 @@ from engine.cpu.kernels.packed_tiles import IS_FUSED  # noqa: E402
 from engine.cpu.products import array  # noqa: E402
 from engine.cpu.programs.program import Recorder, Scratch, recording  # noqa: E402
 from engine.cpu.programs.replay import Replay  # noqa: E402
-from loader.packed_rows import PackedRows, pack  # noqa: E402
+from loader.formats.packed_rows import PackedRows, pack  # noqa: E402
 
 MODEL = "one-b"
 MATRICES = ("queries, keys, values", "output", "gate, up", "down", "head")  # of SHAPES

@@ -36,18 +36,18 @@ from benchmarks.run import machine  # noqa: E402
 from engine.cpu.memory import CpuMemory  # noqa: E402
 from engine.host.weight_decoder import weight_decoder  # noqa: E402
 from engine.memory.weight_range import WeightRange  # noqa: E402
-from loader import codec  # noqa: E402
-from loader.catalog import scan_one  # noqa: E402
-from loader.frame import FRAME_VALUES  # noqa: E402
-from loader.layout import weights_bytes  # noqa: E402
-from loader.packer import pack_file  # noqa: E402
-from loader.safetensors import INDEX_NAME, read_header  # noqa: E402
-from loader.sinks import HostSink  # noqa: E402
-from loader.staging import SLOT_BYTES, StagingRing  # noqa: E402
-from loader.unpack import Decoder  # noqa: E402
-from loader.verifier import verify_tensor  # noqa: E402
-from loader.weight_files import PACKED_DIR, read_headers, source_of  # noqa: E402
-from loader.weight_stream import NUM_READERS, open_checkpoint, stream_weights  # noqa: E402
+from loader.files.frame import FRAME_VALUES  # noqa: E402
+from loader.files.safetensors import INDEX_NAME, read_header  # noqa: E402
+from loader.files.weight_files import PACKED_DIR, read_headers, source_of  # noqa: E402
+from loader.models.catalog import scan_one  # noqa: E402
+from loader.packing import codec  # noqa: E402
+from loader.packing.packer import pack_file  # noqa: E402
+from loader.packing.verifier import verify_tensor  # noqa: E402
+from loader.reading.sinks import HostSink  # noqa: E402
+from loader.reading.staging import SLOT_BYTES, StagingRing  # noqa: E402
+from loader.reading.unpack import Decoder  # noqa: E402
+from loader.reading.weight_stream import NUM_READERS, open_checkpoint, stream_weights  # noqa: E402
+from loader.sizes.layout import weights_bytes  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODELS = ROOT / "demo" / "models"

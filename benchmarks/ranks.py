@@ -52,11 +52,11 @@ from engine.host.processor import this_processor  # noqa: E402
 from engine.host.rank_memory import LINE_BYTES, rank_memory_bytes  # noqa: E402
 from engine.memory.weight_range import WeightRange  # noqa: E402
 from engine.protocol import LoadModel  # noqa: E402
-from loader.hf_config import parse_config  # noqa: E402
-from loader.kv_layout import block_bytes  # noqa: E402
-from loader.layout import weights_bytes  # noqa: E402
-from loader.model_shape import Division  # noqa: E402
-from loader.slices import split  # noqa: E402
+from loader.configs.hf_config import parse_config  # noqa: E402
+from loader.shapes.kv_layout import block_bytes  # noqa: E402
+from loader.shapes.model_shape import Division  # noqa: E402
+from loader.sizes.layout import weights_bytes  # noqa: E402
+from loader.sizes.slices import split  # noqa: E402
 from scheduler.batch.plan import BatchPlan  # noqa: E402
 
 MIXTURE = {

@@ -41,9 +41,10 @@ from engine.loading.runner import TorchRunner  # noqa: E402
 from engine.ops import reference  # noqa: E402
 from engine.protocol import JOURNAL_BYTES, Configure, LoadModel, SamplingParams, TokensOut, encode, write_journal  # noqa: E402
 from engine.serve.served_models import ServedModels  # noqa: E402
-from loader import dtypes, kv_layout, layout, work_space  # noqa: E402
-from loader.catalog import scan_one  # noqa: E402
-from loader.model_shape import ModelShape  # noqa: E402
+from loader.models.catalog import scan_one  # noqa: E402
+from loader.shapes import dtypes, kv_layout  # noqa: E402
+from loader.shapes.model_shape import ModelShape  # noqa: E402
+from loader.sizes import layout, work_space  # noqa: E402
 from scheduler.batch.request import BatchRequest  # noqa: E402
 
 ops = CpuOps(str(ROOT / ".cache"))

@@ -60,8 +60,8 @@ from daemon.record.state import NodeState
 from daemon.scanning.folder_watch import FolderWatch
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
-from loader import open_files
-from loader.catalog import Checkpoint
+from loader.files import open_files
+from loader.models.catalog import Checkpoint
 from loader.ready_threads import ReadyThreads
 from scheduler.node import events
 

@@ -25,7 +25,7 @@ from daemon.process import installation
 from daemon.process.arguments import ArgumentParser
 from daemon.process.version import VERSION
 from engine.host.processor import UnknownFeature, this_processor
-from loader import open_files
+from loader.files import open_files
 
 FEW_OPEN_FILES = 1024  # each connection takes one
 _METAVARS = {

@@ -26,7 +26,7 @@ from engine.host.rank_memory import LINE_BYTES, rank_memory_bytes
 from engine.host.rendezvous import rendezvous_words
 from engine.host.shared_words import Fence
 from engine.host.stage_memory import stage_memory_bytes
-from loader.model_shape import Division
+from loader.shapes.model_shape import Division
 
 QUEUE_ENTRIES = 1024
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
@@ -100,7 +100,7 @@ TABLE_COLUMNS = {
 
 class GroupForm(NamedTuple):
     """What the engines of a group need to know about its split model besides the LoadModel. division: how the model is divided
-    among the devices. num_kv_groups, handed_bytes: as in RegionSizes. files_id: as in loader.catalog.Checkpoint."""
+    among the devices. num_kv_groups, handed_bytes: as in RegionSizes. files_id: as in loader.models.catalog.Checkpoint."""
 
     division: Division
     num_kv_groups: int = 1
@@ -110,9 +110,9 @@ class GroupForm(NamedTuple):
 
 class RegionSizes(NamedTuple):
     """The numbers that determine the size of a group's region. num_ranks: number of devices. max_sequences, max_model_len: the
-    model's, as in LoadModel. block_tokens: as in Configure. num_kv_groups: number of KV groups of the model (loader/kv_layout.py).
-    num_stages: number of stages into which the model's layers are divided. handed_bytes: bytes of the states that a step passes
-    from stage to stage (loader/work_space.py)."""
+    model's, as in LoadModel. block_tokens: as in Configure. num_kv_groups: number of KV groups of the model
+    (loader/shapes/kv_layout.py). num_stages: number of stages into which the model's layers are divided. handed_bytes: bytes of the
+    states that a step passes from stage to stage (loader/sizes/work_space.py)."""
 
     num_ranks: int
     max_sequences: int

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from loader.kernel_sets import KernelSet
-from loader.kv_dtypes import kv_dtype_of
+from loader.configs.kernel_sets import KernelSet
+from loader.shapes.kv_dtypes import kv_dtype_of
 
 PROTOCOL_VERSION = 21
 
@@ -93,9 +93,9 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     """One device's share of a model that is split over several devices. rank: this device's rank among them; rank 0 decides what
     each step computes. members: the engines' numbers in the exchange memory, by rank. region_offset, region_bytes: the part of the
     exchange memory that belongs to the group until all its members have answered EvictModel. expert_parts, num_stages: as in
-    loader.model_shape.Division. handed_bytes, num_kv_groups: as in engine.exchange.RegionSizes. hosts: by rank, the name of the
-    host that lends the device, "" for the daemon's own; empty: all are the daemon's own. files_id: identifies the model's files on
-    every host, as in loader.catalog.Checkpoint. copies: as in loader.model_shape.Division."""
+    loader.shapes.model_shape.Division. handed_bytes, num_kv_groups: as in engine.exchange.RegionSizes. hosts: by rank, the name of
+    the host that lends the device, "" for the daemon's own; empty: all are the daemon's own. files_id: identifies the model's files
+    on every host, as in loader.models.catalog.Checkpoint. copies: as in loader.shapes.model_shape.Division."""
 
     rank: int
     members: list[int]
@@ -168,7 +168,7 @@ class SetLease(Message, frozen=True):
 
 class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
     """Where a LoRA adapter is read from. path: the folder of its files. fingerprint: tells whether the files have changed, as in
-    loader.catalog.Checkpoint."""
+    loader.models.catalog.Checkpoint."""
 
     name: str
     path: str

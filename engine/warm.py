@@ -68,7 +68,7 @@ def main() -> int:
 def _compile(ops: CpuOps, cache_dir: str, dtypes: tuple[str, ...], formats: list[str]) -> int:
     from engine.cpu.kernel_builds import CpuKernelBuilds
     from engine.host.weight_decoder import weight_decoder
-    from loader.kernel_sets import OF_DECODERS, KernelSet
+    from loader.configs.kernel_sets import OF_DECODERS, KernelSet
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     start = time.perf_counter()

@@ -47,36 +47,36 @@ DAEMON_FROM_ENGINE = {
 }
 # direct_io: system calls alone; `hearth doctor` reads from the drive with it; packer and verifier: `hearth pack`, on numpy
 DAEMON_FROM_LOADER = {
-    "loader.adapter",
+    "loader.models.adapter",
     "loader.adapters.layout",
-    "loader.capacity",
-    "loader.catalog",
-    "loader.described_model",
-    "loader.direct_io",
-    "loader.drafters",
-    "loader.dtypes",
+    "loader.sizes.capacity",
+    "loader.models.catalog",
+    "loader.models.described_model",
+    "loader.files.direct_io",
+    "loader.models.drafters",
+    "loader.shapes.dtypes",
     "loader.errors",
     "loader.formats.registry",
-    "loader.gpu_sizing",
-    "loader.hf_config",
-    "loader.hub_cache",
-    "loader.kernel_sets",
-    "loader.kv_dtypes",
-    "loader.kv_layout",
-    "loader.layout",
-    "loader.model_shape",
-    "loader.kernel_needs",
-    "loader.open_files",
-    "loader.packed",
-    "loader.packer",
-    "loader.regular_file",
+    "loader.sizes.gpu_sizing",
+    "loader.configs.hf_config",
+    "loader.files.hub_cache",
+    "loader.configs.kernel_sets",
+    "loader.shapes.kv_dtypes",
+    "loader.shapes.kv_layout",
+    "loader.sizes.layout",
+    "loader.shapes.model_shape",
+    "loader.configs.kernel_needs",
+    "loader.files.open_files",
+    "loader.files.packed",
+    "loader.packing.packer",
+    "loader.files.regular_file",
     "loader.ready_threads",
-    "loader.safetensors",
+    "loader.files.safetensors",
     "loader.threads",
-    "loader.slices",
-    "loader.work_space",
-    "loader.verifier",
-    "loader.weight_files",
+    "loader.sizes.slices",
+    "loader.sizes.work_space",
+    "loader.packing.verifier",
+    "loader.files.weight_files",
 }
 PURE = {"asyncio", "time", "datetime", "os", "socket", "threading", "subprocess", "random", "logging", "torch", "pathlib"}
 # inside a package: a room (a folder, or a loose file) may import only those before it
@@ -84,6 +84,10 @@ ROOM_ORDER = {
     "engine": [
         *("protocol", "host", "exchange", "memory", "grammar", "contracts", "ops", "sampling", "layers", "models"),
         *("loading", "cpu", "cuda", "null", "serve", "lifecycle", "loop", "remote", "main", "forks", "__main__", "warm"),
+    ],
+    "loader": [
+        *("errors", "threads", "ready_threads", "cached_file", "files", "shapes", "architectures", "formats", "configs", "sizes"),
+        *("packing", "models", "reading", "adapters"),
     ],
     "daemon": [
         *("errors", "process", "record", "models", "text", "streams", "traces", "contracts", "access", "http", "scanning", "gpu"),
@@ -108,10 +112,10 @@ BOUNDED_TASKS = {
 # who may start threads in a way that could hang: why it keeps nobody else waiting. The commands of `hearth` (daemon.cli) may, too:
 # whoever calls one sees that it hangs, and ends it.
 STARTS_THREADS = {
-    "loader.packer": "runs in the commands of `hearth` alone",
+    "loader.packing.packer": "runs in the commands of `hearth` alone",
     "loader.ready_threads": "starts all its threads when it is made, before there is any load",
     "loader.threads": "does not wait for the thread without a limit",
-    "loader.verifier": "runs in the commands of `hearth` alone",
+    "loader.packing.verifier": "runs in the commands of `hearth` alone",
 }
 HEAVY = {"torch", "triton", "numba", "llvmlite", "transformers"}
 # library in which kernels are written -> the rooms that may import it: backends, and code for the host of any device
@@ -327,16 +331,18 @@ def test_scheduler_is_pure(module: str) -> None:
 
 def test_kernels_know_nothing_of_checkpoints() -> None:
     """What a kernel needs of a model is an argument: the sizes at which work is cut belong to who accounts for the memory. Kernels
-    that decode packed weights share the format of the bytes with those that write them. Threads have nothing to do with
-    checkpoints."""
-    formats_of_bytes = {"loader.checksum", "loader.codec", "loader.frame", "loader.packed_rows"}
+    that decode packed weights share the format of the bytes with those that write them. Threads and files of the cache
+    folder have nothing to do with checkpoints."""
+    formats_of_bytes = {"loader.packing.checksum", "loader.packing.codec", "loader.files.frame", "loader.formats.packed_rows"}
     rooms = ("engine.cpu.kernels.", "engine.cuda.kernels.")
     kernels = [module for module in MODULES if module.startswith(rooms) or module.endswith("_kernels")]
     assert len(kernels) > 30
     for module, names in IMPORTS.items():
         if module in kernels:
-            known = {name for name in names if name.split(".")[0] == "loader"}
-            assert known <= formats_of_bytes | {"loader.threads", "loader.cached_file"}, module
+            assert {name for name in names if name.split(".")[0] == "loader"} <= formats_of_bytes | {
+                "loader.threads",
+                "loader.cached_file",
+            }, module
 
 
 def test_no_import_circles() -> None:

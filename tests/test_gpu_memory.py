@@ -50,8 +50,15 @@ from engine.cuda.kernels import entry, triton_decode, triton_extend, triton_inpu
 from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
 from engine.cuda.model import CudaModel
 from engine.cuda.work_space import KEPT_BYTES
-from loader import codec
-from loader.gpu_sizing import EDITED_ROWS, LIBRARY_BYTES, PACKED_BYTES, edited_graph_words, gpu_work_space_bytes, sampling_bytes
+from loader.packing import codec
+from loader.sizes.gpu_sizing import (
+    EDITED_ROWS,
+    LIBRARY_BYTES,
+    PACKED_BYTES,
+    edited_graph_words,
+    gpu_work_space_bytes,
+    sampling_bytes,
+)
 from tests.counted_memory import CountedMemory
 
 CARDS_GIB = (78, 139)  # usable, of 80 GB and of 141 GB

@@ -22,7 +22,7 @@ from benchmarks.gpu_ranks import HOST, Rank, RankProcesses, visible_devices
 from benchmarks.gpu_texts import Question, compared, prompt_of, text_of, texts_of
 from benchmarks.gpu_watched import watched
 from benchmarks.load import Result
-from loader.direct_io import is_cached
+from loader.files.direct_io import is_cached
 
 
 def test_checkpoints_are_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,14 @@ from daemon.cli.table import size
 from daemon.errors import EXIT_NO_FIT, EXIT_OK, EXIT_USAGE
 from daemon.models import speculators
 from daemon.models.planning import division_over
-from loader import capacity, catalog
-from loader.described_model import CONFIG, HEADERS, INDEX, DescribedModel, described_model
-from loader.dtypes import computed_dtype
 from loader.errors import CheckpointError
 from loader.formats.registry import FORMATS, held_format, why_not_resident
-from loader.kv_dtypes import KV_CACHE_DTYPES, asked_kv_cache_dtype, kv_dtype_named, kv_dtype_of
-from loader.model_shape import ModelShape
+from loader.models import catalog
+from loader.models.described_model import CONFIG, HEADERS, INDEX, DescribedModel, described_model
+from loader.shapes.dtypes import computed_dtype
+from loader.shapes.kv_dtypes import KV_CACHE_DTYPES, asked_kv_cache_dtype, kv_dtype_named, kv_dtype_of
+from loader.shapes.model_shape import ModelShape
+from loader.sizes import capacity
 
 _DEVICES = re.compile(r"(cpu|cuda)=(?:(\d+)x)?(.+)\Z")
 _MOST_DEVICES = 1024

@@ -9,7 +9,8 @@ from typing import Any
 
 from daemon.cli.client import Client, CommandError
 from daemon.errors import EXIT_BUSY, EXIT_NOT_FOUND, EXIT_USAGE
-from loader import catalog, hub_cache
+from loader.files import hub_cache
+from loader.models import catalog
 
 ON_DEVICE = ("loading", "ready", "draining", "paused")
 

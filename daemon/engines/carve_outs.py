@@ -19,7 +19,7 @@ from config.units import format_bytes, parse_bytes
 from daemon.models.registered import Registered
 from daemon.models.registry import Registry
 from daemon.record.state import NodeState
-from loader.catalog import Checkpoint
+from loader.models.catalog import Checkpoint
 from scheduler.node.ledger import size_of
 
 

@@ -29,7 +29,7 @@ from daemon.process.logs import fields
 from daemon.process.long_tasks import LongTasks
 from engine import protocol
 from engine.loop.pulse import Pulse, read_pulse
-from loader.kernel_sets import KernelSet
+from loader.configs.kernel_sets import KernelSet
 from loader.threads import Thread
 
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0

@@ -18,7 +18,7 @@ from typing import Any
 from config import credentials
 from config.load import ConfigError, located_setting
 from config.schema import NodeConfig
-from loader.regular_file import read_regular
+from loader.files.regular_file import read_regular
 
 log = logging.getLogger("hearthd")
 MOST_BYTES = 1 << 20  # the limit for each file

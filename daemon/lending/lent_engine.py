@@ -35,7 +35,7 @@ from engine.protocol import (
 from engine.remote.frames import Beat, BeginShare, EngineEnded, GroupGone, Lines, Refused, States, Step, Told
 from engine.remote.states_sender import StatesSender
 from engine.remote.wire import Wire, WireClosed
-from loader.catalog import scan_one
+from loader.models.catalog import scan_one
 from loader.threads import Thread
 
 END_LIMIT_S = 3.0  # how long an engine whose daemon is gone may take to end

@@ -21,11 +21,11 @@ from config.units import format_bytes
 from config.upstream import host_of
 from daemon.models.entry import ModelEntry, ServedAdapter
 from daemon.models.registered import Registered
-from loader.adapter import Adapter
 from loader.adapters.layout import misfit
-from loader.catalog import Checkpoint
 from loader.errors import shortened
-from loader.model_shape import ModelShape
+from loader.models.adapter import Adapter
+from loader.models.catalog import Checkpoint
+from loader.shapes.model_shape import ModelShape
 
 log = logging.getLogger("hearthd.models")
 

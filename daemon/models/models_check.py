@@ -9,7 +9,7 @@ from config.nearest import nearest
 from config.schema import NodeConfig
 from daemon.models import speculators
 from daemon.models.adapters import foreign_settings
-from loader import catalog
+from loader.models import catalog
 
 
 def check(config: NodeConfig, source: str) -> list[str]:

@@ -19,9 +19,9 @@ from daemon.models import speculators
 from daemon.models.adapters import base_setting_misfit
 from daemon.models.sizing import Sizing, division, division_of
 from daemon.models.speculators import Speculator
-from loader import slices
-from loader.catalog import Checkpoint
-from loader.model_shape import Division, ModelShape
+from loader.models.catalog import Checkpoint
+from loader.shapes.model_shape import Division, ModelShape
+from loader.sizes import slices
 from scheduler.node import events
 
 log = logging.getLogger("hearthd.models")

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from daemon.models.entry import ModelEntry
-from loader import catalog
+from loader.configs.kernel_needs import needed_kernels
+from loader.configs.kernel_sets import KernelSet
 from loader.formats.registry import FORMATS
-from loader.kernel_needs import needed_kernels
-from loader.kernel_sets import KernelSet
-from loader.layout import num_parameters
-from loader.model_shape import Division, ModelShape
+from loader.models import catalog
+from loader.shapes.model_shape import Division, ModelShape
+from loader.sizes.layout import num_parameters
 from scheduler.node import events
 
 _WHOLE = Division(1)

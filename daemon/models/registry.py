@@ -30,10 +30,12 @@ from daemon.models.registered import Registered
 from daemon.models.sizing import Sizing
 from daemon.record.state import NodeState
 from engine.exchange import GroupForm
-from loader import catalog, kv_layout, layout, work_space
 from loader.errors import shortened
 from loader.formats.registry import held_format
-from loader.kv_dtypes import asked_kv_cache_dtype
+from loader.models import catalog
+from loader.shapes import kv_layout
+from loader.shapes.kv_dtypes import asked_kv_cache_dtype
+from loader.sizes import layout, work_space
 from scheduler.node import events
 from scheduler.node.ledger import kv_reserved_bytes
 from scheduler.node.replica_names import further, model_of

@@ -14,12 +14,14 @@ from config.schema import DeviceBudget, ModelConfig, NodeConfig, ParallelConfig
 from config.units import parse_duration_s
 from daemon.models.speculators import Speculator
 from daemon.record.state import NodeState
-from loader import catalog, kv_layout, layout, slices, work_space
-from loader.dtypes import computed_dtype
 from loader.formats.registry import asked_format, held_format, stored_format, why_not_resident
-from loader.gpu_sizing import gpu_work_space_bytes
-from loader.kv_dtypes import KV_CACHE_DTYPES, asked_kv_cache_dtype, kv_dtype_of
-from loader.model_shape import Division, ModelShape
+from loader.models import catalog
+from loader.shapes import kv_layout
+from loader.shapes.dtypes import computed_dtype
+from loader.shapes.kv_dtypes import KV_CACHE_DTYPES, asked_kv_cache_dtype, kv_dtype_of
+from loader.shapes.model_shape import Division, ModelShape
+from loader.sizes import layout, slices, work_space
+from loader.sizes.gpu_sizing import gpu_work_space_bytes
 from scheduler import expert_copies
 from scheduler.node import events
 from scheduler.node.groups import most_groups, pools
@@ -160,7 +162,7 @@ class Sizing:
 
     def computed_dtype(self, asked: str, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns the dtype in which the model is computed on the devices where it may live, by the rule of
-        loader.dtypes.computed_dtype. asked: the setting, such as "auto"."""
+        loader.shapes.dtypes.computed_dtype. asked: the setting, such as "auto"."""
         return computed_dtype(asked, shape.dtype, self.kinds(name, settings, shape))
 
     def tell_of_dtype(self, asked: str, dtype: str, name: str, settings: ModelConfig, shape: ModelShape) -> None:

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from config.parallel import num_ranks
 from config.schema import ModelConfig
-from loader.catalog import Checkpoint
-from loader.drafters import joined
 from loader.errors import CheckpointError
-from loader.model_shape import ModelShape
+from loader.models.catalog import Checkpoint
+from loader.models.drafters import joined
+from loader.shapes.model_shape import ModelShape
 
 AUTO, NONE, PROMPT_LOOKUP, MTP, EAGLE3 = "auto", "none", "prompt-lookup", "mtp", "eagle3"
 KINDS = (AUTO, NONE, PROMPT_LOOKUP, MTP)  # values of the setting that are not the name of a head
@@ -20,8 +20,8 @@ _PROVEN_KINDS = frozenset({"cpu"})  # kinds of devices on which predictors have 
 
 
 class MayPredict(Protocol):
-    """The facts about the predictor in a model's own checkpoint (see loader.catalog.Checkpoint). predicting: the model's shape with
-    that predictor, None if none can be used. predictor_error: why it cannot be used, or "" if nothing is wrong."""
+    """The facts about the predictor in a model's own checkpoint (see loader.models.catalog.Checkpoint). predicting: the model's
+    shape with that predictor, None if none can be used. predictor_error: why it cannot be used, or "" if nothing is wrong."""
 
     @property
     def predicting(self) -> ModelShape | None: ...

@@ -67,7 +67,7 @@ from daemon.traces.traces import Traces
 from daemon.upstreams.upstream import Upstream
 from daemon.upstreams.upstreams import Upstreams
 from engine.protocol import PROTOCOL_VERSION
-from loader.catalog import Checkpoint
+from loader.models.catalog import Checkpoint
 from scheduler.node import events, residency
 from scheduler.node.node_scheduler import NodeScheduler
 from scheduler.node.settings import SchedulerSettings

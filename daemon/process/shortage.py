@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 from daemon.errors import NotNow
-from loader import open_files
+from loader.files import open_files
 
 log = logging.getLogger("hearthd")
 TELL_EVERY_S = 60.0

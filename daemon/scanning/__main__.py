@@ -13,7 +13,7 @@ from itertools import chain
 from daemon.scanning.messages import Finished, Found, Looking, Same, Scan
 from engine.host.child_process import limit_memory
 from engine.protocol import FrameReader, Message, encode
-from loader.catalog import Checkpoint, named_adapters, walk
+from loader.models.catalog import Checkpoint, named_adapters, walk
 
 MEMORY_BYTES = 1 << 30  # of address space, enough for headers of 100 MB, which the format allows
 LARGE_BYTES = 48 << 20  # resident; a process of this size ends after the scan, which returns its memory

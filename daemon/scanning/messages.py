@@ -6,7 +6,7 @@ Each `Scan` is answered with any number of `Looking`, `Same` and `Found`, then w
 from __future__ import annotations
 
 from engine.protocol import Message
-from loader.catalog import Checkpoint
+from loader.models.catalog import Checkpoint
 
 
 class Scan(Message, frozen=True):

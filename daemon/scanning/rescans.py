@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from daemon.process.shortage import SHORTAGE
 from daemon.scanning.scanner import ModelScanner
-from loader import open_files
+from loader.files import open_files
 
 log = logging.getLogger("hearthd.models")
 # Waits after a change: if a folder is made and filled at once, its watch may begin too late for some of its content, and then no

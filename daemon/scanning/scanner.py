@@ -18,8 +18,8 @@ from typing import Any
 from daemon.scanning.messages import Finished, Found, FromScanner, Looking, Same, Scan
 from engine.host.child_process import child_environment, malloc_tunables
 from engine.protocol import FrameReader, encode
-from loader.adapter import Adapter
-from loader.catalog import Checkpoint, Seen, merged
+from loader.models.adapter import Adapter
+from loader.models.catalog import Checkpoint, Seen, merged
 
 log = logging.getLogger("hearthd.models")
 ANSWER_LIMIT_S = 10.0  # the limit without a sign of life while it examines a path
@@ -52,8 +52,8 @@ class NoAnswer(Exception):
 
 
 class ModelScanner:
-    """Scans the models folder in another process, with the same results as loader.catalog.scan. If a path hangs that process or
-    makes it die, a model there is reported as incomplete, or as the last scan found it, and the path is examined again later."""
+    """Scans the models folder in another process, with the same results as loader.models.catalog.scan. If a path hangs that process
+    or makes it die, a model there is reported as incomplete, or as the last scan found it, and the path is examined again later."""
 
     def __init__(self, answer_limit_s: float = ANSWER_LIMIT_S, look_again_s: float = LOOK_AGAIN_S) -> None:
         self._answer_limit_s, self._look_again_s = answer_limit_s, look_again_s

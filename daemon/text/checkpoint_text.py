@@ -20,7 +20,7 @@ from daemon.text.token_lower_bound import TokenLowerBound
 from daemon.text.token_table import PackedTable
 from daemon.text.tool_parsers.harmony import marks_of
 from daemon.text.tool_parsers.registry import MARKERS, detect_tools
-from loader.regular_file import read_regular
+from loader.files.regular_file import read_regular
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest in use have about 35 MB
 MAX_TEXT_FILE_BYTES = 32 << 20  # the limit for templates and the small JSON files

@@ -6,7 +6,7 @@ from config import trace_endpoint
 from config.credentials import path_of
 from config.load import ConfigError
 from config.schema import TracesConfig
-from loader.regular_file import read_regular
+from loader.files.regular_file import read_regular
 
 _KEY = "traces.headers_file"
 MAX_BYTES = 64 << 10

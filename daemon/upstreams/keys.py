@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from config import credentials
 from config.load import ConfigError, located_setting
 from config.schema import NodeConfig
-from loader.regular_file import read_regular
+from loader.files.regular_file import read_regular
 
 MAX_BYTES = 16 << 10
 

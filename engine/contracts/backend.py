@@ -14,9 +14,9 @@ from engine.memory.group_region import GroupRegion
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Configure, LoadModel, WeightsHeld
 from loader.formats.weight_format import WeightFormat
-from loader.model_shape import ModelShape
-from loader.sinks import WeightSink
-from loader.unpack import Decoder
+from loader.reading.sinks import WeightSink
+from loader.reading.unpack import Decoder
+from loader.shapes.model_shape import ModelShape
 
 if TYPE_CHECKING:  # engines of null models do not need torch
     from torch import Tensor

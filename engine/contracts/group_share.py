@@ -8,7 +8,7 @@ from engine.contracts.adapters import AdapterMemory
 from engine.contracts.steps import CapturesSteps, CountsExperts, SplitModel, StepResult
 from engine.grammar.row_masks import RowMasks
 from engine.memory.group_region import GroupRegion
-from loader.kv_layout import KVGroupSpec
+from loader.shapes.kv_layout import KVGroupSpec
 from scheduler.batch.plan import BatchPlan, SequenceTable
 
 

@@ -12,7 +12,7 @@ from engine.contracts.adapters import AdapterMemory
 from engine.grammar.row_masks import RowMasks
 from engine.memory.weight_gate import WeightGate
 from engine.protocol import PromptLogprobs, TokenLogprobs
-from loader.kv_layout import KVGroupSpec
+from loader.shapes.kv_layout import KVGroupSpec
 from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
 
 

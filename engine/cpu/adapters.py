@@ -7,7 +7,7 @@ from weakref import WeakMethod
 
 from engine.loading.adapter_tables import AdapterTables
 from loader.adapters.layout import AdapterLayout
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class HostAdapterMemory(AdapterTables):

@@ -30,15 +30,15 @@ from engine.memory.group_region import GroupRegion
 from engine.memory.handover import Handover
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Configure, LoadModel
+from loader.configs.hf_config import CONFIG_NAME
+from loader.configs.kernel_needs import needed_kernels
+from loader.configs.kernel_sets import SAMPLING, KernelSet
 from loader.errors import UnsupportedModel
 from loader.formats.weight_format import WeightFormat
-from loader.hf_config import CONFIG_NAME
-from loader.kernel_needs import needed_kernels
-from loader.kernel_sets import SAMPLING, KernelSet
-from loader.model_shape import ModelShape
-from loader.sinks import HostSink
+from loader.reading.sinks import HostSink
+from loader.reading.unpack import Decoder
+from loader.shapes.model_shape import ModelShape
 from loader.threads import Thread
-from loader.unpack import Decoder
 
 log = logging.getLogger("engine")
 
@@ -113,8 +113,8 @@ class CpuBackend:
             self._builds.need(sets)
 
     def _compile_late(self, kernel_set: KernelSet) -> None:
-        """Has a set of kernels compiled that a step has needed although loader/kernel_needs.py does not list it for the model, and
-        those for sampling at once if the step samples. The step goes on with the reference implementation."""
+        """Has a set of kernels compiled that a step has needed although loader/configs/kernel_needs.py does not list it for the
+        model, and those for sampling at once if the step samples. The step goes on with the reference implementation."""
         if self._builds is not None and kernel_set.name == SAMPLING:
             self._builds.hurry([kernel_set])
         if self._builds is not None and not self._builds.knows(kernel_set):

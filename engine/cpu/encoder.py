@@ -18,7 +18,7 @@ from engine.layers.weights import Weights
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import Encoder, build_encoder
 from engine.protocol import EMBED, SCORE, LoadModel
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 from scheduler.batch.plan import FloatArray, IntArray
 
 

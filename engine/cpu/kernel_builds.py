@@ -33,7 +33,7 @@ from engine.host import compiled
 from engine.host.child_process import COMPILER_BYTES, MOST_COMPILERS, child_environment
 from engine.host.saved_code import make_only_what_is_saved
 from engine.protocol import KernelsTold
-from loader.kernel_sets import SAMPLING, KernelSet
+from loader.configs.kernel_sets import SAMPLING, KernelSet
 from loader.threads import Thread
 
 log = logging.getLogger("engine")

@@ -1,4 +1,4 @@
-"""Lists the kernels of each set (loader/kernel_sets.py), and loads each from the cache folder or compiles it.
+"""Lists the kernels of each set (loader/configs/kernel_sets.py), and loads each from the cache folder or compiles it.
 
 Kernels are handled in units: a kernel for one thread together with its form for several threads, so that their common parts are
 compiled only once.
@@ -42,8 +42,8 @@ from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
 from engine.cpu.kernels.prefill import prefill_attention_parallel, prefill_attention_serial
 from engine.cpu.programs import native
 from engine.host import compiled
-from loader import kernel_sets
-from loader.kernel_sets import KernelSet
+from loader.configs import kernel_sets
+from loader.configs.kernel_sets import KernelSet
 
 # Seconds that both kernels of a unit take to compile on one core. They determine the order and the reported remaining time. All
 # other units take SHORT_S.

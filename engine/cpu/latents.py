@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.ops import reference
 from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Matrix, Nvfp4Matrix, PackedMatrix
 from loader.formats.int8 import WIDENED_BYTES
-from loader.work_space import ABSORBED_TOKENS, PREFILL_TILE_TOKENS
+from loader.sizes.work_space import ABSORBED_TOKENS, PREFILL_TILE_TOKENS
 
 
 def attend_short(

@@ -19,7 +19,7 @@ from engine.host import checksum
 from engine.memory import mappings
 from engine.memory.arena import copy_pieces
 from engine.memory.chunk_memory import EndedCopy, Piece
-from loader.sinks import Fence
+from loader.reading.sinks import Fence
 from scheduler.batch.plan import IntArray
 
 

@@ -39,13 +39,14 @@ from engine.sampling.logprobs import OwedPrompts, owed_prompt_rows
 from engine.sampling.outputs import sampled_outputs
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
 from engine.sampling.vectors import scaled_vectors, vectors_result
-from loader import kv_layout, work_space
+from loader.configs.kernel_needs import needed_kernels
+from loader.configs.kernel_sets import SAMPLING, KernelSet
 from loader.formats.registry import FORMATS
-from loader.kernel_needs import needed_kernels
-from loader.kernel_sets import SAMPLING, KernelSet
-from loader.kv_layout import KVGroupSpec
-from loader.model_shape import ModelShape
-from loader.work_space import MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS
+from loader.shapes import kv_layout
+from loader.shapes.kv_layout import KVGroupSpec
+from loader.shapes.model_shape import ModelShape
+from loader.sizes import work_space
+from loader.sizes.work_space import MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS
 from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 

@@ -38,9 +38,7 @@ from engine.ops.ops import (
     PackedMatrix,
     Rotary,
 )
-from loader import packed_rows
-from loader.formats.int8 import WIDENED_BYTES
-from loader.kernel_sets import (
+from loader.configs.kernel_sets import (
     ADAPTERS,
     ATTENTION,
     DELTAS,
@@ -55,8 +53,10 @@ from loader.kernel_sets import (
     SAMPLING,
     KernelSet,
 )
-from loader.model_shape import TemperatureShape
-from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
+from loader.formats import packed_rows
+from loader.formats.int8 import WIDENED_BYTES
+from loader.shapes.model_shape import TemperatureShape
+from loader.sizes.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
 _NO_SINKS = np.empty(0, np.float32)
 BLOCK_TOKENS_STEP = 4  # paged_attention needs blocks of a multiple of this many tokens
@@ -159,7 +159,7 @@ class CpuOps:
         return self.kernels if self._is_in_use(PLAIN) else reference_inputs
 
     def pack_rows(self, *arrays: Any) -> int:
-        """Implements loader.packed_rows.pack_rows: by the compiled kernel if it is in use, else by that function itself."""
+        """Implements loader.formats.packed_rows.pack_rows: by the compiled kernel if it is in use, else by that function itself."""
         packing: Callable[..., int] = self.kernels.pack_rows if self._is_in_use("packed") else packed_rows.pack_rows
         return packing(*arrays)
 

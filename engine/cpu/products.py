@@ -16,7 +16,7 @@ from engine.ops.ops import Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix, Pack
 from engine.ops.reference import panels_of
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.mxfp4 import GROUP
-from loader.packed_rows import PANEL_ROWS
+from loader.formats.packed_rows import PANEL_ROWS
 
 _PART_OUTPUTS = 64  # parts of a matrix have a multiple of so many outputs, which is a multiple of all kernels' panels
 _NO_SCALES = np.empty(0, np.float32)

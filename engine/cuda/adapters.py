@@ -17,7 +17,7 @@ from engine.cuda.kernels import entry
 from engine.cuda.sequences import Column, Staging, words_of
 from engine.loading.adapter_tables import AdapterTables
 from loader.adapters.layout import AdapterLayout
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 from scheduler.batch.plan import IntArray, SequenceTable
 
 

@@ -39,12 +39,12 @@ from engine.memory.group_region import GroupRegion
 from engine.memory.handover import Handover
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Configure, LoadModel
+from loader.configs.hf_config import CONFIG_NAME
 from loader.errors import UnsupportedModel
 from loader.formats.weight_format import WeightFormat
-from loader.hf_config import CONFIG_NAME
-from loader.kv_dtypes import KVDtype, kv_dtype_named
-from loader.model_shape import ModelShape
-from loader.unpack import Decoder
+from loader.reading.unpack import Decoder
+from loader.shapes.kv_dtypes import KVDtype, kv_dtype_named
+from loader.shapes.model_shape import ModelShape
 
 log = logging.getLogger("engine")
 

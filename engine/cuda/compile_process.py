@@ -20,8 +20,8 @@ from engine.cuda.kernels.tiles import MeasuredTile
 from engine.cuda.launch_only import AddressRange, launch_only_model
 from engine.cuda.launches import recorded
 from engine.protocol import LoadModel
-from loader.gpu_sizing import PEER_REGION_BYTES
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.gpu_sizing import PEER_REGION_BYTES
 
 NICENESS = 5  # lower priority than the steps of models in service
 

@@ -16,14 +16,14 @@ import torch
 
 from engine.cuda.kernels import triton_checksum
 from engine.memory.chunk_memory import Piece
-from loader import checksum
+from loader.packing import checksum
 
 WORD_BYTES = 8
 
 
 class EventFence:
-    """A point on a CUDA stream after everything launched on it so far (a loader.sinks.Fence): it can be asked for and waited
-    for."""
+    """A point on a CUDA stream after everything launched on it so far (a loader.reading.sinks.Fence): it can be asked for and
+    waited for."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(blocking=True)  # blocking: a waiting thread sleeps, and holds no lock

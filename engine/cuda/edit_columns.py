@@ -16,7 +16,7 @@ import numpy.typing as npt
 from engine.cuda.kernels import entry
 from engine.protocol import SamplingParams
 from engine.sampling.sampler import LogitEdits, SamplingRows, banned_ids
-from loader.gpu_sizing import EDITED_ROWS, EDITED_TOKENS, LOGITS_ROWS
+from loader.sizes.gpu_sizing import EDITED_ROWS, EDITED_TOKENS, LOGITS_ROWS
 from scheduler.batch.plan import IntArray, LongArray
 
 NO_WORDS = np.empty(0, np.int32)

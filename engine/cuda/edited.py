@@ -28,7 +28,7 @@ from engine.cuda.ops import logprobs_in
 from engine.cuda.sequences import Staging
 from engine.sampling.logprobs import LogprobCollector
 from engine.sampling.sampler import SamplingRows
-from loader.gpu_sizing import LOGITS_ROWS
+from loader.sizes.gpu_sizing import LOGITS_ROWS
 from scheduler.batch.plan import IntArray, LongArray
 
 NUM_STAGING = 2  # copies under way at a time: they may be large, and few are needed

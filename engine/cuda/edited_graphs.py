@@ -31,7 +31,7 @@ from engine.cuda.graphs import StepGraphs, StepOutputs
 from engine.cuda.kernels import entry
 from engine.cuda.ops import logprobs_in
 from engine.cuda.sequences import Column, Staging, words_of
-from loader.gpu_sizing import EDITED_ROWS, LOGITS_ROWS, edited_graph_words
+from loader.sizes.gpu_sizing import EDITED_ROWS, LOGITS_ROWS, edited_graph_words
 from scheduler.batch.plan import IntArray
 
 log = logging.getLogger("engine")

@@ -6,7 +6,7 @@ import torch
 
 from engine.cuda.copies import EventFence
 from engine.layers.expert_counts import ExpertCounts
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 from scheduler.batch.plan import LongArray
 
 

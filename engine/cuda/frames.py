@@ -1,6 +1,5 @@
-"""Decodes frames of packed weights (loader.frame) on the device they are for. A frame is copied to the device as it is in the file;
-a kernel launched after the copy decodes its values and writes them to their place.
-"""
+"""Decodes frames of packed weights (loader.files.frame) on the device they are for. A frame is copied to the device as it is in the
+file; a kernel launched after the copy decodes its values and writes them to their place."""
 
 from __future__ import annotations
 
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.memory.chunk_memory import ChunkMemory
-from loader import codec, frame
-from loader.unpack import Decoder
+from loader.files import frame
+from loader.packing import codec
+from loader.reading.unpack import Decoder
 
 log = logging.getLogger("engine")
 
@@ -57,8 +57,8 @@ class DeviceFrames:
             return int(verdict.item())
 
     def measured_by(self, host: Decoder) -> Decoder:
-        """Returns a decoder, for measurements (loader.read_rates), that decodes a frame as loads do: its checksum on the host, its
-        values on the device."""
+        """Returns a decoder, for measurements (loader.reading.read_rates), that decodes a frame as loads do: its checksum on the
+        host, its values on the device."""
         with self._memory.copying():  # torch reuses memory in the order of the stream it was taken on
             out = torch.empty(frame.FRAME_VALUES, dtype=torch.int16, device=self._memory.arena.device)
         verdict = self.verdict()

@@ -30,8 +30,8 @@ from engine.cuda.kernels import tiles
 from engine.host.child_process import MOST_COMPILERS, PACKAGES, child_environment
 from engine.protocol import KernelsTold, LoadModel
 from loader.formats.registry import FORMATS
-from loader.layout import layout_id
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.layout import layout_id
 from loader.threads import Thread
 
 log = logging.getLogger("engine")

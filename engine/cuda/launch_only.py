@@ -19,10 +19,10 @@ from engine.cuda.stages import DeviceStages
 from engine.memory import mappings
 from engine.ops.ops import Matrix, PackedMatrix
 from engine.protocol import LoadModel
-from loader import kv_layout
 from loader.formats.registry import FORMATS
-from loader.layout import weights_bytes
-from loader.model_shape import ModelShape
+from loader.shapes import kv_layout
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.layout import weights_bytes
 
 ARENA_BLOCKS = 4  # blocks of each KV group; views of the arena are never read
 

@@ -53,11 +53,11 @@ from engine.protocol import LoadModel, PromptLogprobs
 from engine.sampling.logprobs import owed_prompt_rows
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
 from engine.sampling.vectors import scaled_vectors, vectors_result
-from loader import kv_layout
 from loader.formats.registry import FORMATS
-from loader.gpu_sizing import LOGITS_ROWS, decode_programs
-from loader.kv_dtypes import KV_FP8
-from loader.model_shape import ModelShape
+from loader.shapes import kv_layout
+from loader.shapes.kv_dtypes import KV_FP8
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.gpu_sizing import LOGITS_ROWS, decode_programs
 from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 DECODE_PIECES_PER_CORE = 8  # contexts are cut into about this many pieces per multiprocessor

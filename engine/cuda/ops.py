@@ -27,7 +27,7 @@ from engine.ops.ops import (
     Nvfp4Matrix,
     PackedMatrix,
 )
-from loader.gpu_sizing import LATENT_HEADS, LATENT_TOKENS
+from loader.sizes.gpu_sizing import LATENT_HEADS, LATENT_TOKENS
 
 
 class CudaOps:

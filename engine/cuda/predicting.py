@@ -26,7 +26,7 @@ from engine.cuda.sequences import ALIGN_WORDS, Staging
 from engine.models.registry import CausalLM
 from engine.sampling.proposing import following_tokens, sampled_sequences
 from engine.sampling.sampler import plain_rows
-from loader.gpu_sizing import LOGITS_ROWS
+from loader.sizes.gpu_sizing import LOGITS_ROWS
 from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
 
 DRAFT_COLUMNS = ("slots", "firsts", "contexts", *SETTINGS)  # columns of a row that reads a drafted token and samples the next

@@ -32,8 +32,8 @@ from engine.grammar.row_masks import RowMasks
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel
 from engine.sampling.logprobs import owed_prompt_rows
-from loader.gpu_sizing import LOGITS_ROWS
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.gpu_sizing import LOGITS_ROWS
 from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 MAX_PADDED_ROWS = LOGITS_ROWS  # decode steps of more rows are not padded, and have no graph

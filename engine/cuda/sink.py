@@ -15,19 +15,20 @@ from torch import Tensor
 from engine.cuda.frames import DeviceFrames
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
-from loader.dtypes import FP8
 from loader.formats.alignment import aligned
 from loader.formats.int4_relayout import order_inputs, part_of, rearrange
 from loader.formats.relayout import AWQ_WORDS, GPTQ_WORDS, WORDS_AT_ONCE
 from loader.formats.weight_format import WeightSlot
-from loader.range_plan import Segment, Span
-from loader.sinks import Fence, HostSink, check_codes, held_dtype, rearrange_span, row_of_part, stored_rows
-from loader.unpack import damaged
+from loader.reading.range_plan import Segment, Span
+from loader.reading.sinks import Fence, HostSink, check_codes, held_dtype, rearrange_span, row_of_part, stored_rows
+from loader.reading.unpack import damaged
+from loader.shapes.dtypes import FP8
 
 
 class DeviceSink:
-    """A WeightSink (loader.sinks) for a mapped range of any device. Weights that change dtype are converted on the host; packed
-    ones among them are decoded there first. frames: decodes packed weights on the device; None: the host decodes all of them."""
+    """A WeightSink (loader.reading.sinks) for a mapped range of any device. Weights that change dtype are converted on the host;
+    packed ones among them are decoded there first. frames: decodes packed weights on the device; None: the host decodes all of
+    them."""
 
     memory: memoryview | None = None
 

@@ -29,7 +29,7 @@ from engine.cuda.kernels.tiles import MeasuredTile, Tile
 from engine.cuda.tile_trials import Trial, trials_of
 from engine.protocol import LoadModel
 from loader import cached_file
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 from loader.threads import Thread
 
 log = logging.getLogger("engine")

@@ -18,9 +18,9 @@ from engine.cuda.kernels import entry, tiles, triton_decode, triton_extend
 from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL, Entry, Tile
 from engine.memory.arena import kv_views
 from engine.protocol import LoadModel
-from loader.kv_dtypes import KV_FP8, kv_dtype_named
-from loader.kv_layout import KVGroupSpec
-from loader.model_shape import ModelShape
+from loader.shapes.kv_dtypes import KV_FP8, kv_dtype_named
+from loader.shapes.kv_layout import KVGroupSpec
+from loader.shapes.model_shape import ModelShape
 
 GROUP_ROWS = 16  # rows of queries in a tile of decode attention, which tensor cores take
 KV_BYTES = 64 << 20  # of keys and values of a trial, at most

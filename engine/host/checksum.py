@@ -1,6 +1,5 @@
-"""Copies host memory and computes its checksum on the way, so that the source is read only once. loader.checksum defines the
-sums.
-"""
+"""Copies host memory and computes its checksum on the way, so that the source is read only once. loader.packing.checksum defines
+the sums."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from loader import checksum as loader_checksum
-from loader.checksum import add_rest, add_words, joined
+from loader.packing import checksum as loader_checksum
+from loader.packing.checksum import add_rest, add_words, joined
 
 
 @functools.cache
@@ -25,8 +24,8 @@ def _kernels() -> tuple[Callable[[Any, Any, Any], None], Callable[[Any, Any], No
 
 
 def of(source: Any) -> int:
-    """Returns the checksum of `source`, a uint8 array, as loader.checksum.of defines it, but computed at memory's speed where Numba
-    is installed. Releases the GIL."""
+    """Returns the checksum of `source`, a uint8 array, as loader.packing.checksum.of defines it, but computed at memory's speed
+    where Numba is installed. Releases the GIL."""
     kernels = _kernels()
     if kernels is None or source.ctypes.data % 8:
         return loader_checksum.of(source)

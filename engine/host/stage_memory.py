@@ -12,8 +12,8 @@ from engine.host.rank_memory import LINE_BYTES
 
 
 def piece_bytes(num_stages: int, handed: int) -> int:
-    """Returns the bytes of the piece that one stage sends through. handed: bytes of the states of one step (loader/work_space.py),
-    a multiple of LINE_BYTES."""
+    """Returns the bytes of the piece that one stage sends through. handed: bytes of the states of one step
+    (loader/sizes/work_space.py), a multiple of LINE_BYTES."""
     return LINE_BYTES + num_stages * handed
 
 

@@ -1,6 +1,6 @@
 """Decodes packed weights on the CPU (Numba), 64 values at a time. Each value's exponent is selected from vectors by the bits of its
-code. Exponents of escapes (code 7, one value in forty) are filled in afterwards. The reference implementation is loader.codec; the
-format is in loader.frame.
+code. Exponents of escapes (code 7, one value in forty) are filled in afterwards. The reference implementation is
+loader.packing.codec; the format is in loader.files.frame.
 
 Shapes: N values, W words of 64 values, E escapes, G groups.
 """
@@ -15,8 +15,8 @@ from numba import int64, njit, types, uint8, uint16, uint32, uint64, void
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from loader import checksum, codec
-from loader.frame import FrameError
+from loader.files.frame import FrameError
+from loader.packing import checksum, codec
 
 _VALUES = 64
 _GROUP_WORDS = 16
@@ -128,8 +128,8 @@ def _sum(words: Any, sums: Any) -> None:
 
 
 def decode(data: Any, out: Any) -> None:
-    """Decodes one frame of packed weights, data (uint8), into out (uint16 [N], bits of bfloat16), as loader.codec.decode does.
-    Raises FrameError for a bad frame; out is then worthless."""
+    """Decodes one frame of packed weights, data (uint8), into out (uint16 [N], bits of bfloat16), as loader.packing.codec.decode
+    does. Raises FrameError for a bad frame; out is then worthless."""
     if data.ctypes.data % 8:
         codec.decode(data, out)
         return
@@ -139,7 +139,7 @@ def decode(data: Any, out: Any) -> None:
 
 
 def sum_of(data: Any) -> int:
-    """Returns the checksum of data (uint8, of any length), as loader.codec.sum_of does."""
+    """Returns the checksum of data (uint8, of any length), as loader.packing.codec.sum_of does."""
     whole = len(data) // 8 * 8
     if data.ctypes.data % 8:
         return codec.sum_of(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from engine.host import compiled
-from loader.unpack import Decoder
+from loader.reading.unpack import Decoder
 
 
 def weight_decoder(cache_dir: str) -> Decoder:

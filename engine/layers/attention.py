@@ -12,7 +12,7 @@ from engine.layers.projection import Projection
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, HeadNorms, Ops
 from loader.architectures.decoder import Decoder
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class Attention(Generic[BatchT]):

@@ -13,7 +13,7 @@ from engine.layers.norms import Norm
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, Ops
 from loader.architectures.decoder import Decoder
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class BesideExperts(Generic[BatchT]):

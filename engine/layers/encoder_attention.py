@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from loader.work_space import ENCODER_TILE_TOKENS
+from loader.sizes.work_space import ENCODER_TILE_TOKENS
 
 
 def attend(qkv: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:

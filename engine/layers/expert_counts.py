@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 from scheduler.batch.plan import LongArray
 
 

@@ -11,9 +11,9 @@ from engine.contracts.ranks import Ranks
 from engine.layers.mlp import MLP
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, ClampedSwiglu, ExpertMatrices, ExpertMatrix, Ops, SigmoidRouting
-from loader import expert_copies
 from loader.architectures.decoder import GELU_TANH, Decoder
-from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, ModelShape
+from loader.shapes import expert_copies
+from loader.shapes.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, ModelShape
 
 
 class MixtureOfExperts(Generic[BatchT]):

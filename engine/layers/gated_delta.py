@@ -11,7 +11,7 @@ from engine.layers.projection import Projection
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, DeltaColumns, DeltaRule, Ops
 from loader.architectures.decoder import Decoder
-from loader.model_shape import DeltaShape, ModelShape
+from loader.shapes.model_shape import DeltaShape, ModelShape
 
 
 class GatedDelta(Generic[BatchT]):

@@ -11,7 +11,7 @@ from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, LatentHeads, Ops
 from loader.architectures.decoder import Decoder
 from loader.architectures.latent import NORM_EPS
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class LatentAttention(Generic[BatchT]):

@@ -10,7 +10,7 @@ from engine.layers.projection import Projection
 from engine.layers.weights import Weights
 from engine.ops.ops import Ops, StepBatch
 from loader.architectures.decoder import GELU_NEW, GELU_TANH, SILU, Decoder
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class MLP:

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.layers.weights import Weights
 from engine.ops.ops import Ops
 from loader.architectures.decoder import Decoder
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class Norm:

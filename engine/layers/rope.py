@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.ops.ops import Rotary
-from loader.model_shape import ModelShape
-from loader.rope_config import PROPORTIONAL, RopeParameters
+from loader.shapes.model_shape import ModelShape
+from loader.shapes.rope_config import PROPORTIONAL, RopeParameters
 
 
 def rotaries_of(shape: ModelShape, max_model_len: int) -> tuple[Rotary, Rotary]:

@@ -1,5 +1,5 @@
 """Gives access to a model's parameters as views of its weight range. Tensors that one matrix product reads together lie end to end
-there (loader/layout.py), so the fused matrix is a view as well.
+there (loader/sizes/layout.py), so the fused matrix is a view as well.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch import Tensor
 from engine.layers.expert_counts import ExpertCounts
 from engine.memory.weight_range import WeightRange
 from engine.ops.ops import AdaptedProduct, Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix, Nvfp4Matrix, PackedMatrix
-from loader.adapter_matrices import adapted_matrices, numbers_of
-from loader.dtypes import FLOAT_OF
+from loader.configs.adapter_matrices import adapted_matrices, numbers_of
 from loader.formats import mxfp4, nvfp4_settings, stored_nvfp4
 from loader.formats.int4_layout import BY_INPUT, COMPRESSED, IN_WORD, Names
 from loader.formats.packed_place import CODE_BYTES, START_BYTES, PackedPlace
 from loader.formats.plain import PLAIN
 from loader.formats.relayout import INPUT_ORDER
 from loader.formats.weight_format import WeightFormat, WeightSlot
-from loader.layout import weight_layout
-from loader.model_shape import ModelShape
+from loader.shapes.dtypes import FLOAT_OF
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.layout import weight_layout
 
 
 @cache

@@ -18,7 +18,7 @@ from engine.contracts.steps import StepResult, StreamedModel
 from engine.memory.weight_gate import WeightGate, WeightsWithdrawn
 from engine.protocol import Abort, Submit
 from engine.serve.served_models import ServedModel
-from loader.work_space import FIRST_STEP_SLICES
+from loader.sizes.work_space import FIRST_STEP_SLICES
 from scheduler.batch.plan import BatchPlan, LongArray
 
 NO_REQUESTS = np.zeros(0, np.int64)

@@ -18,7 +18,7 @@ from engine.memory.host_tier import HostTier
 from engine.memory.transfers import Piece, copies_several, transfer
 from engine.serve.identity import kv_identity, weights_identity
 from engine.serve.served_models import ServedModel
-from loader import checksum
+from loader.packing import checksum
 from scheduler.batch import kv_saving
 from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import BoolArray, IntArray

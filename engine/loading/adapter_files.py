@@ -12,10 +12,10 @@ from engine.contracts.adapters import ReadAdapter
 from engine.protocol import AdapterSource
 from loader.adapters.layout import adapter_layout
 from loader.adapters.open_adapter import OpenAdapter, open_adapter
-from loader.dtypes import DTYPE_OF, ITEM_BYTES
 from loader.errors import CheckpointError
-from loader.model_shape import ModelShape
-from loader.safetensors import TensorRef
+from loader.files.safetensors import TensorRef
+from loader.shapes.dtypes import DTYPE_OF, ITEM_BYTES
+from loader.shapes.model_shape import ModelShape
 
 
 def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAdapter:

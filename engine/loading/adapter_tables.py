@@ -7,10 +7,10 @@ import numpy as np
 from engine.contracts.adapters import ReadAdapter
 from engine.loading.adapter_files import read_adapter
 from engine.protocol import AdapterSource
-from loader.adapter_matrices import adapted_matrices
 from loader.adapters.layout import AdapterLayout
-from loader.dtypes import ITEM_BYTES
-from loader.model_shape import ModelShape
+from loader.configs.adapter_matrices import adapted_matrices
+from loader.shapes.dtypes import ITEM_BYTES
+from loader.shapes.model_shape import ModelShape
 from scheduler.batch.adapters import MAX_ADAPTERS
 
 

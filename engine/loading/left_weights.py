@@ -11,7 +11,7 @@ from engine.contracts.loads import LoadCancelled, LoadTask
 from engine.memory.chunk_memory import ChunkMemory, EndedCopy
 from engine.memory.transfers import Piece, TransferCancelled, transfer
 from engine.memory.weight_gate import WeightGate
-from loader import checksum
+from loader.packing import checksum
 from scheduler.batch.plan import IntArray
 
 if TYPE_CHECKING:  # engines of null models do not need torch

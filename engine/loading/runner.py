@@ -30,20 +30,20 @@ from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_gate import WeightGate
 from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.protocol import Configure, LoadModel
-from loader import kv_layout
+from loader.configs.hf_config import CONFIG_NAME
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.file_calls import FileCalls, ReadCancelled
+from loader.files.file_calls import FileCalls, ReadCancelled
 from loader.formats.registry import FORMATS
-from loader.hf_config import CONFIG_NAME
-from loader.landings import Places
-from loader.layout import weight_layout, weights_bytes
-from loader.model_shape import DeviceShare, Division
-from loader.read_rates import ReadRates
-from loader.source_choice import SourceChoice
-from loader.staging import StagingRing
+from loader.reading.landings import Places
+from loader.reading.read_rates import ReadRates
+from loader.reading.source_choice import SourceChoice
+from loader.reading.staging import StagingRing
+from loader.reading.unpack import Decoder
+from loader.reading.weight_stream import OpenCheckpoint, open_checkpoint, stream_weights
+from loader.shapes import kv_layout
+from loader.shapes.model_shape import DeviceShare, Division
+from loader.sizes.layout import weight_layout, weights_bytes
 from loader.threads import Thread
-from loader.unpack import Decoder
-from loader.weight_stream import OpenCheckpoint, open_checkpoint, stream_weights
 
 log = logging.getLogger("engine")
 

@@ -16,7 +16,7 @@ from engine.memory.transfers import NUM_THREADS, Piece, Several, TransferCancell
 from engine.memory.weight_arrivals import WeightArrivals
 from engine.memory.weight_gate import WeightGate
 from engine.memory.weight_range import WeightRange
-from loader import checksum
+from loader.packing import checksum
 from loader.threads import Thread
 
 

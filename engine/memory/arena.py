@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from loader.kv_dtypes import kv_dtype_named
-from loader.kv_layout import KVGroupSpec
+from loader.shapes.kv_dtypes import kv_dtype_named
+from loader.shapes.kv_layout import KVGroupSpec
 from scheduler.batch.plan import IntArray
 
 

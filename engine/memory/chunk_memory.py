@@ -12,7 +12,7 @@ from scheduler.batch.plan import IntArray
 if TYPE_CHECKING:  # engines of null models do not need torch
     from torch import Tensor
 
-    from loader.sinks import Fence
+    from loader.reading.sinks import Fence
 
 
 class DeviceCopy(Protocol):

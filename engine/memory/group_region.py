@@ -19,7 +19,7 @@ from engine.host.rendezvous import Rendezvous
 from engine.memory.shared_plans import SharedPlans
 from engine.memory.stage_link import StageLink
 from engine.protocol import Group, LoadModel
-from loader.model_shape import Division
+from loader.shapes.model_shape import Division
 from scheduler.batch.plan import BatchPlan, LongArray, SequenceTable, make_sequence_table
 
 

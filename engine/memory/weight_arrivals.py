@@ -11,7 +11,8 @@ from loader.formats.weight_format import WeightSlot
 
 def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]:
     """Returns (begin, end, parameter name) for everything that a load fills: a parameter's values and, if the load quantises it,
-    its scales. begin and end are bytes in the weight range, end exclusive. layout: as loader.layout.weight_layout returns it."""
+    its scales. begin and end are bytes in the weight range, end exclusive. layout: what weight_layout of loader.sizes.layout
+    returns."""
     return [(*place, slot.name) for slot in layout for place in slot.places]
 
 

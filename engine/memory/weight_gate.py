@@ -20,7 +20,7 @@ class WeightsWithdrawn(Exception):
 
 
 class WeightGate:
-    """The gate between the load of a model's weights and the steps that run during it. layout: as loader.layout.weight_layout
+    """The gate between the load of a model's weights and the steps that run during it. layout: as loader.sizes.layout.weight_layout
     returns it; each of its slots names the stage of the forward pass that needs it.
 
     The readers report bytes that have `landed`. A stage is open when all bytes of its parameters have landed. `begun`, if set, is

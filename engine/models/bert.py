@@ -14,7 +14,7 @@ from torch.nn import functional
 from engine.layers.encoder_attention import attend
 from engine.layers.weights import Weights
 from loader.architectures.bert import Encoder
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 QUERY_KEY_VALUE = ("query", "key", "value")
 

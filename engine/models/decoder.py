@@ -22,7 +22,7 @@ from engine.models.eagle import EagleDrafter
 from engine.models.predictor import Predictor
 from engine.ops.ops import BatchT, Ops, PackedMatrix
 from loader.architectures.decoder import Decoder
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class DecoderModel(Generic[BatchT]):

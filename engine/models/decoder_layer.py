@@ -21,7 +21,7 @@ from engine.layers.norms import Norm
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, Ops
 from loader.architectures.decoder import Decoder, has_delta_rule, has_experts, has_experts_beside
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class DecoderLayer(Generic[BatchT]):

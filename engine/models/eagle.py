@@ -18,7 +18,7 @@ from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, Ops, PackedMatrix
 from loader.architectures import eagle as names
 from loader.architectures.eagle import layer_family
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class EagleDrafter(Generic[BatchT]):

@@ -17,7 +17,7 @@ from engine.layers.rope import rotaries_of
 from engine.layers.weights import Weights
 from engine.ops import reference
 from engine.ops.ops import Rotary
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class ModernBertLayer:

@@ -19,7 +19,7 @@ from engine.models.decoder_layer import DecoderLayer
 from engine.ops.ops import BatchT, Ops
 from loader.architectures.decoder import Decoder
 from loader.architectures.predictor import HIDDEN_NORM, OUTPUT_NORM, PROJECTION, TOKEN_NORM
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class Predictor(Generic[BatchT]):

@@ -20,7 +20,7 @@ from loader.architectures.decoder import Decoder
 from loader.architectures.modernbert import ModernEncoder
 from loader.architectures.registry import architecture_of
 from loader.architectures.wrapper import Wrapper
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 
 class CausalLM(Protocol[BatchT_contra]):

@@ -32,13 +32,13 @@ from engine.host.rank_memory import LINE_BYTES
 from engine.memory.group_region import open_region
 from engine.memory.host_tier import HostTier
 from engine.protocol import Configure, LoadModel, PromptLogprobs, SamplingParams, TokenLogprobs
-from loader import kv_layout
-from loader.catalog import MAX_CONFIG_BYTES
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError
-from loader.hf_config import parse_config
-from loader.kv_dtypes import kv_dtype_named
-from loader.kv_layout import KVGroupSpec
-from loader.regular_file import read_regular
+from loader.files.regular_file import read_regular
+from loader.models.catalog import MAX_CONFIG_BYTES
+from loader.shapes import kv_layout
+from loader.shapes.kv_dtypes import kv_dtype_named
+from loader.shapes.kv_layout import KVGroupSpec
 from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
 
 PROGRESS_EVERY_S = 0.05

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from loader.model_shape import TemperatureShape
+from loader.shapes.model_shape import TemperatureShape
 
 
 @dataclass(slots=True, frozen=True)
@@ -124,7 +124,7 @@ class Nvfp4Matrix:
 @dataclass(slots=True, frozen=True)
 class PackedMatrix:
     """A matrix of N outputs and K inputs whose bfloat16 weights are packed without loss. body uint8, codes uint64, bases uint8,
-    starts uint32, escapes uint8: the arrays of the format (loader/packed_rows.py); not all bytes of escapes may be in use."""
+    starts uint32, escapes uint8: arrays of the format (loader/formats/packed_rows.py); not all bytes of escapes may be in use."""
 
     num_outputs: int
     num_inputs: int
@@ -153,9 +153,9 @@ class PackedMatrix:
 
 @dataclass(slots=True, frozen=True)
 class AdaptedProduct:
-    """A matrix product of a layer that LoRA adapters may change. number: its index in loader.adapter_matrices.adapted_matrices.
-    parts: the product may compute several of the checkpoint's matrices at once, such as those of queries, keys and values; the
-    number of outputs of each."""
+    """A matrix product of a layer that LoRA adapters may change. number: its index in
+    loader.configs.adapter_matrices.adapted_matrices. parts: the product may compute several of the checkpoint's matrices at once,
+    such as those of queries, keys and values; the number of outputs of each."""
 
     number: int
     parts: tuple[int, ...]
@@ -219,8 +219,8 @@ class ExpertMatrices:
     number first_own on, and num_routed is the number of all experts; 0: the matrices are those of all experts.
 
     turns [num_experts, 3] int32: if ranks have copies of others' experts, for each expert (its number of holders, this rank's
-    number among them, its index among the matrices), as loader.expert_copies.turns returns them; first_own is not used then. A
-    holder adds the outputs of the tokens whose place in the KV cache, modulo the number of holders, is its number. None: no rank
+    number among them, its index among the matrices), as loader.shapes.expert_copies.turns returns them; first_own is not used then.
+    A holder adds the outputs of the tokens whose place in the KV cache, modulo the number of holders, is its number. None: no rank
     has copies.
 
     counts [num_experts] int64: how many tokens have passed through each expert, over all ranks; with turns [num_own]: how many this
@@ -260,9 +260,9 @@ class ExpertMatrices:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class LatentHeads:
-    """The heads of one layer's latent attention (loader.model_shape.LatentShape). plain_dim: K, the dimensions of a head's queries
-    and keys that are not rotated. rope_dim: R, those that are rotated. value_dim: V. up [H (K + V), L]: for each head, the matrix
-    that maps a latent [L] to the part of its key that is not rotated [K], followed by the matrix for its value [V]."""
+    """The heads of one layer's latent attention (loader.shapes.model_shape.LatentShape). plain_dim: K, the dimensions of a head's
+    queries and keys that are not rotated. rope_dim: R, those that are rotated. value_dim: V. up [H (K + V), L]: for each head, the
+    matrix that maps a latent [L] to the part of its key that is not rotated [K], followed by the matrix for its value [V]."""
 
     up: Matrix
     num_heads: int
@@ -297,7 +297,7 @@ class DeltaColumns:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class DeltaRule:
-    """The gated delta rule of one layer (loader.model_shape.DeltaShape), with K key heads of key_dim and V value heads of
+    """The gated delta rule of one layer (loader.shapes.model_shape.DeltaShape), with K key heads of key_dim and V value heads of
     value_dim.
 
     convolution [C, N]: weights for the C columns of queries, keys and values, in this order and head by head; the last of the N

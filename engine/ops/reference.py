@@ -31,8 +31,8 @@ from engine.ops.ops import (
     SigmoidRouting,
 )
 from loader.formats.int8 import WIDENED_BYTES
-from loader.model_shape import TemperatureShape
-from loader.packed_rows import PANEL_BODY_BYTES, PANEL_CODES, PANEL_ROWS, num_blocks, unpack_rows
+from loader.formats.packed_rows import PANEL_BODY_BYTES, PANEL_CODES, PANEL_ROWS, num_blocks, unpack_rows
+from loader.shapes.model_shape import TemperatureShape
 
 # The smallest scale is 2**-24, which float16 can hold. If all numbers are below 448 times that, small ones are rounded more.
 MIN_FP8_SCALE = 127 - 24
@@ -133,7 +133,7 @@ def packed_rows(packed: PackedMatrix, some: slice, out: Tensor) -> None:
 
 
 def panels_of(packed: PackedMatrix, panels: slice | None = None) -> tuple[Any, Any, Any, Any, Any]:
-    """Returns the arrays of some panels of a packed matrix (None: of all), as loader.packed_rows.unpack_rows takes them."""
+    """Returns the arrays of some panels of a packed matrix (None: of all), as loader.formats.packed_rows.unpack_rows takes them."""
     panels = slice(0, packed.num_panels) if panels is None else panels
     blocks = num_blocks(packed.num_inputs)
     sizes = (blocks * PANEL_BODY_BYTES, blocks * PANEL_CODES, PANEL_ROWS, 1)

@@ -38,8 +38,8 @@ from engine.remote.states_sender import StatesSender
 from engine.remote.table_rows import TableReader
 from engine.remote.wire import Wire, WireClosed
 from engine.serve.channel import Channel, ChannelClosed
+from loader.sizes.work_space import staged_tokens
 from loader.threads import Thread
-from loader.work_space import staged_tokens
 from scheduler.batch.plan import BatchPlan
 
 log = logging.getLogger("engine")

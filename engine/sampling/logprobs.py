@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.ops.ops import LogprobOps
 from engine.protocol import PromptLogprobs, SamplingParams, TokenLogprobs
-from loader.work_space import sampler_rows
+from loader.sizes.work_space import sampler_rows
 from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
 
 DECIMALS = 6  # decimals to which a log-probability is rounded before it leaves the engine

@@ -19,7 +19,7 @@ from engine.ops.ops import SamplingOps
 from engine.ops.reference_inputs import noise_keys
 from engine.protocol import SamplingParams
 from engine.sampling.token_mask import apply_row_masks
-from loader.work_space import sampler_rows
+from loader.sizes.work_space import sampler_rows
 from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
 
 KeyArray = npt.NDArray[np.uint32]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.protocol import LoadModel
-from loader import kv_layout
-from loader.kv_layout import KVGroupSpec
+from loader.shapes import kv_layout
+from loader.shapes.kv_layout import KVGroupSpec
 from scheduler.batch.block_pool import BlockPool
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.group_cache import GroupCache

@@ -19,7 +19,7 @@ from engine.protocol import EAGLE3, MTP, Configure, LoadModel, Stats, WeightsHel
 from engine.serve.embedder import Embedder
 from engine.serve.identity import adapter_source, kv_identity, weights_identity
 from engine.serve.kv_caches import make_kv_cache
-from loader.work_space import staged_tokens
+from loader.sizes.work_space import staged_tokens
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool, free_runs
 from scheduler.batch.compaction import Compaction

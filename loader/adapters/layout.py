@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from loader.adapter import Adapter, AdapterModule
-from loader.adapter_matrices import AdaptedMatrix, adapted_matrices, decoder_of
 from loader.architectures.registry import architecture_of
+from loader.configs.adapter_matrices import AdaptedMatrix, adapted_matrices, decoder_of
 from loader.errors import CheckpointError
-from loader.layout import parameter_shapes
-from loader.model_shape import ModelShape
+from loader.models.adapter import Adapter, AdapterModule
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.layout import parameter_shapes
 
 RANK_STEP = 8  # kernels process so many ranks at a time
 ALIGN_BYTES = 64
@@ -25,7 +25,7 @@ _LAYERS = "layers."
 @dataclass(slots=True, frozen=True)
 class AdapterPlace:
     """The place of an adapter's matrices for one product of the base. number: the product's matrix number
-    (loader/adapter_matrices.py).
+    (loader/configs/adapter_matrices.py).
 
     rank: the rank r of each of the product's P parts, a multiple of RANK_STEP. offset: where its matrices begin, in elements from
     the adapter's first byte: first "down" [P * r, inputs], in which the rows of part p begin at p * r, then, part by part, "up" [r,

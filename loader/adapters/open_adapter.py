@@ -9,11 +9,11 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from loader.adapter import WEIGHTS_NAME, Adapter
-from loader.checked_again import check_unchanged, open_unchanged, scanned_again
 from loader.errors import CheckpointChanged, ReadFailed
-from loader.safetensors import Header, TensorRef, read_header
-from loader.weight_files import FileInfo
+from loader.files.safetensors import Header, TensorRef, read_header
+from loader.files.weight_files import FileInfo
+from loader.models.adapter import WEIGHTS_NAME, Adapter
+from loader.models.checked_again import check_unchanged, open_unchanged, scanned_again
 
 _READ_BYTES = 1 << 30  # one system call reads less than 2 GiB
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
-from loader.config_fields import Fields
-from loader.dtypes import DTYPES
-from loader.model_shape import ModelShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.dtypes import DTYPES
+from loader.shapes.model_shape import ModelShape
 
 MAX_LAYERS = 1024  # the deepest models have some 130; a list of all layers is built before the files can tell how many there are
 
@@ -54,8 +54,8 @@ class TensorGroup(NamedTuple):
     divided: how the devices of a group share the tensors: ROWS, COLUMNS, FIRST_ALONE; "": each device has them whole. unit: number
     of rows or columns that are kept together, for example those of a head; with fewer units than devices several devices have the
     same unit. joined: for each tensor, the numbers of rows of the matrices that it holds one after the other, each of which is
-    divided; (): each tensor is one matrix. cuts: in a device's share (loader/slices.py), for each tensor which part of it the share
-    has; `tensors` then has the shapes of the parts; (): the tensors are whole.
+    divided; (): each tensor is one matrix. cuts: in a device's share (loader/sizes/slices.py), for each tensor which part of it the
+    share has; `tensors` then has the shapes of the parts; (): the tensors are whole.
 
     num_experts: number of experts, in order, to which the tensors belong; each device may have some of them, and `divided` says how
     devices with the same experts share each expert. 0: the tensors do not belong to routed experts. stacked: each tensor has the

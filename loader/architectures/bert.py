@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
 from loader.architectures.cut_sizes import cut_sizes
 from loader.architectures.scoring import scoring_of
-from loader.config_fields import Fields
-from loader.model_shape import ModelShape
-from loader.rope_config import RopeParameters
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import ModelShape
+from loader.shapes.rope_config import RopeParameters
 
 _SUPPORTED = (("hidden_act", "gelu"), ("position_embedding_type", "absolute"))
 
@@ -33,7 +33,7 @@ class Encoder:
     score_head: tuple[str, ...] = ()
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Implements Architecture.parse. How token vectors are pooled is read from another file (loader/pooling.py)."""
+        """Implements Architecture.parse. How token vectors are pooled is read from another file (loader/configs/pooling.py)."""
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if hidden_size % num_heads:
             raise fields.fail("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")

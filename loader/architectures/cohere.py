@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from loader.architectures.decoder import Decoder, TensorNames
 from loader.architectures.factors import Factors
-from loader.rope_config import RopeRules
+from loader.shapes.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
     "CohereForCausalLM",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from loader.architectures import cohere
 from loader.architectures.windows import Windows, all_but_every_nth
-from loader.rope_config import RopeRules
+from loader.shapes.rope_config import RopeRules
 
 ARCHITECTURE = replace(
     cohere.ARCHITECTURE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loader.config_fields import Fields
+from loader.shapes.config_fields import Fields
 
 MAX_CUT_SIZES = 4096
 

@@ -1,5 +1,6 @@
 """Decoders that generate text: an embedding, layers of attention and MLP with norms around them, and a head. The MLP of a layer may
-be a mixture of experts (experts.py). Decoders whose folder says how to pool (loader/pooling.py) compute vectors, and have no head.
+be a mixture of experts (experts.py). Decoders whose folder says how to pool (loader/configs/pooling.py) compute vectors, and have
+no head.
 
 A family is one `Decoder`, whose fields describe its differences from other families. loader/architectures reads config.json and
 lists tensors by them; engine/models/decoder.py runs the model by them. Defaults are those of transformers' configuration classes,
@@ -21,9 +22,9 @@ from loader.architectures.factors import Factors, factor
 from loader.architectures.full_heads import FullHeads
 from loader.architectures.latent import Latents
 from loader.architectures.windows import CHUNKED, Windows
-from loader.config_fields import Fields
-from loader.model_shape import OPTIONAL_STACKS, HeadShape, LayerInputShape, ModelShape, TemperatureShape
-from loader.rope_config import RopeRules, parse_rope, rotated_layers
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import OPTIONAL_STACKS, HeadShape, LayerInputShape, ModelShape, TemperatureShape
+from loader.shapes.rope_config import RopeRules, parse_rope, rotated_layers
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
 GELU_NEW = "gelu_new"  # the same function, in an MLP without a gate

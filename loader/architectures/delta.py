@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loader.architectures.architecture import COLUMNS, ROWS, Dims, TensorGroup, one_tensor
-from loader.config_fields import Fields
-from loader.model_shape import DeltaShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import DeltaShape
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from loader.architectures import llama, qwen3
 from loader.architectures.architecture import TensorGroup, one_tensor
 from loader.architectures.decoder import Decoder
-from loader.config_fields import Fields
-from loader.model_shape import EagleShape, ModelShape
-from loader.safetensors import TensorRef
+from loader.files.safetensors import TensorRef
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import EagleShape, ModelShape
 
 PREFIX = "drafter."
 STATES, ONE_NORM, NORMS, NORM, HEAD, OFFSETS, EMBEDDING = "fc", "input_norm", "fc_norm.{}", "norm", "lm_head", "d2t", "embed_tokens"

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, Dims, TensorGroup, one_tensor
-from loader.config_fields import Fields
-from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, SigmoidShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, SigmoidShape
 
 MAX_EXPERTS = 4096  # most experts of a layer; the largest models have 512
 # transformers 5 writes the second for families that published the first
@@ -127,7 +127,7 @@ class Experts:
     has_biases: bool = False  # the router and, if experts are stacked, their matrices have biases
     swiglu_limit: float = 0.0  # default of the key swiglu_limit, of families with the clamped SwiGLU; 0: the activation is SiLU
     swiglu_alpha: float = 0.0  # default of the key swiglu_alpha, for the same families
-    stack: str = ""  # how stacked tensors are ordered, in families with stacked_gate_up (loader/model_shape.py)
+    stack: str = ""  # how stacked tensors are ordered, in families with stacked_gate_up (loader/shapes/model_shape.py)
     weighs_inputs: bool = False  # the sigmoid of an expert's score multiplies the expert's input
     beside: BesideNames | None = None  # None: experts take the place of the MLP
     chosen_keys: tuple[str, str] = _CHOSEN_KEYS  # either has the number of experts that a token passes through

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loader.config_fields import Fields
+from loader.shapes.config_fields import Fields
 
 
 @dataclass(slots=True, frozen=True)

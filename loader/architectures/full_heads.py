@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loader.config_fields import Fields
-from loader.model_shape import HeadShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import HeadShape
 
 _BY_LAYER, _NUM, _DIM, _TIED = "per_layer_config", "num_key_value_heads", "head_dim", "attention_k_eq_v"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from loader.architectures.decoder import GELU_TANH, Decoder, TensorNames
 from loader.architectures.windows import Windows, all_but_every_nth
-from loader.rope_config import RopeRules
+from loader.shapes.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
     "Gemma3ForCausalLM",

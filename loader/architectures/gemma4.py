@@ -10,8 +10,8 @@ from loader.architectures.decoder import GELU_TANH, Decoder, TensorNames
 from loader.architectures.experts import BesideNames, ExpertNames, Experts
 from loader.architectures.full_heads import FullHeads
 from loader.architectures.windows import Windows, all_but_every_nth_and_the_last
-from loader.model_shape import OUTPUT_MAJOR
-from loader.rope_config import RopeRules
+from loader.shapes.model_shape import OUTPUT_MAJOR
+from loader.shapes.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
     "Gemma4ForCausalLM",

@@ -5,7 +5,7 @@ of neighbouring dimensions.
 from __future__ import annotations
 
 from loader.architectures.decoder import Decoder, TensorNames
-from loader.rope_config import RopeRules
+from loader.shapes.rope_config import RopeRules
 
 NAMES = TensorNames(gate_up=("mlp.gate_up_proj",))
 ROPE = RopeRules(may_be_partial=True, partial=0.5, interleaved=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, TensorGroup, one_tensor
-from loader.config_fields import Fields
-from loader.model_shape import LatentShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import LatentShape
 
 NORM_EPS = 1e-6  # eps of the norms of latents; rms_norm_eps applies to other norms
 

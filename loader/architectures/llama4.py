@@ -7,8 +7,8 @@ from __future__ import annotations
 from loader.architectures.decoder import Decoder, TensorNames
 from loader.architectures.experts import ExpertNames, Experts
 from loader.architectures.windows import CHUNKED, Windows, where_rotated
-from loader.model_shape import INPUT_MAJOR
-from loader.rope_config import RopeRules
+from loader.shapes.model_shape import INPUT_MAJOR
+from loader.shapes.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
     "Llama4ForCausalLM",

@@ -11,9 +11,9 @@ from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tenso
 from loader.architectures.cut_sizes import cut_sizes
 from loader.architectures.scoring import scoring_of
 from loader.architectures.windows import Asked, Windows
-from loader.config_fields import Fields
-from loader.model_shape import ModelShape
-from loader.rope_config import RopeParameters, RopeRules, parse_rope
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import ModelShape
+from loader.shapes.rope_config import RopeParameters, RopeRules, parse_rope
 
 _BODY = "model."  # prefix of the encoder's tensors in models that have a head
 _THETA = (("global_rope_theta", 160_000.0), ("local_rope_theta", 10_000.0))
@@ -42,7 +42,7 @@ class ModernEncoder:
 
     def parse(self, fields: Fields) -> ModelShape:
         """Implements Architecture.parse. For models other than cross-encoders, the pooling of token vectors is read from another
-        file (loader/pooling.py)."""
+        file (loader/configs/pooling.py)."""
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if hidden_size % (2 * num_heads):
             raise fields.fail("num_attention_heads", f"{num_heads} heads of hidden_size {hidden_size} are no pairs of dimensions")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from loader.architectures.olmo2 import ARCHITECTURE as OLMO2
 from loader.architectures.windows import Windows, all_but_every_nth
-from loader.rope_config import RopeRules
+from loader.shapes.rope_config import RopeRules
 
 ARCHITECTURE = replace(
     OLMO2,

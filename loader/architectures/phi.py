@@ -5,7 +5,7 @@ A part of each head is rotated.
 from __future__ import annotations
 
 from loader.architectures.decoder import GELU_NEW, Decoder, TensorNames
-from loader.rope_config import RopeRules
+from loader.shapes.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
     "PhiForCausalLM",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from loader.architectures.decoder import Decoder, TensorNames
 from loader.architectures.windows import Windows, every_layer
-from loader.rope_config import RopeRules
+from loader.shapes.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
     "Phi3ForCausalLM",

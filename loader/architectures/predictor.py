@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from loader.architectures.architecture import TensorGroup, one_tensor
-from loader.model_shape import ModelShape
+from loader.shapes.model_shape import ModelShape
 
 # names of the tensors, without `.weight`, that its layer has and other layers lack
 TOKEN_NORM, HIDDEN_NORM, PROJECTION, OUTPUT_NORM = "enorm", "hnorm", "eh_proj", "shared_head.norm"

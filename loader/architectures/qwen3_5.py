@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from loader.architectures.decoder import Decoder, TensorNames
 from loader.architectures.delta import Deltas
-from loader.rope_config import RopeRules
+from loader.shapes.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
     "Qwen3_5ForCausalLM",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from loader.architectures.experts import ExpertNames, Experts
 from loader.architectures.qwen3_5 import ARCHITECTURE as DENSE
-from loader.model_shape import OUTPUT_MAJOR
+from loader.shapes.model_shape import OUTPUT_MAJOR
 
 ARCHITECTURE = replace(
     DENSE,

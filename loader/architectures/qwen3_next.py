@@ -9,7 +9,7 @@ from __future__ import annotations
 from loader.architectures.decoder import Decoder, TensorNames
 from loader.architectures.delta import DeltaNames, Deltas
 from loader.architectures.experts import ExpertNames, Experts
-from loader.rope_config import RopeRules
+from loader.shapes.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
     "Qwen3NextForCausalLM",

@@ -6,8 +6,8 @@ from importlib import import_module
 
 from loader.architectures.architecture import Architecture
 from loader.architectures.decoder import Decoder
-from loader.config_fields import Fields
-from loader.model_shape import ModelShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import ModelShape
 
 _FILES = (  # files of this folder; each holds its description as ARCHITECTURE
     "llama",

@@ -4,8 +4,8 @@ sentence-transformers writes it.
 
 from __future__ import annotations
 
-from loader.config_fields import Fields
-from loader.model_shape import IDENTITY, SIGMOID
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import IDENTITY, SIGMOID
 
 _ACTIVATIONS = {"torch.nn.modules.activation.Sigmoid": SIGMOID, "torch.nn.modules.linear.Identity": IDENTITY}
 

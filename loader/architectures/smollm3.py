@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loader.architectures.decoder import Decoder
 from loader.architectures.windows import Windows, where_unrotated_if_asked
-from loader.rope_config import RopeRules
+from loader.shapes.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
     "SmolLM3ForCausalLM",

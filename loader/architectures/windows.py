@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loader.config_fields import Fields
-from loader.rope_config import rotated_layers
+from loader.shapes.config_fields import Fields
+from loader.shapes.rope_config import rotated_layers
 
 _FULL, _SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 

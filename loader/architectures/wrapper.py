@@ -13,8 +13,8 @@ from typing import Any
 
 from loader.architectures.architecture import TensorGroup
 from loader.architectures.decoder import Decoder, TensorNames
-from loader.config_fields import Fields
-from loader.model_shape import ModelShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import ModelShape
 
 TEXT_KEY = "text_config"
 _BODY = "model."  # prefix of the names of a decoder's tensors, except the head's

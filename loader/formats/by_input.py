@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from loader.architectures.architecture import Dims, TensorGroup
-from loader.dtypes import SCALES_IN
 from loader.formats import int4_layout
 from loader.formats.awq_settings import Awq
 from loader.formats.gptq_settings import Gptq
@@ -20,6 +19,7 @@ from loader.formats.refused import Refused, is_read_as, refusal_of
 from loader.formats.relayout import REARRANGING_BYTES, SCALES, Relayout
 from loader.formats.stored_part import Along
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot
+from loader.shapes.dtypes import SCALES_IN
 
 WORDS = ("I32",)
 _SCALES_AS = SCALES_IN["float16"]

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from loader.architectures.architecture import Dims, TensorGroup
-from loader.config_fields import Fields
 from loader.errors import CheckpointError
 from loader.formats.alignment import aligned
 from loader.formats.relayout import Relayout
 from loader.formats.stored_part import Axes, matrices_of, stored_part
 from loader.formats.weight_format import Space, StoredTensor, WeightSlot, refuse_stacked_experts
-from loader.model_shape import ModelShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import ModelShape
 
 IN_WORD = 8  # weights in a word of 32 bits
 STEP = 32  # inputs that kernels process at a time

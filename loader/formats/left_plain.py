@@ -13,8 +13,8 @@ import fnmatch
 import re
 from collections.abc import Callable
 
-from loader.config_fields import Fields
 from loader.formats.modelopt import EXCLUDED
+from loader.shapes.config_fields import Fields
 
 IGNORE, NOT_CONVERTED, DYNAMIC = "ignore", "modules_to_not_convert", "dynamic"
 _EXPRESSION, LEFT_OUT, _WILDCARD = "re:", "-:", "*"

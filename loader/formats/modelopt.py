@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from loader.config_fields import Fields, json_fields
 from loader.formats.refused import Refused, not_served
+from loader.shapes.config_fields import Fields, json_fields
 
 QUANT_CONFIG_NAME = "hf_quant_config.json"
 QUANT_CONFIG_KEY = "quantization"

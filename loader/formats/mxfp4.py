@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from loader.architectures.architecture import TensorGroup
-from loader.config_fields import Fields
-from loader.dtypes import E8M0
 from loader.formats.alignment import aligned
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.plain import PLAIN
 from loader.formats.stored_part import Along, matrices_of, stored_part
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot
-from loader.model_shape import ALTERNATING, ModelShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.dtypes import E8M0
+from loader.shapes.model_shape import ALTERNATING, ModelShape
 
 GROUP = 32  # numbers that share a scale
 BLOCK_BYTES_OF_GROUP = GROUP // 2

@@ -1,4 +1,4 @@
-"""Describes where a matrix that stays packed in memory (loader/packed_rows.py) lies in a model's weight range.
+"""Describes where a matrix that stays packed in memory (loader/formats/packed_rows.py) lies in a model's weight range.
 
 How many escapes a matrix has is known only when it has been read. There is room for one in every ESCAPE_SHARE weights: normally
 distributed weights have one in 47, and weights with much heavier tails (Student's t with three degrees of freedom) one in 23. A
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from loader.formats.alignment import aligned
-from loader.packed_rows import ESCAPES_BEHIND, PANEL_BODY_BYTES, PANEL_CODES, PANEL_ROWS, num_blocks, num_panels
+from loader.formats.packed_rows import ESCAPES_BEHIND, PANEL_BODY_BYTES, PANEL_CODES, PANEL_ROWS, num_blocks, num_panels
 
 ESCAPE_SHARE = 16
 CODE_BYTES, START_BYTES = 8, 4

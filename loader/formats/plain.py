@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 from loader.architectures.architecture import TensorGroup
-from loader.dtypes import ITEM_BYTES
 from loader.formats.stored_part import matrices_of
 from loader.formats.weight_format import Space, WeightFormat, WeightSlot
+from loader.shapes.dtypes import ITEM_BYTES
 
 
 def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:

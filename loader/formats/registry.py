@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from loader.config_fields import Fields
 from loader.formats.int8 import INT8
 from loader.formats.mxfp4 import MXFP4
 from loader.formats.packed_in_memory import PACKED_IN_MEMORY
@@ -14,7 +13,8 @@ from loader.formats.stored_int4 import STORED_INT4
 from loader.formats.stored_int8 import STORED_INT8
 from loader.formats.stored_nvfp4 import STORED_NVFP4
 from loader.formats.weight_format import WeightFormat
-from loader.model_shape import ModelShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import ModelShape
 
 _STORED = (STORED_INT8, *STORED_FP8, *STORED_INT4, *STORED_GPTQ, *STORED_AWQ, MXFP4, *STORED_NVFP4)
 FORMATS = {one.name: one for one in (PLAIN, INT8, PACKED_IN_MEMORY, *_STORED)}

@@ -11,13 +11,13 @@ import math
 from functools import partial
 
 from loader.architectures.architecture import Cut, TensorGroup
-from loader.dtypes import FP8
 from loader.formats.alignment import aligned
 from loader.formats.fp8_settings import BLOCK, EACH_BLOCK, MATRIX, OUTPUT, SCALE, SCALE_INV, Fp8Scales, read
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.refused import is_read_as, refusal_of
 from loader.formats.stored_part import EACH_OUTPUT, Along, Axes, Matrix, matrices_of, stored_part
 from loader.formats.weight_format import SCALE_BYTES, Space, StoredTensor, WeightFormat, WeightSlot
+from loader.shapes.dtypes import FP8
 
 _CODES = ("F8_E4M3",)
 # tensors for activations and KV that a checkpoint may hold

@@ -13,7 +13,6 @@ from functools import partial
 from itertools import product
 
 from loader.architectures.architecture import TensorGroup
-from loader.dtypes import ITEM_BYTES, SCALES_IN
 from loader.formats import int4_layout
 from loader.formats.int4_layout import COMPRESSED, IN_WORD, Int4Tensor, Int4Tensors, rearranged
 from loader.formats.int4_settings import GROUPS, WHOLE_ROW, Int4, read
@@ -22,6 +21,7 @@ from loader.formats.refused import is_read_as, refusal_of
 from loader.formats.relayout import ZEROS_BY_OUTPUT
 from loader.formats.stored_part import Along
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot
+from loader.shapes.dtypes import ITEM_BYTES, SCALES_IN
 
 _SHAPE, _HELD_AS, _WORDS, _WORD_BYTES = ".weight_shape", "int32", ("I32",), 4
 # tensors for activations and KV that a checkpoint may hold

@@ -14,8 +14,6 @@ import math
 from functools import partial
 
 from loader.architectures.architecture import TensorGroup
-from loader.config_fields import Fields
-from loader.dtypes import FP8
 from loader.errors import CheckpointError
 from loader.formats.alignment import aligned
 from loader.formats.int8 import WIDENED_BYTES
@@ -23,7 +21,9 @@ from loader.formats.nvfp4_settings import COMPRESSED, GROUP, MODELOPT, Nvfp4, re
 from loader.formats.refused import is_read_as, refusal_of
 from loader.formats.stored_part import Along, matrices_of, stored_part
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, refuse_stacked_experts
-from loader.model_shape import ModelShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.dtypes import FP8
+from loader.shapes.model_shape import ModelShape
 
 HELD_AS = "uint8"
 STEP = 32  # inputs that kernels process at a time

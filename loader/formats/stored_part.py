@@ -1,4 +1,4 @@
-"""Cuts the stored tensors of a matrix in the same way as the matrix, for a device's share of a model (loader/slices.py).
+"""Cuts the stored tensors of a matrix in the same way as the matrix, for a device's share of a model (loader/sizes/slices.py).
 
 If a format stores several numbers in a word, or has one scale for several numbers, a matrix can be cut only between words or such
 groups.

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from loader.architectures.architecture import Cut, TensorGroup
-from loader.config_fields import Fields
-from loader.direct_io import BLOCK_BYTES
+from loader.files.direct_io import BLOCK_BYTES
 from loader.formats.alignment import aligned
 from loader.formats.packed_place import PackedPlace
 from loader.formats.relayout import Relayout
-from loader.model_shape import ALTERNATING, ModelShape
+from loader.shapes.config_fields import Fields
+from loader.shapes.model_shape import ALTERNATING, ModelShape
 
 MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # smaller groups are copied into place instead of costing up to a block of padding
 SCALE_BYTES = 4  # of a float32 scale

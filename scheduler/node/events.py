@@ -67,7 +67,8 @@ class ModelFacts:
 @dataclass(slots=True, frozen=True)
 class ExpertCopies:
     """Further experts that a load gives the devices of a split mixture. number: how many a device gets in a layer at most.
-    weights_bytes: the most bytes of weights that a share takes with them. table: which, as loader.model_shape.Division.copies."""
+    weights_bytes: the most bytes of weights that a share takes with them. table: which ones, as the field `copies` of
+    loader.shapes.model_shape.Division."""
 
     number: int
     weights_bytes: int

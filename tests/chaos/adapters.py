@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.serve.adapter_loads import READ_LIMIT_S
-from loader.adapter import CONFIG_NAME, WEIGHTS_NAME
+from loader.models.adapter import CONFIG_NAME, WEIGHTS_NAME
 from tests.chaos.cast import FIRST, GUEST, HUNG, MODELS, OF_GUEST, OF_RUST, RED, RUST, SECOND, version_folder
 from tests.chaos.clients import (
     ANOTHER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from loader.hf_config import parse_config
+from loader.configs.hf_config import parse_config
 from tests.chaos.clients import Request
 from tests.e2e.adapters import make_adapter
 from tests.e2e.checkpoints import make_model, write_weights

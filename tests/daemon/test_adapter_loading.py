@@ -14,7 +14,7 @@ from daemon.errors import HearthError
 from daemon.models.registry import Registry
 from daemon.record.state import NodeState
 from daemon.scanning.scanner import ModelScanner
-from loader.catalog import named_adapters, scan
+from loader.models.catalog import named_adapters, scan
 from tests.daemon.test_adapters import Tenant, adapter, make_registry, refusal
 from tests.loader.checkpoints import write_checkpoint
 

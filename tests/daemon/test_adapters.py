@@ -23,7 +23,7 @@ from daemon.models.registry import Registry
 from daemon.record.state import NodeState
 from daemon.scanning.scanner import ModelScanner
 from engine.protocol import AdapterSource, SamplingParams, Submit
-from loader.catalog import scan
+from loader.models.catalog import scan
 from scheduler.node import events
 from tests.daemon.api.fakes import entry, serve
 from tests.daemon.test_dispatcher import Harness, Sink

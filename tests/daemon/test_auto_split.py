@@ -12,9 +12,9 @@ from config.schema import DeviceBudget, ModelConfig, ParallelConfig
 from daemon.models import planning
 from daemon.models.planning import division_over
 from daemon.models.registered import Registered
-from loader import layout, slices
-from loader.catalog import scan_one
-from loader.model_shape import Division, ModelShape
+from loader.models.catalog import scan_one
+from loader.shapes.model_shape import Division, ModelShape
+from loader.sizes import layout, slices
 from scheduler.node import events
 from tests.daemon.test_split_models import MIB, facts_of, registry_of
 from tests.e2e.checkpoints import make_model

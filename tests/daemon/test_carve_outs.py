@@ -10,7 +10,7 @@ from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from daemon.engines.carve_outs import Division, divide
 from daemon.models.registry import Registry
 from daemon.record.state import NodeState
-from loader.catalog import scan
+from loader.models.catalog import scan
 from scheduler.node.events import ModelFacts, ModelRegistered
 from scheduler.node.ledger import size_of
 from scheduler.node.node_scheduler import NodeScheduler

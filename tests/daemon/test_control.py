@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from daemon.cli.client import Client, CommandError
-from loader.catalog import scan_one
+from loader.models.catalog import scan_one
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, environment

@@ -21,7 +21,7 @@ from daemon.requests.dispatcher import Dispatcher
 from engine import protocol
 from engine.exchange import Exchange, GroupForm
 from engine.protocol import Abort, Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, SamplingParams, Submit
-from loader.model_shape import Division
+from loader.shapes.model_shape import Division
 from scheduler.node import events
 from scheduler.node.node_scheduler import NodeScheduler
 from scheduler.node.settings import SchedulerSettings

@@ -13,7 +13,7 @@ from daemon.engines.groups import Answer, Groups
 from engine import protocol
 from engine.exchange import Exchange, GroupForm
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, SetLease
-from loader.model_shape import Division
+from loader.shapes.model_shape import Division
 from scheduler.node import actions
 
 PLACEMENT = 7

@@ -17,7 +17,7 @@ from daemon.gpu.inventory import why_no_memory
 from daemon.node.node import NodeParts
 from daemon.process import installation
 from daemon.record.state import NodeState
-from loader.catalog import scan
+from loader.models.catalog import scan
 from tests.daemon.test_gpus import Scripted
 from tests.e2e.checkpoints import make_model
 

@@ -16,10 +16,10 @@ from config.schema import DeviceBudget, ModelConfig, NodeConfig, SamplingDefault
 from daemon.errors import HearthError
 from daemon.models.registry import Registry
 from daemon.record.state import NodeState
-from loader.catalog import scan_one
 from loader.formats.int8 import INT8
 from loader.formats.registry import FORMATS
 from loader.formats.stored_int8 import STORED_INT8
+from loader.models.catalog import scan_one
 from scheduler.node import events
 from scheduler.node.ledger import size_of
 from tests.e2e.checkpoints import END_ID, make_model

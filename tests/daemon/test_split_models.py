@@ -13,13 +13,14 @@ from config.schema import DeviceBudget, ModelConfig, NodeConfig, ParallelConfig
 from daemon.errors import HearthError
 from daemon.models.registry import Registry
 from daemon.record.state import NodeState
-from loader import gpu_sizing, kv_layout, layout, slices, work_space
-from loader.catalog import scan_one
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.registry import FORMATS
 from loader.formats.stored_int8 import STORED_INT8
-from loader.model_shape import Division, ModelShape
+from loader.models.catalog import scan_one
+from loader.shapes import kv_layout
+from loader.shapes.model_shape import Division, ModelShape
+from loader.sizes import gpu_sizing, layout, slices, work_space
 from scheduler.node import events
 from tests.e2e.checkpoints import make_head, make_model
 from tests.e2e.test_embeddings import make_encoder

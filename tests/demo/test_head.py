@@ -17,7 +17,7 @@ from engine.cpu.memory import CpuMemory
 from engine.loading.runner import TorchRunner
 from engine.protocol import Configure, LoadModel, SamplingParams
 from engine.serve.kv_caches import make_kv_cache
-from loader.catalog import scan
+from loader.models.catalog import scan
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.prompt_lookup import looked_up

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from loader import dtypes, hf_config, layout, model_shape
 from loader.architectures import eagle
-from loader.config_fields import Fields
+from loader.configs import hf_config
+from loader.shapes import dtypes, model_shape
+from loader.shapes.config_fields import Fields
+from loader.sizes import layout
 
 BEGIN, END, USER, ASSISTANT, SYSTEM = "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIALS = (BEGIN, END, USER, ASSISTANT, SYSTEM)

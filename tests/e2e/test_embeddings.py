@@ -17,7 +17,7 @@ import ollama
 import openai
 import pytest
 
-from loader import hf_config
+from loader.configs import hf_config
 from tests.e2e.checkpoints import END_ID, make_model, write_weights
 from tests.e2e.node import Node
 

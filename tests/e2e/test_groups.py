@@ -142,7 +142,7 @@ def test_auto_splits_what_no_device_holds(node: Node) -> None:
 
 
 def test_its_adapters_are_refused(node: Node) -> None:
-    from loader.catalog import scan_one
+    from loader.models.catalog import scan_one
 
     shape = scan_one(node.models / "whole", "whole").shape
     assert shape is not None

@@ -9,7 +9,7 @@ from engine.cpu.ops import CpuOps
 from engine.loading.runner import TorchRunner
 from tests.kernel_cache import CACHE_DIR
 
-# of kernels besides those that decoders call (loader/kernel_sets.py)
+# of kernels besides those that decoders call (loader/configs/kernel_sets.py)
 SETS = ("int8", "int8_experts", "fp8", "mxfp4", "nvfp4", "int4", "int4_zeros", "adapters", "ranks")
 MOST_THREADS = "HEARTHD_TESTS_MOST_THREADS"  # so many at most share an operation of a test: kernels have other forms for several
 

@@ -15,13 +15,13 @@ from benchmarks.plain_memory import PlainRange
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.protocol import LoadModel
-from loader import layout
-from loader.catalog import scan_one
-from loader.drafters import joined
 from loader.formats.registry import FORMATS, stored_format
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.weight_stream import open_checkpoint, stream_weights
+from loader.models.catalog import scan_one
+from loader.models.drafters import joined
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import open_checkpoint, stream_weights
+from loader.sizes import layout
 from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN
 from tests.kernel_cache import CACHE_DIR
 

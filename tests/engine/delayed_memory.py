@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.cpu.memory import CpuMemory
 from engine.memory.chunk_memory import Piece
-from loader import checksum
+from loader.packing import checksum
 
 MAX_DELAY_S = 1e-3
 

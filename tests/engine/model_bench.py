@@ -22,10 +22,10 @@ from engine.loading.runner import TorchRunner
 from engine.memory.host_tier import HostTier
 from engine.ops import reference
 from engine.protocol import Configure, LoadModel
-from loader.catalog import scan_one
-from loader.drafters import joined
-from loader.kv_layout import KVGroupSpec
-from loader.staging import StagingRing
+from loader.models.catalog import scan_one
+from loader.models.drafters import joined
+from loader.reading.staging import StagingRing
+from loader.shapes.kv_layout import KVGroupSpec
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table
 from tests.engine import gpt_oss_checkpoint
 from tests.kernel_cache import CACHE_DIR

@@ -37,16 +37,16 @@ from engine.host.stage_memory import stage_memory_bytes
 from engine.memory.stage_link import StageLink
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel, SamplingParams
-from loader.adapter_matrices import decoder_of
+from loader.configs.adapter_matrices import decoder_of
+from loader.configs.hf_config import parse_config
 from loader.formats.registry import FORMATS, stored_format
-from loader.hf_config import parse_config
-from loader.layout import weight_layout, weights_bytes
-from loader.model_shape import DeviceShare, Division, ExpertCopies, ModelShape
-from loader.sinks import HostSink
-from loader.slices import split
-from loader.staging import StagingRing
-from loader.weight_stream import open_checkpoint, stream_weights
-from loader.work_space import handed_bytes
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import open_checkpoint, stream_weights
+from loader.shapes.model_shape import DeviceShare, Division, ExpertCopies, ModelShape
+from loader.sizes.layout import weight_layout, weights_bytes
+from loader.sizes.slices import split
+from loader.sizes.work_space import handed_bytes
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
 from tests.engine.gloo import Gloo
 from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_LAYERS, GEMMA4_ROPE, MAX_LEN, make_table, plan, put

@@ -1,8 +1,8 @@
 """Follows what the steps of models on a GPU allocate, without a GPU: their tensors are meta tensors, their kernels do nothing, and
 what they hold at each moment lies in a stand-in for torch's allocator (tests/caching_allocator.py). Models have their published
 sizes. Prints one JSON line for each model: the bytes that are reckoned for a step beside libraries' work spaces
-(loader/gpu_sizing.py), and for each kind of step the most bytes in use and in segments; last, those of all kinds in turn, and how
-often segments were given back then for lack of room.
+(loader/sizes/gpu_sizing.py), and for each kind of step the most bytes in use and in segments; last, those of all kinds in turn, and
+how often segments were given back then for lack of room.
 
 What torch's own CUDA kernels allocate within an operation is not seen, nor cuBLAS's work space.
 
@@ -36,19 +36,20 @@ from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.cuda.share import CudaShare, ShareLinks
 from engine.protocol import LoadModel
-from loader import kv_layout, slices
+from loader.configs.hf_config import parse_config
 from loader.formats.registry import FORMATS
-from loader.gpu_sizing import gpu_step_bytes
-from loader.hf_config import parse_config
-from loader.layout import weights_bytes
-from loader.model_shape import DeviceShare, Division, ModelShape
+from loader.shapes import kv_layout
+from loader.shapes.model_shape import DeviceShare, Division, ModelShape
+from loader.sizes import slices
+from loader.sizes.gpu_sizing import gpu_step_bytes
+from loader.sizes.layout import weights_bytes
 from scheduler.batch.plan import SequenceTable, make_sequence_table
 from tests.caching_allocator import Block, CachingAllocator
 from tests.engine.kernels.key_cases import BY_HOST, SETTINGS, KeyStep
 
 PUBLISHED = Path(__file__).parents[1] / "published"
 MAX_TOKENS, MAX_ROWS, MAX_LEN, BLOCK_TOKENS = 4096, 256, 8192, 16  # a GPU's defaults, and lengths that a table of tokens holds
-CORES = 256  # multiprocessors, of which loader/gpu_sizing.py reckons with so many
+CORES = 256  # multiprocessors, of which loader/sizes/gpu_sizing.py reckons with so many
 HOPPER = 90
 TURNS = 2  # how often each kind of step runs in turn with the others, about
 RANK = 256  # of LoRA adapters, the largest

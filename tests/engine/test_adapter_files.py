@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from engine.loading.adapter_files import read_adapter
 from engine.protocol import AdapterSource
 from loader.adapters.open_adapter import OpenAdapter
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointChanged, CheckpointError
-from loader.hf_config import parse_config
-from loader.safetensors import TensorRef
+from loader.files.safetensors import TensorRef
 
 HIDDEN, KV, RANK = 64, 32, 4
 CONFIG = {

@@ -19,8 +19,8 @@ from engine.cpu.ops import CpuOps
 from engine.cpu.sliced import in_slices, slices
 from engine.loading.runner import TorchRunner
 from engine.protocol import AdapterSource
-from loader.catalog import scan_one
-from loader.kernel_sets import ADAPTERS, KernelSet
+from loader.configs.kernel_sets import ADAPTERS, KernelSet
+from loader.models.catalog import scan_one
 from scheduler.batch.plan import SequenceTable
 from tests.engine import model_bench
 from tests.engine.model_bench import (

@@ -14,9 +14,9 @@ from engine.cpu.model import CpuModel
 from engine.cpu.programs.program import Scratch
 from engine.cpu.recording import recorded as recorded_steps
 from engine.loading.runner import TorchRunner
-from loader import work_space
 from loader.errors import UnsupportedModel
-from loader.work_space import recorded_tokens
+from loader.sizes import work_space
+from loader.sizes.work_space import recorded_tokens
 from scheduler.batch.plan import SequenceTable
 from scheduler.batch.step_costs import class_tokens
 from scheduler.batch.step_limits import CHUNK_STEP_TOKENS

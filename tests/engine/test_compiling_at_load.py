@@ -16,9 +16,9 @@ from engine.cuda.model import CudaModel
 from engine.loading import kernel_wait
 from engine.loading.runner import TorchRunner
 from engine.protocol import Configure, LoadModel
-from loader.catalog import scan_one
 from loader.errors import CheckpointError
-from loader.model_shape import ModelShape
+from loader.models.catalog import scan_one
+from loader.shapes.model_shape import ModelShape
 from tests.engine.cuda_bench import INTERPRETED
 from tests.engine.model_bench import BLOCK_TOKENS, CACHE_DIR, CASES, MAX_LEN, load_task, make_checkpoint, make_memory
 

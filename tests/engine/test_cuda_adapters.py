@@ -18,7 +18,7 @@ from engine.contracts.steps import NoWorkSpace
 from engine.cuda import graphs, mixed_steps, sequences
 from engine.cuda.model import CudaModel
 from engine.protocol import AdapterSource, SamplingParams
-from loader.catalog import scan_one
+from loader.models.catalog import scan_one
 from scheduler.batch.plan import write_sampling
 from tests.engine.cuda_bench import INTERPRETED, OTHER, PROMPT, close, expected, load_cuda_model
 from tests.engine.embedder_checkpoint import expected as expected_vector

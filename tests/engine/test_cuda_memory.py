@@ -23,7 +23,7 @@ from engine.loading.left_weights import adopt, checksum_of
 from engine.memory import handles
 from engine.memory.weight_range import WeightRange
 from engine.protocol import WeightsHeld
-from loader import checksum
+from loader.packing import checksum
 from tests.engine import cuda_stand_in
 from tests.engine.engine_process import load_message
 from tests.engine.test_memory import CHUNK, MemorySuite

@@ -24,15 +24,15 @@ from engine.loading.runner import TorchRunner
 from engine.memory.weight_range import WeightRange
 from engine.ops.ops import Int8Matrix
 from engine.protocol import Configure, LoadModel
-from loader import layout
-from loader.catalog import scan_one
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.formats.int8 import INT8
 from loader.formats.registry import held_format, stored_format
-from loader.model_shape import DeviceShare, Division, ModelShape
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.weight_stream import open_checkpoint, stream_weights
+from loader.models.catalog import scan_one
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import open_checkpoint, stream_weights
+from loader.shapes.model_shape import DeviceShare, Division, ModelShape
+from loader.sizes import layout
 from tests.engine.cuda_bench import INTERPRETED, PROMPT, close, expected, load_cuda_model
 from tests.engine.model_bench import (
     BLOCK_TOKENS,

@@ -21,8 +21,8 @@ from engine.cpu.programs.program import Scratch
 from engine.loading.runner import TorchRunner
 from engine.ops import reference
 from engine.protocol import SamplingParams
-from loader import work_space
 from loader.errors import CheckpointError, UnsupportedModel
+from loader.sizes import work_space
 from scheduler.batch.plan import SequenceTable
 from tests.engine import model_bench
 from tests.engine.model_bench import (

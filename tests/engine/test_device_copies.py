@@ -27,14 +27,15 @@ from engine.memory.transfers import NUM_THREADS, UNDER_WAY, Several, TransferCan
 from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Configure, LoadModel
-from loader import checksum, layout
-from loader.catalog import scan_one
-from loader.file_calls import ReadCancelled
+from loader.files.file_calls import ReadCancelled
 from loader.formats.registry import stored_format
-from loader.landings import Places
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.weight_stream import OpenCheckpoint, open_checkpoint, planned_reads, stream_weights
+from loader.models.catalog import scan_one
+from loader.packing import checksum
+from loader.reading.landings import Places
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import OpenCheckpoint, open_checkpoint, planned_reads, stream_weights
+from loader.sizes import layout
 from tests.engine.delayed_memory import DelayedMemory
 from tests.engine.engine_process import load_message
 from tests.engine.model_bench import BLOCK_TOKENS, CACHE_DIR, CASES, MAX_LEN, make_checkpoint

@@ -26,20 +26,22 @@ from engine.cuda.sink import DeviceSink
 from engine.loading.runner import TorchRunner
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Configure
-from loader import codec, frame, layout
-from loader.catalog import scan_one
 from loader.errors import CheckpointError
+from loader.files import frame
+from loader.files.packed import METADATA_KEY
+from loader.files.weight_files import PACKED_DIR, read_headers
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
-from loader.model_shape import ModelShape
-from loader.packed import METADATA_KEY
-from loader.read_rates import ReadRates
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.unpack import Decoder
-from loader.weight_files import PACKED_DIR, read_headers
-from loader.weight_stream import open_checkpoint, stream_weights
+from loader.models.catalog import scan_one
+from loader.packing import codec
+from loader.reading.read_rates import ReadRates
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.unpack import Decoder
+from loader.reading.weight_stream import open_checkpoint, stream_weights
+from loader.shapes.model_shape import ModelShape
+from loader.sizes import layout
 from tests.engine.engine_process import load_message
 from tests.engine.model_bench import CHUNK_BYTES, make_memory
 from tests.kernel_cache import CACHE_DIR

@@ -16,8 +16,8 @@ import torch
 from engine.cpu.encoder import CpuEncoder
 from engine.protocol import LoadModel, RequestFailed, SamplingParams, Submit
 from engine.serve.embedder import Embedder
-from loader.catalog import scan_one
 from loader.errors import UnsupportedModel
+from loader.models.catalog import scan_one
 from tests.engine.model_bench import load_task, make_memory, make_runner
 
 TOLERANCE = 1e-4

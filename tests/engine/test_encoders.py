@@ -15,7 +15,7 @@ from engine.cpu.encoder import CpuEncoder
 from engine.layers import encoder_attention
 from engine.protocol import LoadModel, SamplingParams, Submit
 from engine.serve.embedder import Embedder
-from loader.catalog import scan_one
+from loader.models.catalog import scan_one
 from tests.engine.model_bench import load_task, make_memory, make_runner
 
 TOLERANCE = 2e-4

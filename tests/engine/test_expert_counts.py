@@ -13,8 +13,8 @@ import torch
 
 from engine.cpu.model import CpuModel
 from engine.loading.runner import TorchRunner
-from loader.model_shape import Division
-from loader.slices import split
+from loader.shapes.model_shape import Division
+from loader.sizes.slices import split
 from scheduler.batch.plan import SequenceTable
 from tests.engine.model_bench import CASES, load, make_checkpoint, make_table, plan, put, runner_with_kernels
 from tests.engine.predictor_checkpoint import make_predicting_checkpoint

@@ -15,8 +15,8 @@ from engine.cuda.backend import check_capability
 from engine.memory.arena import kv_views
 from engine.null.runner import NullModel, Pacer
 from loader.errors import UnsupportedModel
-from loader.kv_dtypes import KV_CACHE_DTYPES, KV_FP8, kv_dtype_named
-from loader.kv_layout import KVGroupSpec
+from loader.shapes.kv_dtypes import KV_CACHE_DTYPES, KV_FP8, kv_dtype_named
+from loader.shapes.kv_layout import KVGroupSpec
 from tests.engine.cpu_ops import compute_with
 from tests.engine.model_bench import (
     BLOCK_TOKENS,

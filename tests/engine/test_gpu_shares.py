@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from engine.protocol import Configure
-from loader import slices
-from loader.catalog import scan_one
+from loader.models.catalog import scan_one
+from loader.sizes import slices
 from tests.e2e.checkpoints import make_model
 from tests.engine.group_engines import Engines
 from tests.engine.rank_processes import RankGroup

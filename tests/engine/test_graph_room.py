@@ -22,7 +22,7 @@ from engine.cuda.kept_models import KeptModels
 from engine.cuda.model import CudaModel
 from engine.loading.runner import TorchRunner
 from engine.protocol import Configure, LoadModel
-from loader.catalog import scan_one
+from loader.models.catalog import scan_one
 from tests.engine.cuda_bench import INTERPRETED
 from tests.engine.model_bench import BLOCK_TOKENS, CACHE_DIR, MAX_LEN, load_task, make_checkpoint, make_memory
 from tests.engine.stand_in_graphs import StandInGraph, stand_in_graphs

@@ -16,7 +16,7 @@ import pytest
 
 from engine.contracts.loads import KernelNews
 from engine.host import compiled
-from loader.kernel_sets import OF_DECODERS, KernelSet
+from loader.configs.kernel_sets import OF_DECODERS, KernelSet
 from tests.engine.cpu_ops import SETS
 from tests.kernel_cache import CACHE_DIR
 
@@ -373,7 +373,7 @@ CpuOps(sys.argv[1], deferred=True)
 import numba
 import numpy as np
 from engine.cpu import kernel_units
-from loader.kernel_sets import KernelSet
+from loader.configs.kernel_sets import KernelSet
 unit = next(one for one in kernel_units.units(KernelSet("float32", ""), True) if one.name.startswith("rms_norm"))
 print(unit.name, numba.config.CACHE_DIR)
 print(unit.load(), [len(kernel.signatures) for kernel, _ in unit.kernels])

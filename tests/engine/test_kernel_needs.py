@@ -1,6 +1,5 @@
-"""A model's steps call the kernels that loader/kernel_needs.py says, and no others. Sets that it does not name are compiled once
-a step has asked for them.
-"""
+"""A model's steps call the kernels that loader/configs/kernel_needs.py says, and no others. Sets that it does not name are compiled
+once a step has asked for them."""
 
 from __future__ import annotations
 
@@ -25,10 +24,8 @@ from engine.loading.runner import TorchRunner
 from engine.protocol import SamplingParams
 from loader.architectures.decoder import Decoder
 from loader.architectures.registry import ARCHITECTURES
-from loader.catalog import scan_one
-from loader.formats.registry import FORMATS
-from loader.kernel_needs import needed_kernels
-from loader.kernel_sets import (
+from loader.configs.kernel_needs import needed_kernels
+from loader.configs.kernel_sets import (
     ADAPTERS,
     ATTENTION,
     EXPERTS,
@@ -41,7 +38,9 @@ from loader.kernel_sets import (
     SAMPLING,
     KernelSet,
 )
-from loader.model_shape import LAST_TOKEN, EagleShape
+from loader.formats.registry import FORMATS
+from loader.models.catalog import scan_one
+from loader.shapes.model_shape import LAST_TOKEN, EagleShape
 from scheduler.batch.plan import write_sampling
 from tests.engine.model_bench import CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner, make_table, plan, put
 from tests.kernel_cache import CACHE_DIR

@@ -23,8 +23,8 @@ from engine.memory.host_tier import HostTier
 from engine.memory.preparing import AFTER_IDLE_S, Preparer
 from engine.memory.transfers import copies_several
 from engine.memory.weight_range import WeightRange, WeightRanges
-from loader import checksum as sums
-from loader.kv_layout import KVGroupSpec
+from loader.packing import checksum as sums
+from loader.shapes.kv_layout import KVGroupSpec
 from scheduler.batch.chunk_pool import ChunkPool
 
 CHUNK = 2 << 20

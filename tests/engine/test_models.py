@@ -14,7 +14,7 @@ from engine.cpu.model import CpuModel
 from engine.layers.projection import Projection
 from engine.loading.runner import TorchRunner
 from engine.models.decoder import DecoderLayer
-from loader.adapter_matrices import adapted_matrices
+from loader.configs.adapter_matrices import adapted_matrices
 from scheduler.batch.plan import SequenceTable
 from tests.engine.cpu_ops import compute_with
 from tests.engine.model_bench import (

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from loader.configs.hf_config import parse_config
 from loader.errors import UnsupportedModel
-from loader.hf_config import parse_config
 from tests.changed_package import changed_package, told_by
 from tests.engine.model_bench import make_checkpoint
 
@@ -64,8 +64,8 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import loader
-from loader import layout
-from loader.catalog import scan_one
+from loader.sizes import layout
+from loader.models.catalog import scan_one
 from loader.formats.registry import FORMATS
 from tests.engine.model_bench import load, make_memory, make_runner, make_table, plan, put
 

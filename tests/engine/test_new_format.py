@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from loader.configs.hf_config import parse_config
 from loader.errors import UnsupportedModel
 from loader.formats.int8_rows import quantize_rows
-from loader.hf_config import parse_config
 from tests.changed_package import changed_package, told_by
 from tests.engine.model_bench import make_checkpoint
 
@@ -57,7 +57,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import loader
-from loader.catalog import scan_one
+from loader.models.catalog import scan_one
 from tests.engine.model_bench import load, make_memory, make_runner, make_table, plan, put
 
 folder, prompt = Path(sys.argv[1]), json.loads(sys.argv[2])

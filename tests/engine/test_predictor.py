@@ -18,7 +18,7 @@ from engine.loading.runner import TorchRunner
 from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_gate import WeightGate
 from engine.protocol import EAGLE3, MTP, SamplingParams
-from loader.layout import weight_layout
+from loader.sizes.layout import weight_layout
 from scheduler.batch.prompt_lookup import looked_up
 from tests.engine.drafting_steps import CHUNK_BYTES, NUM_CHUNKS, check_drafts, prompt_of, texts_of
 from tests.engine.eagle_checkpoint import FORMS, EagleReference, make_head

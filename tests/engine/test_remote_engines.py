@@ -14,8 +14,8 @@ import pytest
 
 from engine.loop.pulse import Doing, Pulse, read_pulse
 from engine.protocol import Configure, EngineFault, EngineReady, Evicted, LoadFailed
-from loader.catalog import scan_one
-from loader.work_space import handed_bytes
+from loader.models.catalog import scan_one
+from loader.sizes.work_space import handed_bytes
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.engine.engine_process import EngineProcess, Node
 from tests.engine.group_engines import Engines

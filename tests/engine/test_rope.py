@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.layers.rope import inverse_frequencies, rotaries_of
-from loader.hf_config import parse_config
-from loader.model_shape import ModelShape
+from loader.configs.hf_config import parse_config
+from loader.shapes.model_shape import ModelShape
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -14,7 +14,7 @@ from engine.contracts.steps import LaunchesAhead
 from engine.null.runner import NullModel, NullRunner
 from engine.protocol import LoadModel, SamplingParams
 from engine.serve.served_models import CAPTURE_EVERY_DECODES, ServedModels
-from loader.kv_layout import KVGroupSpec
+from loader.shapes.kv_layout import KVGroupSpec
 from scheduler.batch.plan import IntArray
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure

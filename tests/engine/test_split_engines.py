@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from engine.protocol import FINISH_STOP, Configure, Evicted, LoadFailed, TokensOut
-from loader import kv_layout
-from loader.catalog import scan_one
 from loader.formats.stored_fp8 import BY_OUTPUT
+from loader.models.catalog import scan_one
+from loader.shapes import kv_layout
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.engine.group_engines import Engines
 from tests.engine.said import PROMPT, Said

@@ -22,10 +22,11 @@ from engine.memory.host_tier import HostTier
 from engine.memory.weight_arrivals import WeightArrivals
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed
-from loader import checksum, weight_stream
 from loader.errors import ReadFailed
-from loader.file_reader import Fetched, Fetching, FileReader
-from loader.range_plan import Read
+from loader.packing import checksum
+from loader.reading import weight_stream
+from loader.reading.file_reader import Fetched, Fetching, FileReader
+from loader.reading.range_plan import Read
 from tests.engine.engine_process import load_message
 from tests.engine.model_bench import CASES
 from tests.engine.tier_bench import CHUNK_BYTES, NUM_SLOTS, TierBench, make_models

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loader.catalog import scan_one
+from loader.models.catalog import scan_one
 from tests.engine.model_bench import COMMON, load, make_memory, make_runner, make_table, plan, put
 
 PROMPT = np.random.default_rng(11).integers(0, 211, 40).tolist()

@@ -22,7 +22,7 @@ from engine.null.runner import NullRunner
 from engine.protocol import Configure, Evicted, EvictModel, LoadDone, LoadModel, Message, SamplingParams, WeightsHeld
 from engine.serve.channel import wait_until
 from engine.serve.served_models import ServedModels
-from loader.catalog import scan_one
+from loader.models.catalog import scan_one
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure
 from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN, make_checkpoint, make_runner

@@ -12,7 +12,7 @@ import sys
 from engine.host import compiled
 from engine.host.process import prepare_process
 from engine.host.saved_code import make_only_what_is_saved
-from loader.kernel_sets import ADAPTERS, EXPERTS, GELU, INT8_EXPERTS, PLAIN, RANKS, KernelSet
+from loader.configs.kernel_sets import ADAPTERS, EXPERTS, GELU, INT8_EXPERTS, PLAIN, RANKS, KernelSet
 from tests.kernel_cache import CACHE_DIR
 
 # dtype -> how the names of units (engine/cpu/kernel_units.py) begin

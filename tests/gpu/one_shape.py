@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu_limits import CACHE_DIR
 from engine.cuda.ops import CudaOps
-from loader.kv_dtypes import FP8_CAPABILITY
+from loader.shapes.kv_dtypes import FP8_CAPABILITY
 from tests.engine.kernels.draw import Draw
 from tests.engine.kernels.kernel_cases import CASES, ONE_DTYPE
 

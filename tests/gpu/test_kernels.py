@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from loader.kv_dtypes import FP8_CAPABILITY
+from loader.shapes.kv_dtypes import FP8_CAPABILITY
 from tests.engine.kernels.attention_cases import not_finite_fp8
 from tests.engine.kernels.draw import Draw
 from tests.engine.kernels.kernel_cases import CASES, of_dtypes

@@ -20,11 +20,12 @@ from engine.memory import transfers
 from engine.memory.host_registration import register
 from engine.memory.transfers import copies_several, transfer
 from engine.memory.weight_range import WeightRange
-from loader import checksum, layout
-from loader.landings import Places
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.weight_stream import open_checkpoint, planned_reads, stream_weights
+from loader.packing import checksum
+from loader.reading.landings import Places
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import open_checkpoint, planned_reads, stream_weights
+from loader.sizes import layout
 from tests.engine.model_bench import CASES, make_checkpoint
 from tests.engine.test_handles import outlive
 from tests.engine.test_memory import CHUNK, MemorySuite

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from loader.adapter_matrices import adapted_matrices
-from loader.model_shape import ModelShape
+from loader.configs.adapter_matrices import adapted_matrices
+from loader.shapes.model_shape import ModelShape
 from tests.loader.checkpoints import safetensors_bytes
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]

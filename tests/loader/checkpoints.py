@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from loader.hf_config import parse_config
-from loader.layout import parameter_shapes
-from loader.model_shape import ModelShape
-from loader.safetensors import DTYPE_BYTES
+from loader.configs.hf_config import parse_config
+from loader.files.safetensors import DTYPE_BYTES
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.layout import parameter_shapes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

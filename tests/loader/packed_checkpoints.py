@@ -7,10 +7,10 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
-from loader.catalog import scan_one
-from loader.packer import pack_file
-from loader.safetensors import INDEX_NAME, read_header
-from loader.weight_files import PACKED_DIR, source_of
+from loader.files.safetensors import INDEX_NAME, read_header
+from loader.files.weight_files import PACKED_DIR, source_of
+from loader.models.catalog import scan_one
+from loader.packing.packer import pack_file
 
 
 def pack_checkpoint(folder: Path) -> list[int]:

@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from loader.catalog import scan_one
 from loader.errors import CheckpointError
+from loader.models.catalog import scan_one
 
 Change = Callable[[dict[str, Tensor]], Any]  # of the tensors by name, in place
 

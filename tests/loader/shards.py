@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from loader.safetensors import INDEX_NAME, SINGLE_NAME
+from loader.files.safetensors import INDEX_NAME, SINGLE_NAME
 
 
 def divide_in_three(folder: Path) -> None:

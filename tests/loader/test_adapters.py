@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loader import adapter as lora
-from loader.adapter import Adapter, parse_adapter
-from loader.adapter_matrices import adapted_matrices, numbers_of
 from loader.adapters.layout import adapter_layout, misfit
 from loader.adapters.open_adapter import open_adapter
-from loader.catalog import scan, scan_one
+from loader.configs.adapter_matrices import adapted_matrices, numbers_of
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointChanged, CheckpointError, UnsupportedModel
-from loader.hf_config import parse_config
-from loader.layout import parameter_shapes
-from loader.safetensors import Header, parse_header
+from loader.files.safetensors import Header, parse_header
+from loader.models import adapter as lora
+from loader.models.adapter import Adapter, parse_adapter
+from loader.models.catalog import scan, scan_one
+from loader.sizes.layout import parameter_shapes
 from tests.loader.adapters import ADAPTER_CONFIG, Tensors, adapter_tensors, modules_of, write_adapter
 from tests.loader.checkpoints import safetensors_bytes, shape, write_checkpoint
 from tests.loader.test_families import PUBLISHED

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loader.catalog import Checkpoint, scan, scan_one
+from loader.models.catalog import Checkpoint, scan, scan_one
 from tests.loader.checkpoints import CONFIG, safetensors_bytes, tensors_for, write_checkpoint
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from engine.host import unpack_kernels
-from loader import codec, frame
-from loader.frame import FrameError
+from loader.files import frame
+from loader.files.frame import FrameError
+from loader.packing import codec
 from tests.loader.checkpoints import bfloat16_weights
 
 DECODERS = pytest.mark.parametrize("decode", [codec.decode, unpack_kernels.decode], ids=["numpy", "numba"])

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, LoaderError
-from loader.layout import weight_layout, weights_bytes
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.weight_stream import open_checkpoint, stream_weights
+from loader.models.catalog import scan_one
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import open_checkpoint, stream_weights
+from loader.sizes.layout import weight_layout, weights_bytes
 from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint
 
 SHARDS = 3

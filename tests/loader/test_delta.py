@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.hf_config import parse_config
-from loader.kv_dtypes import KV_FP8
-from loader.kv_layout import (
+from loader.shapes.kv_dtypes import KV_FP8
+from loader.shapes.kv_layout import (
     default_max_model_len,
     group_chunks,
     kv_bytes_per_token,
@@ -19,8 +19,8 @@ from loader.kv_layout import (
     kv_reserved_bytes,
     state_bytes,
 )
-from loader.layout import is_ignored_tensor, num_parameters, parameter_shapes, weight_layout
-from loader.model_shape import DeltaShape, ModelShape
+from loader.shapes.model_shape import DeltaShape, ModelShape
+from loader.sizes.layout import is_ignored_tensor, num_parameters, parameter_shapes, weight_layout
 
 PUBLISHED = Path(__file__).parents[1] / "published"
 MIB = 1 << 20

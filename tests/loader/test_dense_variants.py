@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.hf_config import parse_config
-from loader.kv_layout import kv_groups
-from loader.layout import parameter_shapes
-from loader.model_shape import ModelShape
+from loader.shapes.kv_layout import kv_groups
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.layout import parameter_shapes
 
 PUBLISHED = Path(__file__).parents[1] / "published"
 SMOLLM3, SEED_OSS, GRANITE, COHERE, COHERE2, PHI = (

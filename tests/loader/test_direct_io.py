@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loader import direct_io
-from loader.direct_io import direct_alignment, is_cached, open_direct
-from loader.staging import HUGE_PAGE_BYTES, StagingRing
+from loader.files import direct_io
+from loader.files.direct_io import direct_alignment, is_cached, open_direct
+from loader.reading.staging import HUGE_PAGE_BYTES, StagingRing
 
 SIZE = 1 << 20
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from loader.architectures.eagle import PREFIX, parse_head
-from loader.catalog import scan, scan_one
-from loader.config_fields import Fields
-from loader.drafters import joined
 from loader.errors import CheckpointChanged, CheckpointError, UnsupportedModel
-from loader.kv_layout import kv_groups
-from loader.layout import parameter_shapes, weight_layout, weights_bytes
-from loader.weight_stream import open_checkpoint
+from loader.models.catalog import scan, scan_one
+from loader.models.drafters import joined
+from loader.reading.weight_stream import open_checkpoint
+from loader.shapes.config_fields import Fields
+from loader.shapes.kv_layout import kv_groups
+from loader.sizes.layout import parameter_shapes, weight_layout, weights_bytes
 from tests.e2e.checkpoints import make_head, make_model
 from tests.loader.checkpoints import shape
 

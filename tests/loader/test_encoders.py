@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from loader.architectures.registry import architecture_of
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.hf_config import parse_config
-from loader.layout import num_parameters, parameter_shapes
-from loader.model_shape import ModelShape
-from loader.work_space import work_space_bytes
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.layout import num_parameters, parameter_shapes
+from loader.sizes.work_space import work_space_bytes
 
 BGE_RERANKER_V2_M3: dict[str, Any] = {
     "architectures": ["XLMRobertaForSequenceClassification"],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from loader.expert_copies import turns
-from loader.model_shape import ExpertCopies, ExpertShape, SplitShape
+from loader.shapes.expert_copies import turns
+from loader.shapes.model_shape import ExpertCopies, ExpertShape, SplitShape
 
 EXPERTS = ExpertShape(8, 2, 16, True)
 COPIES: ExpertCopies = ((), ((2, 7), (0, 1), (1, 2), (2, 5)))  # of layer 1: expert 2 is held by all four

@@ -16,22 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from loader import file_reader
 from loader.architectures.architecture import Cut
 from loader.architectures.experts import ExpertNames, Experts
+from loader.configs.hf_config import parse_config
 from loader.errors import UnsupportedModel
 from loader.formats.plain import PLAIN
-from loader.hf_config import parse_config
-from loader.layout import (
-    block_offsets,
-    parameter_shapes,
-    share_bytes_with_copies,
-    share_weights_bytes,
-    stored_tensors,
-    weight_layout,
-    weights_bytes,
-)
-from loader.model_shape import (
+from loader.reading import file_reader
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import open_checkpoint, planned_reads
+from loader.shapes.model_shape import (
     ALTERNATING,
     INPUT_MAJOR,
     OUTPUT_MAJOR,
@@ -42,10 +35,17 @@ from loader.model_shape import (
     ModelShape,
     SplitShape,
 )
-from loader.slices import share_of, split, whole
-from loader.staging import StagingRing
-from loader.weight_stream import open_checkpoint, planned_reads
-from loader.work_space import expert_bytes, work_space_bytes
+from loader.sizes.layout import (
+    block_offsets,
+    parameter_shapes,
+    share_bytes_with_copies,
+    share_weights_bytes,
+    stored_tensors,
+    weight_layout,
+    weights_bytes,
+)
+from loader.sizes.slices import share_of, split, whole
+from loader.sizes.work_space import expert_bytes, work_space_bytes
 from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint
 from tests.loader.test_slices import load
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from loader.catalog import scan_one
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError
 from loader.formats.stored_int8 import STORED_INT8
-from loader.gpu_sizing import gpu_work_space_bytes
-from loader.hf_config import parse_config
-from loader.layout import parameter_shapes, weight_layout
-from loader.model_shape import SigmoidShape
-from loader.work_space import work_space_bytes
+from loader.models.catalog import scan_one
+from loader.shapes.model_shape import SigmoidShape
+from loader.sizes.gpu_sizing import gpu_work_space_bytes
+from loader.sizes.layout import parameter_shapes, weight_layout
+from loader.sizes.work_space import work_space_bytes
 from tests.loader.checkpoints import CONFIG, safetensors_bytes, tensors_for, write_checkpoint
 from tests.loader.compressed import quantization_config
 from tests.loader.test_families import GLM45_AIR, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN15_MOE, parse

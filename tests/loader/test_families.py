@@ -15,14 +15,14 @@ from loader.architectures.architecture import TensorGroup
 from loader.architectures.bert import Encoder
 from loader.architectures.registry import ARCHITECTURES, architecture_of
 from loader.architectures.wrapper import Wrapper
+from loader.configs.hf_config import parse_config, parse_generation
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.formats.registry import stored_format
-from loader.hf_config import parse_config, parse_generation
-from loader.kv_layout import kv_bytes_per_token, kv_groups
-from loader.layout import num_parameters, parameter_shapes, weights_bytes
-from loader.model_shape import ModelShape
-from loader.rope_config import RopeParameters
-from loader.work_space import work_space_bytes
+from loader.shapes.kv_layout import kv_bytes_per_token, kv_groups
+from loader.shapes.model_shape import ModelShape
+from loader.shapes.rope_config import RopeParameters
+from loader.sizes.layout import num_parameters, parameter_shapes, weights_bytes
+from loader.sizes.work_space import work_space_bytes
 
 # As published (rope_theta, torch_dtype: the older dialect); figures: the published numbers of parameters.
 MISTRAL_7B: dict[str, Any] = {

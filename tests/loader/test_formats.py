@@ -6,9 +6,9 @@ from config.load import KV_CACHE_DTYPES, QUANTIZATIONS
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.registry import FORMATS, asked_format
-from loader.kv_dtypes import KV_CACHE_DTYPES as BUILT
-from loader.kv_dtypes import KV_FP8, asked_kv_cache_dtype, kv_dtype_of
-from loader.layout import weight_layout
+from loader.shapes.kv_dtypes import KV_CACHE_DTYPES as BUILT
+from loader.shapes.kv_dtypes import KV_FP8, asked_kv_cache_dtype, kv_dtype_of
+from loader.sizes.layout import weight_layout
 from tests.loader.checkpoints import shape
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from loader.catalog import scan_one
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.gpu_sizing import gpu_work_space_bytes
-from loader.hf_config import parse_config
-from loader.kv_layout import default_max_model_len, kv_bytes_per_token, kv_groups
-from loader.layout import num_parameters
-from loader.model_shape import ExpertShape, HeadShape, LayerInputShape, ModelShape
-from loader.rope_config import RopeParameters
-from loader.work_space import work_space_bytes
+from loader.models.catalog import scan_one
+from loader.shapes.kv_layout import default_max_model_len, kv_bytes_per_token, kv_groups
+from loader.shapes.model_shape import ExpertShape, HeadShape, LayerInputShape, ModelShape
+from loader.shapes.rope_config import RopeParameters
+from loader.sizes.gpu_sizing import gpu_work_space_bytes
+from loader.sizes.layout import num_parameters
+from loader.sizes.work_space import work_space_bytes
 from tests.loader.checkpoints import safetensors_bytes, tensors_for, write_checkpoint
 from tests.loader.test_families import parameter_shapes
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from loader.gpu_sizing import (
+from loader.configs.hf_config import parse_config
+from loader.shapes.model_shape import Division
+from loader.sizes.gpu_sizing import (
     COMMUNICATOR_BYTES,
     LIBRARY_BYTES,
     LOGITS_ROWS,
@@ -13,10 +15,8 @@ from loader.gpu_sizing import (
     gpu_work_space_bytes,
     sampling_bytes,
 )
-from loader.hf_config import parse_config
-from loader.model_shape import Division
-from loader.slices import split
-from loader.work_space import work_space_bytes
+from loader.sizes.slices import split
+from loader.sizes.work_space import work_space_bytes
 from tests.loader.checkpoints import shape
 
 

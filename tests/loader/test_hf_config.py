@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from loader.configs.hf_config import GenerationDefaults, parse_config, parse_generation
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.hf_config import GenerationDefaults, parse_config, parse_generation
-from loader.layout import parameter_shapes
-from loader.rope_config import RopeParameters
+from loader.shapes.rope_config import RopeParameters
+from loader.sizes.layout import parameter_shapes
 from tests.loader.checkpoints import CONFIG
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from loader.architectures.architecture import MAX_LAYERS
-from loader.catalog import MAX_CONFIG_BYTES, Checkpoint, scan
+from loader.models.catalog import MAX_CONFIG_BYTES, Checkpoint, scan
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 
 DEEP = "[" * 200_000

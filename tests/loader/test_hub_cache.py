@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loader.catalog import scan
-from loader.hub_cache import repo_name
+from loader.files.hub_cache import repo_name
+from loader.models.catalog import scan
 from tests.loader.checkpoints import write_checkpoint
 
 

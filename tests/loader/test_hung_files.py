@@ -13,13 +13,14 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from loader import file_calls, file_reader, staging, weight_stream
 from loader.errors import ReadFailed
-from loader.file_calls import CallUnderWay, FileCalls, LeftBehind, ReadCancelled, is_local
-from loader.layout import weights_bytes
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.weight_stream import OpenCheckpoint, open_checkpoint, stream_weights
+from loader.files import file_calls
+from loader.files.file_calls import CallUnderWay, FileCalls, LeftBehind, ReadCancelled, is_local
+from loader.reading import file_reader, staging, weight_stream
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import OpenCheckpoint, open_checkpoint, stream_weights
+from loader.sizes.layout import weights_bytes
 from tests.loader.checkpoints import LARGE, write_checkpoint
 
 NUM_SLOTS, SLOT_BYTES = 4, 8192

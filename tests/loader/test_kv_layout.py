@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from loader.hf_config import parse_config
-from loader.kv_dtypes import KV_FP8
-from loader.kv_layout import (
+from loader.configs.hf_config import parse_config
+from loader.shapes.kv_dtypes import KV_FP8
+from loader.shapes.kv_layout import (
     block_bytes,
     default_max_model_len,
     group_chunks,
@@ -16,9 +16,9 @@ from loader.kv_layout import (
     kv_reserved_bytes,
     kv_token_dims,
 )
-from loader.layout import weights_bytes
-from loader.model_shape import ModelShape
-from loader.work_space import logits_rows
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.layout import weights_bytes
+from loader.sizes.work_space import logits_rows
 from tests.loader.checkpoints import shape
 
 MIB = 1 << 20

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loader.catalog import scan_one
-from loader.described_model import HEADERS, INDEX, described_model
+from loader.files.safetensors import INDEX_NAME
 from loader.formats.kv_scales import is_kv_scale, told_of_kv_scales
-from loader.safetensors import INDEX_NAME
+from loader.models.catalog import scan_one
+from loader.models.described_model import HEADERS, INDEX, described_model
 from tests.loader import compressed, fp8, int4, nvfp4
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 

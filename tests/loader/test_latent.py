@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.hf_config import parse_config
-from loader.layout import is_ignored_tensor, num_parameters, parameter_shapes
-from loader.model_shape import LatentShape, ModelShape, SigmoidShape
+from loader.shapes.model_shape import LatentShape, ModelShape, SigmoidShape
+from loader.sizes.layout import is_ignored_tensor, num_parameters, parameter_shapes
 
 PUBLISHED = Path(__file__).parents[1] / "published"
 

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from loader.direct_io import BLOCK_BYTES
+from loader.files.direct_io import BLOCK_BYTES
+from loader.files.safetensors import TensorRef
 from loader.formats.int8 import INT8
-from loader.layout import MIN_BLOCK_ALIGNED_BYTES, block_offsets, parameter_shapes, weight_layout, weights_bytes
-from loader.safetensors import TensorRef
+from loader.sizes.layout import MIN_BLOCK_ALIGNED_BYTES, block_offsets, parameter_shapes, weight_layout, weights_bytes
 from tests.loader.checkpoints import shape
 
 

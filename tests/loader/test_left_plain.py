@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from loader.config_fields import Fields
 from loader.errors import CheckpointError
 from loader.formats.left_plain import left_plain
+from loader.shapes.config_fields import Fields
 
 
 def test_names_expressions_and_parts() -> None:

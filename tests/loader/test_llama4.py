@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from loader.catalog import scan_one
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.hf_config import parse_config
-from loader.kv_layout import kv_groups
-from loader.layout import num_parameters
-from loader.model_shape import ModelShape, TemperatureShape
+from loader.models.catalog import scan_one
+from loader.shapes.kv_layout import kv_groups
+from loader.shapes.model_shape import ModelShape, TemperatureShape
+from loader.sizes.layout import num_parameters
 from tests.loader.checkpoints import safetensors_bytes, tensors_for, write_checkpoint
 from tests.loader.fp8 import FINE_GRAINED
 

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from loader.catalog import scan_one
-from loader.direct_io import BLOCK_BYTES, Alignment
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError
+from loader.files.direct_io import BLOCK_BYTES, Alignment
+from loader.files.safetensors import DTYPE_BYTES
 from loader.formats.mxfp4 import MXFP4
 from loader.formats.weight_format import StoredTensor
-from loader.hf_config import parse_config
-from loader.layout import stored_tensors, weight_layout, weights_bytes
-from loader.range_plan import direct_spans
-from loader.safetensors import DTYPE_BYTES
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.weight_stream import open_checkpoint, planned_reads, stream_weights
+from loader.models.catalog import scan_one
+from loader.reading.range_plan import direct_spans
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import open_checkpoint, planned_reads, stream_weights
+from loader.sizes.layout import stored_tensors, weight_layout, weights_bytes
 from tests.loader.checkpoints import CONFIG, FINITE, safetensors_bytes
 from tests.loader.packed_checkpoints import pack_checkpoint
 

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from engine.host import unpack_kernels
-from loader import frame
-from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, LoaderError
-from loader.layout import weight_layout, weights_bytes
-from loader.packed import METADATA_KEY
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.unpack import Decoder
-from loader.weight_files import PACKED_DIR, read_headers
-from loader.weight_stream import open_checkpoint, stream_weights
+from loader.files import frame
+from loader.files.packed import METADATA_KEY
+from loader.files.weight_files import PACKED_DIR, read_headers
+from loader.models.catalog import scan_one
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.unpack import Decoder
+from loader.reading.weight_stream import open_checkpoint, stream_weights
+from loader.sizes.layout import weight_layout, weights_bytes
 from tests.loader.checkpoints import write_packable
 from tests.loader.packed_checkpoints import pack_checkpoint
 

@@ -15,22 +15,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config.load import RESIDENT_FORMS
-from loader import frame, packed_rows
 from loader.architectures.architecture import TensorGroup
 from loader.errors import CheckpointError
+from loader.files import frame
+from loader.formats import packed_rows
 from loader.formats.packed_in_memory import PACKED_IN_MEMORY
 from loader.formats.packed_place import ESCAPE_SHARE, PackedPlace
+from loader.formats.packed_rows import ESCAPES_BEHIND, PANEL_ROWS
 from loader.formats.plain import PLAIN
 from loader.formats.registry import FORMATS, asked_format
 from loader.formats.weight_format import Space, WeightSlot
-from loader.layout import layout_id, weight_layout, weights_bytes
-from loader.model_shape import DeviceShare, Division
-from loader.packed_rows import ESCAPES_BEHIND, PANEL_ROWS
-from loader.panel_packer import PanelPacker
-from loader.range_plan import joined
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.weight_stream import open_checkpoint, stream_weights
+from loader.reading.panel_packer import PanelPacker
+from loader.reading.range_plan import joined
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import open_checkpoint, stream_weights
+from loader.shapes.model_shape import DeviceShare, Division
+from loader.sizes.layout import layout_id, weight_layout, weights_bytes
 from tests.loader.checkpoints import CONFIG, shape, write_checkpoint
 from tests.loader.packed_checkpoints import pack_checkpoint
 

@@ -17,21 +17,23 @@ import torch
 from safetensors import safe_open
 
 from engine.host import unpack_kernels
-from loader import file_reader, frame, packer
-from loader.catalog import Checkpoint, scan, scan_one
 from loader.errors import CheckpointError
+from loader.files import frame
+from loader.files.safetensors import INDEX_NAME, Header
+from loader.files.weight_files import PACKED_DIR, FileInfo, read_headers
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
-from loader.layout import weights_bytes
-from loader.packer import INCOMPLETE, JOURNAL
-from loader.safetensors import INDEX_NAME, Header
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.unpack import Decoder
-from loader.verifier import verify_tensor
-from loader.weight_files import PACKED_DIR, FileInfo, read_headers
-from loader.weight_stream import ReadReport, open_checkpoint, stream_weights
+from loader.models.catalog import Checkpoint, scan, scan_one
+from loader.packing import packer
+from loader.packing.packer import INCOMPLETE, JOURNAL
+from loader.packing.verifier import verify_tensor
+from loader.reading import file_reader
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.unpack import Decoder
+from loader.reading.weight_stream import ReadReport, open_checkpoint, stream_weights
+from loader.sizes.layout import weights_bytes
 from tests.loader.checkpoints import write_checkpoint, write_packable
 from tests.loader.packed_checkpoints import pack_checkpoint
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loader import layout
-from loader.catalog import Checkpoint, scan_one
-from loader.described_model import CONFIG, described_model
-from loader.kv_layout import kv_bytes_per_token
-from loader.model_shape import LAST_TOKEN, ModelShape
+from loader.models.catalog import Checkpoint, scan_one
+from loader.models.described_model import CONFIG, described_model
+from loader.shapes.kv_layout import kv_bytes_per_token
+from loader.shapes.model_shape import LAST_TOKEN, ModelShape
+from loader.sizes import layout
 from tests.e2e.checkpoints import write_weights
 from tests.loader.checkpoints import CONFIG as LLAMA
 
@@ -25,7 +25,7 @@ MODULES = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transf
 
 def write(folder: Path, config: dict[str, Any], pooling: Any = LAST, modules: Any = MODULES, weights: str = "bare") -> Checkpoint:
     """Writes a folder and scans it. weights: "bare" names of a decoder alone; "headed": with a head."""
-    from loader.hf_config import parse_config
+    from loader.configs.hf_config import parse_config
 
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "1_Pooling").mkdir(exist_ok=True)

@@ -14,17 +14,25 @@ from typing import Any
 
 import pytest
 
-from loader.catalog import Checkpoint, scan_one
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointChanged
 from loader.formats.registry import FORMATS, stored_format
-from loader.hf_config import parse_config
-from loader.kv_layout import kv_bytes_per_token, kv_groups
-from loader.layout import layout_id, num_parameters, parameter_shapes, predicting, stored_tensors, weight_layout, weights_bytes
-from loader.model_shape import ModelShape
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.weight_stream import open_checkpoint, stream_weights
-from loader.work_space import work_space_bytes
+from loader.models.catalog import Checkpoint, scan_one
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import open_checkpoint, stream_weights
+from loader.shapes.kv_layout import kv_bytes_per_token, kv_groups
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.layout import (
+    layout_id,
+    num_parameters,
+    parameter_shapes,
+    predicting,
+    stored_tensors,
+    weight_layout,
+    weights_bytes,
+)
+from loader.sizes.work_space import work_space_bytes
 from tests.loader import fp8, int4
 from tests.loader.checkpoints import CONFIG, safetensors_bytes
 from tests.loader.packed_checkpoints import pack_checkpoint

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.direct_io import BLOCK_BYTES, Alignment
-from loader.dtypes import ITEM_BYTES
 from loader.errors import CheckpointError
-from loader.layout import WeightSlot
-from loader.range_plan import ANY_ALIGNMENT, MIN_DIRECT_BYTES, direct_spans, plan_reads, staged_spans
-from loader.safetensors import DTYPE_BYTES, Header, TensorRef
+from loader.files.direct_io import BLOCK_BYTES, Alignment
+from loader.files.safetensors import DTYPE_BYTES, Header, TensorRef
+from loader.reading.range_plan import ANY_ALIGNMENT, MIN_DIRECT_BYTES, direct_spans, plan_reads, staged_spans
+from loader.shapes.dtypes import ITEM_BYTES
+from loader.sizes.layout import WeightSlot
 
 
 def files_of(sizes: list[tuple[str, int]], starts: list[int], width: int = 0) -> dict[str, Header]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loader import regular_file
+from loader.files import regular_file
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.errors import CheckpointError, FileTooShort
-from loader.safetensors import Header, TensorRef, read_header
+from loader.files.safetensors import Header, TensorRef, read_header
 from tests.loader.checkpoints import safetensors_bytes
 
 GOOD = {"a": ("F32", (2, 3), bytes(24)), "b": ("BF16", (5,), bytes(10)), "scalar": ("I64", (), bytes(8))}

@@ -16,16 +16,22 @@ import pytest
 import torch
 
 from engine.layers.weights import Weights
-from loader import file_reader, range_plan, sinks
 from loader.architectures.architecture import Cut, Dims
-from loader.capacity import Devices, Settings, share_of
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError, UnsupportedModel
+from loader.files.safetensors import Header, TensorRef
+from loader.files.weight_files import PACKED_DIR
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightSlot
-from loader.hf_config import parse_config
-from loader.kv_layout import kv_bytes_per_token, kv_groups, state_bytes
-from loader.layout import (
+from loader.reading import file_reader, range_plan, sinks
+from loader.reading.range_plan import joined, plan_reads, staged_spans
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import OpenCheckpoint, ReadReport, open_checkpoint, planned_reads, stream_weights
+from loader.shapes.kv_layout import kv_bytes_per_token, kv_groups, state_bytes
+from loader.shapes.model_shape import LAST_TOKEN, DeviceShare, Division, EagleShape, ExpertCopies, HeadShape, ModelShape
+from loader.sizes.capacity import Devices, Settings, share_of
+from loader.sizes.layout import (
     block_offsets,
     layout_id,
     parameter_shapes,
@@ -34,14 +40,8 @@ from loader.layout import (
     weight_layout,
     weights_bytes,
 )
-from loader.model_shape import LAST_TOKEN, DeviceShare, Division, EagleShape, ExpertCopies, HeadShape, ModelShape
-from loader.range_plan import joined, plan_reads, staged_spans
-from loader.safetensors import Header, TensorRef
-from loader.slices import split, whole
-from loader.staging import StagingRing
-from loader.weight_files import PACKED_DIR
-from loader.weight_stream import OpenCheckpoint, ReadReport, open_checkpoint, planned_reads, stream_weights
-from loader.work_space import work_space_bytes
+from loader.sizes.slices import split, whole
+from loader.sizes.work_space import work_space_bytes
 from tests.engine.model_bench import GEMMA4_ROPE
 from tests.loader import test_predictor as predictors
 from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint, write_packable

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from loader import read_rates, source_choice
-from loader.catalog import Checkpoint, scan_one
-from loader.read_rates import NAME, ReadRates
-from loader.source_choice import Expected, SourceChoice
-from loader.staging import StagingRing
-from loader.unpack import Decoder
-from loader.weight_stream import open_checkpoint
+from loader.models.catalog import Checkpoint, scan_one
+from loader.reading import read_rates, source_choice
+from loader.reading.read_rates import NAME, ReadRates
+from loader.reading.source_choice import Expected, SourceChoice
+from loader.reading.staging import StagingRing
+from loader.reading.unpack import Decoder
+from loader.reading.weight_stream import open_checkpoint
 from tests.loader.checkpoints import write_packable
 from tests.loader.packed_checkpoints import pack_checkpoint
 

@@ -19,21 +19,21 @@ from torch import Tensor
 from engine.layers.weights import Weights
 from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix, Nvfp4Matrix
 from engine.ops.reference import fp8_rows, int4_rows, nvfp4_rows
-from loader import range_plan
 from loader.architectures.architecture import Cut, TensorGroup
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError, UnsupportedModel
+from loader.files.safetensors import DTYPE_BYTES, Header, TensorRef
 from loader.formats import registry
 from loader.formats.registry import held_format
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat
-from loader.hf_config import parse_config
-from loader.layout import plain_groups_of_modules, share_weights_bytes, weight_layout, weights_bytes
-from loader.model_shape import DeviceShare, Division, ModelShape
-from loader.range_plan import plan_reads, staged_spans
-from loader.safetensors import DTYPE_BYTES, Header, TensorRef
-from loader.sinks import HostSink
-from loader.slices import refusal, split
-from loader.staging import StagingRing
-from loader.weight_stream import OpenCheckpoint, open_checkpoint, planned_reads, stream_weights
+from loader.reading import range_plan
+from loader.reading.range_plan import plan_reads, staged_spans
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import OpenCheckpoint, open_checkpoint, planned_reads, stream_weights
+from loader.shapes.model_shape import DeviceShare, Division, ModelShape
+from loader.sizes.layout import plain_groups_of_modules, share_weights_bytes, weight_layout, weights_bytes
+from loader.sizes.slices import refusal, split
 from tests.loader import compressed, fp8, gptq, int4, nvfp4
 from tests.loader import test_mxfp4 as mxfp4
 from tests.loader.checkpoints import CONFIG, write_checkpoint

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader import kv_layout
 from loader.architectures.registry import architecture_of
-from loader.capacity import Devices, Settings, share_of
 from loader.formats.plain import PLAIN
-from loader.layout import parameter_shapes, share_weights_bytes, weights_bytes
-from loader.model_shape import Division, ModelShape
-from loader.slices import _stages_within, refusal, split, stage_ends, whole
-from loader.work_space import handed_bytes, staged_tokens, work_space_bytes
+from loader.shapes import kv_layout
+from loader.shapes.model_shape import Division, ModelShape
+from loader.sizes.capacity import Devices, Settings, share_of
+from loader.sizes.layout import parameter_shapes, share_weights_bytes, weights_bytes
+from loader.sizes.slices import _stages_within, refusal, split, stage_ends, whole
+from loader.sizes.work_space import handed_bytes, staged_tokens, work_space_bytes
 from tests.loader.checkpoints import tensors_for, write_checkpoint
 from tests.loader.test_slices import CONFIG, FAMILIES, config_of, load, parse, published
 

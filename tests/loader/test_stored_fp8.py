@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loader.catalog import scan_one
+from loader.configs.hf_config import parse_config
 from loader.errors import UnsupportedModel
+from loader.files.weight_files import PACKED_DIR, read_headers
 from loader.formats.fp8_values import nan_at
 from loader.formats.registry import held_format, stored_format
 from loader.formats.stored_fp8 import BY_BLOCK, BY_MATRIX, BY_OUTPUT
-from loader.hf_config import parse_config
-from loader.layout import stored_tensors, weight_layout
-from loader.weight_files import PACKED_DIR, read_headers
+from loader.models.catalog import scan_one
+from loader.sizes.layout import stored_tensors, weight_layout
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 from tests.loader.fp8 import FBGEMM, FINE_GRAINED, KINDS, MODELOPT, compressed, quantize, quark
 from tests.loader.packed_checkpoints import pack_checkpoint

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from loader.catalog import scan_one
+from loader.configs.hf_config import parse_config
 from loader.errors import UnsupportedModel
+from loader.files.packed import WORD_ROWS, frame_values
 from loader.formats.registry import held_format, stored_format
 from loader.formats.relayout import AWQ_WORDS
-from loader.hf_config import parse_config
-from loader.layout import weight_layout, weights_bytes
-from loader.packed import WORD_ROWS, frame_values
+from loader.models.catalog import scan_one
+from loader.sizes.layout import weight_layout, weights_bytes
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 from tests.loader.gptq import awq, gptq, quantize
 from tests.loader.refusals import Change, check_refused

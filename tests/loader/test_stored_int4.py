@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from loader.catalog import scan_one
+from loader.configs.hf_config import parse_config
 from loader.errors import UnsupportedModel
 from loader.formats.registry import held_format, stored_format
-from loader.hf_config import parse_config
-from loader.layout import stored_tensors, weight_layout, weights_bytes
+from loader.models.catalog import scan_one
+from loader.sizes.layout import stored_tensors, weight_layout, weights_bytes
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 from tests.loader.int4 import BY_OUTPUT, compressed, quantize
 from tests.loader.refusals import Change, check_refused

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from loader.catalog import scan_one
+from loader.configs.hf_config import parse_config
 from loader.errors import UnsupportedModel
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.registry import held_format, stored_format
 from loader.formats.stored_int8 import STORED_INT8
-from loader.hf_config import parse_config
-from loader.layout import stored_tensors, weight_layout
+from loader.models.catalog import scan_one
+from loader.sizes.layout import stored_tensors, weight_layout
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 from tests.loader.compressed import ACTIVATIONS, compress, quantization_config
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loader.catalog import scan_one
-from loader.described_model import CONFIG as BY_CONFIG
-from loader.described_model import described_model
+from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.formats.fp8_values import fill_scales
 from loader.formats.registry import held_format, stored_format
-from loader.hf_config import parse_config
-from loader.layout import parameter_shapes, stored_tensors, weight_layout, weights_bytes
+from loader.models.catalog import scan_one
+from loader.models.described_model import CONFIG as BY_CONFIG
+from loader.models.described_model import described_model
+from loader.sizes.layout import parameter_shapes, stored_tensors, weight_layout, weights_bytes
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 from tests.loader.nvfp4 import compressed, hf_quant_config, modelopt, quantize
 from tests.loader.refusals import Change, check_refused

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from loader import file_reader, sinks
-from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, ReadFailed
-from loader.file_calls import ReadCancelled
+from loader.files.file_calls import ReadCancelled
 from loader.formats import int8_rows
 from loader.formats.int8 import INT8
-from loader.landings import Places
-from loader.layout import weight_layout, weights_bytes
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.weight_stream import OpenCheckpoint, ReadReport, open_checkpoint, planned_reads, stream_weights
+from loader.models.catalog import scan_one
+from loader.reading import file_reader, sinks
+from loader.reading.landings import Places
+from loader.reading.sinks import HostSink
+from loader.reading.staging import StagingRing
+from loader.reading.weight_stream import OpenCheckpoint, ReadReport, open_checkpoint, planned_reads, stream_weights
+from loader.sizes.layout import weight_layout, weights_bytes
 from tests.loader.checkpoints import CONFIG, LARGE, tensors_for, write_checkpoint
 
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

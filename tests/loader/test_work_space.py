@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from loader.work_space import logits_rows, work_space_bytes
+from loader.sizes.work_space import logits_rows, work_space_bytes
 from tests.loader.checkpoints import shape
 
 

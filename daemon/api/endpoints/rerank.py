@@ -20,7 +20,7 @@ from daemon.errors import BadRequest
 from daemon.http.answers import json_response
 from daemon.models.entry import ModelEntry
 from engine.protocol import SCORE, SamplingParams
-from loader.model_shape import IDENTITY
+from loader.shapes.model_shape import IDENTITY
 
 _BODY = Body(rerank.parse, rerank.PairsHead, (FieldTable("`/v1/rerank`", rerank.RerankBody, rerank.MEANINGS),))
 _packed_texts = msgspec.msgpack.Decoder(tuple[list[str], list[str]])

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
-from loader import catalog
-from loader.direct_io import open_direct
+from loader.files.direct_io import open_direct
+from loader.models import catalog
 
 SLOW_BYTES_PER_S = 1e9
 MIN_READ_BYTES = 64 << 20  # a measurement of fewer bytes is meaningless

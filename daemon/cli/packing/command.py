@@ -92,8 +92,8 @@ def packed(model: ModelFiles, with_bar: bool) -> Packed:
     to show a progress bar. Raises CommandError if packing would not save bytes, or the space or the files do not allow it;
     OSError."""
     from loader.errors import CheckpointError
-    from loader.packer import pack_file
-    from loader.weight_files import PACKED_DIR
+    from loader.files.weight_files import PACKED_DIR
+    from loader.packing.packer import pack_file
 
     target = model.folder / PACKED_DIR
     if model.packed and not model.why_not_packed:
@@ -128,7 +128,7 @@ def verified(model: ModelFiles, with_bar: bool) -> Verified:
     """Verifies a model's packed weights, against the original files if they are there, else against their checksums. with_bar:
     whether to show a progress bar. Raises CommandError if nothing is packed or the weights differ; OSError."""
     from loader.errors import CheckpointError
-    from loader.verifier import verify_tensor
+    from loader.packing.verifier import verify_tensor
 
     if not model.packed or model.why_not_packed:
         raise _failed(model, _why_not_verified(model))
@@ -153,7 +153,7 @@ def verified(model: ModelFiles, with_bar: bool) -> Verified:
 def _expected_bytes(model: ModelFiles, descriptors: dict[str, int]) -> int:
     """Returns the size in bytes that the packed files would have; it is not below plain_bytes if packing would save nothing.
     descriptors: open descriptors of the plain files, by name. Raises CheckpointError, OSError."""
-    from loader.packer import expected_bytes
+    from loader.packing.packer import expected_bytes
 
     return sum(
         len(header.raw) + sum(expected_bytes(descriptors[name], tensor) for tensor in header.tensors)
@@ -207,7 +207,7 @@ def _bytes_in(folder: Path) -> int:
 
 def _drop_others(partial: Path, model: ModelFiles) -> None:
     """Deletes from the folder `partial` what an interrupted run has left of files that the model does not have any more."""
-    from loader.packer import INCOMPLETE, JOURNAL
+    from loader.packing.packer import INCOMPLETE, JOURNAL
 
     keep = {name + ending for name in model.plain for ending in ("", INCOMPLETE, JOURNAL)}
     for entry in os.scandir(partial):

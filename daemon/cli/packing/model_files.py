@@ -14,9 +14,9 @@ from daemon.cli.client import CommandError
 from daemon.errors import EXIT_NOT_FOUND
 
 if TYPE_CHECKING:
-    from loader.packed import Source
-    from loader.safetensors import Header
-    from loader.weight_files import FileInfo
+    from loader.files.packed import Source
+    from loader.files.safetensors import Header
+    from loader.files.weight_files import FileInfo
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class ModelFiles:
     @property
     def plain_bytes(self) -> int:
         """Returns the bytes of all tensors of the model, unpacked."""
-        from loader.safetensors import DTYPE_BYTES
+        from loader.files.safetensors import DTYPE_BYTES
 
         headers = self.plain or self.packed
         return sum(math.prod(one.shape) * DTYPE_BYTES[one.dtype] for header in headers.values() for one in header.tensors)
@@ -61,7 +61,7 @@ class ModelFiles:
         return own if own in self.plain else ""
 
     def source(self, name: str) -> Source:
-        from loader.weight_files import source_of
+        from loader.files.weight_files import source_of
 
         return source_of(self.infos[name], self.plain[name])
 
@@ -69,7 +69,7 @@ class ModelFiles:
         """Returns whether the folder `partial` contains a complete packed form of the plain file `name`, made from that file's
         current content. Raises OSError."""
         from loader.errors import CheckpointError
-        from loader.safetensors import read_header
+        from loader.files.safetensors import read_header
 
         try:
             fd = os.open(partial / name, os.O_RDONLY | os.O_CLOEXEC)
@@ -83,7 +83,7 @@ class ModelFiles:
             os.close(fd)
 
     def copy_index(self, partial: Path) -> None:
-        from loader.safetensors import INDEX_NAME
+        from loader.files.safetensors import INDEX_NAME
 
         if (self.folder / INDEX_NAME).exists():
             shutil.copyfile(self.folder / INDEX_NAME, partial / INDEX_NAME)
@@ -102,8 +102,8 @@ class ModelFiles:
 def find(models_dir: str, name: str) -> ModelFiles:
     """Returns the weight files of the model `name` in the folder `models_dir`, with their headers read. Raises CommandError if
     there is no such model, or it is incomplete or an adapter; OSError."""
-    from loader.catalog import scan
-    from loader.weight_files import PACKED_DIR, read_headers
+    from loader.files.weight_files import PACKED_DIR, read_headers
+    from loader.models.catalog import scan
 
     checkpoint = scan(models_dir).get(name)
     if checkpoint is None:

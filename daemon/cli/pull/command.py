@@ -89,7 +89,7 @@ def pulled(models_dir: Path, name: str, revision: str | None, with_bar: bool) ->
 def _in_cache(models_dir: Path, repo: Repo) -> Path | None:
     """Returns the folder in which the commit already is, if the models folder is a cache that the Hugging Face hub's own tools
     fill, and the model is complete there; otherwise None."""
-    from loader.catalog import scan_one
+    from loader.models.catalog import scan_one
 
     folder = models_dir / f"models--{repo.name.replace('/', '--')}" / "snapshots" / repo.commit
     try:
@@ -102,10 +102,10 @@ def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
     """Returns the files of the repository to download. Fetches the configuration and the index first, so that a model that cannot
     be served costs only two small files. Raises CommandError for such a model."""
     from daemon.cli.pull import plan
-    from loader import adapter
+    from loader.configs.hf_config import CONFIG_NAME, QUANT_CONFIG_NAME, check_config
     from loader.errors import CheckpointError
-    from loader.hf_config import CONFIG_NAME, QUANT_CONFIG_NAME, check_config
-    from loader.safetensors import INDEX_NAME, parse_index
+    from loader.files.safetensors import INDEX_NAME, parse_index
+    from loader.models import adapter
 
     weight_map = None
     try:

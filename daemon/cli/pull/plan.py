@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from daemon.cli.client import CommandError
 from daemon.cli.table import size
 from daemon.errors import EXIT_NO_FIT, EXIT_USAGE
-from loader import adapter
-from loader.catalog import SIDE_FILES
-from loader.safetensors import INDEX_NAME, SINGLE_NAME
+from loader.files.safetensors import INDEX_NAME, SINGLE_NAME
+from loader.models import adapter
+from loader.models.catalog import SIDE_FILES
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

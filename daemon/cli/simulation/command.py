@@ -211,7 +211,7 @@ def _of_folder(folder: str, devices: dict[str, int], chunk_bytes: int) -> dict[s
     from config.schema import DeviceBudget, NodeConfig
     from daemon.models.registry import Registry
     from daemon.record.state import NodeState
-    from loader import catalog
+    from loader.models import catalog
 
     config = NodeConfig(models_dir=folder, chunk_bytes=chunk_bytes)
     registry = Registry(config, [DeviceBudget(name, budget) for name, budget in devices.items()], NodeState(""))

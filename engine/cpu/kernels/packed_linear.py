@@ -1,4 +1,4 @@
-"""Multiplies rows with a packed matrix (loader/packed_rows.py) on the CPU, and packs and unpacks such a matrix (Numba).
+"""Multiplies rows with a packed matrix (loader/formats/packed_rows.py) on the CPU, and packs and unpacks such a matrix (Numba).
 
 Results have the bits that vectors give with the plain matrix (linear.py, widened_linear.py). Where the processor allows it, weights
 are decoded in the registers of the product's tile. Elsewhere a few outputs' weights at a time are decoded into memory that stays in
@@ -29,7 +29,7 @@ from engine.cpu.kernels.packed_tiles import (
 )
 from engine.cpu.kernels.vectors import LANES
 from engine.cpu.kernels.widened_linear import STRIPE_FLOATS, padded_inputs_of, widen_rows, widened_stripe, widened_tiles
-from loader.packed_rows import BLOCK, ESCAPE, MOST_BASE, ORDER, PANEL_ROWS
+from loader.formats.packed_rows import BLOCK, ESCAPE, MOST_BASE, ORDER, PANEL_ROWS
 
 MOST_ROWS = 16  # of a call; more are faster with a matrix that is unpacked for all of them
 _ORDER = np.array(ORDER)
@@ -244,7 +244,7 @@ def pack_rows(
     escapes: Any,  # [N * K + 64]
 ) -> int:
     """Packs the weights of consecutive panels into their arrays, and returns the number of their escapes. The equivalent without
-    Numba is loader.packed_rows.pack_rows."""
+    Numba is loader.formats.packed_rows.pack_rows."""
     num_rows, num_inputs = weights.shape
     blocks = (num_inputs + BLOCK - 1) // BLOCK
     counts, last = np.empty((4, 256), np.int32), np.empty(BLOCK, np.uint16)

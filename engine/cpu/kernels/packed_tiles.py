@@ -1,5 +1,5 @@
-"""Weights of a packed matrix (loader/packed_rows.py): encoded 64 at a time, and decoded 64 at a time, into memory or into the
-registers of a product's tile.
+"""Weights of a packed matrix (loader/formats/packed_rows.py): encoded 64 at a time, and decoded 64 at a time, into memory or into
+the registers of a product's tile.
 
 A mask of each plane of codes adds 1, 2 or 4 to the exponents in those lanes; where the processor has it (AVX512-VBMI2), one
 instruction brings the escapes from their list to their places. Exponents and bytes are interleaved and rotated by a bit. Elsewhere
@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS, prefetch_line
 from engine.cpu.kernels.vectors import I32, I64, PAIRS, SUMS, Loader, add_products, fenced, fold, shuffle, splat, vector
 from engine.host import processor
-from loader.packed_rows import BLOCK, ESCAPE, NUM_PLANES, ORDER, PANEL_ROWS
+from loader.formats.packed_rows import BLOCK, ESCAPE, NUM_PLANES, ORDER, PANEL_ROWS
 
 HAS_EXPANSION = processor.runs("escapes_in_place")
 MOST_TILE_ROWS = 2 * PANEL_ROWS

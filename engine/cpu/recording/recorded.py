@@ -22,7 +22,7 @@ from engine.cpu.programs.program import Recorder, Scratch, recording
 from engine.cpu.programs.replay import ChunkProgram, DecodeProgram, Drawing, LogitsProgram, Replay
 from engine.cpu.recording.inputs import StepInputs
 from engine.models.registry import CausalLM
-from loader.work_space import MAX_RECORDED_TOKENS, recorded_tokens
+from loader.sizes.work_space import MAX_RECORDED_TOKENS, recorded_tokens
 from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, SequenceTable
 
 log = logging.getLogger("engine")

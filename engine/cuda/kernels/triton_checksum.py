@@ -1,5 +1,5 @@
 """Computes checksums of memory on the GPU (Triton), so that no CPU core reads what the bus brings. Reference implementation:
-loader/checksum.py.
+loader/packing/checksum.py.
 
 Shapes: N pieces of memory, P programs for each. Sums are modulo 2**64, as int64 arithmetic is.
 """

@@ -1,4 +1,5 @@
-"""Decodes packed weights on the GPU (Triton). Reference implementation: loader.codec.decode; the format is in loader.frame.
+"""Decodes packed weights on the GPU (Triton). Reference implementation: loader.packing.codec.decode; the format is in
+loader.files.frame.
 
 Shapes: F frames, N values of a tensor.
 
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels.sizes import ceil_div
-from loader import frame as layout
+from loader.files import frame as layout
 
 ROWS = tl.constexpr(layout.GROUP_VALUES // 8)
 HEAD_BYTES, TABLE_AT = tl.constexpr(layout.HEAD_BYTES), tl.constexpr(layout.TABLE_AT)

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from daemon.cli import main
-from loader import capacity
-from loader.capacity import Devices, Settings, share_of
+from loader.configs.hf_config import parse_config
+from loader.files.safetensors import INDEX_NAME
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
-from loader.gpu_sizing import gpu_work_space_bytes
-from loader.hf_config import parse_config
-from loader.kv_layout import kv_bytes_per_token, kv_reserved_bytes
-from loader.layout import parameter_shapes, share_weights_bytes, weights_bytes
-from loader.model_shape import Division, ModelShape
-from loader.safetensors import INDEX_NAME
-from loader.slices import split
-from loader.work_space import work_space_bytes
+from loader.shapes.kv_layout import kv_bytes_per_token, kv_reserved_bytes
+from loader.shapes.model_shape import Division, ModelShape
+from loader.sizes import capacity
+from loader.sizes.capacity import Devices, Settings, share_of
+from loader.sizes.gpu_sizing import gpu_work_space_bytes
+from loader.sizes.layout import parameter_shapes, share_weights_bytes, weights_bytes
+from loader.sizes.slices import split
+from loader.sizes.work_space import work_space_bytes
 from scheduler.node.events import ModelFacts
 from scheduler.node.ledger import size_of
 from tests.loader.checkpoints import CONFIG, safetensors_bytes, write_checkpoint
@@ -154,7 +154,7 @@ def test_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def named(shape: Any, plain: str) -> list[str]:
-    from loader.layout import stored_tensors
+    from loader.sizes.layout import stored_tensors
 
     return [one.name for one in stored_tensors(shape) if plain not in one.name or not one.name.endswith("_scale")]
 

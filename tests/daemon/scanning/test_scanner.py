@@ -17,7 +17,7 @@ import pytest_asyncio
 from daemon.scanning import scanner as scanner_module
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
-from loader.catalog import Checkpoint, scan
+from loader.models.catalog import Checkpoint, scan
 from tests.loader.checkpoints import write_checkpoint
 
 LIMIT_S = 1.0

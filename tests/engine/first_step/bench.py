@@ -19,10 +19,10 @@ from engine.memory.host_tier import HostTier
 from engine.memory.weight_gate import WeightGate
 from engine.protocol import JOURNAL_BYTES, Configure, Evicted, EvictModel, LoadModel, Message, SamplingParams, Submit, TokensOut
 from engine.serve.channel import wait_until
-from loader.catalog import scan_one
-from loader.file_reader import Fetched, Fetching, FileReader
-from loader.range_plan import Read
-from loader.staging import StagingRing
+from loader.models.catalog import scan_one
+from loader.reading.file_reader import Fetched, Fetching, FileReader
+from loader.reading.range_plan import Read
+from loader.reading.staging import StagingRing
 from tests.engine.engine_process import load_message
 from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN, make_runner
 from tests.kernel_cache import CACHE_DIR

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.memory.weight_gate import WeightGate, WeightsWithdrawn
-from loader.catalog import scan_one
-from loader.layout import WeightSlot, weight_layout
+from loader.models.catalog import scan_one
+from loader.sizes.layout import WeightSlot, weight_layout
 
 LAYOUT = (
     WeightSlot("embed", (4,), 0, 8),

@@ -59,10 +59,10 @@ from engine.ops.ops import (
     Rotary,
     SigmoidRouting,
 )
-from loader.frame import FRAME_VALUES
-from loader.kv_dtypes import KV_FP8, kv_dtype_named
-from loader.kv_layout import KVGroupSpec
-from loader.model_shape import DeltaShape
+from loader.files.frame import FRAME_VALUES
+from loader.shapes.kv_dtypes import KV_FP8, kv_dtype_named
+from loader.shapes.kv_layout import KVGroupSpec
+from loader.shapes.model_shape import DeltaShape
 
 BLOCK_TOKENS = 16
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, VOCAB, ROWS = 32, 8, 128, 4096, 14336, 128256, 8

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from engine.cuda.kernels import entry, tiles, triton_decode, triton_extend
 from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL, Key, Tile
 from engine.cuda.launches import NoGpu
-from loader.kv_dtypes import FP8_CAPABILITY, KV_FP8
+from loader.shapes.kv_dtypes import FP8_CAPABILITY, KV_FP8
 from tests.engine.kernels.compile_for_hopper import assembled, kept_as
 
 # GPUs that are compiled for, by the architecture whose entries they take

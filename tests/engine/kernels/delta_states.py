@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.layers.gated_delta import columns_of
 from engine.ops import reference
 from engine.ops.ops import DeltaRule
-from loader.model_shape import DeltaShape
+from loader.shapes.model_shape import DeltaShape
 from tests.engine.kernels.draw import Draw
 
 EPS = 1e-6

@@ -14,10 +14,10 @@ from engine.cuda.model import CudaModel
 from engine.cuda.share import CudaShare
 from engine.grammar.row_masks import RowMasks
 from engine.protocol import LoadModel, SamplingParams
-from loader import slices
 from loader.architectures.registry import architecture_of
-from loader.hf_config import parse_config
-from loader.model_shape import LAST_TOKEN, DeviceShare, Division, ModelShape
+from loader.configs.hf_config import parse_config
+from loader.shapes.model_shape import LAST_TOKEN, DeviceShare, Division, ModelShape
+from loader.sizes import slices
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table, write_sampling
 from tests.loader.compressed import quantization_config
 from tests.loader.fp8 import FINE_GRAINED

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.cuda.kernels import triton_fp8, triton_rope
 from engine.ops import reference, reference_inputs
 from engine.ops.ops import Rotary
-from loader.model_shape import TemperatureShape
+from loader.shapes.model_shape import TemperatureShape
 from tests.engine.kernels.draw import Draw, close
 from tests.engine.kernels.paged_kv import Paged, paged
 

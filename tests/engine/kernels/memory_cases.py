@@ -7,8 +7,8 @@ import torch
 
 from engine.cuda.kernels import triton_checksum, triton_inputs, triton_unpack
 from engine.ops import reference
-from loader import checksum, codec
-from loader import frame as layout
+from loader.files import frame as layout
+from loader.packing import checksum, codec
 from tests.engine.kernels.draw import Draw
 from tests.engine.kernels.paged_kv import BLOCK_TOKENS
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.memory.arena import kv_views
 from engine.ops import reference
-from loader import kv_layout
-from loader.kv_dtypes import KV_FP8, kv_dtype_named
+from loader.shapes import kv_layout
+from loader.shapes.kv_dtypes import KV_FP8, kv_dtype_named
 from tests.engine.kernels.draw import Draw
 
 HEAD_DIMS = (64, 80, 96, 128, 256)

@@ -26,7 +26,7 @@ from engine.cuda.launches import recorded
 from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
 from engine.cuda.model import CudaModel
 from engine.protocol import Configure
-from loader import codec
+from loader.packing import codec
 from tests.engine import cuda_stand_in
 from tests.engine.kernels.key_cases import BLOCK_TOKENS, CASES, COVERING, KeyCase, make_table, steps
 from tests.loader.test_families import MISTRAL_7B

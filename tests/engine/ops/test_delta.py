@@ -10,7 +10,7 @@ import torch
 
 from engine.cpu import deltas
 from engine.ops import reference
-from loader.model_shape import DeltaShape
+from loader.shapes.model_shape import DeltaShape
 from tests.engine.cpu_ops import ops
 from tests.engine.kernels.delta_states import DeltaRows, by_steps, delta_rows, delta_rule
 from tests.engine.kernels.draw import Draw

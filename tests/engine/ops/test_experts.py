@@ -19,8 +19,8 @@ from engine.cpu.programs.program import Recorder, Scratch, recording
 from engine.cpu.programs.replay import Replay
 from engine.ops import reference
 from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix, SigmoidRouting
-from loader import expert_copies
-from loader.model_shape import ExpertCopies, ExpertShape, SplitShape
+from loader.shapes import expert_copies
+from loader.shapes.model_shape import ExpertCopies, ExpertShape, SplitShape
 from tests.engine.cpu_ops import ops
 from tests.engine.gpt_oss_checkpoint import draw_mxfp4
 from tests.engine.ops.twins import both, compiled_as_called, random, same, share_everything

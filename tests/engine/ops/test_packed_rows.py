@@ -1,5 +1,5 @@
 """Packed matrices unpack to the same bits, and their products have the bits that those of plain matrices have, by the kernels that
-this processor can run. Kernels pack what loader/packed_rows.py packs."""
+this processor can run. Kernels pack what loader/formats/packed_rows.py packs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine.host import compiled
-from loader import packed_rows
-from loader.packed_rows import BLOCK, ESCAPE, PANEL_ROWS
+from loader.formats import packed_rows
+from loader.formats.packed_rows import BLOCK, ESCAPE, PANEL_ROWS
 from tests.engine.ops.twins import compiled_as_called
 from tests.kernel_cache import CACHE_DIR
 

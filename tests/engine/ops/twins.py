@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loader.kernel_sets import OF_DECODERS, KernelSet
+from loader.configs.kernel_sets import OF_DECODERS, KernelSet
 from tests.engine.cpu_ops import SETS, ops
 
 # Against float64, torch's own float32 product of 2,000 inputs is off by 7e-6 on aarch64, the kernels' by 9e-7.

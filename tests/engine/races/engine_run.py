@@ -59,9 +59,9 @@ from engine.ops.ops import Rotary
 from engine.protocol import MTP, AdapterSource, Configure, LoadModel, SamplingParams
 from engine.serve.adapter_loads import AdapterLoads, AdapterRead
 from engine.serve.served_models import Place
-from loader import checksum
-from loader.file_calls import ReadCancelled
-from loader.model_shape import ExpertShape
+from loader.files.file_calls import ReadCancelled
+from loader.packing import checksum
+from loader.shapes.model_shape import ExpertShape
 from scheduler.batch.plan import BatchPlan, make_sequence_table, write_sampling
 from tests.engine import cuda_stand_in
 from tests.engine.races import schedule
@@ -412,8 +412,8 @@ class EngineRun:
         self.device.launch("unpack", [reads(packed), reads(begin), writes(out), writes(verdict)])
 
     def _stream(self, source: Any, dtype: str, sink: Any, *how: Any, landed: Any, decoder: Any) -> Any:
-        """Stands in for loader.weight_stream.stream_weights: threads read frames into slots, and this thread gives a slot back when
-        its frame is decoded."""
+        """Stands in for loader.reading.weight_stream.stream_weights: threads read frames into slots, and this thread gives a slot
+        back when its frame is decoded."""
         cancelled, turn, free, done = how[2], self._ring, self._free_slots, list[tuple[Any, Any]]()
         frame_bytes = CHUNK // FRAMES_A_CHUNK
         left = iter(range(0, WEIGHT_CHUNKS * CHUNK, frame_bytes))

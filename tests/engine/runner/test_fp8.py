@@ -18,8 +18,8 @@ from torch import Tensor
 from engine.cpu.model import CpuModel
 from engine.loading.runner import TorchRunner
 from engine.ops import reference
-from loader.catalog import scan_one
 from loader.errors import CheckpointError
+from loader.models.catalog import scan_one
 from tests.engine.model_bench import CASES, load, load_both, make_checkpoint, make_table, plan, put
 from tests.engine.runner.specs import PROMPT
 from tests.loader import compressed as int_quantized

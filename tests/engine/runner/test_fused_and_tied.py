@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.loading.runner import TorchRunner
-from loader.catalog import scan_one
+from loader.models.catalog import scan_one
 from tests.engine.model_bench import CASES, load, make_checkpoint
 from tests.engine.runner.test_fp8 import check_logits, wanted
 from tests.loader import compressed as int_quantized

@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.loading.runner import TorchRunner
 from engine.ops import reference
 from engine.ops.ops import Int4Matrix
-from loader.catalog import scan_one
 from loader.errors import CheckpointError
+from loader.models.catalog import scan_one
 from tests.engine.model_bench import CASES, load, load_both, make_checkpoint
 from tests.engine.runner.test_fp8 import check_held, format_of, logits, logits_of, wanted
 from tests.loader.gptq import awq, gptq, quantize

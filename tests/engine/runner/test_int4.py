@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.loading.runner import TorchRunner
 from engine.ops import reference
-from loader.catalog import scan_one
 from loader.errors import CheckpointError
+from loader.models.catalog import scan_one
 from tests.engine.model_bench import CASES, load, load_both, make_checkpoint
 from tests.engine.runner.test_fp8 import check_held, check_logits, format_of, logits, logits_of, wanted
 from tests.loader.int4 import BY_OUTPUT, compressed, quantize, wrap_in_kimi_k25

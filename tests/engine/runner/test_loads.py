@@ -19,7 +19,7 @@ from engine.cpu.model import CpuModel
 from engine.loading.runner import TorchRunner
 from engine.memory.weight_gate import WeightGate
 from loader.errors import CheckpointChanged, CheckpointError
-from loader.source_choice import SourceChoice
+from loader.reading.source_choice import SourceChoice
 from tests.engine.model_bench import load, load_task, make_table, plan, put
 from tests.engine.runner.specs import PROMPT, spec
 from tests.loader.packed_checkpoints import pack_checkpoint

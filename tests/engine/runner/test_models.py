@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from engine.cpu.backend import SINGLE_THREAD_WEIGHTS_BYTES, threads_for
 from engine.cpu.model import CpuModel
 from engine.loading.runner import TorchRunner
-from loader import kv_layout, layout
-from loader.catalog import scan_one
 from loader.errors import CheckpointError
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.stored_int8 import STORED_INT8
+from loader.models.catalog import scan_one
+from loader.shapes import kv_layout
+from loader.sizes import layout
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
     CASES,

@@ -17,10 +17,11 @@ from engine.cpu.ops import CpuOps
 from engine.loading.runner import TorchRunner
 from engine.ops import reference
 from engine.ops.ops import PackedMatrix
-from loader import layout, packed_rows
-from loader.catalog import scan_one
 from loader.errors import UnsupportedModel
+from loader.formats import packed_rows
 from loader.formats.packed_in_memory import PACKED_IN_MEMORY
+from loader.models.catalog import scan_one
+from loader.sizes import layout
 from tests.engine.model_bench import CASES, load_task, make_checkpoint, make_memory, make_runner, make_table, plan, put
 from tests.engine.runner.specs import PROMPT, spec
 from tests.kernel_cache import CACHE_DIR

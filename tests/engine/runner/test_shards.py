@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from engine.loading.runner import TorchRunner
-from loader.catalog import scan_one
-from loader.safetensors import SINGLE_NAME
+from loader.files.safetensors import SINGLE_NAME
+from loader.models.catalog import scan_one
 from tests.engine.model_bench import CASES, logits_of, make_checkpoint
 from tests.loader import compressed as int_quantized
 from tests.loader import gptq, int4, nvfp4

@@ -15,7 +15,7 @@ from daemon.cli.doctor import gpu, memory, network, storage, system
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from daemon.gpu.inventory import Gpu, GpuProcess
 from engine.host.processor import Processor
-from loader.catalog import scan
+from loader.models.catalog import scan
 from tests.loader.checkpoints import write_checkpoint
 
 GIB, MIB = 1 << 30, 1 << 20

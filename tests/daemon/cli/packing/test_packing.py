@@ -13,8 +13,8 @@ import pytest
 from daemon.cli.main import run
 from daemon.cli.packing import command
 from daemon.cli.partial_folder import locked
-from loader import packer, verifier
-from loader.catalog import scan_one
+from loader.models.catalog import scan_one
+from loader.packing import packer, verifier
 from tests.loader.checkpoints import write_checkpoint, write_packable
 
 NAME = "org/name"

@@ -20,7 +20,7 @@ import pytest
 from daemon.cli.main import run
 from daemon.cli.partial_folder import locked
 from daemon.cli.pull import download
-from loader.catalog import scan
+from loader.models.catalog import scan
 from tests.daemon.cli.pull.hub import COMMITS, SmallHub
 from tests.e2e.checkpoints import make_head, make_model
 from tests.e2e.node import environment

@@ -1,0 +1,1 @@
+"""Files of checkpoints: opens and checks them, and reads what stands at their beginning."""

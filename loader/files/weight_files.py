@@ -1,0 +1,131 @@
+"""Finds the weight files of a model's folder: plain ones in the folder itself, packed ones (loader.files.packed) in `packed/`.
+
+Packed files have the names of the plain files they were made from, and their own copy of the index. If both exist, the plain files
+are the model, and the packed files are another way to read it, provided that they were made from exactly these plain files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loader.errors import CheckpointError, shortened
+from loader.files.packed import Source
+from loader.files.regular_file import open_regular
+from loader.files.safetensors import INDEX_NAME, MAX_TENSORS, SINGLE_NAME, Header, check_index, read_header, read_index
+
+PACKED_DIR = "packed"
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")  # other formats that people try to load
+
+
+class MissingFile(Exception):
+    """Raised for a file that does not exist yet; it may still arrive."""
+
+
+@dataclass(slots=True, frozen=True)
+class FileInfo:
+    """A weight file as the scan saw it. name: its path below the model's folder."""
+
+    name: str
+    size_bytes: int
+    mtime_ns: int
+
+
+def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """Returns the names of a folder's weight files, sorted, and the index that lists them, tensor name -> file name. None: there is
+    no index, and the only file is model.safetensors, which may be missing. Raises CheckpointError, OSError."""
+    if (folder / INDEX_NAME).exists():
+        weight_map = read_index(folder)
+        return sorted(set(weight_map.values())), weight_map
+    return [SINGLE_NAME], None
+
+
+def read_headers(folder: Path, below: str = "") -> dict[str, Header]:
+    """Reads and checks the headers of all weight files, and returns them by the files' paths below the folder. below: "" for the
+    plain files, PACKED_DIR for the packed ones. Raises MissingFile, CheckpointError, OSError."""
+    names, weight_map = weight_files(folder / below)
+    headers: dict[str, Header] = {}
+    num_tensors = 0
+    for name in names:
+        file = os.path.join(below, name)
+        try:
+            fd = open_regular(folder / file)
+        except FileNotFoundError:
+            wanted = next((tensor for tensor, at in (weight_map or {}).items() if at == name), None)
+            missing = f"{shortened(file)} is missing (it holds tensor {shortened(wanted)})" if wanted else _no_weights(folder)
+            raise MissingFile(missing) from None
+        try:
+            headers[file] = read_header(fd, file)
+            num_tensors += len(headers[file].tensors)
+            if num_tensors > MAX_TENSORS:
+                raise CheckpointError(file, None, f"with it the files hold more than {MAX_TENSORS} tensors")
+        finally:
+            os.close(fd)
+    if weight_map is not None:
+        check_index({tensor: os.path.join(below, name) for tensor, name in weight_map.items()}, headers)
+    return headers
+
+
+def _no_weights(folder: Path) -> str:
+    other = min((name for name in os.listdir(folder) if name.endswith(OTHER_FORMATS)), default="")
+    instead = (
+        f"; {shortened(other)} is, but weights are read from safetensors alone: download or convert them as such" if other else ""
+    )
+    return f"neither {SINGLE_NAME} nor {INDEX_NAME} is there{instead}"
+
+
+def is_packed_only(folder: Path) -> bool:
+    """Returns whether the folder has packed files and none of the plain ones. Raises CheckpointError, OSError."""
+    if not (folder / PACKED_DIR).is_dir():
+        return False
+    return not any((folder / name).exists() for name in weight_files(folder)[0])
+
+
+def packed_files(folder: Path) -> list[FileInfo]:
+    """Returns the weight files and JSON files in a model's packed folder, sorted by name; [] if there is no such folder. A rescan
+    compares them with the last scan's."""
+    found = []
+    try:
+        for entry in os.scandir(folder / PACKED_DIR):
+            if entry.name.endswith((".safetensors", ".json")) and not entry.name.startswith(".") and entry.is_file():
+                stat = entry.stat()
+                found.append(FileInfo(f"{PACKED_DIR}/{entry.name}", stat.st_size, stat.st_mtime_ns))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found, key=lambda info: info.name)
+
+
+def source_of(info: FileInfo, header: Header) -> Source:
+    """Returns the record by which a packed file knows the plain file that it was made from. info, header: those of the plain
+    file."""
+    return Source(info.size_bytes, info.mtime_ns, hashlib.blake2b(header.raw, digest_size=16).hexdigest())
+
+
+def why_not_packed(plain: Mapping[str, Header], infos: Mapping[str, FileInfo], packed: Mapping[str, Header]) -> str:
+    """Returns why a model's packed files can't be read instead of its plain ones; "" if they can. plain, packed: the headers of the
+    plain and of the packed files, infos: the plain files as the scan saw them, all by the files' paths below the model's folder."""
+    if {os.path.join(PACKED_DIR, name) for name in plain} != set(packed):
+        return "they are not as many files"
+    for name, header in plain.items():
+        there = packed[os.path.join(PACKED_DIR, name)]
+        if there.source != source_of(infos[name], header):
+            return f"they were made from another {name}"
+        if {(one.name, one.dtype, one.shape) for one in header.tensors} != {
+            (one.name, one.dtype, one.shape) for one in there.tensors
+        }:
+            return f"their {name} holds other tensors"
+    return ""
+
+
+def read_packed(folder: Path, plain: Mapping[str, Header], infos: Mapping[str, FileInfo]) -> str:
+    """Reads the headers of a model's packed files and returns why these can't be read instead of the plain ones; "" if they can.
+    plain, infos: headers of the plain files, and these files as the scan saw them, by their paths below the model's folder."""
+    try:
+        return why_not_packed(plain, infos, read_headers(folder, PACKED_DIR))
+    except (MissingFile, CheckpointError) as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or PACKED_DIR}: {error.strerror}"

@@ -1,0 +1,52 @@
+"""Checks a registered folder again before its weights are read, and opens its files only if they are those that were checked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from loader.errors import CheckpointChanged
+from loader.files.regular_file import open_regular
+from loader.files.weight_files import FileInfo
+from loader.models.catalog import Checkpoint, scan_one
+
+
+def scanned_again(path: str | Path, fingerprint: str, kind: str) -> Checkpoint:
+    """Scans the folder of a registered model or adapter again, and returns its checkpoint, which is complete. fingerprint: the
+    registered fingerprint; "" accepts any. kind: "model", "adapter" or "head", for messages. Raises CheckpointError (permanent) if
+    the files are at fault, or CheckpointChanged if they differ from the registered ones or are incomplete again."""
+    try:
+        checkpoint = scan_one(path)
+    except OSError as error:
+        raise CheckpointChanged(f"{path}: {error.strerror}") from None
+    if checkpoint.failure is not None:
+        raise checkpoint.failure
+    if not checkpoint.complete:
+        raise CheckpointChanged(f"{path}: incomplete: {checkpoint.reason or checkpoint.error}")
+    if fingerprint and checkpoint.fingerprint != fingerprint:
+        raise CheckpointChanged(f"{path}: files changed since the {kind} was registered")
+    return checkpoint
+
+
+def open_unchanged(folder: str | Path, info: FileInfo, kind: str) -> int:
+    """Opens a weight file that must have the size and time that a scan recorded in `info`, and returns its descriptor, which the
+    caller closes. kind: "model", "adapter" or "head", for messages. Raises CheckpointChanged if the file differs or can't be
+    opened."""
+    try:
+        fd = open_regular(Path(folder) / info.name)
+    except OSError as error:
+        raise CheckpointChanged(f"{info.name}: {error.strerror}") from None
+    try:
+        check_unchanged(fd, info, kind)
+    except CheckpointChanged:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_unchanged(fd: int, info: FileInfo, kind: str) -> None:
+    """Raises CheckpointChanged if an open file has another size or modification time than the scan recorded in `info`. kind:
+    "model", "adapter" or "head", for the message."""
+    stat = os.fstat(fd)
+    if (stat.st_size, stat.st_mtime_ns) != (info.size_bytes, info.mtime_ns):
+        raise CheckpointChanged(f"{info.name}: changed since the {kind} was registered")

@@ -1,0 +1,1 @@
+"""Packed weight files: writes and verifies them."""

@@ -1,0 +1,1 @@
+"""Reads weights from drives or from other memory into the memory of a device."""

@@ -1,0 +1,174 @@
+"""Carries out the planned reads of a file: from the page cache or straight from the drive, into place or through a staging slot."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from loader.errors import CheckpointError, ReadFailed
+from loader.files.direct_io import BLOCK_BYTES, REFUSALS, Alignment, direct_alignment, is_cached, open_direct
+from loader.files.file_calls import CallUnderWay, LeftBehind, is_local
+from loader.reading.range_plan import ANY_ALIGNMENT, Read, Span, direct_spans, staged_spans
+from loader.reading.sinks import Fence, WeightSink
+from loader.reading.staging import StagingRing
+from loader.reading.unpack import Unpacker
+
+log = logging.getLogger("loader")
+
+
+@dataclass(slots=True, frozen=True)
+class Fetched:
+    """The result of one read that was carried out. Sizes are in bytes of tensors, as they are in the file. direct_bytes: bytes read
+    past the page cache. staged_bytes: bytes that went through the staging slot.
+
+    fence: passed when the read's copies to a device are done, after which the caller gives `slot` back to the ring; None: there are
+    no copies, and the slot has been given back."""
+
+    read: Read
+    direct_bytes: int
+    staged_bytes: int
+    slot: memoryview
+    fence: Fence | None
+
+
+@dataclass(slots=True, eq=False)
+class Fetching:
+    """The state of one reader thread. slot: the staging slot of its current or last read; None before the first. call: guards its
+    file system calls, which another thread may leave behind if they do not return."""
+
+    call: CallUnderWay = field(default_factory=CallUnderWay)
+    slot: memoryview | None = None
+
+
+class FileReader:
+    """Reads one open weight file. Several threads may call `fetch` at once. file: the file's name, for errors. fd: its descriptor.
+    sink: the destination of the weights. ring: the staging slots. stack: closes the descriptors that are opened here. unpacker:
+    decodes packed frames."""
+
+    def __init__(self, file: str, fd: int, sink: WeightSink, ring: StagingRing, stack: ExitStack, unpacker: Unpacker) -> None:
+        self._file, self._fd, self._sink, self._ring, self._unpacker = file, fd, sink, ring, unpacker
+        # A read that was left behind may still write to where it was to bring the bytes: that must be a slot then.
+        self._memory = sink.memory if is_local(fd) else None
+        self._address = 0 if self._memory is None else np.frombuffer(self._memory, np.uint8).ctypes.data
+        self._alignment = direct_alignment(fd)
+        # Spans begin on whole pages even where the kernel requires less: others cost a twentieth of the speed (measured).
+        self._span_alignment = Alignment(self._alignment.memory_bytes, max(self._alignment.offset_bytes, BLOCK_BYTES))
+        self._direct_fd: int | None = None
+        self.refused = ""  # why the file can't be read past the page cache; "" if it can
+        try:
+            self._direct_fd = open_direct(fd)
+            stack.callback(os.close, self._direct_fd)
+        except OSError as error:
+            self._refuse(error)
+
+    def fetch(self, read: Read, at: Fetching) -> Fetched:
+        """Carries out a read in the calling thread. Returns when its weights are in place, or on their way there from a slot, which
+        the caller then has to give back to the ring once the fence is passed. at: the state of the thread, updated here.
+
+        Raises ReadFailed if the drive fails, and CheckpointError if the file ends too early or a frame is damaged; both name file,
+        tensor and offset. Raises RuntimeError if the device failed, and LeftBehind if another thread has left the call behind.
+        After an error the slot is back in the ring."""
+        for begin_bytes, end_bytes in read.places:
+            self._sink.prepare(begin_bytes, end_bytes)
+        slot = at.slot = self._ring.take()
+        try:
+            direct_fd = self._direct_fd
+            with at.call:
+                if direct_fd is not None and is_cached(self._fd, read.begin, read.begin + read.needed_bytes):
+                    direct_fd = None
+            try:
+                staged = self._into_place(read, at.call, slot, direct_fd)
+            except OSError as error:
+                if direct_fd is None or error.errno not in REFUSALS:
+                    raise
+                self._refuse(error)
+                direct_fd = None
+                staged = self._into_place(read, at.call, slot, None)
+            for span in staged:
+                held = slot[span.begin - read.begin : span.end - read.begin]
+                if span.segment.frame is None:
+                    self._sink.store(span, held)
+                else:
+                    self._unpacker.store(span.segment, held)
+            fence = self._sink.fence()
+        except LeftBehind:
+            self._ring.give_back(slot)
+            raise
+        except BaseException as error:
+            self._take_back(slot)
+            if isinstance(error, OSError):
+                tensor = read.segments[0].tensor.name
+                raise ReadFailed(self._file, tensor, f"can't read at offset {read.begin}: {error.strerror}") from None
+            raise
+        if fence is None:
+            self._ring.give_back(slot)
+        direct_bytes = read.num_bytes if direct_fd is not None else 0
+        return Fetched(read, direct_bytes, sum(span.end - span.begin for span in staged), slot, fence)
+
+    def _take_back(self, slot: memoryview) -> None:
+        """Gives a failed read's slot back to the ring, after waiting for the copies from it that were started already."""
+        try:
+            fence = self._sink.fence()
+            if fence is not None:
+                fence.wait()
+        except RuntimeError as error:  # the load fails with the earlier error
+            log.warning("%s: %s", self._file, error)
+        self._ring.give_back(slot)
+
+    def _into_place(self, read: Read, call: CallUnderWay, slot: memoryview, direct_fd: int | None) -> list[Span]:
+        """Reads the bytes of a read from the file: those that can go straight to their place in the weight range are read there,
+        all others into the staging slot. call: guards the file system calls. direct_fd: a descriptor that bypasses the page cache;
+        None: the page cache is used. Returns the spans that are in the slot."""
+        memory, direct = self._memory, list[Span]()
+        if memory is not None:
+            direct = direct_spans(read, self._address, ANY_ALIGNMENT if direct_fd is None else self._span_alignment)
+        buffers, position = [], read.begin
+        for span in direct:
+            assert memory is not None
+            if span.begin > position:
+                buffers.append(slot[position - read.begin : span.begin - read.begin])
+            buffers.append(memory[span.place_bytes : span.place_bytes + span.end - span.begin])
+            position = span.end
+        if read.end > position:
+            buffers.append(slot[position - read.begin : read.end - read.begin])
+        self._read_all(read, call if memory is None else nullcontext(), direct_fd, buffers)
+        return staged_spans(read, direct)
+
+    def _read_all(self, read: Read, call: AbstractContextManager[None], direct_fd: int | None, buffers: list[memoryview]) -> None:
+        """Fills the buffers, one after the other, with the read's bytes. call: a context entered around each system call.
+        direct_fd: a descriptor that bypasses the page cache; None: the page cache is used. preadv releases the interpreter lock, so
+        steps of other models go on meanwhile. Raises CheckpointError if the file ends too early."""
+        fd = self._fd if direct_fd is None else direct_fd
+        done = 0
+        while done < read.needed_bytes:
+            with call:
+                num_bytes = os.preadv(fd, buffers, read.begin + done)
+            done += num_bytes
+            # A direct read that returns part of a block has reached the end of the file, and no read could continue from there.
+            broken = direct_fd is not None and done % self._alignment.offset_bytes
+            if done < read.needed_bytes and (broken or not num_bytes):
+                at = read.begin + done
+                cut = next(segment.tensor for segment in read.segments if segment.end > at)
+                missing = cut.offset_bytes + cut.num_bytes - at
+                raise CheckpointError(self._file, cut.name, f"the file ends at offset {at}, {missing} bytes too early")
+            buffers = _behind(buffers, num_bytes)
+
+    def _refuse(self, error: OSError) -> None:
+        """Makes all further reads of this file go through the page cache, because the file system refused a direct read with
+        `error`, and logs that."""
+        self._direct_fd = None
+        self.refused = error.strerror or str(error)
+        log.info("%s: no direct reads (%s); reading through the page cache", self._file, error.strerror)
+
+
+def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Returns the buffers without their first num_bytes, which have been filled."""
+    for i, buffer in enumerate(buffers):
+        if num_bytes < len(buffer):
+            return [buffer[num_bytes:], *buffers[i + 1 :]]
+        num_bytes -= len(buffer)
+    return []

@@ -1,0 +1,331 @@
+"""Plans the reads of a load, in the order of the layers: which bytes of which file belong where in the model's weight range. A
+read is divided into segments, each with its own place.
+
+A read consists of whole blocks, so that it can bypass the page cache. A segment's place may have the same position relative to
+block boundaries as in the file (layout.weight_layout arranges that). Then the segment's whole blocks are read straight into place:
+a direct span. All other bytes (the blocks at a tensor's ends, tensors placed differently, tensors of another dtype) go through a
+staging slot, where they have the same position as in the read.
+
+In a split model only the share's rows and long runs of its columns are read. Where columns are divided into short runs, whole rows
+are read, and only their parts are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from loader.architectures.architecture import Cut
+from loader.errors import CheckpointError
+from loader.files.direct_io import BLOCK_BYTES, Alignment
+from loader.files.packed import Frame
+from loader.files.safetensors import DTYPE_BYTES, Header, TensorRef
+from loader.formats.packed_rows import PANEL_ROWS
+from loader.formats.weight_format import SCALE_BYTES, WeightSlot, without_ones
+from loader.shapes.dtypes import DTYPE_OF, FP8, ITEM_BYTES, SCALES_IN
+
+# Shorter runs of columns are read together with the bytes between them: a few long reads are faster than many short ones.
+MIN_RUN_BYTES = 256 << 10
+MIN_DIRECT_BYTES = 32 << 10  # shorter spans are as cheap to copy, and a system call accepts 1,024 pieces at most
+ANY_ALIGNMENT = Alignment(1, 1)
+QUANTIZED, SCALES, PACKED = "int8", "scales", "packed"
+
+
+@dataclass(slots=True, frozen=True)
+class Segment:
+    """Consecutive whole elements of one tensor: bytes [begin, end) of its file, which belong at place_bytes of the weight range.
+
+    target: the engine's dtype if it differs from the stored one, else "". Special values are: "int8" for whole rows to be
+    quantised, whose scales belong at scales_at_bytes of the weight range; "scales" for all scales of a matrix, each row of which
+    fills `repeats` rows of memory, in float32, held_bytes bytes in all (their inverses, if `inverse`); FP8 for codes, which are
+    stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; the name of a Relayout; and "packed" for
+    rows that are packed (`whole` tells where). stage: the part of a forward pass that first needs the tensor (WeightSlot.stage).
+
+    frame: the frame of a packed file that the segment consists of; None: the file is plain. content: the segment that this frame
+    decodes to, with begin and end counted as though the file held the tensor unpacked. whole: the place of the whole tensor if its
+    numbers are rearranged (loader/formats/relayout.py) or packed, else None; the segment's numbers are then scattered in this
+    place, and place_bytes counts as though they were not (for packed rows as WeightSlot.offset_bytes). kept: for "scales", the part
+    of them that is held (WeightSlot.kept). columns: the part of each row that is kept, with the tensor regarded as a matrix whose
+    rows have `columns.whole` elements; the segment then consists of whole rows. None: all columns are kept."""
+
+    tensor: TensorRef
+    begin: int
+    end: int
+    place_bytes: int
+    target: str = ""
+    scales_at_bytes: int = -1
+    stage: int = 0
+    repeats: int = 0
+    held_bytes: int = 0
+    frame: Frame | None = None
+    content: Segment | None = None
+    whole: WeightSlot | None = None
+    inverse: bool = False
+    columns: Cut | None = None
+    kept: Cut | None = None
+
+    @property
+    def width(self) -> int:
+        """The number of elements in a row of the tensor."""
+        return self.tensor.shape[-1]
+
+    @property
+    def unit_bytes(self) -> tuple[int, int]:
+        """The bytes, in the file and in the weight range, of the smallest unit that must not be divided: an element, a row (if it
+        is quantised, packed or partly kept), all scales of a matrix, or the rows that are rearranged together."""
+        if self.whole is not None and (relayout := self.whole.relayout) is not None:
+            unit_rows = relayout.unit_rows(self.tensor.shape)
+            unit_bytes = unit_rows * math.prod(self.tensor.shape[1:]) * DTYPE_BYTES[self.tensor.dtype]
+            return unit_bytes, self.whole.num_bytes // (self.whole.shape[0] // unit_rows)
+        if self.whole is not None and (packed := self.whole.packed) is not None:
+            return self.width * DTYPE_BYTES[self.tensor.dtype], packed.row_body_bytes
+        if self.target == SCALES:
+            return math.prod(self.tensor.shape) * DTYPE_BYTES[self.tensor.dtype], self.held_bytes
+        item = DTYPE_BYTES[self.tensor.dtype]
+        if self.target == QUANTIZED:
+            return self.width * item, self.width if self.columns is None else self.columns.length
+        held_item = ITEM_BYTES[self.target] if self.target else item
+        if self.columns is not None:
+            return self.columns.whole * item, self.columns.length * held_item
+        return item, held_item
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The ranges [begin, end) of the weight range that the segment fills, in bytes: one for its values and, if it is quantised,
+        one for their scales. For a tensor that is rearranged, the range is the segment's share of the tensor's place. Packed rows
+        have no range for their escapes, whose place is known only when the rows are packed."""
+        if self.content is not None:
+            return self.content.places
+        if self.whole is not None and (packed := self.whole.packed) is not None:
+            first, last = self.rows
+            return packed.ranges(first // PANEL_ROWS, -(-last // PANEL_ROWS))
+        unit, held_unit = self.unit_bytes
+        num_units = (self.end - self.begin) // unit
+        places = [(self.place_bytes, self.place_bytes + num_units * held_unit)]
+        if self.target == QUANTIZED:
+            places.append((self.scales_at_bytes, self.scales_at_bytes + num_units * SCALE_BYTES))
+        return places
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The rows [first, last) of a packed matrix that the segment has. Only for a segment whose rows are packed."""
+        assert self.whole is not None
+        assert self.whole.packed is not None
+        first, (unit, _) = self.whole.packed.row_at(self.place_bytes), self.unit_bytes
+        return first, first + (self.end - self.begin) // unit
+
+
+@dataclass(slots=True, frozen=True)
+class Span:
+    """A part of a segment: bytes [begin, end) of its file. place_bytes: where the part belongs in the weight range."""
+
+    segment: Segment
+    begin: int
+    end: int
+
+    @property
+    def place_bytes(self) -> int:
+        return self.segment.place_bytes + self.begin - self.segment.begin
+
+
+@dataclass(slots=True, frozen=True)
+class Read:
+    """One read from a file: its bytes [begin, end), which are whole blocks (`end` may be past the end of the file), and the
+    segments of parameters among them, in file order."""
+
+    file: str
+    begin: int
+    end: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes of parameters in the read, as they are stored in the file. All other bytes are only there to fill
+        blocks."""
+        return sum(segment.end - segment.begin for segment in self.segments)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The number of bytes from `begin` to the end of the last segment, which is the least that the read must return."""
+        return self.segments[-1].end - self.begin
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """All ranges [begin, end) of the weight range that the read fills, in bytes. Ranges that touch are joined."""
+        return joined(place for segment in self.segments for place in segment.places)
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns ranges [begin, end) sorted, with ranges that touch joined."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if found and found[-1][1] == begin:
+            begin = found.pop()[0]
+        found.append((begin, end))
+    return found
+
+
+def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtype: str, read_bytes: int) -> list[Read]:
+    """Returns reads that together read every parameter once. They are ordered by the first stage of the forward pass that needs
+    something from a read, then by file and position. headers: file name -> header. layout: the places of all parameters. dtype: the
+    model's dtype. read_bytes: the length of the longest read, in whole blocks, at least two.
+
+    Tensors that are not parameters are left out (open_checkpoint has refused those that should not exist). Raises CheckpointError
+    for a parameter that is missing, has another shape, or has rows too long for a read."""
+    slots = {slot.name: slot for slot in layout}
+    stage_of = {slot.name: slot.stage for slot in slots.values()}
+    reads: list[Read] = []
+    for file, header in headers.items():
+        segments: list[Segment] = []
+        for tensor in header.tensors:
+            slot = slots.pop(tensor.name, None)
+            if slot is None or not tensor.num_bytes:
+                continue
+            is_scale = slot.repeats or slot.held_as in SCALES_IN.values()
+            wanted = slot.stored_shape
+            if wanted != tensor.shape and not (is_scale and without_ones(wanted) == without_ones(tensor.shape)):
+                raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(wanted)}")
+            held_as = slot.held_as or dtype
+            target = "" if DTYPE_OF.get(tensor.dtype) == held_as else held_as
+            if slot.scales_at_bytes >= 0 and not slot.held_as:
+                target = QUANTIZED
+            elif slot.repeats:
+                target = SCALES
+            elif held_as == FP8:
+                target = FP8
+            if slot.relayout is not None:
+                target = slot.relayout.name
+            elif slot.packed is not None:
+                target = PACKED
+            num_bytes = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+            begin, stage = tensor.offset_bytes, stage_of[tensor.name]
+            held = (slot.repeats, slot.num_bytes)
+            whole = Segment(tensor, begin, begin + num_bytes, slot.offset_bytes, target, slot.scales_at_bytes, stage, *held)
+            if slot.relayout is not None or slot.packed is not None:
+                whole = replace(whole, whole=slot)
+            if slot.repeats:
+                whole = replace(whole, inverse=slot.inverse, kept=slot.kept)
+            own = [whole] if slot.cut is None else _share(whole, slot.cut, read_bytes)
+            if own[0].unit_bytes[0] > read_bytes - BLOCK_BYTES:
+                what = "too many scales for a read" if slot.repeats else "too long to be converted"
+                raise CheckpointError(file, tensor.name, f"has rows of {own[0].unit_bytes[0]} bytes: {what}")
+            segments += own if tensor.record is None else _framed(whole, read_bytes)
+        reads += _cut(file, segments, read_bytes)
+    for name in slots:
+        raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")
+    return sorted(reads, key=lambda read: min(segment.stage for segment in read.segments))
+
+
+def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
+    """Returns the segments of the part of a tensor that a device's share of a model has, in file order: one for each run of bytes,
+    or a single one of whole rows if the runs are short or rows are converted. whole: the segment of the whole tensor, placed where
+    the part begins."""
+    dims = whole.tensor.shape
+    num_rows, inner = math.prod(dims[: cut.axis]), math.prod(dims[cut.axis + 1 :])
+    row_bytes = (whole.end - whole.begin) // num_rows
+    shortest = min(end - begin for begin, end in cut.ranges) * row_bytes // cut.whole
+    takes_rows = whole.whole is not None or whole.target == QUANTIZED  # converting a row needs all its kept columns
+    if cut.axis and (takes_rows or (shortest < MIN_RUN_BYTES and row_bytes <= read_bytes - BLOCK_BYTES)):
+        ranges = tuple((begin * inner, end * inner) for begin, end in cut.ranges)
+        return [replace(whole, columns=Cut(1, ranges, cut.whole * inner))]
+    runs, unit, held_unit, num_before = [], *whole.unit_bytes, 0
+    for row in range(num_rows):
+        for first, last in cut.ranges:
+            begin, end = (whole.begin + (row * cut.whole + at) * row_bytes // cut.whole for at in (first, last))
+            run = replace(whole, begin=begin, end=end, place_bytes=whole.place_bytes + num_before * held_unit)
+            if whole.target == QUANTIZED:
+                run = replace(run, scales_at_bytes=whole.scales_at_bytes + num_before * SCALE_BYTES)
+            runs.append(run)
+            num_before += (end - begin) // unit
+    return runs
+
+
+def _framed(whole: Segment, read_bytes: int) -> Iterator[Segment]:
+    """Yields a segment for each frame of a packed file's tensor. whole: the segment of the whole tensor as though the file held
+    it unpacked. Raises CheckpointError for a frame that is longer than a read, or that ends within a unit (Segment.unit_bytes)."""
+    left: Segment | None = whole
+    end = whole.begin
+    for frame in whole.tensor.frames:
+        assert left is not None
+        end += frame.num_bytes
+        content, left = _split(left, end)
+        num_bytes = frame.end - frame.begin // BLOCK_BYTES * BLOCK_BYTES
+        if content is None or content.end != end or num_bytes > read_bytes:
+            why = f"packed in pieces of {num_bytes} bytes, which no read of {read_bytes} brings in whole rows"
+            raise CheckpointError(whole.tensor.file, whole.tensor.name, why)
+        yield replace(content, begin=frame.begin, end=frame.end, frame=frame, content=content)
+
+
+def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:
+    reads: list[Read] = []
+    begin, taken = 0, list[Segment]()
+
+    def close() -> None:
+        if taken:
+            reads.append(Read(file, begin, _up(taken[-1].end), tuple(taken)))
+            taken.clear()
+
+    for segment in segments:
+        left: Segment | None = segment
+        while left is not None:
+            if taken and left.begin >= _up(taken[-1].end) + BLOCK_BYTES:  # bytes that the load does not need lie in between
+                close()
+            if not taken:
+                begin = left.begin // BLOCK_BYTES * BLOCK_BYTES
+            head, left = _split(left, begin + read_bytes)
+            if head is not None:
+                taken.append(head)
+            if left is not None:
+                close()
+    close()
+    return reads
+
+
+def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
+    """Divides a segment in two, at or before file position `at`, between two units (Segment.unit_bytes); a packed frame stays
+    whole. Returns the parts before and after; None for an empty part."""
+    if segment.end <= at:
+        return segment, None
+    if segment.begin >= at or segment.frame is not None:
+        return None, segment
+    unit, held_unit = segment.unit_bytes
+    num_units = (at - segment.begin) // unit
+    if not num_units:
+        return None, segment
+    cut = segment.begin + num_units * unit
+    scales_at = segment.scales_at_bytes + num_units * SCALE_BYTES if segment.target == QUANTIZED else -1
+    rest = replace(segment, begin=cut, place_bytes=segment.place_bytes + num_units * held_unit, scales_at_bytes=scales_at)
+    return replace(segment, end=cut), rest
+
+
+def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
+    """Returns the parts of a read that can be read straight into their place. address: where the weight range begins in memory.
+    alignment: what the read requires of addresses and offsets; ANY_ALIGNMENT for a buffered read."""
+    spans = []
+    for segment in read.segments:
+        # a frame must be checked before any of it is used
+        if segment.target or segment.frame is not None or segment.columns is not None:
+            continue
+        begin = -(-segment.begin // alignment.offset_bytes) * alignment.offset_bytes
+        end = segment.end // alignment.offset_bytes * alignment.offset_bytes
+        place = address + segment.place_bytes + begin - segment.begin
+        if end - begin >= MIN_DIRECT_BYTES and place % alignment.memory_bytes == 0:
+            spans.append(Span(segment, begin, end))
+    return spans
+
+
+def staged_spans(read: Read, direct: Iterable[Span]) -> list[Span]:
+    """Returns the parts of a read that are not read straight into place and must be copied from the staging slot. direct: the
+    read's direct spans, in file order."""
+    inner = {id(span.segment): span for span in direct}
+    spans = []
+    for segment in read.segments:
+        span = inner.get(id(segment))
+        edges = [(segment.begin, segment.end)] if span is None else [(segment.begin, span.begin), (span.end, segment.end)]
+        spans += [Span(segment, begin, end) for begin, end in edges if end > begin]
+    return spans
+
+
+def _up(position: int) -> int:
+    return -(-position // BLOCK_BYTES) * BLOCK_BYTES

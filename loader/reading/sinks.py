@@ -1,0 +1,298 @@
+"""Defines sinks, the destinations of weights. A sink writes to a model's weight range, on one kind of device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loader.architectures.architecture import Cut
+from loader.errors import CheckpointError
+from loader.files.safetensors import DTYPE_BYTES
+from loader.formats.fp8_values import fill_scales, nan_at
+from loader.formats.int4_relayout import order_inputs, part_of, rearrange
+from loader.formats.int4_scales import narrow_scales
+from loader.formats.int8_rows import quantize_rows
+from loader.formats.packed_rows import pack_rows
+from loader.formats.weight_format import SCALE_BYTES, WeightSlot
+from loader.reading.panel_packer import PackRows, PanelPacker
+from loader.reading.range_plan import PACKED, QUANTIZED, SCALES, Segment, Span
+from loader.shapes.dtypes import E8M0, FLOAT_OF, FP8, ITEM_BYTES, SCALES_IN
+
+# Elements converted at a time: few enough that torch does not wake its thread pool, which belongs to the model whose step runs.
+CONVERT_ELEMENTS = 32768
+
+_NAN_SCALE = 255  # code of NaN in E8M0
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32}
+_STORED |= {"I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.uint8}  # int8 values and codes
+_AS_STORED = ("", FP8, E8M0)  # targets whose bytes are stored unchanged
+
+
+class Fence(Protocol):
+    """A point in the order of copies to a device. The fence is passed when every copy that was started before it has ended."""
+
+    def wait(self) -> None:
+        """Blocks the calling thread until the fence is passed. May be called from any thread. Raises RuntimeError if the device
+        failed."""
+        ...
+
+
+class WeightSink(Protocol):
+    """The destination of a load's weights. Several reader threads use it at once, each with spans of its own.
+
+    memory: the weight range, if reads may write into it directly; None: everything goes through staging slots."""
+
+    memory: memoryview | None
+
+    def prepare(self, begin_bytes: int, end_bytes: int) -> None:
+        """Announces that bytes [begin_bytes, end_bytes) of the weight range are about to be filled. The sink makes the system
+        provide memory for them if there is none yet."""
+        ...
+
+    def store(self, span: Span, staged: memoryview) -> None:
+        """Starts moving the span's bytes from `staged` to their place. `staged` must not change until a fence taken afterwards is
+        passed. Raises CheckpointError for weights that cannot be stored, RuntimeError if the device failed."""
+        ...
+
+    def decode(self, segment: Segment, staged: memoryview) -> bool:
+        """Starts decoding a packed frame, whose checksum has been verified, to its place. segment: the frame. staged: its bytes,
+        which must not change until a fence taken afterwards is passed. Returns False if the host must decode it instead. Raises
+        FrameError."""
+        ...
+
+    def fence(self) -> Fence | None:
+        """Returns a fence that is passed when everything stored so far is in place; None if everything is in place already."""
+        ...
+
+    def holds_same(self, one: WeightSlot, other: WeightSlot) -> bool:
+        """Returns whether two parameters, both in place, have the same bytes."""
+        ...
+
+    def order_inputs(self, words: WeightSlot, order: WeightSlot) -> None:
+        """Reorders the inputs (columns) of INT4 weights that are in place, and returns when it is done. words: the weights. order:
+        the parameter that holds, in their new order, the indices of the inputs."""
+        ...
+
+    def finish(self) -> None:
+        """Waits until everything that was stored and decoded is in place. Raises CheckpointError for a frame that could not be
+        decoded."""
+        ...
+
+
+def _check_scales(span: Span, read: npt.NDArray[np.uint8]) -> None:
+    """Raises CheckpointError if one of a span's scales, stored as exponents (E8M0), is NaN. read: the span's bytes."""
+    if (read == _NAN_SCALE).any():
+        tensor = span.segment.tensor
+        raise CheckpointError(tensor.file, tensor.name, f"holds the scale NaN (within bytes {span.begin} to {span.end})")
+
+
+def _convert(stored: torch.Tensor, held: torch.Tensor) -> None:
+    held.copy_(stored)
+
+
+def _in_parts(write: Callable[[torch.Tensor, torch.Tensor], None], stored: torch.Tensor, held: torch.Tensor) -> None:
+    """Calls `write` for each CONVERT_ELEMENTS elements of two tensors [N]. write: writes what is stored to where it is held."""
+    for at in range(0, stored.numel(), CONVERT_ELEMENTS):
+        some = slice(at, at + CONVERT_ELEMENTS)
+        write(stored[some], held[some])
+
+
+@contextmanager
+def _of_span(span: Span) -> Iterator[None]:
+    """Returns a context that turns a ValueError about a span's numbers into a CheckpointError that names the tensor and the
+    bytes."""
+    try:
+        yield
+    except ValueError as error:
+        tensor = span.segment.tensor
+        raise CheckpointError(tensor.file, tensor.name, f"{error} (within bytes {span.begin} to {span.end})") from None
+
+
+class HostSink:
+    """A sink whose weight range is this process's own memory. memory: the range, writable, laid out by layout.weight_layout.
+    prepare: called with [begin, end) in bytes of each part of the range before it is filled. pack_rows: the implementation of
+    loader.formats.packed_rows.pack_rows for matrices that stay packed."""
+
+    def __init__(
+        self,
+        memory: memoryview,
+        prepare: Callable[[int, int], None] = lambda begin_bytes, end_bytes: None,
+        pack_rows: PackRows = pack_rows,
+    ) -> None:
+        self.memory: memoryview | None = memory
+        self._prepare = prepare
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._packer = PanelPacker(self._bytes, pack_rows)
+
+    def prepare(self, begin_bytes: int, end_bytes: int) -> None:
+        self._prepare(begin_bytes, end_bytes)
+
+    def store(self, span: Span, staged: memoryview) -> None:
+        segment = span.segment
+        read = np.frombuffer(staged, np.uint8)
+        if (slot := segment.whole) is not None and slot.relayout is not None:
+            rows, first = stored_rows(segment, read)
+            own = part_of(self._held(slot), slot.relayout, row_of_part(slot, first), len(rows))
+            rearrange_span(span, slot, rows, first, own)
+            return
+        if segment.target == QUANTIZED:
+            self._quantize(span, read)
+            return
+        if segment.target == PACKED:
+            self._pack(span, read)
+            return
+        if segment.target == SCALES:
+            self._fill_scales(span, read)
+            return
+        if segment.target == FP8:
+            check_codes(span, read)
+        if segment.target == E8M0:
+            _check_scales(span, read)
+        if segment.columns is not None and segment.target not in SCALES_IN.values():
+            self._store_columns(span, segment.columns, read)
+            return
+        read = _kept(segment, read)
+        if segment.target in _AS_STORED:
+            self._bytes[span.place_bytes : span.place_bytes + len(read)] = read
+            return
+        source = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
+        num_bytes = len(read) // DTYPE_BYTES[segment.tensor.dtype] * ITEM_BYTES[segment.target]
+        place = torch.from_numpy(self._bytes[span.place_bytes : span.place_bytes + num_bytes])
+        held = place.view(getattr(torch, FLOAT_OF[segment.target]))
+        write = narrow_scales if segment.target in SCALES_IN.values() else _convert
+        with _of_span(span):
+            _in_parts(write, source, held)
+
+    def _store_columns(self, span: Span, columns: Cut, read: npt.NDArray[np.uint8]) -> None:
+        """Stores the kept columns of the rows of a span, which must be a whole segment. columns: which columns are kept. read: the
+        span's bytes."""
+        segment = span.segment
+        ((begin, end),) = segment.places
+        stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, columns.whole)
+        place = torch.from_numpy(self._bytes[begin:end])
+        held = place.view(stored.dtype if segment.target in _AS_STORED else getattr(torch, segment.target)).view(-1, columns.length)
+        kept = [stored[:, first:last] for first, last in columns.ranges]
+        for source, to in zip(kept, held.split([part.shape[1] for part in kept], dim=1), strict=True):
+            width = source.shape[1]
+            num_rows = max(1, CONVERT_ELEMENTS // width)
+            for row in range(0, len(source), num_rows):
+                for column in range(0, width, CONVERT_ELEMENTS):
+                    some = slice(row, row + num_rows), slice(column, column + CONVERT_ELEMENTS)
+                    to[some].copy_(source[some])
+
+    def _held(self, slot: WeightSlot) -> torch.Tensor:
+        """Returns the memory of a parameter as a tensor of its dtype and shape in memory. Only for a parameter that is
+        rearranged."""
+        place = torch.from_numpy(self._bytes[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
+        return place.view(held_dtype(slot)).view(slot.held_shape)
+
+    def holds_same(self, one: WeightSlot, other: WeightSlot) -> bool:
+        return torch.equal(self._held(one), self._held(other))
+
+    def order_inputs(self, words: WeightSlot, order: WeightSlot) -> None:
+        order_inputs(self._held(words).view(torch.uint8), self._held(order), CONVERT_ELEMENTS)
+
+    def _quantize(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
+        """Rounds the rows of a span, which must be a whole segment, to int8 and writes values and scales to their places. read: the
+        span's bytes. Raises CheckpointError for weights that are not finite."""
+        segment = span.segment
+        width = segment.width if segment.columns is None else segment.columns.length
+        rows = torch.from_numpy(_kept(segment, read)).view(_STORED[segment.tensor.dtype]).view(-1, width)
+        values = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + rows.numel()])
+        scales_end = segment.scales_at_bytes + len(rows) * SCALE_BYTES
+        scales = torch.from_numpy(self._bytes[segment.scales_at_bytes : scales_end])
+        with _of_span(span):
+            quantize_rows(rows, values.view(torch.int8).view(rows.shape), scales.view(torch.float32))
+
+    def _pack(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
+        """Packs the rows of a span, which must be a whole segment. read: the span's bytes. Raises CheckpointError if the matrix
+        cannot stay packed."""
+        segment = span.segment
+        assert segment.whole is not None
+        assert segment.whole.packed is not None
+        width = segment.width if segment.columns is None else segment.columns.length
+        stored = torch.from_numpy(_kept(segment, read)).view(_STORED[segment.tensor.dtype])
+        if stored.dtype != torch.bfloat16:
+            held = torch.empty(stored.numel(), dtype=torch.bfloat16)
+            _in_parts(_convert, stored, held)
+            stored = held
+        bits = np.require(stored.view(-1, width).view(torch.uint16).numpy(), requirements=("C", "ALIGNED", "WRITEABLE"))
+        with _of_span(span):
+            self._packer.add(segment.whole.packed, segment.rows[0], bits)
+
+    def _fill_scales(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
+        """Writes the scales of a matrix to their place, in float32. span: a whole segment. read: the span's bytes. Raises
+        CheckpointError for scales that are not finite."""
+        segment = span.segment
+        stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
+        place = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + segment.held_bytes])
+        rows = len(stored) if len(segment.tensor.shape) < 2 else segment.tensor.shape[0]
+        try:
+            fill_scales(stored.view(rows, -1), segment.repeats, place.view(torch.float32), segment.inverse, segment.kept)
+        except ValueError as error:
+            raise CheckpointError(segment.tensor.file, segment.tensor.name, str(error)) from None
+
+    def decode(self, segment: Segment, staged: memoryview) -> bool:
+        return False
+
+    def fence(self) -> Fence | None:
+        return None
+
+    def finish(self) -> None:
+        """Does nothing, because everything stored is in place already."""
+
+
+def held_dtype(slot: WeightSlot) -> torch.dtype:
+    """Returns the dtype in memory of a parameter that is rearranged on loading."""
+    dtype: torch.dtype = getattr(torch, FLOAT_OF.get(slot.held_as, slot.held_as))
+    return dtype
+
+
+def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, int]:
+    """Returns the rows of a segment of a rearranged tensor, without columns that are not kept, and the index of the first row in
+    the stored tensor. read: the segment's bytes."""
+    shape = segment.tensor.shape
+    row_bytes = math.prod(shape[1:]) * DTYPE_BYTES[segment.tensor.dtype]
+    inner = shape[1:] if segment.columns is None else (segment.columns.length,)
+    rows = torch.from_numpy(_kept(segment, read)).view(_STORED[segment.tensor.dtype]).view(-1, *inner)
+    return rows, (segment.begin - segment.tensor.offset_bytes) // row_bytes
+
+
+def row_of_part(slot: WeightSlot, stored: int) -> int:
+    """Returns the index of a row within a parameter that is a part of a stored tensor. stored: the row's index in the whole
+    tensor."""
+    if (cut := slot.cut) is None or cut.axis:
+        return stored
+    return sum(min(end, stored) - begin for begin, end in cut.ranges if begin < stored)
+
+
+def _kept(segment: Segment, read: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Returns a segment's bytes without the columns that are not kept. read: all bytes of the segment. NumPy copies them in this
+    thread."""
+    if (columns := segment.columns) is None:
+        return read
+    item_bytes = DTYPE_BYTES[segment.tensor.dtype]
+    rows = read.reshape(-1, columns.whole * item_bytes)
+    return np.concatenate([rows[:, begin * item_bytes : end * item_bytes] for begin, end in columns.ranges], axis=1).reshape(-1)
+
+
+def rearrange_span(span: Span, slot: WeightSlot, rows: torch.Tensor, first: int, part: torch.Tensor) -> None:
+    """Rearranges the rows of a span, which must be a whole segment, into memory. slot: the tensor's place. rows: the span's rows,
+    of which the first has the index `first` in the tensor. part: the part of the tensor's memory that these rows fill. Raises
+    CheckpointError for numbers that cannot be held."""
+    assert slot.relayout is not None
+    with _of_span(span):
+        rearrange(slot.relayout, rows, first, slot.group_inputs, part, CONVERT_ELEMENTS)
+
+
+def check_codes(span: Span, read: npt.NDArray[np.uint8]) -> None:
+    """Raises CheckpointError if one of the span's FP8 codes stands for NaN. read: the span's bytes."""
+    at = nan_at(read)
+    if at >= 0:
+        tensor, offset = span.segment.tensor, span.begin + at
+        raise CheckpointError(tensor.file, tensor.name, f"holds NaN (the code {read[at]:#04x} at byte {offset} of the file)")

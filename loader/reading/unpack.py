@@ -1,0 +1,80 @@
+"""Brings the frames of packed files to their place as weights. A frame is checked first, then decoded by the sink's device or by
+the host; the host decodes straight into place if possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from loader.errors import CheckpointError
+from loader.files.frame import FrameError
+from loader.files.packed import Frame
+from loader.packing import codec
+from loader.reading.range_plan import Segment, Span
+from loader.reading.sinks import WeightSink
+from loader.reading.thread_buffer import ThreadBuffer
+
+
+@dataclass(slots=True, frozen=True)
+class Decoder:
+    """An implementation of the packed format's two functions: decode(frame, out) unpacks a frame into bfloat16 values, and
+    sum_of(frame) returns its checksum (loader/packing/codec.py). Frames are contiguous uint8 arrays, usually aligned to 64 bytes.
+    name: for logs and for keys of read rates."""
+
+    name: str = "numpy"
+    decode: Callable[[Any, Any], None] = codec.decode
+    sum_of: Callable[[Any], int] = codec.sum_of
+
+
+class Unpacker:
+    """Checks the frames of packed files and brings their weights to their place, for one load. Several threads may use it at once.
+    sink: the destination of the weights. decoder: used where the sink's device does not decode."""
+
+    def __init__(self, sink: WeightSink, decoder: Decoder) -> None:
+        self._sink, self._decoder = sink, decoder
+        self._memory = None if sink.memory is None else np.frombuffer(sink.memory, np.uint8)
+        self._scratch = ThreadBuffer()
+
+    def store(self, segment: Segment, staged: memoryview) -> None:
+        """Starts moving the weights of a segment, which must be a frame, to their place. staged: the frame's bytes, which must not
+        change until a fence that the sink gives afterwards is passed. Raises CheckpointError, which names file, tensor and offset,
+        for a damaged frame."""
+        frame, content = segment.frame, segment.content
+        assert frame is not None
+        assert content is not None
+        data = np.frombuffer(staged, np.uint8)
+        if self._decoder.sum_of(data) != frame.sum:
+            raise damaged(segment, "don't match their checksum")
+        if not frame.packed:
+            self._sink.store(Span(content, content.begin, content.end), staged)
+            return
+        try:
+            self._decode(segment, frame, content, data)
+        except FrameError as error:
+            raise damaged(segment, f"are no packed weights: {error}") from None
+
+    def _decode(self, segment: Segment, frame: Frame, content: Segment, data: Any) -> None:
+        if self._sink.decode(segment, data.data):
+            return
+        in_place = self._memory is not None and not content.target
+        if in_place:
+            assert self._memory is not None
+            out = self._memory[content.place_bytes : content.place_bytes + frame.num_bytes]
+        else:
+            out = self._scratch.take(frame.num_bytes)
+        self._decoder.decode(data, out.view(np.uint16))
+        if not in_place:
+            self._sink.store(Span(content, content.begin, content.end), out.data)
+            fence = self._sink.fence()
+            if fence is not None:  # the next frame is decoded into the same buffer
+                fence.wait()
+
+
+def damaged(segment: Segment, why: str) -> CheckpointError:
+    """Returns an error that names a segment's file, tensor and bytes. why: the end of the sentence "bytes A to B ..."."""
+    tensor = segment.tensor
+    return CheckpointError(tensor.file, tensor.name, f"bytes {segment.begin} to {segment.end} {why}")

@@ -1,0 +1,57 @@
+"""Copies of experts, for models whose experts are divided among the devices of a group: the devices with one part of a layer's
+experts may also hold experts of other parts (Division.copies). The tokens of an expert are then divided among all its holders.
+
+A token's place in the KV cache decides which holder computes it, because that is the same number on all devices of a stage. The
+token's index in the step would not do: devices may pad a step in different ways.
+"""
+
+from __future__ import annotations
+
+from loader.shapes.model_shape import Division, ExpertCopies, ExpertShape, ModelShape, SplitShape
+
+
+def refused_copies(shape: ModelShape, division: Division) -> str:
+    """Returns why a model cannot have the copies of experts that a division asks for, as a sentence; "" if it can."""
+    experts, copies = shape.experts, division.copies
+    if experts is None or division.expert_parts == 1:
+        return "copies of experts need experts that are divided (expert)"
+    if len(copies) != shape.num_layers:
+        return f"copies of experts are given for {len(copies)} layers of {shape.num_layers}"
+    num_own = experts.num_experts // division.expert_parts
+    for layer, parts in enumerate(copies):
+        if len(parts) != (0 if layer in experts.dense_layers else division.expert_parts):
+            return f"copies of experts are given for {len(parts)} parts of layer {layer}"
+        for part, further in enumerate(parts):
+            others = set(range(experts.num_experts)) - set(range(part * num_own, (part + 1) * num_own))
+            if list(further) != sorted(others.intersection(further)):
+                return f"copies of experts {list(further)} are no ascending numbers of other parts' experts (layer {layer})"
+    return ""
+
+
+def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopies:
+    """Returns some copies for a model, as many as asked for in each part and layer: a part's are the first experts that it does not
+    have, at most all of these."""
+    experts = shape.experts
+    assert experts is not None
+    num_own, every = experts.num_experts // division.expert_parts, range(experts.num_experts)
+    parts = tuple(tuple(one for one in every if one // num_own != part)[:number] for part in range(division.expert_parts))
+    return tuple(() if layer in experts.dense_layers else parts for layer in range(shape.num_layers))
+
+
+def turns(share: SplitShape, layer: int, experts: ExpertShape) -> list[tuple[int, int, int]]:
+    """Returns for each expert of a layer (number of its holders, number of this share among them, index of the expert among those
+    that this share holds); the last two are -1 if the share does not hold it. A holder computes the tokens whose place in the KV
+    cache, modulo the number of holders, is its number.
+
+    The holders' numbers begin at another one with each expert and layer, because else the first of them would compute most of what
+    steps with few tokens ask for."""
+    held = [share.experts_of(part, layer, experts.num_experts) for part in range(share.expert_parts)]
+    own = {expert: at for at, expert in enumerate(held[share.expert_part])}
+    found = []
+    for expert in range(experts.num_experts):
+        holders = [part for part, of_part in enumerate(held) if expert in of_part]
+        number = at = -1
+        if expert in own:
+            number, at = (holders.index(share.expert_part) + expert + layer) % len(holders), own[expert]
+        found.append((len(holders), number, at))
+    return found

@@ -1,0 +1,55 @@
+"""The types in which keys and values can be held. A model's KV is held in the model's own dtype, or in one of KV_CACHE_DTYPES.
+CONTRIBUTING.md says what a new one takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loader.shapes.dtypes import DTYPES, ITEM_BYTES
+
+
+@dataclass(slots=True, frozen=True)
+class KVDtype:
+    """A type of keys and values. name: a dtype of models, or a value of the setting `kv_cache_dtype`. item_bytes: the size of a
+    number. scale_bytes: the size of the scale that the numbers of one head of a token share; 0: they have none. device_kinds: the
+    kinds of devices that have kernels for it. capability: the lowest compute capability of a GPU that can compute with it, (8, 9)
+    for 8.9."""
+
+    name: str
+    item_bytes: int
+    scale_bytes: int = 0
+    device_kinds: tuple[str, ...] = ("cpu", "cuda")
+    capability: tuple[int, int] = (0, 0)
+
+    def head_bytes(self, head_dim: int) -> int:
+        """Returns the bytes of one token's keys, or of its values, in one KV head of head_dim dimensions."""
+        return head_dim * self.item_bytes + self.scale_bytes
+
+    @property
+    def about_devices(self) -> str:
+        """A text that says which devices alone have kernels for it."""
+        return f"{self.name} is built for {' and '.join(self.device_kinds)} devices only"
+
+
+KV_FP8 = "fp8"  # float8_e4m3fn, and one power of two for each head of a token (engine/cuda/kernels/triton_fp8.py)
+FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert float8_e4m3
+
+KV_CACHE_DTYPES = {KV_FP8: KVDtype(KV_FP8, 1, 1, ("cuda",), FP8_CAPABILITY)}
+_OWN = {dtype: KVDtype(dtype, ITEM_BYTES[dtype]) for dtype in DTYPES}
+
+
+def kv_dtype_named(name: str) -> KVDtype:
+    """Returns the type of keys and values with this name. Raises KeyError if there is none."""
+    return KV_CACHE_DTYPES.get(name) or _OWN[name]
+
+
+def asked_kv_cache_dtype(setting: str) -> str:
+    """Returns the name in KV_CACHE_DTYPES that the setting `kv_cache_dtype` asks for; "" for the model's dtype."""
+    return setting if setting in KV_CACHE_DTYPES else ""
+
+
+def kv_dtype_of(dtype: str, kv_cache_dtype: str) -> str:
+    """Returns the name of the type in which keys and values are held. dtype: the model's. kv_cache_dtype: as asked_kv_cache_dtype
+    returns it."""
+    return kv_cache_dtype or dtype

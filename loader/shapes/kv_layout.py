@@ -1,0 +1,175 @@
+"""Computes the KV groups of a model and how much memory its KV takes: bytes of a token and of a block, chunks of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loader.shapes.dtypes import ITEM_BYTES
+from loader.shapes.kv_dtypes import kv_dtype_named
+from loader.shapes.model_shape import ModelShape
+
+MIN_MODEL_LEN = 2048
+# A prompt saves a state wherever it has passed a multiple of so many tokens. A state of Qwen3-Next 80B takes as much memory as the
+# keys and values of 3,072 of its tokens.
+SNAPSHOT_TOKENS = 1024
+NO_LAYER = -1  # marks an unused place in KVGroupSpec.layers
+_FEW_STATES = 8  # states that one sequence holds, with up to 4,096 tokens in a step
+
+
+@dataclass(slots=True, frozen=True)
+class KVGroupSpec:
+    """The layers that share block tables (docs/design/memory.md). block_bytes: the size of one block, for all these layers. Every
+    stage of a pipeline has places for as many layers of the group as the stage with the most of them, so that the blocks of all
+    stages have the same size; a place without a layer is NO_LAYER.
+
+    In a `window` group a query at position p attends to positions [p - window_tokens + 1, p], in a `chunked` group to those of p's
+    own chunk of window_tokens, from p // window_tokens * window_tokens to p. In a `full` group it attends to [0, p], and
+    window_tokens is 0. A `latent` group is full, and its tokens have one vector for all heads (LatentShape).
+
+    A block of a `state` group holds the state of all these layers after the last computed token within a block of tokens
+    (scheduler/batch/group_cache.py). snapshot_tokens: a prompt saves a state after each multiple of so many tokens; 0 for groups of
+    other kinds. window_tokens of a `state` group is block_tokens + 1."""
+
+    kind: str  # full, window, chunked, latent, state
+    block_tokens: int
+    block_bytes: int
+    layers: tuple[int, ...]
+    window_tokens: int = 0
+    snapshot_tokens: int = 0
+
+    @property
+    def reach(self) -> int:
+        """How far back a query attends, as kernels take it: window_tokens (0: to all tokens), or -window_tokens in a chunked
+        group."""
+        return -self.window_tokens if self.kind == "chunked" else self.window_tokens
+
+
+def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
+    """Returns the dimensions of a token's KV in one layer: (2 for keys and values, number of KV heads, size of a head); for latent
+    attention (1, 1, size of the latent). They are the same for all layers of a KV group."""
+    if shape.latent is not None and not (shape.eagle is not None and layer == shape.num_layers):
+        return 1, 1, shape.latent.token_values
+    heads = shape.heads_of(layer)
+    return 2, heads.num_kv_heads, heads.head_dim
+
+
+def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
+    """Returns the bytes of one token's keys and values in all layers that keep them; 0 for an encoder."""
+    return 0 if shape.is_encoder else sum(_layer_bytes(shape, layer, kv_dtype) for layer in _counted_layers(shape))
+
+
+def state_bytes(shape: ModelShape) -> int:
+    """Returns the bytes of one state of a sequence, in float32, in all layers of the delta rule; 0 without such layers."""
+    if shape.delta is None:
+        return 0
+    return len(_places(shape, sorted(shape.delta.layers))) * shape.delta.state_values * ITEM_BYTES["float32"]
+
+
+def is_bounded(shape: ModelShape) -> bool:
+    """Returns whether some layers keep KV of only a window of a sequence's tokens, or a state instead of KV."""
+    return any(shape.layer_windows) or shape.delta is not None
+
+
+def has_several_groups(shape: ModelShape) -> bool:
+    """Returns whether memory for KV is reserved for each KV group by itself, in chunks of its own: the model has layers with
+    windows or states, or a head that drafts tokens."""
+    return is_bounded(shape) or shape.eagle is not None
+
+
+def _windows(shape: ModelShape) -> tuple[int, ...]:
+    """Returns the window of each layer in tokens (0: the layer attends to all tokens), followed by that of a predictor, which is
+    0."""
+    return (*(shape.layer_windows or (0,) * shape.num_layers), 0)
+
+
+def _counted_layers(shape: ModelShape) -> list[int]:
+    """Returns the layers whose KV a device holds for each token: all layers that keep KV. For a stage of a pipeline they are, for
+    each length of window, the first so many layers of the model as the stage has places for; only their number and sizes matter."""
+    windows, counted = _windows(shape), list[int]()
+    for window in sorted(set(windows)):
+        layers = [layer for layer in shape.attention_layers if windows[layer] == window]
+        counted += layers[: len(_places(shape, layers))]
+    return counted
+
+
+def _places(shape: ModelShape, layers: Sequence[int]) -> tuple[int, ...]:
+    """Returns the layers of a KV group for which a device has places. layers: all layers of the group. For a stage of a pipeline
+    they are the stage's own layers among these, followed by NO_LAYER up to the number of layers in the stage that has the most of
+    them."""
+    share = shape.split
+    if share is None or not share.stage_ends:
+        return tuple(layers)
+    most = max(sum(layer in share.layers_of(stage) for layer in layers) for stage in range(share.num_stages))
+    own = tuple(layer for layer in layers if layer in shape.own_layers)
+    return own + (NO_LAYER,) * (most - len(own))
+
+
+def _layer_bytes(shape: ModelShape, layer: int, kv_dtype: str) -> int:
+    """Returns the bytes of one token's keys and values in one layer."""
+    num, kv_heads, head_dim = kv_token_dims(shape, layer)
+    return num * kv_heads * kv_dtype_named(kv_dtype).head_bytes(head_dim)
+
+
+def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
+    """Returns the bytes of one KV block of block_tokens tokens, for a model whose layers all form one KV group."""
+    return kv_bytes_per_token(shape, kv_dtype) * block_tokens
+
+
+def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
+    """Returns the model's KV groups, one for each length of window: first layers with full attention, then the others by length of
+    window, then layers that keep states, then the layer of a head that drafts tokens."""
+    windows, with_keys = _windows(shape), shape.attention_layers
+    groups = []
+    own_layers = with_keys if shape.eagle is None else with_keys[:-1]
+    for window in sorted({windows[layer] for layer in own_layers}):
+        layers = tuple(layer for layer in own_layers if windows[layer] == window)
+        kind = "full" if shape.latent is None else "latent"
+        if window:
+            kind = "chunked" if shape.chunked_windows else "window"
+        places, layer_bytes = _places(shape, layers), _layer_bytes(shape, layers[0], kv_dtype)
+        groups.append(KVGroupSpec(kind, block_tokens, layer_bytes * block_tokens * len(places), places, window))
+    if shape.delta is not None and shape.delta.layers:
+        layers = _places(shape, sorted(shape.delta.layers))
+        groups.append(KVGroupSpec("state", block_tokens, state_bytes(shape), layers, block_tokens + 1, SNAPSHOT_TOKENS))
+    if shape.eagle is not None:  # its keys are rotated by angles of its own
+        layer = shape.num_layers
+        groups.append(KVGroupSpec("full", block_tokens, _layer_bytes(shape, layer, kv_dtype) * block_tokens, (layer,)))
+    return tuple(groups)
+
+
+def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens: int, chunk_bytes: int) -> int:
+    """Returns how many chunks hold all blocks of one sequence of max_model_len in one group. The memory of one more block is added,
+    because blocks do not begin and end where chunks do. A window group holds the window and the chunk of a prompt that is being
+    computed; a state group holds the states before that chunk, within it, and at its end (GroupCache.most_blocks)."""
+    blocks = -(-max_model_len // group.block_tokens)
+    if group.snapshot_tokens:
+        blocks = min(blocks, 4 - (-max_num_batched_tokens // group.snapshot_tokens))
+    elif group.window_tokens:
+        blocks = min(blocks, -(-(group.window_tokens + max_num_batched_tokens) // group.block_tokens) + 1)
+    return -(-blocks * group.block_bytes // chunk_bytes) - (-group.block_bytes // chunk_bytes)
+
+
+def kv_reserved_bytes(
+    shape: ModelShape, kv_dtype: str, max_model_len: int, block_tokens: int, max_num_batched_tokens: int, chunk_bytes: int
+) -> int:
+    """Returns the bytes of the chunks that one sequence of max_model_len needs, where each group has chunks of its own. The one
+    chunk that the ledger adds for every model is not included."""
+    groups = kv_groups(shape, kv_dtype, block_tokens)
+    return (sum(group_chunks(group, max_model_len, max_num_batched_tokens, chunk_bytes) for group in groups) - 1) * chunk_bytes
+
+
+def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes: int) -> int:
+    """Returns the context length that a model is served with by default: the checkpoint's, or as many tokens as fit into a quarter
+    of the device if that is less, but at least 2,048. A layer with a window needs no more memory than for its window, a layer with
+    states no more than for a few states."""
+    if shape.is_encoder:
+        return shape.max_position_embeddings
+    windows = {layer: shape.layer_windows[layer] for layer in _counted_layers(shape) if any(shape.layer_windows)}
+    share_bytes = max(0, device_budget_bytes // 4 - _FEW_STATES * state_bytes(shape))
+    in_windows = sum(window * _layer_bytes(shape, layer, kv_dtype) for layer, window in windows.items())
+    fits = share_bytes // kv_bytes_per_token(shape, kv_dtype)  # shorter than every window
+    if windows and fits > max(windows.values()):
+        full_bytes = sum(_layer_bytes(shape, layer, kv_dtype) for layer, window in windows.items() if not window)
+        fits = max(0, share_bytes - in_windows) // full_bytes if full_bytes else shape.max_position_embeddings
+    return min(shape.max_position_embeddings, max(MIN_MODEL_LEN, fits))

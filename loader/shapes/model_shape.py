@@ -1,0 +1,421 @@
+"""Holds what config.json says about a model of any family: the sizes and settings that the engine and the memory accounts need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from loader.shapes.rope_config import RopeParameters
+
+# The function that turns a cross-encoder's score into a relevance: the logistic function, or none.
+SIGMOID, IDENTITY = "sigmoid", "identity"
+
+
+@dataclass(slots=True, frozen=True)
+class SigmoidShape:
+    """Sizes of a router whose scores pass through a sigmoid, or through a softmax (by_softmax), and which chooses a token's experts
+    in two steps: first some groups of experts, then experts within them (reference.route_by_sigmoid)."""
+
+    num_groups: int  # number of equal groups of a layer's experts
+    num_chosen_groups: int  # number of groups whose experts a token may pass through
+    factor: float  # factor of the weights
+    by_softmax: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class TemperatureShape:
+    """How queries are scaled by their position p: they are multiplied by 1 + scale * ln(1 + floor((p + 1) / tokens))
+    (reference.temperature_of)."""
+
+    scale: float
+    tokens: int
+
+
+# For each layer and each part of its experts (Division.expert_parts), the numbers of the further experts that the devices with this
+# part hold, in ascending order; () for a layer without experts.
+ExpertCopies = tuple[tuple[tuple[int, ...], ...], ...]
+
+# Ways in which experts' matrices are stacked in a tensor. Families with the last two may also store experts one by one.
+ALTERNATING = "alternating"  # [experts, outputs, inputs], in which a row of the gate and one of up take turns
+INPUT_MAJOR = "input-major"  # [experts, inputs, outputs], the gate's outputs before up's
+OUTPUT_MAJOR = "output-major"  # [experts, outputs, inputs], the gate's outputs before up's
+OPTIONAL_STACKS = (INPUT_MAJOR, OUTPUT_MAJOR)
+
+LAST_TOKEN = "lasttoken"  # ModelShape.pooling of a decoder: the vector is the last token's hidden state
+
+
+@dataclass(slots=True, frozen=True)
+class ExpertShape:
+    """The experts of a model (loader/architectures/experts.py). Every layer has them, except dense_layers, which have an MLP of
+    ModelShape.intermediate_size. In a share of a model (SplitShape), intermediate_size and shared_size are the share's."""
+
+    num_experts: int  # number of experts of a layer
+    num_chosen: int  # number of experts that each token passes through
+    intermediate_size: int  # intermediate size of each expert
+    normalised: bool  # the weights of a token's experts add up to 1
+    shared_size: int = 0  # intermediate size of the expert that all tokens pass through; 0: there is none
+    dense_layers: frozenset[int] = frozenset()
+    sigmoid: SigmoidShape | None = None  # None: the weights are a softmax of the router's scores
+    stacked: bool = False  # the checkpoint has one tensor for the matrices of all experts
+    stack: str = ""  # how the family orders such a tensor: ALTERNATING, INPUT_MAJOR or OUTPUT_MAJOR; "": it has none
+    weighs_inputs: bool = False  # an expert's weight is the sigmoid of its score, and multiplies what the expert reads
+    swiglu_limit: float = 0.0  # clamped SwiGLU (reference.clamped_swiglu): the clamp of gate and up; 0: SiLU instead
+    swiglu_alpha: float = 0.0  # the factor of the gate within its sigmoid
+    beside: bool = False  # experts are beside a layer's MLP, not in its place
+    first_own: int = 0  # for a share: the number of its first expert
+    num_own: int = 0  # for a share: how many experts it has, without copies of other parts' experts; 0: all
+
+    @property
+    def own(self) -> range:
+        """The numbers of the experts whose matrices the model, or the share, has in every layer, without copies of others."""
+        return range(self.first_own, self.first_own + (self.num_own or self.num_experts))
+
+
+@dataclass(slots=True, frozen=True)
+class HeadShape:
+    """The heads of a layer of attention. keys_are_values: one projection makes keys and values: values are its output, keys its
+    normalised and rotated output. reads_only: the layer makes only queries, and reads the keys and values of an earlier layer."""
+
+    num_kv_heads: int
+    head_dim: int  # dimensions of a head of queries, keys or values
+    keys_are_values: bool = False
+    reads_only: bool = False
+
+    @property
+    def num_projections(self) -> int:
+        """The number of matrices that make queries, keys and values: 1 if the layer makes only queries, 2 if one matrix makes keys
+        and values, else 3."""
+        return 1 if self.reads_only else 2 if self.keys_are_values else 3
+
+
+@dataclass(slots=True, frozen=True)
+class LayerInputShape:
+    """Sizes of the additional inputs of layers (engine/layers/layer_inputs.py). A layer's input for a token comes from an embedding
+    table that has inputs for all layers, and from a projection of the token's embedding."""
+
+    vocab_size: int
+    width: int  # size of one layer's input for a token
+
+
+@dataclass(slots=True, frozen=True)
+class LatentShape:
+    """Sizes of multi-head latent attention (https://arxiv.org/abs/2405.04434). The KV of a token is one vector for all heads: a
+    latent, from which a matrix makes every head's keys and values, and the rotated part of the keys."""
+
+    query_rank: int  # rank of the two matrices that make the queries; 0: a single matrix makes them
+    rank: int  # size of a latent
+    plain_dim: int  # dimensions of a head's queries and keys that are not rotated; the keys' come from the latent
+    rope_dim: int  # rotated dimensions of a head's queries and keys; all heads share those of the keys
+    value_dim: int  # dimensions of a head's values
+
+    @property
+    def token_values(self) -> int:
+        """How many numbers a layer's KV has for one token."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(slots=True, frozen=True)
+class DeltaShape:
+    """Sizes of layers of the gated delta rule (https://arxiv.org/abs/2412.06464). The state that such a layer keeps of a sequence
+    is a matrix for each value head, and the inputs of the last tokens to its convolution."""
+
+    layers: frozenset[int]  # layers with the delta rule; the others have attention
+    num_key_heads: int  # number of heads of queries and of keys; each serves the same number of value heads
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_tokens: int  # number of tokens that the convolution covers, the current one included
+    by_head: bool  # the projections' outputs are grouped by key head, else by kind (engine/ops/ops.py, DeltaColumns)
+
+    @property
+    def conv_width(self) -> int:
+        """How many numbers the queries, keys and values of one token have together, over which the convolution runs."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def with_key_heads(self, num: int) -> DeltaShape:
+        """Returns the sizes with `num` key heads, each of which serves the same number of value heads as before."""
+        return replace(self, num_key_heads=num, num_value_heads=self.num_value_heads * num // self.num_key_heads)
+
+    @property
+    def state_values(self) -> int:
+        """How many numbers the state of one sequence has in one layer."""
+        return self.num_value_heads * self.key_dim * self.value_dim + (self.conv_tokens - 1) * self.conv_width
+
+
+@dataclass(slots=True, frozen=True)
+class EagleShape:
+    """Sizes and settings of an EAGLE-3 head, a layer that drafts tokens for another model (loader/architectures/eagle.py). layer:
+    the shape of this layer; family: its model_type. outer_prefix: prefix of the names of the head's tensors in its files;
+    layer_prefix: the further prefix of the layer's tensors. draft_vocab_size: number of tokens that the head can draft;
+    has_offsets: they are not simply the first tokens of the model's vocabulary. read_layers: numbers of the model's layers whose
+    inputs (hidden states) the head reads; the number of layers stands for the last one's output. target_size: width of these
+    states. has_embedding: the head has an embedding table of its own. norm_before_residual: the residual is the normed state.
+    one_norm: one norm over all states together; norms: a norm for each state. norm_output: the head's own state is normed before
+    the next draft reads it."""
+
+    layer: ModelShape
+    family: str
+    outer_prefix: str
+    layer_prefix: str
+    draft_vocab_size: int
+    has_offsets: bool
+    norm_before_residual: bool
+    one_norm: bool
+    norms: bool
+    norm_output: bool
+    read_layers: tuple[int, ...] = ()
+    target_size: int = 0
+    has_embedding: bool = False
+
+
+class Division(NamedTuple):
+    """How a model is divided among devices. size: number of devices. expert_parts: number of parts, of whole experts, into which
+    the experts of a layer are divided; each expert is divided among the devices of a stage that hold its part. num_stages: number
+    of pipeline stages, each of consecutive layers and with the same number of devices. copies: further experts that the parts hold
+    (loader/shapes/expert_copies.py); (): none."""
+
+    size: int
+    expert_parts: int = 1
+    num_stages: int = 1
+    copies: ExpertCopies = ()
+
+    @property
+    def stage_size(self) -> int:
+        """Number of devices of each stage."""
+        return self.size // self.num_stages
+
+    @property
+    def inner_parts(self) -> int:
+        """The number of parts into which each expert is divided, one for each device of a stage that holds it."""
+        return self.stage_size // self.expert_parts
+
+    def stage_of(self, rank: int) -> int:
+        """Returns the number of the stage of the device with this rank. Rank 0, which samples, is in the last stage."""
+        return self.num_stages - 1 - rank // self.stage_size
+
+
+class DeviceShare(NamedTuple):
+    """One device's share of a divided model. rank: number of the device, from 0. division: how the model is divided."""
+
+    rank: int
+    division: Division
+
+
+@dataclass(slots=True, frozen=True)
+class SplitShape:
+    """The share of a split model that a ModelShape describes. In that shape num_heads, num_kv_heads, intermediate_size, experts and
+    the like are the share's; all other sizes are the whole model's.
+
+    rank: number of the share within its stage. size: number of devices in the stage. expert_parts: number of parts, of whole
+    experts, into which the experts of a layer are divided. num_kv_heads: number of KV heads of the whole model if several devices
+    hold the same head, because there are fewer than `size`; 0: each device has heads of its own. num_full_kv_heads: the same for
+    ModelShape.full_heads. stage: number of the stage. stage_ends: for each stage, the number of its last layer plus 1; (): the
+    layers are not divided. copies: as in Division, of all parts."""
+
+    rank: int
+    size: int
+    num_kv_heads: int = 0
+    expert_parts: int = 1
+    num_full_kv_heads: int = 0
+    stage: int = 0
+    stage_ends: tuple[int, ...] = ()
+    copies: ExpertCopies = ()
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.stage_ends))
+
+    @property
+    def division(self) -> Division:
+        return Division(self.size * self.num_stages, self.expert_parts, self.num_stages, self.copies)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether the share's stage is the first one, which has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the share's stage is the last one, which has the final norm and the head."""
+        return self.stage == self.num_stages - 1
+
+    def layers_of(self, stage: int) -> range:
+        """Returns the numbers of the layers of a stage. Only for a model whose layers are divided into stages."""
+        return range(self.stage_ends[stage - 1] if stage else 0, self.stage_ends[stage])
+
+    @property
+    def expert_part(self) -> int:
+        """The number, from 0, of the part of a layer's experts that this share has."""
+        return self.rank // self.division.inner_parts
+
+    @property
+    def inner_part(self) -> int:
+        """The number, from 0, of the slice that this share has of each of its experts."""
+        return self.rank % self.division.inner_parts
+
+    def experts_of(self, part: int, layer: int | None, num_experts: int) -> tuple[int, ...]:
+        """Returns the numbers of the experts of a layer that the devices with a part of its experts hold, copies included, in
+        ascending order. num_experts: number of experts of the layer."""
+        num_own = num_experts // self.expert_parts
+        own = range(part * num_own, (part + 1) * num_own)
+        copies = self.copies[layer] if layer is not None and layer < len(self.copies) else ()
+        return tuple(sorted((*own, *copies[part]))) if copies else tuple(own)
+
+
+@dataclass(slots=True, frozen=True)
+class ModelShape:
+    """Sizes and settings of one model. Counts are numbers of elements, lengths are in tokens. Facts that all models of a family
+    share are in the family's description (loader/architectures)."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int  # longest context, including the reach of a rotary scaling
+    rope: RopeParameters
+    tie_word_embeddings: bool
+    attention_bias: bool  # queries, keys and values have biases
+    output_bias: bool  # attention's output has a bias
+    mlp_bias: bool
+    dtype: str
+    layer_windows: tuple[int, ...]  # for each layer, how many positions a query attends to, its own included; 0: all
+    query_scale: float  # factor of attention scores
+    unrotated_layers: frozenset[int] = frozenset()  # layers without rotary embedding
+    temperature: TemperatureShape | None = None  # scaling of queries in layers without windows, which are unrotated; None: none
+    unit_norms: bool = False  # rotated queries and keys have norms without weights
+    chunked_windows: bool = False  # windows are chunks: a query attends to its own chunk of positions, up to itself
+    embedding_scale: float = 1.0  # factor of embeddings
+    branch_scale: float = 1.0  # factor of the updates of attention and MLP
+    logit_scale: float = 1.0
+    parallel_branches: bool = False  # the MLP reads the same input as attention
+    attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they are not capped
+    logit_softcap: float = 0.0
+    whole_width_norms: bool = False  # norms of queries and keys are over all heads at once
+    has_head_norms: bool = True  # queries and keys have the norms that the family names
+    num_predicting_layers: int = 0  # predicting layers after the last layer, which the checkpoint may hold
+    # whether the first of them, or a head from other files, is loaded and drafts tokens (loader/architectures/predictor.py,
+    # eagle.py)
+    predicts: bool = False
+    eagle: EagleShape | None = None  # the head from other files
+    local_rope: RopeParameters | None = None  # rotary embedding of layers with windows, if it differs from `rope`
+    full_heads: HeadShape | None = None  # heads of layers without windows, if they differ from num_kv_heads and head_dim
+    num_reading_layers: int = 0  # how many last layers read the KV of the last layer before them with the same window
+    reading_intermediate_size: int = 0  # intermediate size of these layers' MLPs; 0: intermediate_size
+    layer_inputs: LayerInputShape | None = None  # None: a layer reads only the residual
+    experts: ExpertShape | None = None  # None: not a mixture of experts
+    latent: LatentShape | None = None  # sizes of latent attention; num_kv_heads is then 1, and head_dim that of queries
+    delta: DeltaShape | None = None  # sizes of layers of the gated delta rule
+    gated_attention: bool = False  # each head's queries are followed by as many gates of its output
+    pooling: str = ""  # for a model that embeds: mean or cls (encoders), lasttoken (decoders); "": it generates text
+    scoring: str = ""  # for an encoder that scores pairs of texts (a cross-encoder): SIGMOID or IDENTITY; "": it embeds
+    type_vocab_size: int = 0  # for an encoder: number of segment types
+    first_position: int = 0  # for an encoder: the row of its table of positions for a text's first token
+    cut_sizes: tuple[int, ...] = ()  # sizes to which its vectors may be cut, if it was trained for that (Matryoshka)
+    any_cut_size: bool = False  # its vectors may be cut to any size
+    named_headless: bool = False  # config.json names the decoder alone (Qwen3Model), without a head
+    bare_names: bool = False  # the parameters' names lack the `model.` that they have in checkpoints with a head
+    tensor_prefix: str = ""  # prefix of the parameters' names, if a family's checkpoints differ in it
+    stored_format: str = ""  # the weight format (loader/formats) of the checkpoint's matrices; "": plain
+    plain_groups: frozenset[int] = frozenset()  # indices of tensor groups that are stored plain although others are not
+    split: SplitShape | None = None  # None: the whole model
+    block_offsets: tuple[int, ...] = ()  # where large parameters begin in the files (block_offsets in layout.py); (): unknown
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model is an encoder, which keeps no KV."""
+        return self.pooling not in ("", LAST_TOKEN)
+
+    @property
+    def own_layers(self) -> range:
+        """The numbers of the layers that a device computes: all layers, or those of its pipeline stage."""
+        if (split := self.split) is None or not split.stage_ends:
+            return range(self.num_layers)
+        return split.layers_of(split.stage)
+
+    def experts_of(self, layer: int) -> tuple[int, ...]:
+        """Returns the numbers of the experts of a layer whose matrices the model, or the share, has, copies included, in ascending
+        order. Only for a mixture of experts."""
+        assert self.experts is not None
+        if (split := self.split) is None:
+            return tuple(self.experts.own)
+        return split.experts_of(split.expert_part, layer, self.experts.num_experts)
+
+    @property
+    def num_writing_layers(self) -> int:
+        """The number of layers, from the first one on, that make keys and values of their own. All later layers read those of
+        earlier layers."""
+        return self.num_layers - self.num_reading_layers
+
+    @property
+    def num_computed_layers(self) -> int:
+        """The number of layers that have weights, with the layer that drafts tokens if it is loaded."""
+        return self.num_layers + self.predicts
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that keep keys and values of each token. Not among them are layers of the delta rule and layers
+        that read other layers' KV; the layer that drafts tokens, if it is loaded, comes last."""
+        own = tuple(layer for layer in range(self.num_writing_layers) if self.delta is None or layer not in self.delta.layers)
+        return (*own, self.num_layers) if self.predicts else own
+
+    def heads_of(self, layer: int) -> HeadShape:
+        """Returns number and size of the heads in a layer of attention, which may depend on whether the layer has a window. layer:
+        number of the layer; num_layers stands for the layer that drafts tokens."""
+        if self.eagle is not None and layer == self.num_layers:
+            return HeadShape(self.eagle.layer.num_kv_heads, self.eagle.layer.head_dim)
+        heads = self.full_heads
+        if heads is None or self.layer_windows[layer]:
+            heads = HeadShape(self.num_kv_heads, self.head_dim)
+        return replace(heads, reads_only=True) if self._reads(layer) else heads
+
+    def kv_layer(self, layer: int) -> int:
+        """Returns the layer whose keys and values a layer reads: itself or, if it reads those of another, the last layer with KV of
+        its own that has the same window."""
+        if not self._reads(layer):
+            return layer
+        windows = self.layer_windows
+        return next(one for one in reversed(range(self.num_writing_layers)) if windows[one] == windows[layer])
+
+    def _reads(self, layer: int) -> bool:
+        """Returns whether a layer reads the keys and values of an earlier layer instead of making its own."""
+        return self.num_writing_layers <= layer < self.num_layers
+
+    def inner_size_of(self, layer: int) -> int:
+        """Returns the intermediate size of a layer's MLP."""
+        return self.intermediate_size if layer < self.num_writing_layers else self.widest_inner_size
+
+    @property
+    def widest_inner_size(self) -> int:
+        return self.reading_intermediate_size or self.intermediate_size
+
+    @property
+    def kinds_of_heads(self) -> tuple[HeadShape, ...]:
+        """The heads of layers without windows and of layers with windows; one entry if they are the same."""
+        usual = HeadShape(self.num_kv_heads, self.head_dim)
+        return (usual,) if self.full_heads is None else (self.full_heads, usual)
+
+    @property
+    def widest_head_dim(self) -> int:
+        return max(heads.head_dim for heads in self.kinds_of_heads)
+
+    @property
+    def widest_key(self) -> int:
+        """The size of one token's keys in the layer where it is largest; values have the same size."""
+        return max(heads.num_kv_heads * heads.head_dim for heads in self.kinds_of_heads)
+
+    @property
+    def fewest_kv_heads(self) -> int:
+        return min(heads.num_kv_heads for heads in self.kinds_of_heads)
+
+    @property
+    def rotary_head_dims(self) -> tuple[int, int]:
+        """The number of dimensions of a head that rotary embedding applies to (it may rotate only a part of them): in layers
+        without windows, and in layers with windows."""
+        if self.latent is not None:
+            return self.latent.rope_dim, self.latent.rope_dim
+        return self.kinds_of_heads[0].head_dim, self.head_dim

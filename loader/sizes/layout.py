@@ -1,0 +1,225 @@
+"""Computes where every parameter of a model lies in its weight range, and how long that range is.
+
+Parameters that one matrix product reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and the
+checkpoint need not be converted. Matrices of layers are held in the model's weight format (loader/formats), embedding and head if
+the format is lossless. All other parameters (norms, biases) are plain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from loader.architectures import eagle
+from loader.architectures.architecture import TensorGroup
+from loader.architectures.decoder import Decoder
+from loader.architectures.registry import architecture_of
+from loader.architectures.wrapper import Wrapper
+from loader.errors import CheckpointError
+from loader.files.direct_io import BLOCK_BYTES
+from loader.files.safetensors import TensorRef
+from loader.formats.alignment import aligned
+from loader.formats.mxfp4 import is_stack
+from loader.formats.plain import PLAIN
+from loader.formats.registry import stored_format
+from loader.formats.weight_format import (
+    FLOATS,
+    MIN_BLOCK_ALIGNED_BYTES,
+    Space,
+    StoredTensor,
+    WeightFormat,
+    WeightSlot,
+)
+from loader.shapes.dtypes import DTYPE_OF, ITEM_BYTES
+from loader.shapes.expert_copies import any_copies
+from loader.shapes.model_shape import Division, ModelShape
+from loader.sizes.slices import block_offsets_of_share, format_of, groups_of_share, split, whole
+
+# To be raised when the bytes that a load writes to a slot change, for example by another rounding of int8; not when slots change.
+CONTENT_VERSION = 1
+
+
+def as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
+    """Returns the shape for a checkpoint whose tensors have these names, since checkpoints of one family may name or stack the same
+    tensors differently."""
+    return architecture_of(shape).as_stored(shape, names)
+
+
+def predicting(shape: ModelShape, names: Collection[str] | None) -> ModelShape | None:
+    """Returns the shape with the model's predictor, the layer that predicts one token further (loader/architectures/predictor.py),
+    if the checkpoint holds one that can draft tokens; otherwise None. names: names of the checkpoint's tensors; None: they are not
+    known, and config.json decides."""
+    family = architecture_of(shape)
+    return family.predicting(shape, names) if isinstance(family, Decoder | Wrapper) else None
+
+
+def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Returns name -> shape of every parameter, whatever format the checkpoint stores it in. For the shape of a device's share
+    these are the share's parameters with the shapes of their parts."""
+    return dict(item for _, group in _groups(shape) for item in group.tensors)
+
+
+@lru_cache(maxsize=4096)
+def num_parameters(shape: ModelShape) -> int:
+    return sum(map(math.prod, parameter_shapes(shape).values()))
+
+
+def stored_tensors(shape: ModelShape) -> list[StoredTensor]:
+    """Returns every tensor that the checkpoint must contain, in full size even if `shape` is that of a device's share."""
+    own, shape = stored_format(shape), whole(shape)
+    return [tensor for at, group in _groups(shape) for tensor in format_of(shape, at, group, own).stored(group)]
+
+
+def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[int]:
+    """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups). tensors:
+    the checkpoint's tensors, from the files' headers. Raises CheckpointError if some tensors of a group are plain and some are
+    not."""
+    if not shape.stored_format:
+        return frozenset()
+    stored, own = {tensor.name: tensor for tensor in tensors}, stored_format(shape)
+    found = set()
+    for at, group in _groups(shape):
+        if not group.may_be_quantized:
+            continue
+        members = [stored[name] for name, _ in group.tensors if name in stored]
+        plain = [tensor for tensor in members if tensor.dtype in FLOATS]
+        names = [tensor.name for tensor in plain]
+        other = ""
+        if plain and len(plain) < len(group.tensors):
+            other = next((one.name for one in own.stored(group) if one.name in stored and one.name not in names), "")
+        if other:
+            why = f"is stored as {plain[0].dtype}, and {other}, which is read together with it, is quantised: not served"
+            raise CheckpointError(plain[0].file, plain[0].name, why)
+        if plain and is_stack(group):  # its order differs from the one that the model reads
+            raise CheckpointError(plain[0].file, plain[0].name, f"is stored as {plain[0].dtype}: served are experts in MXFP4")
+        if plain:
+            found.add(at)
+    return frozenset(found)
+
+
+def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset[int]:
+    """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups). names: the
+    names of its tensors; a group is plain if there are none that only the format adds to its matrices (scales)."""
+    if not shape.stored_format:
+        return frozenset()
+    own, found = stored_format(shape), set()
+    for at, group in _groups(shape):
+        plain = {name for name, _ in group.tensors}
+        if group.may_be_quantized and not any(tensor.name in names for tensor in own.stored(group) if tensor.name not in plain):
+            found.add(at)
+    return frozenset(found)
+
+
+def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) -> frozenset[int]:
+    """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups). is_plain:
+    tells whether the module of a given name is plain. The matrix of module NAME is NAME.weight, and all matrices of a group are
+    either plain or not."""
+    found = set()
+    for at, group in _groups(shape):
+        if group.may_be_quantized and is_plain(group.tensors[0][0].removesuffix(".weight")):
+            found.add(at)
+    return frozenset(found)
+
+
+def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
+    """Returns the name of the weight format of a checkpoint whose tensors have these names (ModelShape.stored_format). The shape
+    has the format that config.json tells, which may be one of two that differ in the names of their scales."""
+    own = stored_format(shape)
+    if own.otherwise and not any(name.endswith(own.scale_suffix) for name in names):
+        return own.otherwise
+    return shape.stored_format
+
+
+def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
+    """Returns whether a checkpoint may contain the tensor of this name although the model does not need it; it is not read then."""
+    if shape.eagle is not None and name.startswith(eagle.PREFIX):
+        return eagle.ignores(name)
+    return architecture_of(shape).ignores(shape, name) or stored_format(shape).ignores(name)
+
+
+def _groups(shape: ModelShape) -> list[tuple[int, TensorGroup]]:
+    """Returns the tensor groups of a model, or of a share of it, each with its index among the groups of the whole model."""
+    if (share := shape.split) is not None:
+        of_all = whole(shape)
+        return groups_of_share(of_all, architecture_of(of_all).tensor_groups(of_all), share)
+    groups = architecture_of(shape).tensor_groups(shape)
+    return list(enumerate(groups if shape.eagle is None else groups + eagle.eagle_groups(shape.eagle, shape.num_layers)))
+
+
+def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int, ...]:
+    """Returns, for each group of tensors, the distance in bytes from a block's boundary at which the group begins in its file
+    (ModelShape.block_offsets). -1: a direct read into place is not possible (packed, another dtype, an odd position) or not worth
+    it. tensors: from the files' headers."""
+    if shape.split is not None:
+        of_all = whole(shape)
+        return block_offsets_of_share(replace(of_all, block_offsets=block_offsets(of_all, tensors)), shape.split)
+    stored, own = {tensor.name: tensor for tensor in tensors if tensor.record is None}, stored_format(shape)
+    offsets = []
+    for at, group in _groups(shape):
+        held_in = format_of(shape, at, group, own)
+        held_as = held_in.held_as(group) or group.held_as or shape.dtype
+        first = stored.get(next(iter(held_in.stored(group))).name)
+        num_bytes = sum(math.prod(dims) for _, dims in group.tensors) * ITEM_BYTES[shape.dtype]
+        direct = first is not None and DTYPE_OF.get(first.dtype) == held_as and first.offset_bytes % 8 == 0
+        offsets.append(first.offset_bytes % BLOCK_BYTES if first and direct and num_bytes >= MIN_BLOCK_ALIGNED_BYTES else -1)
+    return tuple(offsets)
+
+
+def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> list[WeightSlot]:
+    """Returns the place of every parameter in the weight range. dtype, weight_format: the dtype and format in which the weights are
+    held."""
+    return _laid_out(shape, dtype, weight_format)[0]
+
+
+def _laid_out(shape: ModelShape, dtype: str, weight_format: WeightFormat) -> tuple[list[WeightSlot], int]:
+    """Returns the slots of all parameters, and the offset in bytes at which the last group ends."""
+    groups = _groups(shape)
+    block_offsets = shape.block_offsets if dtype == shape.dtype else ()
+    slots: list[WeightSlot] = []
+    offset = after_layers = 0
+    for (at, group), block_offset in zip(groups, block_offsets or (-1,) * len(groups), strict=True):
+        stage = after_layers
+        if group.layer is not None:
+            stage, after_layers = group.layer + 1, max(after_layers, group.layer + 2)
+        held_in = format_of(shape, at, group, weight_format)
+        placed, offset = held_in.place(group, Space(offset, ITEM_BYTES[dtype], block_offset, stage, shape.dtype))
+        slots += placed
+    return slots, offset
+
+
+@lru_cache(maxsize=4096)
+def layout_id(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> str:
+    """Returns a digest of the places, dtype and format of all parameters. Weights that outlive the process that loaded them are
+    used again only if their layout has the same digest."""
+    slots = weight_layout(shape, dtype, weight_format)
+    return hashlib.sha256(repr((CONTENT_VERSION, dtype, weight_format.name, slots)).encode()).hexdigest()[:32]
+
+
+@lru_cache(maxsize=4096)
+def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> int:
+    """Returns how many bytes the engine maps for the weights in this dtype and format: the length of the layout, or of the layout
+    without block offsets if that is longer."""
+    layouts = {replace(shape, block_offsets=()), shape}
+    return max(aligned(_laid_out(one, dtype, weight_format)[1]) for one in layouts)
+
+
+def share_bytes_with_copies(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat, num_copies: int) -> int:
+    """Returns the most bytes that a device of a division maps for its share of a model's weights if it holds at most num_copies
+    further experts in each layer, whichever they are. Which they are decides only where in blocks of their files tensors begin, for
+    which a block may be added to each group of tensors."""
+    with_copies = division._replace(copies=any_copies(shape, division, num_copies))
+    plain, firsts = replace(shape, block_offsets=()), range(0, division.size, division.stage_size)
+    num_bytes = max(weights_bytes(split(plain, rank, with_copies), dtype, weight_format) for rank in firsts)
+    return num_bytes + BLOCK_BYTES * sum(offset >= 0 for offset in shape.block_offsets)
+
+
+def share_weights_bytes(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat = PLAIN) -> int:
+    """Returns how many bytes each device of a division maps for its share of a model's weights: the bytes of the largest share.
+    Raises UnsupportedModel for a model that cannot be divided in this way."""
+    # A stage's first share has all tensors of the others, which can be longer only by other offsets in the files' blocks, or by
+    # copies of experts.
+    ranks = range(0, division.size, 1 if shape.block_offsets or division.copies else division.stage_size)
+    return max(weights_bytes(split(shape, rank, division), dtype, weight_format) for rank in ranks)
