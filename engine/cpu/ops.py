@@ -628,6 +628,12 @@ class CpuOps:
             picked[part], top_ids[part], top[part] = (each.numpy() for each in told)
         return picked, top_ids, top
 
+    def ranks(self, logits: Tensor, chosen: Any) -> Any:
+        step = sampler_rows(logits.shape[1])
+        ids = torch.from_numpy(chosen).long()
+        parts = zip(logits.split(step), ids.split(step), strict=True)
+        return torch.cat([reference.ranks(part, own) for part, own in parts]).numpy()
+
     def penalise(self, row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
         if not self._served(row, SAMPLING):
             reference.penalise(row, torch.from_numpy(tokens), num_prompt, presence, frequency, repetition)

@@ -369,7 +369,10 @@ class CudaModel:
         if not draws:  # nothing is sampled; block tables are changed by the kernel that stores sampled tokens elsewhere
             entry.set_entries(self._sequences.last_ids, sent["slots"], sent["host_ids"])
             return
-        self._edited.launch_all(self._loaded().logits(hidden))
+        logits = self._loaded().logits(hidden)
+        self._edited.launch_all(logits)
+        ranks = torch.zeros(2, len(logits), dtype=torch.int32, device=self._device)
+        entry.ranks(logits, ranks[0], ranks[1])
 
     def _launch_rows(self, num_rows: int) -> None:
         """Launches the kernels of a decode step of num_rows padding rows, and of the drafts after it."""

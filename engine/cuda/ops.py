@@ -209,6 +209,12 @@ class CudaOps:
         entry.top_logprobs(logits, 0, asked, wanted, chosen_ids, *logprobs_in(told, num, num_top))
         return tuple(part.numpy() for part in logprobs_in(told.cpu(), num, num_top))  # type: ignore[return-value]
 
+    def ranks(self, logits: Tensor, chosen: Any) -> Any:
+        sent = torch.from_numpy(chosen).to(logits.device)
+        told = torch.empty_like(sent)
+        entry.ranks(logits, sent, told)
+        return told.cpu().numpy()
+
 
 def logprobs_in(told: Tensor, num: int, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns views of `told` [num (1 + 2 num_top)] int32, the memory in which log-probabilities of num rows come to the host:

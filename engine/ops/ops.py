@@ -398,6 +398,11 @@ class LogprobOps(Protocol):
         finite."""
         ...
 
+    def ranks(self, logits: Tensor, chosen: Any) -> Any:
+        """Returns the rank [N] int32 of each row's token in chosen [N] int32: how many tokens are at least as likely by logits [N,
+        V], the token itself included. 1: it is the most likely one."""
+        ...
+
 
 class SamplingOps(LogprobOps, Protocol):
     """The operations on logits of a device for which the host samples (engine/sampling); a GPU samples by itself. Arguments and

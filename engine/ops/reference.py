@@ -990,6 +990,14 @@ def top_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, 
     return logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1), ordered, logprobs.gather(1, ordered)
 
 
+def ranks(logits: Tensor, chosen: Tensor) -> Tensor:
+    """Returns how many numbers of each row of logits [N, V] are at least as large as the one at chosen [N]: [N] int32."""
+    # comparisons are stored as float32: 512 rows of 152,000 tokens then take 0.08 s, as booleans 0.2 to 2 s
+    at_least = torch.empty(logits.shape, dtype=torch.float32)
+    torch.ge(logits, logits.gather(1, chosen.unsqueeze(1)), out=at_least)
+    return at_least.sum(1).int()
+
+
 def penalise(row: Tensor, tokens: Tensor, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
     """Applies penalties to the logits row [V] float32 in place. tokens: the num_prompt tokens of the prompt, then those of the
     output.

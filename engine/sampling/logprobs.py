@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.ops.ops import LogprobOps
 from engine.protocol import PromptLogprobs, SamplingParams, TokenLogprobs
-from loader.sizes.work_space import sampler_rows
 from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
 
 DECIMALS = 6  # decimals to which a log-probability is rounded before it leaves the engine
@@ -98,7 +96,7 @@ class OwedPrompts:
             chosen = self.chosen[at : at + max_rows]
             logits = logits_of(hidden[at : at + max_rows])
             told = ops.top_logprobs(logits, np.arange(len(chosen), dtype=np.int32), chosen, num_top)
-            parts.append((*told, _ranks(logits[: len(chosen)], chosen) if ranked else chosen))
+            parts.append((*told, ops.ranks(logits[: len(chosen)], chosen) if ranked else chosen))
             del logits
         picked, top_ids, top, ranks = (np.concatenate([part[k] for part in parts]) for k in range(4))
         messages, at = [], 0
@@ -142,20 +140,6 @@ def owed_prompt_rows(plan: BatchPlan, table: SequenceTable) -> OwedPrompts | Non
     if not rows:
         return None
     return OwedPrompts(rows, np.concatenate(tokens), np.concatenate(chosen))
-
-
-def _ranks(logits: Tensor, chosen: IntArray) -> LongArray:
-    """Returns the rank [n] of each row's token in chosen [n]: how many tokens are at least as likely by logits [n, V], the token
-    itself included. 1: it is the most likely one."""
-    ids = torch.from_numpy(chosen).to(logits.device).long().unsqueeze(1)
-    ranks = []
-    step = sampler_rows(logits.shape[1])
-    # comparisons are stored as float32: 512 rows of 152,000 tokens then take 0.08 s, as booleans 0.2 to 2 s
-    for part, own in zip(logits.split(step), ids.split(step), strict=True):
-        at_least = torch.ge(part, part.gather(1, own), out=torch.empty(part.shape, dtype=torch.float32, device=part.device))
-        ranks.append(at_least.sum(1))
-    counted: LongArray = torch.cat(ranks).cpu().numpy().astype(np.int64)
-    return counted
 
 
 def _rounded(values: FloatArray) -> Any:

@@ -15,8 +15,8 @@ import torch
 from engine.contracts.steps import StepResult
 from engine.cpu.model import CpuModel
 from engine.grammar.row_masks import RowMasks
+from engine.ops import reference as plain
 from engine.protocol import SamplingParams, TokenLogprobs
-from engine.sampling.logprobs import _ranks
 from scheduler.batch.plan import SequenceTable, write_sampling
 from tests.engine.model_bench import (
     COMMON,
@@ -208,4 +208,4 @@ def test_a_grammar_does_not_change_them(model: CpuModel) -> None:
 def test_ranks_count_equals(dtype: torch.dtype) -> None:
     logits = torch.tensor([[3.0, 1.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 5.0, 4.0, 5.5]], dtype=dtype)
     for chosen, wanted in (([0, 3, 3], [2, 4, 1]), ([1, 0, 0], [4, 4, 4]), ([3, 1, 2], [3, 4, 3])):
-        assert _ranks(logits, np.array(chosen, np.int32)).tolist() == wanted
+        assert plain.ranks(logits, torch.tensor(chosen)).tolist() == wanted

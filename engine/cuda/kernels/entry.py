@@ -63,6 +63,7 @@ widen = triton_logits.widen
 add_biases_and_count = triton_logits.add_biases_and_count
 penalise_and_ban = triton_logits.penalise_and_ban
 top_logprobs = triton_logits.top_logprobs
+ranks = triton_logits.ranks
 weights_of_products = linear_choice.weights_of_products
 EDIT_WORDS, PENALTIES = triton_logits.EDIT_WORDS, triton_logits.PENALTIES
 FEW_ROWS = (1, 2, 4)

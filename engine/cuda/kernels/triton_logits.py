@@ -1,5 +1,5 @@
 """Work on rows of logits besides sampling, on the GPU (Triton): masks, biases, penalties and bans of all rows of a step in three
-launches, and the log-probabilities of tokens. Reference implementations: reference.{penalise, top_logprobs}.
+launches, and the log-probabilities and ranks of tokens. Reference implementations: reference.{penalise, top_logprobs, ranks}.
 
 1. `_widen_kernel` writes the logits as float32 to memory of their own, without the tokens that masks rule out.
 2. `_count_kernel` adds biases, and counts the tokens of sequences that are penalised.
@@ -235,3 +235,32 @@ def top_logprobs(
         BLOCK=block,
         num_warps=16 if block == 4096 else 4,
     )
+
+
+# V is specialised: it tells how rows are aligned. Of the others' addresses nothing is read but one number each.
+@triton.jit(do_not_specialize_on_alignment=["chosen", "out"])
+def _ranks_kernel(
+    logits,  # [N, V]
+    chosen,  # [N] int32
+    out,  # [N] int32
+    V,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * V
+    own = tl.load(logits + tl.load(chosen + row)).to(tl.float32)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, V, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < V
+        logit = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
+        counts += (inside & (logit >= own)).to(tl.int32)
+    tl.store(out + row, tl.sum(counts, axis=0))
+
+
+def ranks(logits: Tensor, chosen: Tensor, out: Tensor) -> None:
+    """Writes to out [N] int32 how many logits of each row of logits [N, V] are at least as large as that of its token in chosen [N]
+    int32, which is counted too."""
+    vocab = logits.shape[1]
+    block = min(4096, max(16, power_of_two(vocab)))
+    _ranks_kernel[(len(logits),)](logits, chosen, out, vocab, BLOCK=block, num_warps=16 if block == 4096 else 4)

@@ -337,6 +337,7 @@ def main(capability: int, listed: bool) -> None:
     entry.add_biases_and_count(wide, counts, edits, ints)
     entry.penalise_and_ban(wide, counts, edits, penalties, ints)
     entry.top_logprobs(logits, 0, ints, ints, ints, floats, *alternatives)
+    entry.ranks(logits, ints, ints)
     triton_unpack.unpack(torch.zeros(64, dtype=torch.uint8), longs, FRAME_VALUES, x, ints[:1])
 
     regions = torch.zeros(triton_peers.MOST_RANKS, 2 << 20, dtype=torch.uint8)

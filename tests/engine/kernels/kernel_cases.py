@@ -28,7 +28,7 @@ from tests.engine.kernels.row_cases import (
     norms,
     nvfp4_linear,
 )
-from tests.engine.kernels.sampling_cases import edits, logprobs, sampling
+from tests.engine.kernels.sampling_cases import edits, logprobs, ranks, sampling
 
 # cases whose numbers are integers, or float32 whatever the model's dtype
 ONE_DTYPE = (
@@ -72,6 +72,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         sampling,
         edits,
         logprobs,
+        ranks,
         packed_weights,
         checksums,
         fp8_rounding,

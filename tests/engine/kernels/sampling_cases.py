@@ -144,3 +144,16 @@ def logprobs(draw: Draw) -> None:
     torch.testing.assert_close(picked, wanted[0], rtol=2e-5, atol=2e-5)
     assert top_ids.tolist() == wanted[1].tolist()
     torch.testing.assert_close(top, wanted[2], rtol=2e-5, atol=2e-5)
+
+
+def ranks(draw: Draw) -> None:
+    """Equal logits count, also those on either side of the token and in other blocks of a row."""
+    rows, vocab = draw.between(1, 5), draw.one_of(1, 9, 300, 5000)
+    logits = draw.normal(rows, vocab, scale=draw.one_of(0.01, 3.0)).mul(8).round().div(8).to(draw.dtype)
+    logits[rows - 1] = -1.5
+    chosen = torch.randint(0, vocab, (rows,), generator=draw.generator).int()
+    wanted = reference.ranks(logits, chosen.long())
+    assert int(wanted[rows - 1]) == vocab
+    out = draw.like(wanted)
+    triton_logits.ranks(draw.on(logits), draw.on(chosen), out)
+    assert out.tolist() == wanted.tolist()

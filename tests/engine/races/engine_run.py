@@ -261,6 +261,7 @@ def kernels(on: Device) -> SimpleNamespace:
         add_biases_and_count=lambda wide, counts, *columns: launch("count", columns, (wide, counts)),
         penalise_and_ban=lambda wide, counts, *columns: launch("penalise", columns, (wide, counts)),
         top_logprobs=lambda logits, first, rows, nums, chosen, *out: launch("log-probabilities", (logits, rows, nums, chosen), out),
+        ranks=lambda logits, chosen, out: launch("ranks", (logits, chosen), (out,)),
         both_kernels=linear_choice.both_kernels,
         measure_linear=linear_choice.measure,
         is_open=linear_choice.is_open,
