@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels import tiles
 from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_four_bits import add_four_bits
 from engine.cuda.kernels.triton_fp8 import code_factor, codes_as
@@ -449,6 +450,8 @@ def grouped_linear(
     two_at_once = (of_int4 or of_nvfp4) and gated
     if two_at_once and not wide_items:  # registers do not hold more inputs of two matrices that are widened at once
         block_n, block_k = (64 if few else 128), 64
+    if gated and not few and not wide_items and isinstance(weight, Fp8Matrix | Mxfp4Matrix) and _adds_up_in_registers():
+        block_n = 32  # of two matrices; 64 would take more registers than there are
     values, scales, num_scales, group = _parts(weight)
     zeros = weight.zeros if isinstance(weight, Int4Matrix) else None
     most_tiles = min(num_experts, num_pairs) + num_pairs // tile
@@ -490,6 +493,13 @@ def grouped_linear(
         num_warps=8 if not few and (of_bytes or two_at_once) else 4,  # more threads, since codes take registers to widen
         num_stages=2 if wide_items else 3,
     )
+
+
+def _adds_up_in_registers() -> bool:
+    """Returns whether the GPU takes both inputs of its matrix instructions from registers, and adds up there: all but Hopper, which
+    reads inputs from shared memory, and Blackwell's large GPUs, whose sums have a memory of their own."""
+    gpu = tiles.capability()
+    return gpu > 0 and tiles.architecture(gpu) not in (tiles.HOPPER, tiles.B200)
 
 
 @triton.jit(do_not_specialize=["first_own", "num_own"])
