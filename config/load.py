@@ -91,8 +91,8 @@ class ConfigError(Exception):
 
 
 def located(error: ConfigError) -> ConfigError:
-    """Returns the error with the line number at which the file that it names sets its key; unchanged if the error has a line
-    already, names no key, or names no file."""
+    """Returns a copy of the error that also names the line which sets its key in the file error.source. Returns the error unchanged
+    if it has a line already, names no key, or names no file."""
     if error.line or not error.key or not os.path.isfile(error.source):
         return error
     with open(error.source, encoding="utf-8") as file:

@@ -1,6 +1,6 @@
-"""Chooses which experts of a mixture are held by several devices, where each device has a part of a layer's experts: those that
-tokens are routed to most. Each step waits for the device whose experts were chosen most, so the copies are to make the parts'
-shares of the tokens equal.
+"""Chooses copies of experts for a mixture whose experts are divided among several devices, each of which has a part of every
+layer's experts: which experts further devices also hold. A step waits for the device with the most tokens to compute, so copies of
+the experts that get most tokens are to make the devices' shares of the tokens equal.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 # for each layer and part, the numbers of the further experts in ascending order; () for a layer without experts
 Table = tuple[tuple[tuple[int, ...], ...], ...]
 
-MIN_TOKENS = 100  # an expert's, on average: with fewer, differences may be chance
+MIN_TOKENS = 100  # tokens per expert, on average: with fewer, differences may be chance
 MIN_IMBALANCE = 1.1  # below this, copies are not worth their memory
 MIN_GAIN = 0.05  # by how much copies must lower the imbalance
 _LEAST = 0.002  # the least share of a layer's tokens by which a copy must make the busiest part less busy
-_ALIKE = 0.02  # of numbers of copies whose imbalances differ by less, the smallest is chosen
+_ALIKE = 0.02  # among numbers of copies whose imbalances differ by less than this, the smallest is chosen
 
 
 def choose(counts: Sequence[Sequence[int] | None], num_parts: int, most: int) -> Table:
@@ -49,8 +49,9 @@ def numbers(most: int) -> tuple[int, ...]:
 
 
 def imbalance(tokens: Any, held: Any) -> float:
-    """Returns how many times as many tokens as the mean part the busiest one of each layer has, both added up over the layers, if
-    an expert's tokens are divided evenly among the parts that hold it. tokens [L, E]. held [L, P, E] bool: which parts hold it."""
+    """Returns by how much the busiest part exceeds the mean part: the sum over all layers of the busiest part's tokens, divided by
+    the sum of the mean part's; 1.0 if there are no tokens. The tokens of an expert are divided evenly among the parts that hold it.
+    tokens [L, E]. held [L, P, E] bool: which parts hold it."""
     loads = _loads(tokens, held)
     return float(loads.max(axis=1).sum() / loads.mean(axis=1).sum()) if loads.any() else 1.0
 
@@ -68,11 +69,12 @@ def _homes(tokens: Any, num_parts: int) -> Any:
 
 
 def _held(tokens: Any, num_parts: int, number: int) -> Any:
-    """Returns which parts hold which experts [L, P, E] if each may hold `number` further ones.
+    """Returns which parts hold which experts [L, P, E] if each part may hold `number` further ones.
 
-    In turns, in all layers at once, the least busy part that has a place left gets the expert after which the busier one of this
-    part and the busiest is least busy. Such an expert is usually the busiest part's hottest, but not if half of its tokens would
-    make the receiver the busiest. A part for which there is no such expert is passed over until another one has got something."""
+    All layers are handled at once, one copy in each layer at a time. The receiver is the least busy part that has a place left, and
+    the giver is the busiest part. The receiver gets the expert that makes the busier one of the two least busy afterwards. This is
+    usually the giver's hottest expert, unless half of that expert's tokens would make the receiver the busiest part. A part that no
+    expert would help is passed over until another part has got one."""
     held = _homes(tokens, num_parts)
     layers, places = np.arange(len(tokens)), np.full((len(tokens), num_parts), number)
     holders, loads, least = held.sum(axis=1), _loads(tokens, held), _LEAST * tokens.sum(axis=1)
@@ -86,7 +88,7 @@ def _held(tokens: Any, num_parts: int, number: int) -> Any:
         expert = busier.argmin(axis=1)
         gains = asked[layers, receiver] & (busier[layers, expert] < loads[layers, giver] - least)
         asked[layers, receiver] = False
-        less = tokens[layers, expert] / holders[layers, expert] - gets[layers, expert]  # for each of its holders so far
+        less = tokens[layers, expert] / holders[layers, expert] - gets[layers, expert]  # of each earlier holder
         loads -= held[layers, :, expert] * (gains * less)[:, None]
         loads[layers, receiver] += gains * gets[layers, expert]
         holders[layers, expert] += gains

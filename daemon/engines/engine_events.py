@@ -226,7 +226,7 @@ class EngineEvents:
     def _evicted(self, device: str, message: protocol.Evicted) -> None:
         self._metrics.swaps.evicted(message)
         if (copies := self.chosen_copies(message.model)) is not None:
-            self._post(copies)  # before the model may be loaded again
+            self._post(copies)  # posted first, so that the model's next load already takes these copies
         self._ring.add("evicted", model=message.model, device=device, saved_kv_tokens=message.saved_kv_tokens)
         self._post(
             events.EvictFinished(

@@ -121,9 +121,9 @@ def _gpu_and_slices(index: int, old_driver: str) -> list[Gpu]:
 
 
 def _held_alone(gpu: Gpu, is_shared: bool) -> str:
-    """Returns why no engine can get a context on a GPU or slice in compute mode Exclusive, "" if one can: another program has one
-    there. Processes that are not visible do not count, since they may be engines. is_shared: whether the compute mode lets several
-    processes have a context."""
+    """Returns why an engine cannot get a context on a GPU or slice in compute mode Exclusive: another program holds it. Returns ""
+    if an engine can get one. Processes that are not visible do not count, since they may be engines. is_shared: whether the compute
+    mode lets several processes have a context."""
     others = [one for one in gpu.processes if one.is_engine is False]
     if is_shared or not others:
         return ""

@@ -1,4 +1,4 @@
-"""Adds up what the experts of models have computed, as their engines tell it, and how evenly that is spread."""
+"""Adds up what the experts of models have computed, as their engines report it, and computes how evenly it is spread."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class ExpertCounts:
         for name in names:
             for layer, counts in self.layers.get(name, {}).items():
                 before = total.get(layer, array("q", bytes(8 * len(counts))))
-                if len(before) == len(counts):  # else the counts of one replica are of other files
+                if len(before) == len(counts):  # otherwise this replica's counts are those of other files
                     total[layer] = array("q", map(sum, zip(before, counts, strict=True)))
         return total
 
 
 def imbalance(layers: Iterable[array[int]]) -> float:
-    """Returns how many times as many tokens as the mean expert the busiest one has, both added up over the layers; 1.0 if there are
-    no tokens. layers: the counts of each layer's experts."""
+    """Returns by how much the busiest expert exceeds the mean expert: the sum over all layers of the busiest expert's tokens,
+    divided by the sum of the mean expert's; 1.0 if there are no tokens. layers: the counts of each layer's experts."""
     most = mean = 0.0
     for counts in layers:
         most += max(counts)

@@ -1,6 +1,6 @@
-"""Finds out in which form a chat template expects the calls of earlier turns: templates disagree, and do not say.
+"""Determines the form in which a chat template expects the calls of earlier turns. Templates differ in it, and none declares it.
 
-The template is given a short chat with one call, in each form, and its text is looked at.
+The template renders a short chat with one call in each form, and the text that it returns shows whether it has understood the form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
 _KEY, _VALUE = "hearthd_key", "hearthd_value"
 _AS_TEXT = f'{{"{_KEY}": "{_VALUE}"}}'
-_AS_PYTHON = f"{{'{_KEY}'"  # how a template writes an object that it takes for text
+_AS_PYTHON = f"{{'{_KEY}'"  # the text of the object in a template that expects JSON
 _NAME, _ID = "hearthd_function", "hearthd01"  # Mistral's templates take ids of nine characters
 _TOOL = {
     "type": "function",
@@ -37,15 +37,15 @@ class CallForm(NamedTuple):
 
 
 def find_call_form(render: Render) -> CallForm:
-    """Returns the form of calls that a template expects. A template that shows calls in no form gets the default. render: renders
-    messages with the template; raises BadRequest where the template fails."""
+    """Returns the form of calls that a template expects. If the template shows calls in no form, the default is returned. render:
+    renders messages with the template; raises BadRequest where the template fails."""
     for form in [CallForm(as_text, no_content) for no_content in (False, True) for as_text in (False, True)]:
         text = _written(render, form)
         if not text:
             continue
         if form.no_content:
             return form
-        # a template that takes any content for an answer writes that, too, behind the call
+        # a template may write empty content as an answer after the call; its text is shorter if the content is none
         bare = form._replace(no_content=True)
         shorter = _written(render, bare)
         return bare if shorter and len(shorter) < len(text) else form
@@ -65,6 +65,6 @@ def _written(render: Render, form: CallForm) -> str:
         text = render(chat, [_TOOL])
     except BadRequest:
         return ""
-    # a template that takes a text for an object, or an object or none for text, writes it otherwise
+    # a template that expects the other form writes JSON with escaped quotes, an object as Python does, or none as "None"
     is_shown = _AS_TEXT in text if form.as_text else _VALUE in text and _AS_PYTHON not in text
     return text if is_shown and not (form.no_content and "None" in text) else ""

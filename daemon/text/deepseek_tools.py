@@ -1,5 +1,5 @@
-"""Tells a model of DeepSeek which tools there are, where its chat template does not: the templates of V3, R1 and V3.1 write calls
-and results, but not the tools. The form, a section `## Tools` at the end of the system message, is that of DeepSeek's description
+"""Adds the tools to a prompt for a model of DeepSeek if its chat template does not: the templates of V3, R1 and V3.1 write calls
+and results, but not the tools. The tools are in a section `## Tools` at the end of the system message, as in DeepSeek's description
 of V3.1.
 """
 
@@ -14,8 +14,9 @@ Message = dict[str, Any]
 
 
 def with_tools(messages: list[Message], tools: list[dict[str, Any]], is_fenced: bool) -> list[Message]:
-    """Returns the messages with the tools in the last system message, because V3's template shows no other; in a new one where
-    there is none. is_fenced: calls are written as V3 and R1 do, with fenced arguments; otherwise as V3.1 does."""
+    """Returns the messages with the tools added to the last system message, because V3's template shows only that one. If there is
+    no system message, a new one comes first. is_fenced: calls are written with fenced arguments, as V3 and R1 do; otherwise as V3.1
+    does."""
     words = _words(tools, is_fenced)
     for at in range(len(messages) - 1, -1, -1):
         if messages[at]["role"] == "system":

@@ -1,5 +1,5 @@
-"""Converts messages for chat templates that leave out a part of an earlier turn, which the model would write itself: Granite 3's
-leaves out calls, and Mistral's takes reasoning only as a part of the content.
+"""Converts messages for chat templates that leave out a part of earlier turns: Granite 3's leaves out calls, and Mistral's leaves
+out reasoning unless it is a part of the content.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from daemon.text.tool_parsers.registry import HARMONY, NONE
 
 
 class Markers(NamedTuple):
-    """The texts around a reply's reasoning, as a model writes them. tag: the first one, up to its end as a special token. close:
-    the last one. label: plain text that belongs to the first one, behind its tag. answer: texts around the answer, which are no
-    part of it and do not show; where they are special tokens, they do not come at all."""
+    """The texts around a reply's reasoning, as a model writes them. tag: the opening marker without its label, which may be a
+    special token. close: the closing marker. label: the rest of the opening marker, which is plain text. answer: texts that the
+    model writes around its answer and that are removed from it; they do not arrive if they are special tokens."""
 
     tag: str
     close: str
@@ -70,7 +70,7 @@ class ReasoningSplitter:
 
     def __init__(self, opened: bool, markers: Markers = MARKERS[THINK], call_marker: str = "") -> None:
         self._open, self._close, self._around = markers.open, markers.close, markers.answer
-        self._held_answer = ""  # the end of the answer so far, if it may be the start of a text around it
+        self._held_answer = ""  # the last characters of the answer, held back while they may begin one of `_around`
         self._markers = (self._close, call_marker) if call_marker else (self._close,)  # the markers that end the reasoning
         self._state = _OPENED if opened else _BEFORE
         self._held = ""  # the end of the text so far, if it may be the start of a marker
@@ -87,7 +87,7 @@ class ReasoningSplitter:
         return reasoning, self._bare(answer) if self._around else answer
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Does what `add` does, but leaves the texts around the answer in it."""
+        """Does what `add` does, but leaves the texts of markers.answer in the answer."""
         if self._state == _ANSWER:
             return "", text
         text, self._held = self._held + text, ""
@@ -112,7 +112,7 @@ class ReasoningSplitter:
         return ("".join(self._spaces) + held if held else ""), ""
 
     def _bare(self, answer: str) -> str:
-        """Returns the answer's next text without the texts around the answer."""
+        """Returns the answer's next text without the texts of markers.answer."""
         answer, self._held_answer = self._held_answer + answer, ""
         parts, at = [], 0
         while at < len(answer):

@@ -49,7 +49,7 @@ class SharedRanks:
 
     def count(self, num_tokens: int, num_rows: int) -> None:
         self._own[SUM_ROWS], self._own[GATHER_ROWS] = num_tokens, num_rows
-        if self._counters[self.rank, SLEEPERS] > 0:  # a step begins, and this rank is late: the others wake while it prepares it
+        if self._counters[self.rank, SLEEPERS] > 0:  # others wait already: they wake up while this rank prepares its step
             wake_all(self._counters[self.rank], PUBLISHED)
 
     def sum(self, x: Tensor) -> None:

@@ -97,7 +97,8 @@ class DeviceAdapterMemory(AdapterTables):
         entry.set_entries(held.ranks, sent["at"], sent["ranks"])
 
     def _entries(self, number: int) -> dict[str, Column]:
-        """Returns column `number` of the tables, with its places in them: `words` counts words of 4 bytes, `at` numbers."""
+        """Returns the entries of column `number` of the tables, and their indices in the flattened tables on the device: `words` [2
+        M] counts in words of 4 bytes, for `places`; `at` [M] counts in elements, for `ranks`."""
         num_products, width = self.places.shape
         at = np.arange(num_products, dtype=np.int32) * np.int32(width) + np.int32(number)
         columns: dict[str, Column] = {"words": np.stack((2 * at, 2 * at + 1), axis=1).reshape(-1), "at": at}
@@ -116,7 +117,7 @@ class DeviceAdapterMemory(AdapterTables):
             places, values = slots[changed], now[changed]
             sent = self._staging.send({"places": places, "values": values})
             entry.set_entries(self._held.of_slots, sent["places"], sent["values"])
-            self._of_slots[places] = values  # not before: a step that finds no memory has told the device nothing
+            self._of_slots[places] = values  # only after the launch: if there is no memory, the device lacks them
         return bool((now >= 0).any())
 
     def of_tokens(self, slots: Tensor, token_rows: Tensor) -> DeviceAdapters:

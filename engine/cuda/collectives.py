@@ -18,9 +18,9 @@ class Collectives(Protocol):
     raise if another rank is gone: the exchange then waits until `abort`."""
 
     def join(self, agreed: Callable[[bool], bool]) -> None:
-        """Sets up quicker ways for some exchanges, if there are any and all ranks can use them. All ranks call it once, before
-        their first exchange. agreed: exchanges, too, and returns whether all ranks have called it with True; what it raises is
-        raised here."""
+        """Sets up quicker ways for some exchanges if all ranks can use them. All ranks call it once, before their first exchange.
+        agreed: a function that all ranks call together; it returns whether all of them have passed True. `join` raises what
+        `agreed` raises."""
         ...
 
     def sum(self, x: Tensor) -> None:

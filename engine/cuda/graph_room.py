@@ -1,8 +1,8 @@
-"""Bounds the CUDA graphs of all models of a process together. What the driver keeps for a graph is in no limit of torch's, so their
-number is bounded, and with it the memory of their results.
+"""Bounds the CUDA graphs of all models of a process together. The memory that the driver keeps for a graph does not count towards
+torch's limit, so the number of graphs is bounded. This also bounds the memory of their results.
 
-An evicted model keeps its graphs for its return until another model needs the room. If no model is evicted, a step that lacks a
-graph gets the place of one that no step has run for a while.
+An evicted model keeps its graphs for its return until another model needs the room. If no model is evicted, the graph of a step
+that has none replaces one that no step has run for a while.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any, Protocol
 
 log = logging.getLogger("engine")
 
-# Four models have as many graphs: 19 of decode steps and 12 of steps with prompt chunks each. The driver keeps up to 2 MiB for a
-# graph, and the default budget leaves enough of a GPU for so many (config/devices.py).
+# The graphs of four models: each has 19 of decode steps and 12 of steps with prompt chunks. The driver keeps up to 2 MiB for a
+# graph, and the default budget leaves enough of a GPU's memory for this number (config/devices.py).
 MOST_GRAPHS = 124
-RESTING_S = 60.0  # a graph that no step has run for so long may be given up for one that a step lacks
+RESTING_S = 60.0  # a graph that no step has run for this long may be given up for one that a step needs
 
 
 class GraphHolder(Protocol):
-    """The graphs of one model's steps of one kind, by size. Each has used_s: when a step ran it last, by time.monotonic(); -inf:
-    none has. evicted_s: when the model was evicted; None: it is not."""
+    """The graphs of one model's steps of one kind. captured: size of a step -> its graph, whose used_s is the time.monotonic() at
+    which a step last ran it; -inf: no step has. evicted_s: the time.monotonic() at which the model was evicted; None: it is not
+    evicted."""
 
     captured: dict[Any, Any]
     evicted_s: float | None
@@ -41,7 +42,7 @@ class GraphRoom:
 
     def __init__(self, most: int = MOST_GRAPHS) -> None:
         self._most = most
-        self._holders: list[weakref.ref[GraphHolder]] = []  # of all that captured a graph
+        self._holders: list[weakref.ref[GraphHolder]] = []  # those that have captured a graph
         self._told = False
 
     @property
@@ -50,7 +51,8 @@ class GraphRoom:
         return sum(len(one.captured) for one in self._alive())
 
     def is_free(self) -> bool:
-        """Returns whether a graph that no step lacks yet may be captured, if necessary in place of an evicted model's."""
+        """Returns whether there is room to capture a graph ahead of any step that needs it. Graphs of evicted models count as room,
+        because `make` may give them up. If there is no room, the log says so once."""
         if self.num_graphs < self._most or any(self._evicted()):
             return True
         if not self._told:
@@ -59,7 +61,8 @@ class GraphRoom:
         return False
 
     def is_free_for_a_step(self) -> bool:
-        """Returns whether a graph that a step lacks may be captured, if necessary in place of one that no step runs."""
+        """Returns whether there is room to capture a graph that a step needs now. Besides the graphs of evicted models, a graph
+        that no step has run within RESTING_S counts as room."""
         return self.is_free() or self._resting() is not None
 
     def make(self, holder: GraphHolder) -> bool:

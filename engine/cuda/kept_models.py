@@ -1,5 +1,6 @@
-"""Keeps evicted models of a GPU for their return: their graphs and block tables stay on the device, and a load of the same weights
-makes none of them anew. What all of them keep is bounded."""
+"""Keeps evicted models of a GPU for their return: their graphs and block tables stay on the device, so that another load of the
+same weights uses them again. The memory that all of them keep is bounded.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ MOST_KEPT_BYTES = 64 << 20  # an eighth of what torch may keep besides the work 
 
 
 class KeptModels:
-    """The latest model of each name, with what it was made from. Safe for several threads: loads run in threads of their own.
-    most_bytes: of the device's memory that evicted models keep."""
+    """The latest model of each name, with the identity of the load that it was made for. Safe for several threads: loads run in
+    threads of their own. most_bytes: the most bytes of the device's memory that evicted models may keep."""
 
     def __init__(self, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -28,7 +29,8 @@ class KeptModels:
         return None if known is None else known[1]
 
     def restored(self, name: str, identity: object) -> CudaModel | None:
-        """Returns the evicted model of this name, usable again, if it was made from the same; else gives it up and returns None."""
+        """Returns the evicted model of this name, usable again, if it was made for a load with this identity. Otherwise it is given
+        up, and None is returned."""
         with self._lock:
             known = self._models.get(name)
             if known is not None and known[0] == identity:
@@ -38,7 +40,7 @@ class KeptModels:
         return None
 
     def add(self, name: str, identity: object, model: CudaModel) -> None:
-        """Keeps a model that was loaded. Gives up evicted ones, the longest ago first, if they keep too much."""
+        """Keeps a model that was loaded. If evicted models keep too much memory, those evicted longest ago are given up."""
         with self._lock:
             self._models[name] = identity, model
         self._give_up_evicted(self._most_bytes)

@@ -68,8 +68,8 @@ class CudaKernelBuilds:
             log.error("%s: its kernels cannot be compiled ahead, its load compiles them: %s", spec.model, error)
 
     def build_trials(self, spec: LoadModel, shape: ModelShape) -> bool:
-        """Compiles what is launched to compare tiles for a model (tile_choice.py), in one process and without the lock that loads
-        wait for. Returns whether all of it is compiled; the log says why not."""
+        """Compiles the kernels that are launched to compare tiles for a model (tile_choice.py), in one process and without the lock
+        that loads wait for. Returns whether all of it is compiled; the log says why not."""
         try:
             process = _start(0, 1)
         except OSError as error:
@@ -90,7 +90,7 @@ class CudaKernelBuilds:
         return code == 0
 
     def _job(self, spec: LoadModel, shape: ModelShape, adapters: bool = False, trials: bool = False) -> bytes:
-        """Returns a CompileJob as JSON, with nothing of the spec that compilation does not depend on."""
+        """Returns a CompileJob as JSON. Settings of `spec` that do not affect compilation are left empty."""
         limits = (spec.max_model_len, spec.max_sequences)
         settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], spec.quantize, kv_cache_dtype=spec.kv_cache_dtype)
         of_gpu = (self._block_tokens, self._capability, self._folder)

@@ -1,8 +1,9 @@
-"""Memory on this GPU that the other GPUs of a group map, and theirs as this one maps it, by the driver's virtual memory management.
+"""Maps memory of the GPUs of a group into each other, by the driver's virtual memory management: this GPU's region for the others,
+and their regions for this one.
 
-Each engine sees one GPU, so cuDeviceCanAccessPeer cannot be asked about another one's: no number stands for it here. A descriptor
-of its memory can be imported and mapped for the own GPU nevertheless, as NCCL does it. Where GPUs do not reach each other, the
-driver refuses that, or a sum that is tried gives wrong numbers (engine/cuda/peers.py).
+cuDeviceCanAccessPeer cannot say which GPUs reach each other, because each engine sees only its own GPU and has no number for
+another one. But memory of another GPU can be imported by its descriptor and mapped for the own GPU, as NCCL does. If the GPUs do
+not reach each other, the driver refuses this, or a trial sum is wrong (engine/cuda/peers.py).
 
 Source: CUDA driver API, "Virtual Memory Management". Imported only where cuda-bindings is installed.
 """
@@ -20,7 +21,8 @@ from engine.cuda.memory import FILE_DESCRIPTOR, DeviceBytes, allocations, call_d
 
 class DeviceRegions:
     """The regions of `size` ranks in one range of addresses (an engine.cuda.peers.Regions): first this rank's, which is new memory
-    of the current device and all 0, then those of the ranks behind it. Raises MemoryError, DeviceError."""
+    of the current device and all 0, then those of the next higher ranks, with rank 0 after the last. Raises MemoryError,
+    DeviceError."""
 
     def __init__(self, size: int) -> None:
         index = torch.cuda.current_device()
@@ -28,7 +30,7 @@ class DeviceRegions:
         self._context = call_driver(driver.cuCtxGetCurrent)
         wanted, self._access, granularity = allocations(index, exportable=True)
         self.num_bytes = -(-REGION_BYTES // granularity) * granularity
-        self._handles: dict[int, Any] = {}  # by how many ranks behind this one
+        self._handles: dict[int, Any] = {}  # distance from this rank, counted upwards and around -> the region's allocation
         self._range_bytes = size * self.num_bytes
         self._address = int(call_driver(driver.cuMemAddressReserve, self._range_bytes, granularity, driver.CUdeviceptr(0), 0))
         try:
@@ -57,7 +59,7 @@ class DeviceRegions:
         self._drop()
 
     def _map(self, step: int, handle: Any) -> None:
-        """Maps an allocation to the place of the rank so many ranks behind this one. The allocation is released if that fails."""
+        """Maps an allocation to the place of the rank that follows this one by `step`. The allocation is released if that fails."""
         place = driver.CUdeviceptr(self._address + step * self.num_bytes)
         try:
             call_driver(driver.cuMemMap, place, self.num_bytes, 0, handle, 0)

@@ -116,4 +116,4 @@ class DeviceSequences:
                 places = (slots[rows] * np.int32(target.shape[1]) + columns).astype(np.int32)
                 sent = staging.send({"places": places, "values": values})
                 entry.set_entries(target, sent["places"], sent["values"])
-                known[slots[rows], columns] = values  # not before: a step that finds no memory has told the device nothing
+                known[slots[rows], columns] = values  # only after the launch: if there is no memory, the device lacks them

@@ -53,7 +53,7 @@ class DeviceSink:
             self._device.write(self._address + span.place_bytes, read)
             return
         places = span.segment.places
-        firsts = [0, aligned(places[0][1] - places[0][0])]  # of values and of their scales, which int8 alone has
+        firsts = [0, aligned(places[0][1] - places[0][0])]  # where values begin, and where their scales do; only int8 has scales
         held = np.empty(firsts[len(places) - 1] + places[-1][1] - places[-1][0], np.uint8)
         at_its_start = dataclasses.replace(span.segment, place_bytes=span.segment.begin - span.begin, scales_at_bytes=firsts[1])
         HostSink(held.data).store(dataclasses.replace(span, segment=at_its_start), staged)

@@ -13,13 +13,13 @@ from scheduler.batch.plan import LongArray
 
 
 class ExpertCounts:
-    """The counts of one model's experts, or of one device's share of them. It is used for as long as the model is, loads and
-    evictions included, because recorded steps and graphs hold the addresses of its rows.
+    """The counts of one model's experts, or of one device's share of them. The object stays the same through loads and evictions of
+    the model, because recorded steps and graphs hold the addresses of its rows.
 
-    A row counts all experts of a layer, as every rank of a split model routes every token; `news` tells those of the own ones. If
-    ranks have copies of each other's experts, a row counts what this rank computes, by its own experts, and `news` tells it of all
-    experts. If each expert is divided among several ranks, only the first of these has counts, so that none counts twice. own: the
-    experts that `news` tells of."""
+    A row counts all experts of a layer, since every rank of a split model routes every token; `news` reports only the rank's own
+    experts, so that each is reported once. If ranks have copies of each other's experts, a row counts what this rank computes, with
+    an entry for each expert that it holds, and `news` reports all experts of the layer. If each expert is divided among several
+    ranks, only the first of these has counts. own: the experts that `news` reports."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         assert shape.experts is not None
@@ -29,7 +29,7 @@ class ExpertCounts:
             self.own, self._held = range(self.num_experts), shape.experts_of
         self.layers: list[int] = []  # layers with experts that are computed here, in the order of the rows
         self._table = torch.zeros(shape.num_computed_layers, self.num_experts, dtype=torch.int64, device=device)
-        self._told: LongArray | None = None  # what `news` has told so far
+        self._told: LongArray | None = None  # what `news` has reported so far
 
     def row(self, layer: int) -> Tensor:
         """Returns the counts (ExpertMatrices.counts) of a layer, as a view: the same memory each time that the model is built."""
@@ -40,7 +40,8 @@ class ExpertCounts:
 
     def news(self, wait: bool) -> LongArray | None:
         """Returns how many pairs each expert of `own` [len(layers), len(own)] has computed since the last call that returned an
-        array. Returns None if there are none, or if the device has not told yet, which happens only if not `wait`."""
+        array. Returns None if there are none, or if the device's counts have not arrived yet, which happens only if `wait` is
+        False."""
         found = self._on_host(wait)
         if found is None:
             return None
@@ -54,8 +55,8 @@ class ExpertCounts:
         return new if new.any() else None
 
     def _on_host(self, wait: bool) -> LongArray | None:
-        """Returns a copy of the table as it is now, or was at an earlier call. Returns None if the device has not told yet and
-        `wait` is not set."""
+        """Returns a copy of the table as it is now, or as it was at an earlier call. Returns None if the device's counts have not
+        arrived yet and `wait` is False."""
         copied: LongArray = self._table.numpy().copy()
         return copied
 

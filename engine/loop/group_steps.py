@@ -134,7 +134,7 @@ class GroupSteps:
         for share in self._shares():
             if share.region.offset == region:
                 break
-        else:  # this engine has no share, so no member may wait for its part
+        else:  # this engine has no share, so other members would wait for its part in vain
             log.error("engine %d is told of a step of a group that it has no share of", self._number)
             self._exchange.break_group(region)
             return

@@ -89,7 +89,7 @@ class GroupRegion:
         return self._poster.post()
 
     @cached_property
-    def _poster(self) -> Poster:  # not before the first step: a member that does not lead may know no other by its number
+    def _poster(self) -> Poster:  # made at the first step, because only the leader is sure to know all members' numbers
         return Poster(self._exchange, self._members, self.offset, self._broken_word)
 
     def write_plan(self, plan: BatchPlan) -> None:

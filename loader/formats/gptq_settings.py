@@ -1,5 +1,5 @@
 """Reads what a `quantization_config` of GPTQ says: how many inputs share a scale, whether zero points are stored and how, and
-whether the inputs of a group lie apart.
+whether the inputs that share a scale are scattered over the matrix instead of lying side by side (`desc_act`).
 
 Sources: https://arxiv.org/abs/2210.17323, https://github.com/ModelCloud/GPTQModel, https://github.com/AutoGPTQ/AutoGPTQ.
 """
@@ -19,8 +19,8 @@ V1, V2 = "gptq", "gptq_v2"
 
 class Gptq(NamedTuple):
     """The settings of a GPTQ checkpoint. group_inputs: number of inputs that share a scale; 0 (WHOLE_ROW): all inputs of an output.
-    symmetric: all zero points are 8. is_v2: zero points are stored unchanged, else minus 1. ordered: inputs that share a scale may
-    lie apart (desc_act)."""
+    symmetric: all zero points are 8. is_v2: zero points are stored unchanged, else minus 1. ordered: the inputs that share a scale
+    may be scattered over the matrix (desc_act)."""
 
     group_inputs: int
     symmetric: bool

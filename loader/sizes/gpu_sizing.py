@@ -1,5 +1,6 @@
-"""Computes the work space of models on a GPU. It differs from loader/sizes/work_space.py because attention reads KV in place, and
-logits of many rows are computed at once.
+"""Computes the work space of models on a GPU: the memory that one step allocates besides weights and KV. The rules differ from
+those for cpu devices (loader/sizes/work_space.py), because attention reads KV in place and the logits of many rows are computed at
+once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 EDITED_ROWS, EDITED_TOKENS = 64, 1 << 20
 # Words of 4 bytes for the tokens, biases and banned ids of such rows, if a graph samples them; there is room for all masks besides.
 EDITED_GRAPH_WORDS = 1 << 18
-# Contexts are cut into one piece for each row and so many more, each with float32 results: about eight for each of 256
-# multiprocessors.
+# Number of pieces, besides one for each row, into which attention divides the contexts of a decode step: about eight for each of
+# 256 multiprocessors. Each piece has results in float32.
 DECODE_PIECES = 2048
 # For latent attention: heads that read a tile of latents together, and tokens whose queries are in the latents' space at a time.
 LATENT_HEADS, LATENT_TOKENS = 32, 1024
@@ -27,8 +28,8 @@ SAMPLING_TOKENS, SAMPLING_BYTES = 4096, 1024
 ADAPTER_BYTES, ADAPTER_TOKENS = 4 * 4 * 256, 512
 # Memory for a predictor's drafts after one row: a few columns for each drafted token, both as sent and as picked.
 DRAFT_BYTES = 512
-# What torch's allocator holds beside the arrays that exist at a time: half as much in free parts of segments that arrays of other
-# sizes have split, and two segments of 20 MiB of which little is used. tests/engine/test_step_memory.py follows it.
+# Memory that torch's allocator holds besides the arrays that exist at a time: half as much as these in free parts of segments, and
+# two segments of 20 MiB that are mostly unused. Only the latter are in this constant. tests/engine/test_step_memory.py checks it.
 SEGMENTS_BYTES = 2 * (20 << 20)
 # cuBLAS's work space, 32 MiB for each stream and thread: for steps, for captures, and for two loads at a time
 LIBRARY_BYTES = 128 << 20

@@ -392,8 +392,9 @@ def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, .
 
 def _block_offset(group: TensorGroup, own: TensorGroup, of_whole: int, held_in: WeightFormat, dtype: str) -> int:
     """Returns the distance in bytes from a block's boundary at which a device's share of a tensor group begins in its file; -1
-    where a direct read is not possible or not worth it. group, of_whole: the whole group and its distance. own: the share's group.
-    held_in, dtype: the format and dtype in which both are held."""
+    where a direct read is not possible or not worth it. group: the tensor group of the whole model. of_whole: the distance at which
+    that group begins; -1: no direct read. own: the device's share of the group. held_in, dtype: the weight format and the dtype of
+    both."""
     if of_whole < 0 or own == group:
         return of_whole
     wholes, slots = (held_in.place(one, Space(0, ITEM_BYTES[dtype], -1, 0, dtype))[0] for one in (group, own))

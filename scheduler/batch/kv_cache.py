@@ -99,9 +99,9 @@ class KVCache:
         return num, [group.share(keys[group.first_needed(num * self.block_tokens) : num]) for group in self.groups]
 
     def take_tail(self, key_of: Callable[[int], bytes]) -> Tail | None:
-        """Returns the partial block of the first key among key_of(0), key_of(1), ... that every group has cached, and removes it
-        from the cache, so that the caller alone holds it. Returns None if there is none before the first key that is not in
-        `tails`. key_of(serial): a prefix_cache.tail_key."""
+        """Takes a cached partial block out of the cache and returns it, so that the caller alone holds it. The keys key_of(0),
+        key_of(1), ... are tried in turn, and the block of the first one that every group has cached is taken. Returns None if a key
+        comes first that is not in `tails`. key_of: returns the prefix_cache.tail_key with this serial number."""
         for serial in itertools.count():
             key = key_of(serial) if self.tails else b""
             num_tokens = self.tails.pop(key, 0)

@@ -49,7 +49,8 @@ def tail_key(parent: bytes, tokens: IntArray, serial: int) -> bytes:
 
 
 class PrefixCache:
-    """Known blocks by key, and the order in which blocks that nobody holds are dropped. Reference counts are in the block pool."""
+    """The cached blocks of one KV group by key, and the order in which blocks that no sequence holds are dropped. Reference counts
+    are in the block pool."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -62,16 +63,16 @@ class PrefixCache:
         return len(self._unheld)
 
     def are_known(self, keys: Sequence[bytes]) -> BoolArray:
-        """Returns [len(keys)]: whether each key is known."""
+        """Returns [len(keys)]: for each key, whether its block is cached."""
         block_of = self._block_of
         return np.array([key in block_of for key in keys], np.bool_)
 
     def known(self, keys: Iterable[bytes]) -> list[int]:
-        """Returns the cached blocks of `keys`, in their order; keys that are not known are left out."""
+        """Returns the cached blocks of `keys`, in their order; keys without a cached block are left out."""
         return [self._block_of[key] for key in keys if key in self._block_of]
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the blocks of the longest known prefix of `keys`."""
+        """Returns the blocks of the longest prefix of `keys` that is cached."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -81,7 +82,7 @@ class PrefixCache:
         return blocks
 
     def block_of(self, key: bytes) -> int:
-        """Returns the block of a key; -1 if it is not known."""
+        """Returns the block of a key; -1 if it is not cached."""
         return self._block_of.get(key, -1)
 
     def recent_keys(self) -> list[bytes]:

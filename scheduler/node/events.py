@@ -46,7 +46,7 @@ class ModelFacts:
     replica_of: str = ""  # the model whose further replica this is (replicas.py); "": it is a model itself
     # For a further replica: how many requests each loaded replica must have before this one is loaded; 0: any request will do.
     replica_at: int = 0
-    expert_copies: int = 0  # most further experts that a load gives each device in each layer, of a split mixture
+    expert_copies: int = 0  # for a split mixture: the most further experts that a load may give each device in each layer
 
     @property
     def is_split(self) -> bool:

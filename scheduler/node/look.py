@@ -118,8 +118,10 @@ def option_on(model: Model, members: list[_Member]) -> device_choice.Option | No
 def member_on(
     node: Node, model: Model, name: str, may_force: bool, instead: Placement | None, idle: dict[str, int] | None
 ) -> _Member | None:
-    """Returns what the model, or a share of it, would need on the device of this name; None if it could not be placed there even if
-    every model left that may. may_force, instead: as in `plan`. idle: as in `best_option`."""
+    """Returns the device of this name with the memory that the model, or its share of a split model, would need there, and the
+    copies that are there now. Returns None if the device is not available, or would have too little memory even after all models
+    that may leave have left. may_force: whether busy models may be forced out. instead: a placement under way whose room and idle
+    victims count as free; None: there is none. idle: as in `best_option`."""
     device = node.devices[name]
     if not device.available or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
         return None

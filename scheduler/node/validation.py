@@ -181,8 +181,8 @@ def check_host(node: Node) -> None:
 
 
 def check_listed(node: Node, model: Model) -> None:
-    """Checks that a model which waits to be placed is in line for each of its devices or recorded as kept off it by pins, and that
-    any other model is in line for none."""
+    """Checks the queues of the devices: a model that waits to be placed is in the queue of each of its devices, or in its
+    `crowded_out`, because pinned models leave no room there; any other model is in no queue."""
     listed = [device for device in node.devices.values() if model.name in device.by_age]
     assert all(model.name in device.by_work for device in listed), f"lists differ for {model.name}"
     waits = node.wanted(model) and node.resting(model) and model.retry_at <= node.now

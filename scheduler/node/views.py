@@ -22,7 +22,7 @@ class ModelView:
     progress: tuple[int, int] | None  # (bytes done, bytes in all) of a load under way
     devices: tuple[str, ...] = ()  # the devices named in `device`, by rank
     num_ranks: int = 1  # how many devices it is split over; 1: it is whole
-    expert_copies: int = 0  # how many further experts a device holds in a layer at most, copies of other devices'
+    expert_copies: int = 0  # the most experts of other devices that a device holds copies of in a layer
     kept_bytes: int = 0  # bytes of its weights in host memory
     saved_kv_tokens: int = 0  # number of tokens whose KV is in host memory
     quarantined_until: float | None = None  # monotonic seconds

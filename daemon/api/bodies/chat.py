@@ -150,6 +150,6 @@ def _continues(fields: ChatBody) -> str:
     if last.role != "assistant" or not last.content or last.tool_calls:
         raise invalid("continue_final_message", "continue_final_message: the last message must be the assistant's, with text")
     text = content_of(last, f"messages[{len(fields.messages) - 1}]") or ""
-    # which of these dialects the model writes is not known here; the markers of the others do not stand in its text
+    # all dialects are tried, because the model's is not known here and its texts have no markers of other dialects
     is_open = any(text.rfind(markers.open) > text.rfind(markers.close) for markers in MARKERS.values())
     return CONTINUES_REASONING if is_open else CONTINUES_ANSWER

@@ -44,7 +44,7 @@ class Message(Struct, omit_defaults=True):
     reasoning_content: str | None = None
     refusal: str | None = None
     audio: Any = None  # a spoken answer of OpenAI's models
-    function_call: Any = None  # what came before tool_calls in OpenAI's API
+    function_call: Any = None  # the predecessor of tool_calls in OpenAI's API
 
 
 # fields of a message that would be lost in the prompt -> what the error says

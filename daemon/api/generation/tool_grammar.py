@@ -146,7 +146,7 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
         if marker == deepseek.OPEN:
             written = _in_deepseek(tools.names[at], f"args_{at}", dialect, special)
         elif dialect == COMMAND:
-            number = json.dumps('{"tool_call_id": "')  # the model chooses it, because it counts the calls
+            number = json.dumps('{"tool_call_id": "')  # the model numbers its calls itself
             name = json.dumps(f'", "tool_name": "{tools.names[at]}", "parameters": ')
             written = f'{number} /[0-9]{{1,4}}/ {name} args_{at} "}}"'
         elif dialect == KIMI_K2:
@@ -247,6 +247,6 @@ def _thinking(special: Mapping[str, str]) -> tuple[str, list[str]]:
     markers = next((each for each in MARKERS.values() if each.tag in special and each.close in special), None)
     if markers is None:
         return "", []
-    # the prompt may have opened the reasoning; TEXT is shared with the answer, because the lexer takes the longest match, and so
-    # holds the label behind the tag, too
+    # The tag is optional, because the prompt may have opened the reasoning. The reasoning is the same terminal TEXT as the answer,
+    # because the lexer takes the longest match; TEXT also covers the label behind the tag.
     return "think? ", [f"think: (TEXT? {special[markers.tag]})? TEXT? {special[markers.close]}"]

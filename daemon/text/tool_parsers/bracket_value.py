@@ -1,5 +1,5 @@
-"""The base class of what reads one value of a call while it is being written, in a notation with JSON's brackets, commas and colons
-but other strings and words, and passes it on as JSON.
+"""The base class of readers that convert one value of a call to JSON while the model writes it. It handles brackets, commas and
+colons, which the notations have in common with JSON; subclasses handle strings and other words.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from abc import ABC, abstractmethod
 SPACES = " \t\r\n"
 _CLOSING = {"[": "]", "{": "}"}
 
-# what is expected next; WORD and what subclasses count from there: within a string or another word
+# States: what is expected next. WORD, and the states that subclasses add after it, are within a string or another word.
 VALUE, ITEM_OR_END, KEY_OR_END, COLON, COMMA_OR_END, WORD = range(6)
 
 
 class BracketValue(ABC):
     """The state of reading one value from text that arrives in pieces. done: whether the value is complete. bad: whether the text
-    is no value of the kinds that are read. Once one of them is true, `feed` reads nothing more. A comma may stand behind the last
-    item of a list or an object."""
+    is not a value in this notation. Once one of them is true, `feed` reads nothing more. A comma after the last item of a list or
+    an object is allowed."""
 
     __slots__ = ("_before", "_expected", "_in_key", "_open", "bad", "done")
 
@@ -46,8 +46,8 @@ class BracketValue(ABC):
 
     @abstractmethod
     def _word(self, char: str, at: int, out: list[str]) -> int:
-        """Looks at text[at], the first character of a key or of a value without brackets, and sets `_expected` to a number from
-        WORD on, or `bad`. Returns `at` + 1, or `at` if the character must be read again."""
+        """Looks at text[at], the first character of a key or of a value without brackets, and sets `_expected` to WORD or a state
+        of the subclass, or sets `bad`. Returns `at` + 1, or `at` if the character must be read again."""
 
     def _structure(self, char: str, at: int, out: list[str]) -> int:
         expected = self._expected
@@ -73,7 +73,7 @@ class BracketValue(ABC):
         return at if self.bad else at + 1
 
     def _begin(self, written: str, out: list[str]) -> None:
-        """Writes the beginning of a key or a value, or all of it, behind the comma that was held back."""
+        """Writes `written`, a key or value or its beginning, after the comma that was held back."""
         out.append(self._before + written)
         self._before = ""
 

@@ -73,9 +73,9 @@ _OPEN, _KEY_OR_END, _KEY, _COLON, _VALUE, _COMMA_OR_END = range(6)
 
 class CallObject(Call):
     """Reads a call written as a JSON object with `name` and `arguments` (or `parameters`), in any order. The arguments are an
-    object, a string that holds one, or null. names: the functions whose calls count; the object may have no other keys than those
-    of a call then, as it may be an answer in JSON. None: any function and any keys, for text after a marker of calls. name_key: the
-    key of the function's name."""
+    object, a string that holds one, or null. names: the functions whose calls count. An object with another function or with keys
+    that a call does not have is then not a call, because the reply may be an answer in JSON. None: every function and all keys are
+    accepted, which is right after a marker of calls. name_key: the key of the function's name."""
 
     __slots__ = ("_arguments_seen", "_captured", "_expected", "_held", "_key", "_name_key", "_names", "_streaming", "_value")
 

@@ -17,7 +17,7 @@ MOST_KEY = 256  # characters of a key
 _KEY_RUN = re.compile(f"{KEY}*")
 _BARE_RUN = re.compile(r'[^,{}\[\]<"]*')
 
-# what is expected next, within a string or another word
+# further states of BracketValue: what is expected within a string or another word
 _KEY, _QUOTE, _STRING, _BARE = range(WORD, WORD + 4)
 
 

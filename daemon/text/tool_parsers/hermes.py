@@ -9,7 +9,7 @@ from daemon.text.tool_parsers.dialect import DialectParser
 from daemon.text.tool_parsers.pieces import Piece
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-OTHER_TAGS = ("<tool_calls>", "<invoke")  # of dialects that are not known here, whose templates have OPEN as well
+OTHER_TAGS = ("<tool_calls>", "<invoke")  # tags of other dialects, which have no parser here; their templates contain OPEN as well
 
 
 class HermesParser(DialectParser):

@@ -88,7 +88,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _from_python(text: str) -> str:
-    """Returns a list or dict in Python's syntax as JSON; "" if the text is none. Seed-OSS's template writes such values so."""
+    """Returns a list or dict in Python's syntax, as Seed-OSS's template writes it, as JSON; "" if the text is not one."""
     value, written = PythonValue(), list[str]()
     is_whole = text[:1] in ("[", "{") and value.feed(text, 0, written) == len(text) and value.done
     return "".join(written) if is_whole else ""

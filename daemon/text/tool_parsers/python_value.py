@@ -22,7 +22,7 @@ _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}  # what follows the backslash -> digits
 _OCTAL, _HEX = "01234567", "0123456789abcdefABCDEF"
 _MOST_ESCAPE = 128  # characters of \N{…}
 
-# what is expected next, within a string or another word
+# further states of BracketValue: what is expected within a string or another word
 _QUOTES, _STRING, _ESCAPE, _SCALAR = range(WORD, WORD + 4)
 
 

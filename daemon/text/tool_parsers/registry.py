@@ -27,7 +27,7 @@ from daemon.text.tool_parsers import (
 from daemon.text.tool_parsers.pieces import ToolParser
 
 HARMONY, HERMES, LLAMA3, MISTRAL, NONE = "harmony", "hermes", "llama3", "mistral", "none"
-QWEN3_CODER, SEED_OSS = "qwen3_coder", "seed_oss"  # one parser reads both, between different tags
+QWEN3_CODER, SEED_OSS = "qwen3_coder", "seed_oss"  # one parser reads both; only their tags differ
 COMMAND, GEMMA4, GRANITE = "command", "gemma4", "granite"
 DEEPSEEK_V3, DEEPSEEK_V31 = "deepseek_v3", "deepseek_v31"  # one parser reads both
 GLM45, GLM47 = "glm45", "glm47"  # one parser reads both
@@ -67,13 +67,13 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 def detect_tools(template: str, model_type: str) -> str:
     """Returns the name of the dialect in which a model calls tools; NONE if its chat template shows the model no tools, or the
-    dialect has no parser here. template: the chat template's Jinja text. model_type: that of config.json, which decides where the
+    dialect has no parser here. template: the chat template's Jinja text. model_type: that of config.json, which decides if the
     template does not."""
-    if deepseek.OPEN in template:  # which may show the model no tools: then they are told by daemon/text/deepseek_tools.py
+    if deepseek.OPEN in template:  # it may leave out the tools; daemon/text/deepseek_tools.py then adds them
         return DEEPSEEK_V3 if deepseek.is_fenced(template) else DEEPSEEK_V31
     if "tools" not in template:
         return NONE
-    if qwen3_coder.FUNCTION in template:  # this tag without the others belongs to a dialect that is not known here
+    if qwen3_coder.FUNCTION in template:  # this tag without the others belongs to a dialect that has no parser here
         if qwen3_coder.PARAMETER not in template:
             return NONE
         return SEED_OSS if qwen3_coder.SEED_OPEN in template else QWEN3_CODER if hermes.OPEN in template else NONE

@@ -85,12 +85,13 @@ def place_chunk(
 
 @njit(**HELPER)
 def place_ahead(places: Any, layer_at: int, kv_heads: int, plane: int, head_dim: int, ahead: Any) -> None:
-    """Fills ahead [G * D / 2] with the indices in kv of all keys and values of a chunk, one for each FETCHED elements, for the
-    prefetches of other functions. places: what place_chunk found for the chunk. layer_at: where the layer begins in a block. plane:
-    elements from one KV head's keys to the next's.
+    """Computes the addresses that other functions prefetch while they work: writes to ahead [G * D / 2] an index in kv for each
+    FETCHED elements of the keys and values of one chunk, for all G KV heads of size D. places: the tiles' places, as place_chunk
+    fills them. layer_at: the index of the layer within a block. plane: the number of elements from one KV head's keys to the
+    next's.
 
-    The indices take the chunk's four tiles by turns, so that several pages are read at a time and the memory's delay in beginning
-    one passes while it reads the others."""
+    Consecutive indices are in different tiles (the chunk has four), so that several pages of memory are read at a time and their
+    delays overlap."""
     number = 0
     for head in range(2 * kv_heads):
         for begin in range(0, TILE_TOKENS * head_dim, FETCHED):

@@ -254,10 +254,11 @@ def _multiply(
     rows: _Rows | None,
     meanwhile: Callable[[Any], None],
 ) -> None:
-    """Emits the products that tile_products describes: what its function does with its first nine arguments.
+    """Emits the matrix products of the function that tile_products describes, whose first nine arguments they use.
 
-    rows: how the weights lie in memory; None: they are packed. of_int8: weights and columns are int8. meanwhile: emits what else is
-    done in every step, given the bytes k from the start of a row to the step."""
+    rows: where the rows of the weights lie in memory; None: the weights are packed. of_int8: weights and columns are int8.
+    meanwhile: called within each step's code to emit further instructions; its argument is the step's offset k in bytes from the
+    start of a row."""
     _, begin, _, words_begin, columns_apart, count, anew, _, sums_begin = args[:9]
     weights = _address(context, builder, signature, args, 0, begin)
     columns = _address(context, builder, signature, args, 2, words_begin)

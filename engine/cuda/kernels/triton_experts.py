@@ -490,7 +490,7 @@ def grouped_linear(
         WIDEN=widen,
         G=num_scales,
         GROUP=group,
-        num_warps=8 if not few and (of_bytes or two_at_once) else 4,  # more threads, since codes take registers to widen
+        num_warps=8 if not few and (of_bytes or two_at_once) else 4,  # more threads, because widening codes needs registers
         num_stages=2 if wide_items else 3,
     )
 

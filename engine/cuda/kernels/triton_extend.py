@@ -1,7 +1,7 @@
-"""Attention of several new tokens of each row on the GPU (Triton): prefill, and every later chunk of it, over paged KV.
+"""Attention of several new tokens of each row on the GPU (Triton), over paged KV: prefill, in one or several chunks.
 
-A program computes M query tokens of one head, a tile of the step or a part of one. Positions that all of them see need no mask, and
-these are most of a long context.
+A program computes M query tokens of one head: a tile of the step, or a part of one. Positions that all of these queries attend to
+need no mask; most positions of a long context are such.
 
 Shapes: T tokens, R rows, I tiles of queries, H query heads, G KV heads, D head size. Reference implementation:
 reference.paged_attention.
@@ -24,8 +24,8 @@ from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, log2_factor, 
 
 
 def tile_tokens(head_dims: Iterable[int], dtype: torch.dtype, fp8: bool) -> int:
-    """Returns the number of query tokens in the tiles of the steps of a model whose heads have these sizes. dtype: of the queries.
-    fp8: KV is stored as FP8 codes."""
+    """Returns how many query tokens a tile of a step has, for a model whose heads have these sizes. dtype: the queries' dtype. fp8:
+    KV is stored as FP8 codes."""
     return tiles.step_tokens(head_dims, dtype.itemsize, fp8)
 
 
@@ -109,7 +109,7 @@ def _extend_kernel(
     WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     M: tl.constexpr,
-    PARTS: tl.constexpr,  # of M queries, in a tile of the step
+    PARTS: tl.constexpr,  # parts of M queries in a tile of the step
     N: tl.constexpr,
     PADDED_D: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -121,7 +121,7 @@ def _extend_kernel(
 ):
     head = tl.program_id(0)
     tile = tl.program_id(1) // PARTS
-    part = PARTS - 1 - tl.program_id(1) % PARTS  # later ones see longer contexts, and begin first
+    part = PARTS - 1 - tl.program_id(1) % PARTS  # later parts begin first, because they have longer contexts and take longer
     row, first = tl.load(tile_rows + tile), tl.load(tile_firsts + tile) + part * M
     new, context = tl.load(num_new + row), tl.load(contexts + row)
     if first >= new:
@@ -196,11 +196,10 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes attention for I tiles of `tokens` queries, a number that tile_tokens gives for head sizes among which is this one.
-    Where that is more than heads of this size take, a tile is computed in parts.
-    tile_rows, tile_firsts: [I] int32, each tile's row, and its first query among the row's new tokens. Only the rows of out [T, H
-    D] of their tokens are written. A tile that begins at or behind the end of its row's new tokens is padding, and computes
-    nothing.
+    """Computes attention for I tiles of `tokens` queries. tokens: what tile_tokens returns for the head sizes of all layers of the
+    model. A head size for which programs compute fewer queries takes several programs for a tile. tile_rows, tile_firsts: [I]
+    int32, each tile's row, and its first query among the row's new tokens. Only the tokens of the tiles are written to out [T, H
+    D]. A tile that begins at or after the end of its row's new tokens is padding, for which nothing is computed.
 
     starts, num_new, contexts: [R] int32, each row's first token in the step, its new tokens, and its positions after the step.
     reach: see triton_decode.first_seen. The other arguments are those of triton_decode.decode_attention."""

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from engine.ops import reference
 
-CODE_FACTOR = tl.constexpr(256.0)  # what `codes_as` leaves out of FP8 codes
+CODE_FACTOR = tl.constexpr(256.0)  # the factor by which the numbers of FP8 codes that `codes_as` returns are too small
 _ROWS_FACTOR = tl.constexpr(2.0**60)
 # What multiplies `moved_codes`, queries up to 2**27 and weights beside the values' scales, is made so much larger that no product
 # is too small for float32.
@@ -166,10 +166,11 @@ def code_factor(code_type: tl.constexpr):
 
 @triton.jit
 def codes_as(codes, dtype: tl.constexpr):
-    """Returns the numbers of codes of a weight matrix as float16, bfloat16 or float32 (dtype), exact but code_factor times too
-    small. The codes are int8, which are the numbers themselves, or those of float8_e4m3fn (uint8), of which none may be NaN. For
-    these it works on float16's bits: their bias is 8 higher, and numbers without a leading one follow the same rule. So the GPU
-    needs no FP8 of its own."""
+    """Returns the numbers of codes of a weight matrix as float16, bfloat16 or float32 (dtype). They are exact, but code_factor
+    times too small. codes: int8, which are the numbers themselves, or float8_e4m3fn (uint8) without NaN.
+
+    The bits of float8_e4m3fn are moved to where float16 has sign, exponent and mantissa, so the GPU needs no instructions for FP8.
+    The factor arises because float16's exponent bias is 8 higher. Subnormal numbers follow the same rule."""
     if codes.dtype == tl.int8:
         return codes.to(dtype)
     wide = codes.to(tl.int8, bitcast=True).to(tl.int16)

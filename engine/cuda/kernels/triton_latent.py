@@ -243,6 +243,6 @@ def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=min(block_k, max(16, power_of_two(inner))),
-        num_warps=8 if not of_bytes and block_m == 64 else 4,  # more threads, since weights take registers to widen
+        num_warps=8 if not of_bytes and block_m == 64 else 4,  # more threads, because widening needs registers
         num_stages=2,
     )

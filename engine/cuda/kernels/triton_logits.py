@@ -1,13 +1,13 @@
-"""Work on rows of logits besides sampling, on the GPU (Triton): masks, biases, penalties and bans of all rows of a step in three
-launches, and the log-probabilities and ranks of tokens. Reference implementations: reference.{penalise, top_logprobs, ranks}.
+"""Edits logits before sampling, and computes log-probabilities and ranks of tokens, on the GPU (Triton). Masks, biases, penalties
+and bans of all rows of a step take three launches. Reference implementations: reference.{penalise, top_logprobs, ranks}.
 
 1. `_widen_kernel` writes the logits as float32 to memory of their own, without the tokens that masks rule out.
 2. `_count_kernel` adds biases, and counts the tokens of sequences that are penalised.
-3. `_penalise_kernel` penalises each token that was counted once, and rules out banned ones. It takes the counts out as it goes, so
-   whichever program finds a token's count is the only one to change its logit.
+3. `_penalise_kernel` penalises each token that was counted once, and rules out banned ones. A program takes a token's count out of
+   the table as it reads it, so only one program changes the token's logit.
 
-Masks, tokens, biases and banned ids of all rows are in one memory of words, at places that the columns of the rows tell. Grids
-depend on the number of rows alone, so that a graph can hold these launches (engine/cuda/edited_graphs.py).
+Masks, tokens, biases and banned ids of all rows are in one array of words; columns with a number for each row say where they begin.
+Grids depend on the number of rows alone, so that a graph can hold these launches (engine/cuda/edited_graphs.py).
 
 Shapes: N rows, V vocabulary, W = ceil(V / 32) words of a mask, E edits (an edit is what one row's request changes), K alternatives.
 """
@@ -24,15 +24,15 @@ from engine.cuda.kernels.sizes import ceil_div, power_of_two
 SEEN = tl.constexpr(1 << 30)  # bit of a token's count: the token occurs in the prompt or the output
 BANNED = tl.constexpr(1 << 29)  # bit of a token's count: the token is ruled out, whatever its logit
 LEAST = tl.constexpr(-3.4028234663852886e38)  # the least float32
-# The words of an edit: the row among the N; then begins and ends in the memory of words: of the sequence's tokens, of its output's
-# (which ends where they do), of its biased ids (as many biases follow them, as float32) and of its banned ids.
+# The words of an edit: its row, then where its lists begin and end in the array of words: the sequence's tokens; among them the
+# tokens of the output, which end where all tokens end; the biased ids, followed by as many biases in float32; the banned ids.
 EDIT_WORDS = 8
 ROW, TOKENS, OUTPUT, TOKENS_END, BIASES, BIASES_END, BANS, BANS_END = map(tl.constexpr, range(EDIT_WORDS))
 EDIT_SIZE = tl.constexpr(EDIT_WORDS)
 PENALTIES = 4  # numbers of an edit: presence, frequency, repetition, and one that keeps edits aligned
 PENALTIES_SIZE = tl.constexpr(PENALTIES)
 WIDEN_BLOCK, EDIT_BLOCK = 2048, 512
-EDIT_PROGRAMS = 16  # of an edit, which take its tokens in turns of EDIT_BLOCK each
+EDIT_PROGRAMS = 16  # programs for each edit, which take its tokens by turns, EDIT_BLOCK at a time
 
 
 # V is specialised, as below.
@@ -195,7 +195,7 @@ def _logprobs_kernel(
     base = highest + tl.log(tl.sum(mass, axis=0))
     tl.store(picked + row, tl.load(logits + tl.load(chosen + number)).to(tl.float32) - base)
     last, last_at = float("inf"), -1
-    # Each turn finds the next after the last one found: a lower logit, or an equal one at a higher index.
+    # Each turn finds the token that follows the last one in order: the next lower logit, or an equal one at a higher index.
     for k in range(0, tl.load(nums + row)):
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         best_at = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
@@ -217,8 +217,8 @@ def top_logprobs(
     """Computes the log-probabilities of M rows' chosen tokens and of their most likely ones, see Ops.top_logprobs, and writes
     picked [M] float32, top_ids [M, K] int32 and top [M, K] float32. For rows with logits that are not finite they are undefined.
 
-    rows [M] int32: which of the N rows of logits from row `first` on; -1: none, and nothing is written. nums [M] int32: how many of
-    the K are wanted, the others are not written. chosen [N] int32: the token of each of the N."""
+    rows [M] int32: indices into the N rows of logits that begin at row `first`; -1: there is none, and nothing is written. nums [M]
+    int32: how many of the K most likely tokens are written. chosen [N] int32: the token of each of the N."""
     vocab = logits.shape[1]
     block = min(4096, max(16, power_of_two(vocab)))
     _logprobs_kernel[(len(rows),)](

@@ -1,18 +1,18 @@
 """Sums small tensors over the ranks of a group in one kernel (Triton), through memory that the ranks' GPUs map from each other.
 
-Each rank has a region, which all ranks have mapped. A program (a lane) takes LANE_BYTES of the tensor and needs no other lane: it
-copies the rank's values to the region, tells so to the same lane of every rank, waits until all have told, and adds up all ranks'
-values, in the order of the ranks and in float32. So all ranks get the same bits.
+Each rank has a region of memory, which all ranks have mapped. A program (a lane) handles LANE_BYTES of the tensor independently of
+other lanes: it copies the rank's values to the rank's region, publishes this to the same lane of every rank, waits until all ranks
+have published, and adds up the values of all ranks, in the order of the ranks and in float32. So all ranks get the same bits.
 
-Why nobody reads what is overwritten: a lane counts its calls in the region, and every rank makes the same calls, so the counts are
-alike; a graph needs no number from the host. Call n writes the buffer n % 2 of the lane. The buffer's values of call n - 2 may be
-overwritten once all ranks have read them. A rank tells n - 1 only after its call n - 2 has ended, on the same stream, with all its
-reads. Call n of this rank begins after its call n - 1, which has waited for all ranks to tell n - 1. With one buffer it would be
-wrong: a rank may tell n - 1, and so may let this rank go on to n, while it has still to read the values of n - 1.
+A lane has two buffers. It counts its calls in the region; every rank makes the same calls, so the counts agree, and a graph needs
+no number from the host. Call n writes buffer n % 2, which holds the values of call n - 2, and these must have been read by all
+ranks. They have: call n begins after call n - 1 of this rank, which waited until all ranks had published n - 1; and a rank
+publishes n - 1 only after its call n - 2 has ended, on the same stream, with all its reads. One buffer would not be enough: a rank
+that has published n - 1 may still be reading the values of n - 1 when this rank begins call n.
 
-What is told is a store with release semantics for the whole system, behind a barrier of the program's threads. Waiting is loads
-with acquire semantics, then a barrier again. On a GPU these are PTX's st.release and ld.acquire, which need no atomic operations
-across PCIe. Interpreted (in tests), they are the interpreter's atomic operations.
+To publish is a store with release semantics for the whole system, after a barrier of the program's threads. To wait is a loop of
+loads with acquire semantics, followed by a barrier. On a GPU these are PTX's st.release and ld.acquire, which need no atomic
+operations across PCIe. Interpreted (in tests), they are the interpreter's atomic operations.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ from torch import Tensor
 from engine.cuda.kernels.sizes import ceil_div
 
 LANE_BYTES = 4096  # 16 bytes for each of 256 threads
-NUM_LANES = 64  # few enough to be on a GPU all at once, because each waits for the same lane of other GPUs
-# Largest tensor. A rank reads everything of all ranks, but for larger tensors it is less to exchange sums of parts, as NCCL does.
-# vLLM has its limit here with eight GPUs, and at twice as much with four (custom_all_reduce.cuh).
+NUM_LANES = 64  # few enough to run on a GPU all at once, because each waits for the same lane of other GPUs
+# The largest tensor. A rank reads the whole tensor of every rank; for larger tensors NCCL, which exchanges sums of parts, moves
+# fewer bytes. vLLM has the same limit with eight GPUs, and twice as much with four (custom_all_reduce.cuh).
 MOST_BYTES = NUM_LANES * LANE_BYTES
 MOST_RANKS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A region: for each lane, how many calls each rank has told; for each lane, the rank's own calls; two buffers for each lane.
+# A region has, for each lane, the number of calls that each rank has published; for each lane, the number of the rank's own calls;
+# and two buffers for each lane.
 _CALLS_AT = 8 * NUM_LANES * MOST_RANKS
 _BUFFERS_AT = 8192
 REGION_BYTES = _BUFFERS_AT + 2 * MOST_BYTES
-# Two sizes of each type, one of them a multiple of 16 values: they are compiled apart, and all else is the same kernel.
+# Examples of all kernels that are compiled: for each type a number of values that is a multiple of 16, and one that is not.
 FORMS = tuple((dtype, 2 * LANE_BYTES // dtype.itemsize - less) for dtype in DTYPES for less in (0, 1))
 WARPS = 8
-LOOKS = 256  # at what others tell before a look at the host's word, which takes longer
+LOOKS = 256  # reads of the other ranks' counts between two reads of `stop`, which is in host memory and takes longer to read
 
 
 @triton.jit
 def _tell(
-    place,  # int64: this rank's number in its own region; that in the next region is STRIDE bytes behind it
+    place,  # int64 pointer to this rank's count in its own region; its count in the next region is STRIDE bytes further
     call,
     STRIDE: tl.constexpr,
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Stores a number in all regions. Who sees it also sees what the program's threads had written before the last barrier."""
+    """Publishes the number `call` in all regions. A thread that reads it also sees what this program's threads wrote before the
+    last barrier."""
     if INTERPRETED:
         for step in tl.static_range(SIZE):
             tl.atomic_xchg(place + step * (STRIDE // 8), call, sem="release", scope="sys")
@@ -81,8 +83,8 @@ def _told(
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Returns a number that a rank has told. Each thread has that of another rank, and sees what the rank had written before.
-    Interpreted, it is the smallest of all."""
+    """Returns, in each thread, the number that one of the ranks has published; the thread then sees what that rank wrote before.
+    Interpreted, it returns the smallest number of all ranks."""
     if INTERPRETED:
         number = tl.atomic_add(places, 0, sem="acquire", scope="sys")
         for rank in tl.static_range(1, SIZE):
@@ -111,9 +113,9 @@ def _told(
 @triton.jit(do_not_specialize=["num_values", "own_rank"])
 def _sum_kernel(
     x,  # [N], read and written
-    words,  # int64: the regions, one every STRIDE bytes, that of this rank first, then those of the ranks behind it in turn
-    buffers,  # of x's type: the same
-    stop,  # [1] int64, of the host: not 0 once nobody shall wait any more
+    words,  # int64: the regions, STRIDE bytes apart: this rank's, then those of the next higher ranks, with rank 0 after the last
+    buffers,  # the same memory in x's dtype
+    stop,  # [1] int64 in host memory: not 0 once all ranks must stop waiting
     num_values,
     own_rank,
     WHOLE: tl.constexpr,  # whether num_values is a multiple of 16
@@ -133,7 +135,7 @@ def _sum_kernel(
     call = tl.load(calls) + 1
     inner = tl.arange(0, BLOCK)
     at = lane * BLOCK + inner
-    # if they are WHOLE, the values of a wide load are all inside or all outside
+    # the compiler sees in this form that the 16 values of a wide load are all inside or all outside
     inside = at // 16 < num_values // 16 if WHOLE else at < num_values
     value = tl.load(x + at, mask=inside, other=0.0)
     place = BUFFERS_AT // ITEM_BYTES + ((call % 2) * LANES + lane) * BLOCK + inner
@@ -143,13 +145,13 @@ def _sum_kernel(
     _tell(told + own_rank, call, STRIDE, SIZE, INTERPRETED)
     number = _told(told, SIZE, INTERPRETED)
     looks = 0
-    while number < call:  # without a barrier, because threads leave it one by one
+    while number < call:  # has no barrier, because threads leave the loop one by one
         number = _told(told, SIZE, INTERPRETED)
         looks += 1
         if looks % MANY == 0:  # noqa: SIM102 (Triton's `and` would read the word every time)
             if tl.load(stop, volatile=True) != 0:
                 number = call
-    tl.debug_barrier()  # each thread sees what any of them has seen
+    tl.debug_barrier()  # each thread now sees the values of all ranks that the threads have waited for
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for rank in tl.static_range(SIZE):
         step = ((rank - own_rank + SIZE) % SIZE).to(tl.int64)
@@ -160,9 +162,9 @@ def _sum_kernel(
 
 def sum_over_ranks(x: Tensor, regions: Tensor, stop: Tensor, rank: int, interpreted: bool) -> None:
     """Replaces the values of x by their sums over all ranks, each of which calls this. x: contiguous, of one of DTYPES, at most
-    MOST_BYTES. regions: [S, bytes of a region] uint8, the regions as this rank has mapped them, beginning with its own, then that
-    of the rank behind it, and so on around; all were 0 before any rank's first call. stop: [1] int64, in memory that host and
-    device read; once it is not 0, calls end without waiting, and their results are worthless."""
+    MOST_BYTES. regions: [S, bytes of a region] uint8, the regions as this rank has mapped them: its own, then those of the next
+    higher ranks, with rank 0 after the last; all bytes were 0 before any rank's first call. stop: [1] int64, in memory that host
+    and device read; once it is not 0, calls end without waiting, and their results are worthless."""
     item, size, stride = x.element_size(), *regions.shape
     block = LANE_BYTES // item
     _sum_kernel[(ceil_div(x.numel(), block),)](
@@ -182,6 +184,6 @@ def sum_over_ranks(x: Tensor, regions: Tensor, stop: Tensor, rank: int, interpre
         LANES=NUM_LANES,
         CALLS_AT=_CALLS_AT,
         BUFFERS_AT=_BUFFERS_AT,
-        MANY=4 if interpreted else LOOKS,  # interpreted looks take as long as all else
+        MANY=4 if interpreted else LOOKS,  # interpreted reads all take equally long
         num_warps=WARPS,
     )
