@@ -80,10 +80,10 @@ def _asked(settings: ModelConfig) -> str:
     """Returns how the settings divide the model over devices, as text for messages: `tensor = 2, pipeline = 2`. settings.parallel
     must be a ParallelConfig."""
     assert isinstance(settings.parallel, ParallelConfig)
-    return told(settings.parallel)
+    return keys_text(settings.parallel)
 
 
-def told(how: ParallelConfig) -> str:
+def keys_text(how: ParallelConfig) -> str:
     """Returns a division of a model over devices as text: `tensor = 2, pipeline = 2`. Kinds of division that are not used (1) are
     left out."""
     kinds = (("tensor", how.tensor), ("expert", how.expert), ("pipeline", how.pipeline))

@@ -287,7 +287,7 @@ def _how_split(share: capacity.Share) -> str:
     if share.not_split:
         return f"{share.not_split}; over several devices, these are the sums of tensor parallelism"
     division = share.devices.division
-    keys = parallel.told(ParallelConfig(division.inner_parts, division.expert_parts, division.num_stages))
+    keys = parallel.keys_text(ParallelConfig(division.inner_parts, division.expert_parts, division.num_stages))
     return f"split so by parallel = {{ {keys} }} in the model's table; without it a model is on one device"
 
 

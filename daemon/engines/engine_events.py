@@ -20,14 +20,13 @@ from daemon.process.logs import fields
 from daemon.requests.dispatcher import Dispatcher
 from engine import protocol
 from scheduler.node import events
+from scheduler.report_intervals import MEASURED_PREFILL_TOKENS, PREFILL_EVERY_S
 
 if TYPE_CHECKING:
     from daemon.traces.otlp import Value
     from daemon.traces.tracer import Tracer
 
 log = logging.getLogger("hearthd")
-MEASURED_PREFILL_TOKENS = 32  # shorter prefills mostly measure a step's overhead
-MEASURE_PREFILL_EVERY_S = 0.5  # for each model; each measurement is an event for the scheduler
 
 
 class EngineEvents:
@@ -407,7 +406,7 @@ class EngineEvents:
             and not generation.num_pauses
             and generation.submitted_s >= self._loaded_s.get(generation.replica, 0.0)  # otherwise it waited for the weights
         ):
-            self._measure_prefill_at[model] = now + MEASURE_PREFILL_EVERY_S
+            self._measure_prefill_at[model] = now + PREFILL_EVERY_S
             self._post(
                 events.PrefillMeasured(
                     now=now,

@@ -38,7 +38,7 @@ class ExpertCounts:
         for model, layers in self.layers.items():
             yield model, imbalance(layers.values())
 
-    def told(self, names: Iterable[str]) -> dict[str, Any]:
+    def report(self, names: Iterable[str]) -> dict[str, Any]:
         """Returns, as a JSON object, what the experts of a model have computed. names: the model's replicas, whose counts are added
         up."""
         names = list(names)
@@ -55,7 +55,7 @@ class ExpertCounts:
         }
 
     def of_layers(self, names: Iterable[str]) -> Layers:
-        """Returns how many tokens have passed through each expert of each layer of a model. names: as in `told`."""
+        """Returns how many tokens have passed through each expert of each layer of a model. names: as in `report`."""
         total: Layers = {}
         for name in names:
             for layer, counts in self.layers.get(name, {}).items():

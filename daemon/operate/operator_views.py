@@ -38,7 +38,7 @@ def experts(node: NodeParts, name: str) -> dict[str, Any]:
         if shape is None:
             why = f"Model {model!r} cannot be served: {node.registry.models[model].problem}"
         raise BadRequest("no_experts", why, details={"model": model})
-    return {"model": model, "num_experts": shape.experts.num_experts, **node.metric.experts.told(node.registry.replicas(model))}
+    return {"model": model, "num_experts": shape.experts.num_experts, **node.metric.experts.report(node.registry.replicas(model))}
 
 
 def room(node: NodeParts, text: str, device: str) -> list[dict[str, Any]]:

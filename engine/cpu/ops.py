@@ -302,7 +302,7 @@ class CpuOps:
         self,
         quantize: str,
         product: Callable[[Any, Tensor, Any, Tensor | None], Tensor | None],
-        twin: Callable[..., Tensor],
+        fallback: Callable[..., Tensor],
         x: Tensor,
         weight: Fp8Matrix | Int4Matrix | Nvfp4Matrix | PackedMatrix,
         matrix: tuple[Any, ...],
@@ -310,14 +310,14 @@ class CpuOps:
     ) -> Tensor:
         """Returns x times the transposed quantised or packed matrix, plus bias. For many rows, and without kernels, the weights of
         a few outputs at a time are converted to x's dtype, never all. quantize: the set of kernels that `product` calls. product:
-        computes the result with kernels; it returns None if it cannot. twin: the reference implementation, called with `matrix`,
-        the parts of `weight`, or `weight` itself."""
+        computes the result with kernels; it returns None if it cannot. fallback: the reference implementation, called with
+        `matrix`: the parts of `weight`, or `weight` itself."""
         if self._served(x, PLAIN, quantize) and (made := product(self.kernels, x, weight, bias)) is not None:
             return made
         if not is_recording():
-            return twin(x, *matrix, bias, WIDENED_BYTES)
+            return fallback(x, *matrix, bias, WIDENED_BYTES)
         out = empty(x, len(x), len(weight))
-        call(into, out.view(out.shape), twin, x.view(x.shape), *matrix, bias, WIDENED_BYTES)
+        call(into, out.view(out.shape), fallback, x.view(x.shape), *matrix, bias, WIDENED_BYTES)
         return out
 
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class GraphRoom:
     def __init__(self, most: int = MOST_GRAPHS) -> None:
         self._most = most
         self._holders: list[weakref.ref[GraphHolder]] = []  # those that have captured a graph
-        self._told = False
+        self._is_logged = False
 
     @property
     def num_graphs(self) -> int:
@@ -55,8 +55,8 @@ class GraphRoom:
         because `make` may give them up. If there is no room, the log says so once."""
         if self.num_graphs < self._most or any(self._evicted()):
             return True
-        if not self._told:
-            self._told = True
+        if not self._is_logged:
+            self._is_logged = True
             log.info("%d graphs of steps are captured; a further one takes the place of one that no step runs", self._most)
         return False
 

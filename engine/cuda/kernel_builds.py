@@ -33,10 +33,11 @@ from loader.formats.registry import FORMATS
 from loader.shapes.model_shape import ModelShape
 from loader.sizes.layout import layout_id
 from loader.threads import Thread
+from scheduler.report_intervals import KERNEL_WAIT_EVERY_S
 
 log = logging.getLogger("engine")
 
-TELL_EVERY_S, LIMIT_S = 1.0, 300.0
+LIMIT_S = 300.0
 START_S, UNIT_S = 6.0, 1.5  # expected time until a process begins to compile, and for each kernel
 
 
@@ -53,9 +54,9 @@ class CudaKernelBuilds:
 
     def need(self, spec: LoadModel, shape: ModelShape, waiting: Callable[[], None], adapters: bool = False) -> None:
         """Returns once the model's kernels are compiled, or cannot be; the log then says why, and the model's own warm-up compiles
-        the missing ones. waiting: called every TELL_EVERY_S; an error that it raises ends the compilation and is raised here.
-        adapters: compiles the further kernels of steps with LoRA adapters instead; if they cannot be compiled, the first such step
-        compiles the missing ones."""
+        the missing ones. waiting: called every KERNEL_WAIT_EVERY_S; an error that it raises ends the compilation and is raised
+        here. adapters: compiles the further kernels of steps with LoRA adapters instead; if they cannot be compiled, the first such
+        step compiles the missing ones."""
         text = self._job(spec, shape, adapters=adapters)
         mark = Path(self._folder, f"compiled-{_digest(text, layout_id(shape, spec.dtype, FORMATS[spec.quantize]))}")
         if mark.exists():
@@ -113,7 +114,7 @@ class CudaKernelBuilds:
                     waiting()
                     if time.monotonic() - began_s > LIMIT_S:
                         raise TimeoutError(f"not done within {LIMIT_S:.0f} s")
-                    reader.join(TELL_EVERY_S)
+                    reader.join(KERNEL_WAIT_EVERY_S)
             problem = "; ".join(f"a compiler ended with {one.wait()}" for one in processes if one.wait())
         except (OSError, TimeoutError) as error:
             problem = str(error)
@@ -178,8 +179,8 @@ def _follow(process: subprocess.Popen[bytes], job: bytes, progress: _Progress) -
 @contextmanager
 def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Returns a context that holds a file lock shared by all engines of the node, so that kernels which several engines need are
-    compiled by one of them. waiting: called every TELL_EVERY_S while another process has the lock. Raises OSError if the file
-    cannot be opened."""
+    compiled by one of them. waiting: called every KERNEL_WAIT_EVERY_S while another process has the lock. Raises OSError if the
+    file cannot be opened."""
     with open(path, "wb") as file:
         while True:
             try:
@@ -187,7 +188,7 @@ def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
                 break
             except BlockingIOError:
                 waiting()
-                time.sleep(TELL_EVERY_S)
+                time.sleep(KERNEL_WAIT_EVERY_S)
         yield
 
 

@@ -11,8 +11,9 @@ from types import TracebackType
 
 from engine.contracts.loads import LoadCancelled, LoadTask
 from loader.threads import Thread
+from scheduler.report_intervals import KERNEL_WAIT_EVERY_S
 
-KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
+KERNELS_LIMIT_S = 300.0
 
 
 def wait_for_kernels(prepared: Future[None], task: LoadTask) -> None:
@@ -20,7 +21,7 @@ def wait_for_kernels(prepared: Future[None], task: LoadTask) -> None:
     to task.progress, so that the wait does not count as the load's time. Raises RuntimeError if setting up fails or takes longer
     than KERNELS_LIMIT_S, and LoadCancelled."""
     until_s = time.monotonic() + KERNELS_LIMIT_S
-    while not wait([prepared], TELL_EVERY_S).done:
+    while not wait([prepared], KERNEL_WAIT_EVERY_S).done:
         _still_waiting(task)
         if time.monotonic() > until_s:
             raise RuntimeError(f"kernels: not found within {KERNELS_LIMIT_S:.0f} s")
@@ -57,7 +58,7 @@ class Compilation:
         task.kernels_seconds. Raises LoadCancelled, or the error that ended the compilation."""
         began_s = time.perf_counter()
         try:
-            while not wait([self._ended], TELL_EVERY_S).done:
+            while not wait([self._ended], KERNEL_WAIT_EVERY_S).done:
                 _still_waiting(self._task)
             self._ended.result()
         finally:
@@ -92,7 +93,7 @@ def time_of_kernels(task: LoadTask) -> Iterator[None]:
     began_s, over = time.perf_counter(), threading.Event()
 
     def tell() -> None:
-        while not over.wait(TELL_EVERY_S) and time.perf_counter() - began_s < KERNELS_LIMIT_S:
+        while not over.wait(KERNEL_WAIT_EVERY_S) and time.perf_counter() - began_s < KERNELS_LIMIT_S:
             task.progress(0, 0)
 
     teller = Thread(target=tell, name="kernels")

@@ -71,11 +71,11 @@ from engine.serve.served_models import ServedModel, ServedModels
 from scheduler.batch.batch_scheduler import BatchScheduler
 from scheduler.batch.plan import BatchPlan, LongArray
 from scheduler.batch.steps_ahead import TokensNeeded
+from scheduler.report_intervals import STATS_EVERY_S
 
 log = logging.getLogger("engine")
 
 MAX_BACKLOG_BYTES = 8 << 20
-STATS_EVERY_S = 0.25
 
 
 class Engine:

@@ -18,7 +18,7 @@ def answer(
     scheduler made of the result. asked [N]: the request ids of the plan's N sampling rows; requests that have ended meanwhile are
     among them, but not in the outcome."""
     name = served.spec.model
-    steps, seconds = served.tell_steps()
+    steps, seconds = served.take_steps()
     if result.vectors is not None:
         vectors = dict(zip(asked.tolist(), result.vectors.astype("<f4"), strict=True))
         values = [vectors[request_id].tobytes() for request_id in outcome.request_ids]

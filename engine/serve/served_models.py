@@ -76,8 +76,8 @@ class ServedModel:
     num_leaving_chunks: int = 0
     turns: int = 0  # how many turns (time slices of a model) its latest step was planned to take (StepRoom)
     backlogged: bool = False  # when that step was planned, it had more to do than fits a turn
-    untold_steps: int = 0  # steps since the last report of tokens
-    untold_s: float = 0.0  # device seconds of these steps
+    unreported_steps: int = 0  # steps since the last report of tokens
+    unreported_s: float = 0.0  # device seconds of these steps
 
     @property
     def most_under_way(self) -> int:
@@ -93,11 +93,11 @@ class ServedModel:
         evicted."""
         return self.share is not None and self.share.is_broken
 
-    def tell_steps(self) -> tuple[int, float]:
+    def take_steps(self) -> tuple[int, float]:
         """Returns the number of steps since the last call, and the device seconds they took."""
-        told = self.untold_steps, self.untold_s
-        self.untold_steps, self.untold_s = 0, 0.0
-        return told
+        taken = self.unreported_steps, self.unreported_s
+        self.unreported_steps, self.unreported_s = 0, 0.0
+        return taken
 
 
 class ServedModels:
@@ -183,8 +183,8 @@ class ServedModels:
                 served.limits.proposing.note(len(proposed.slots), proposed.tokens.shape[1], proposed.seen_s, proposed.drafting_s)
             seconds += proposed.seen_s + proposed.drafting_s
         self.turns.charge(served.spec.model, seconds, served.limits.turns_s(served.turns) if served.turns else None)
-        served.untold_steps += 1
-        served.untold_s += seconds
+        served.unreported_steps += 1
+        served.unreported_s += seconds
         served.scheduler.tenants.charge(plan, seconds)
 
     def __contains__(self, name: str) -> bool:

@@ -16,7 +16,7 @@ def is_kv_scale(name: str) -> bool:
     return name.rpartition(".")[2] in _KV_SCALES or name.endswith(_OF_PROJECTIONS)
 
 
-def told_of_kv_scales(names: Iterable[str]) -> str:
+def unused_kv_scales(names: Iterable[str]) -> str:
     """Returns a sentence for operators: the scales of keys and values among these tensors are not used; "" if there are none."""
     kinds = [name.rpartition(".")[2] for name in names if is_kv_scale(name)]
     if not kinds:

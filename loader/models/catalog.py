@@ -41,7 +41,7 @@ from loader.files.weight_files import (
     read_headers,
     read_packed,
 )
-from loader.formats.kv_scales import told_of_kv_scales
+from loader.formats.kv_scales import unused_kv_scales
 from loader.formats.registry import stored_format
 from loader.formats.weight_format import StoredTensor
 from loader.models import adapter as lora
@@ -510,8 +510,8 @@ def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[Te
 
 def notes_on(names: Iterable[str]) -> tuple[str, ...]:
     """Returns Checkpoint.notes for a checkpoint that holds the tensors of these names."""
-    told = told_of_kv_scales(names)
-    return (told,) if told else ()
+    note = unused_kv_scales(names)
+    return (note,) if note else ()
 
 
 def _find_predictor(

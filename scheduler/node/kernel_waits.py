@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-TOLD_EVERY_S = 1.0  # engines report that a load waits after this time and then at this interval
+from scheduler.report_intervals import KERNEL_WAIT_EVERY_S
+
 LAPSE_S = 2.0  # a load for which no wait was reported for so long does not wait any more
 MOST_KEPT = 64  # most waits remembered; each kind of model is compiled once, for some seconds at least
 
@@ -26,13 +27,13 @@ class KernelWaits:
     def __init__(self) -> None:
         self._waits: deque[KernelWait] = deque(maxlen=MOST_KEPT)
 
-    def told(self, devices: tuple[str, ...], now: float) -> None:
+    def reported(self, devices: tuple[str, ...], now: float) -> None:
         """Records the report that a load on these devices waits for kernels at the time `now`."""
         for wait in self._waits:
             if wait.devices == devices and wait.until >= now:
                 wait.until = now + LAPSE_S
                 return
-        self._waits.append(KernelWait(devices, now - TOLD_EVERY_S, now + LAPSE_S))
+        self._waits.append(KernelWait(devices, now - KERNEL_WAIT_EVERY_S, now + LAPSE_S))
 
     def seconds(self, devices: Collection[str], since: float) -> float:
         """Returns for how many seconds after `since` loads on any of the devices have waited for kernels. The latest wait may reach

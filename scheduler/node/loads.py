@@ -80,7 +80,7 @@ def load_progressed(node: Node, event: LoadProgressed) -> None:
     elif ("load", model.name) in node.deadlines:  # it waits for kernels: its time begins then
         assert model.copy is not None
         set_load_deadline(node, model.copy)
-        node.kernel_waits.told(model.copy.devices, node.now)
+        node.kernel_waits.reported(model.copy.devices, node.now)
 
 
 def load_failed(node: Node, event: LoadFailed) -> None:

@@ -288,7 +288,7 @@ class Device:
     by_work: LazyHeap[str] = field(default_factory=LazyHeap)  # the same, by waiting work per reload second
     crowded_out: dict[str, None] = field(default_factory=dict)  # models for which pins leave no room here
     pinned: Size = NOTHING  # room kept for the pinned models whose home this is
-    lease_told_chunks: int = 0  # the lease that its engine was last told
+    lease_sent_chunks: int = 0  # the lease that its engine was last sent
     held_for: str = ""  # the split model that waits for this device and others, so that nothing else may begin here; "": none
     problem: str = ""
     kv_short_at: float = -inf  # when requests in its engine last waited for KV
@@ -382,8 +382,8 @@ class Node:
 
     def grant(self, device: Device) -> None:
         """Tells the engine of a device its current KV lease, by a GrantLease action."""
-        device.lease_told_chunks = device.ledger.lease_chunks
-        self.emit(GrantLease(cause=self.cause, device=device.name, lease_chunks=device.lease_told_chunks))
+        device.lease_sent_chunks = device.ledger.lease_chunks
+        self.emit(GrantLease(cause=self.cause, device=device.name, lease_chunks=device.lease_sent_chunks))
 
     # ---- touching
 

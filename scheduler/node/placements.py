@@ -41,7 +41,7 @@ def place_next(node: Node, device: Device) -> None:
             begin(node, model, option)
     while device.available and (found := look.next_option(node, device)) is not None:
         begin(node, *found)
-    if device.ledger.lease_chunks > device.lease_told_chunks:  # a model has left, or a placement was dropped
+    if device.ledger.lease_chunks > device.lease_sent_chunks:  # a model has left, or a placement was dropped
         node.grant(device)
 
 
@@ -173,8 +173,8 @@ def load(node: Node, placement: Placement) -> None:
             device=leader.name,
             weights_chunks=placement.size.weights_chunks,
             kv_reserved_chunks=placement.size.kv_chunks,
-            lease_chunks=leader.lease_told_chunks,
-            further=tuple((other.name, other.lease_told_chunks) for other in others),
+            lease_chunks=leader.lease_sent_chunks,
+            further=tuple((other.name, other.lease_sent_chunks) for other in others),
             deadline_s=deadline_s,
             fingerprint=placement.facts.fingerprint,
             source_slots=kept.slots if kept else (),
@@ -200,7 +200,7 @@ def hold(node: Node, device: Device, placement: Placement) -> None:
     device.resident[model.name] = model
     if model.pinned:
         pins.recount(node, device)
-    device.lease_told_chunks = ledger.lease_chunks
+    device.lease_sent_chunks = ledger.lease_chunks
 
 
 def _why_loaded(model: Model) -> str:
@@ -286,15 +286,15 @@ def evict(node: Node, model: Model) -> None:
     save_s = len(save) * node.settings.chunk_bytes / leader.costs.copy_bytes_per_s
     node.deadlines.set(("evict", model.name), node.now + node.settings.evict_deadline_s + 4 * save_s)
     for device in devices:
-        device.lease_told_chunks = lease_after_evictions(device)
+        device.lease_sent_chunks = lease_after_evictions(device)
     node.emit(
         Evict(
             cause=node.cause,
             placement_id=copy.placement_id,
             model=model.name,
             device=leader.name,
-            lease_chunks=leader.lease_told_chunks,
-            further=tuple((other.name, other.lease_told_chunks) for other in others),
+            lease_chunks=leader.lease_sent_chunks,
+            further=tuple((other.name, other.lease_sent_chunks) for other in others),
             save_slots=save,
             reason=_why_evicted(model, copy),
             to=residency.WARM if node.is_warm(model) and model.unload_to != residency.COLD else residency.COLD,

@@ -40,14 +40,15 @@ def compare(
     settings: SchedulerSettings,
     slo_s: float,
     policies: Sequence[str] = POLICIES,
-    told: Callable[[str, int, int], None] | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
     """Runs the trace with each policy. slo_s: a request attains its objective if its first token comes within so many seconds.
-    told: called now and then with (policy, requests ended, requests in all). Raises SimulationError as Simulation.run does."""
+    on_progress: called now and then with (policy, requests ended, requests in all). Raises SimulationError as Simulation.run
+    does."""
     found = []
     num_events = 0
     for policy in policies:
-        run = run_policy(policy, node, trace, settings, None if told is None else _named(told, policy))
+        run = run_policy(policy, node, trace, settings, None if on_progress is None else _named(on_progress, policy))
         num_events += run.num_events
         found.append(figures(policy, run.outcomes, run.swaps, slo_s))
     sizes = {name: _size_of_all_shares(facts, node.chunk_bytes) for name, facts in node.models.items()}
@@ -60,13 +61,13 @@ def run_policy(
     node: SimulatedNode,
     trace: Sequence[TraceRequest],
     settings: SchedulerSettings,
-    told: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Run:
     if policy == ALL_RESIDENT:
         needed = sum((size.chunks + size.work_space_chunks) * node.chunk_bytes for size in _sizes(node))
         devices = {name: budget + needed for name, budget in node.devices.items()}
         node = replace(node, devices=devices, costs=node.costs.without_loads(), host_tier_bytes=0)
-    return Simulation(node, decider(policy, node, trace, settings), trace, told).run()
+    return Simulation(node, decider(policy, node, trace, settings), trace, on_progress).run()
 
 
 def decider(policy: str, node: SimulatedNode, trace: Sequence[TraceRequest], settings: SchedulerSettings) -> Decider:
@@ -99,5 +100,5 @@ def _sizes(node: SimulatedNode) -> list[Size]:
     return [size_of(facts, node.chunk_bytes) for facts in node.models.values()]
 
 
-def _named(told: Callable[[str, int, int], None], policy: str) -> Callable[[int, int], None]:
-    return lambda done, total: told(policy, done, total)
+def _named(on_progress: Callable[[str, int, int], None], policy: str) -> Callable[[int, int], None]:
+    return lambda done, total: on_progress(policy, done, total)

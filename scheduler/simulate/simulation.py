@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from scheduler.node import actions, events
 from scheduler.node.events import Event, ModelFacts, RequestFacts
+from scheduler.report_intervals import MEASURED_PREFILL_TOKENS, PREFILL_EVERY_S, STATS_EVERY_S
 from scheduler.simulate.costs import Costs
 from scheduler.simulate.engine import SimulatedEngine
 from scheduler.simulate.outcome import RequestOutcome, Swaps
@@ -18,9 +19,6 @@ from scheduler.simulate.steps import StepSettings
 from scheduler.simulate.trace import TraceRequest
 
 PROGRESS_EVERY = 1000  # requests between two reports of progress
-# These are the daemon's and its engines' values: how often measurements are reported, and from what length on a prompt's speed is
-# measured.
-NOTE_KV_EVERY_S, MEASURE_PREFILL_EVERY_S, MEASURED_PREFILL_TOKENS = 0.25, 0.5, 32
 
 
 class Decider(Protocol):
@@ -68,17 +66,17 @@ class _Copy:
 
 
 class Simulation:
-    """One run of one decider over a trace. told: called after every PROGRESS_EVERY ended requests with (requests ended, requests in
-    all)."""
+    """One run of one decider over a trace. on_progress: called after every PROGRESS_EVERY ended requests with (requests ended,
+    requests in all)."""
 
     def __init__(
         self,
         node: SimulatedNode,
         decider: Decider,
         trace: Sequence[TraceRequest],
-        told: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.node, self.decider, self.told = node, decider, told
+        self.node, self.decider, self.on_progress = node, decider, on_progress
         self.engines = {name: SimulatedEngine(node.costs, node.steps) for name in node.devices}
         self.outcomes = [RequestOutcome(at, request) for at, request in enumerate(trace)]
         self.swaps = Swaps()
@@ -133,7 +131,7 @@ class Simulation:
         """Posts the measurements of a device that a real node reports: KV in use, and the speed of prompts. The decider decides
         only when it gets an event, so the caller posts these before the events that they should influence."""
         if self.now >= self._note_kv_at[device]:
-            self._note_kv_at[device] = self.now + NOTE_KV_EVERY_S
+            self._note_kv_at[device] = self.now + STATS_EVERY_S
             kv_bytes = {name: (num_bytes, 0) for name, num_bytes in engine.kv_bytes().items()}
             if kv_bytes:
                 noted = events.KVNoted(
@@ -146,7 +144,7 @@ class Simulation:
                 continue
             if outcome.num_resubmissions or outcome.submitted_s is None:
                 continue
-            self._measure_prefill_at[request.model] = self.now + MEASURE_PREFILL_EVERY_S
+            self._measure_prefill_at[request.model] = self.now + PREFILL_EVERY_S
             self._post(
                 events.PrefillMeasured(
                     now=self.now,
@@ -225,8 +223,8 @@ class Simulation:
 
     def _count_end(self) -> None:
         self.num_ended += 1
-        if self.told is not None and self.num_ended % PROGRESS_EVERY == 0:
-            self.told(self.num_ended, len(self.outcomes))
+        if self.on_progress is not None and self.num_ended % PROGRESS_EVERY == 0:
+            self.on_progress(self.num_ended, len(self.outcomes))
 
     # ---- actions
 

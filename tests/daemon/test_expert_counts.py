@@ -21,7 +21,7 @@ def told(layers: list[int], counts: list[int], first: int = 0, num_experts: int 
 
 
 def counts_of(counts: ExpertCounts, *names: str) -> dict[int, list[int]]:
-    return {row["layer"]: row["counts"] for row in counts.told(names)["layers"]}
+    return {row["layer"]: row["counts"] for row in counts.report(names)["layers"]}
 
 
 def test_what_devices_tell_is_added_up() -> None:
@@ -33,8 +33,8 @@ def test_what_devices_tell_is_added_up() -> None:
     counts.add("cpu:2", told([5], [7, 0, 0, 0]))
     assert counts_of(counts, "m") == {1: [1, 3, 10, 20], 2: [3, 4, 30, 40], 5: [7, 0, 0, 0]}
     assert counts.of_device == {("m", "cpu:0"): 11, ("m", "cpu:1"): 100, ("m", "cpu:2"): 7}
-    assert counts.told(["m"])["devices"] == {"cpu:0": 11, "cpu:1": 100, "cpu:2": 7}
-    assert counts.told(["m"])["tokens"] == 118
+    assert counts.report(["m"])["devices"] == {"cpu:0": 11, "cpu:1": 100, "cpu:2": 7}
+    assert counts.report(["m"])["tokens"] == 118
 
 
 def test_replicas_are_added_up() -> None:
@@ -44,7 +44,7 @@ def test_replicas_are_added_up() -> None:
     counts.add("cpu:1", told([0], [9, 9, 9, 9], model="other"))
     assert counts_of(counts, "m", "m@2") == {0: [11, 2, 3, 4]}
     assert counts_of(counts, "m") == {0: [1, 2, 3, 4]}
-    assert counts.told(["m", "m@2"])["devices"] == {"cpu:0": 10, "cpu:1": 10}
+    assert counts.report(["m", "m@2"])["devices"] == {"cpu:0": 10, "cpu:1": 10}
 
 
 def test_other_files_with_other_experts_begin_anew() -> None:
@@ -72,7 +72,7 @@ def test_imbalance(layers: list[list[int]], wanted: float) -> None:
 def test_a_layer_says_who_is_busiest_and_who_was_never_chosen() -> None:
     counts = ExpertCounts()
     counts.add("cpu:0", told([3], [0, 6, 2, 0]))
-    (row,) = counts.told(["m"])["layers"]
+    (row,) = counts.report(["m"])["layers"]
     assert row == {
         "layer": 3,
         "tokens": 8,
@@ -82,7 +82,7 @@ def test_a_layer_says_who_is_busiest_and_who_was_never_chosen() -> None:
         "num_unused": 2,
         "counts": [0, 6, 2, 0],
     }
-    assert counts.told(["nobody"]) == {"tokens": 0, "imbalance": 1.0, "layers": [], "devices": {}}
+    assert counts.report(["nobody"]) == {"tokens": 0, "imbalance": 1.0, "layers": [], "devices": {}}
 
 
 def test_metrics_have_no_series_for_each_expert() -> None:
@@ -103,7 +103,7 @@ def shown(counts: ExpertCounts, capsys: pytest.CaptureFixture[str], as_json: boo
     class Answers:
         def get(self, path: str) -> Any:
             assert path == "/control/v1/experts/m"
-            return {"model": "m", "num_experts": 4, **counts.told(["m"])}
+            return {"model": "m", "num_experts": 4, **counts.report(["m"])}
 
     experts(Answers(), argparse.Namespace(name="m", json=as_json))  # type: ignore[arg-type]
     return capsys.readouterr().out

@@ -68,7 +68,7 @@ class Machine:
         self.then = "pass"
         self.processes: list[subprocess.Popen[bytes]] = []
         self.builds = CudaKernelBuilds(str(folder), HOPPER, BLOCK_TOKENS, 2, lambda news: self.told.append(news.told))
-        patch.setattr(kernel_builds, "TELL_EVERY_S", 0.01)
+        patch.setattr(kernel_builds, "KERNEL_WAIT_EVERY_S", 0.01)
         patch.setattr(kernel_builds, "_start", self._start)
 
     def _start(self, share: int, num_shares: int) -> subprocess.Popen[bytes]:

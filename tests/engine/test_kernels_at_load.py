@@ -39,7 +39,7 @@ def test_kernels_that_fail_to_build_fail_the_load(monkeypatch: pytest.MonkeyPatc
 
 def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     looked = threading.Event()
-    monkeypatch.setattr(kernel_wait, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(kernel_wait, "KERNEL_WAIT_EVERY_S", 0.01)
     monkeypatch.setattr(cpu_backend, "CpuOps", lambda cache_dir, **options: CpuOps(cache_dir, use_kernels=not looked.wait(10)))
     told: list[tuple[int, int]] = []
 
@@ -57,7 +57,7 @@ def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_load_that_waits_for_kernels_can_be_cancelled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     looked = threading.Event()
-    monkeypatch.setattr(kernel_wait, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(kernel_wait, "KERNEL_WAIT_EVERY_S", 0.01)
     monkeypatch.setattr(cpu_backend, "CpuOps", lambda cache_dir, **options: CpuOps(cache_dir, use_kernels=not looked.wait(10)))
     with pytest.raises(LoadCancelled, match="kernels"):
         make_runner(make_memory()).load(load_task(spec(folder), cancelled=lambda: True))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loader.files.safetensors import INDEX_NAME
-from loader.formats.kv_scales import is_kv_scale, told_of_kv_scales
+from loader.formats.kv_scales import is_kv_scale, unused_kv_scales
 from loader.models.catalog import scan_one
 from loader.models.described_model import HEADERS, INDEX, described_model
 from tests.loader import compressed, fp8, int4, nvfp4
@@ -77,4 +77,4 @@ def test_a_checkpoint_with_scales_of_kv_says_that_they_are_not_used(plain: Path,
 )
 def test_which_tensors_are_scales_of_kv(name: str, is_one: bool) -> None:
     assert is_kv_scale(name) == is_one
-    assert bool(told_of_kv_scales(["lm_head.weight", name])) == is_one
+    assert bool(unused_kv_scales(["lm_head.weight", name])) == is_one

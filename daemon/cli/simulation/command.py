@@ -47,7 +47,7 @@ def simulate(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     progress = report.Progress(sys.stderr)
     try:
-        found = compare(node, trace, settings, options.slo, options.policy or POLICIES, progress.told)
+        found = compare(node, trace, settings, options.slo, options.policy or POLICIES, progress.show)
     except SimulationError as error:
         raise CommandError(1, {"code": "internal", "message": str(error), "details": {}}) from None
     finally:

@@ -19,7 +19,7 @@ class Progress:
     def __init__(self, file: TextIO) -> None:
         self._file = file if file.isatty() else None
 
-    def told(self, policy: str, done: int, total: int) -> None:
+    def show(self, policy: str, done: int, total: int) -> None:
         if self._file is not None:
             self._file.write(f"\r\x1b[K{policy}: {done} of {total} requests")
             self._file.flush()
