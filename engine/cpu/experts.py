@@ -20,7 +20,8 @@ from engine.cpu.products import array, four_bits, four_bits_in_parts, fp8_in_par
 from engine.cpu.programs.program import call, empty
 from engine.ops.ops import ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Int8Matrix, Mxfp4Matrix, Nvfp4Matrix
 
-# In steps of so few tokens, whose kernels are called without Python, the activation also computes rows that no product has filled.
+# In steps of up to so many tokens the activation also computes rows that no product has filled, so that no Python runs between the
+# kernels.
 _FEW_TOKENS = 16
 
 

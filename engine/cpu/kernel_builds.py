@@ -142,7 +142,7 @@ class CpuKernelBuilds:
         self._builds: deque[_Build] = deque()
         self._builder: Thread | None = None
         self._idle: deque[subprocess.Popen[str]] = deque()  # compilers that have finished a build
-        self._hurried: set[KernelSet] = set()  # those for sampling that are compiled whether the engine is idle or not
+        self._hurried: set[KernelSet] = set()  # sets for sampling that are compiled even while the engine computes
         self._changed = threading.Condition(self._lock)  # notified when something may be compiled that had to wait
         self._running: _Build | None = None
         self._is_idle = False  # whether this process computed next to nothing when that was last measured
@@ -167,10 +167,10 @@ class CpuKernelBuilds:
                 if not missing[kernel_set]:
                     self._use(kernel_set)
             if any(missing.values()):
-                if self._builder is not None:  # what is being compiled keeps these waiting
+                if self._builder is not None:  # the new sets wait for these
                     self._hurry(self._known.difference(new))
                 self._builds.append(_Build({kernel_set: of_set for kernel_set, of_set in missing.items() if of_set}))
-            if self._builds and self._builder is None:  # else it goes on with them, or there was no memory for it last time
+            if self._builds and self._builder is None:  # None also if no thread could be started before
                 builder = Thread(target=self._build_all, name="kernels")
                 builder.start()
                 self._builder = builder
@@ -341,7 +341,8 @@ class CpuKernelBuilds:
             return found
 
     def _end_unit(self, build: _Build, untried: tuple[Unit, KernelSet] | None = None) -> None:
-        """Notes that a unit is not being compiled any more. untried: what to put back into the queue where no compiler started."""
+        """Notes that a unit is not being compiled any more. untried: the unit to put back into the queue, because no compiler could
+        be started; None: there is none."""
         with self._lock:
             build.num_compiling -= 1
             if untried is not None:

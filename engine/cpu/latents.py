@@ -37,7 +37,7 @@ def attend_short(
     scales: Tensor | None,
 ) -> None:
     """Computes latent attention in the absorbed form, token by token: query tokens[n] of queries [T, H (K + R)] attends to the
-    first contexts[n] positions of row rows[n]. Writes to out [T, H V]; nothing for queries whose context is not above 0. kv, layer,
+    first contexts[n] positions of row rows[n]. Writes to out [T, H V], except for queries whose context is 0 or less. kv, layer,
     block_table, scales: as in reference.latent_attention. The index arrays are numpy's, int32."""
     some = np.flatnonzero(contexts > 0)
     to = out.view(len(out), heads.num_heads, -1)

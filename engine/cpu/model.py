@@ -156,7 +156,7 @@ class CpuModel:
     @torch.inference_mode()
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
         """Implements StreamedModel.execute_behind. A plan of more than max_tokens tokens is computed in slices, layer by layer."""
-        with gate.step():  # entered before the model is used: a failed load withdraws the gate before it releases the model
+        with gate.step():  # entered first, because a failed load withdraws the gate before it releases the model
             model = self._loaded()
             layers = model.layers
             gate.wait(0)

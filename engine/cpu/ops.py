@@ -74,8 +74,8 @@ _thread_count = _ThreadCount()
 
 
 def _heat(positions: Any, temperature: TemperatureShape, turns: Tensor) -> None:
-    """Multiplies turns [T, 2 P], cosines and sines, by the factors that scale queries at positions [T]
-    (reference.temperature_of)."""
+    """Multiplies turns [T, 2 P], the cosines and sines of a rotary embedding, by the factors by which queries at positions [T] are
+    scaled (reference.temperature_of)."""
     turns.mul_(reference.temperature_of(torch.from_numpy(positions), temperature).unsqueeze(1))
 
 

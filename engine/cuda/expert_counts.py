@@ -11,7 +11,7 @@ from scheduler.batch.plan import LongArray
 
 
 class DeviceExpertCounts(ExpertCounts):
-    """The counts of one model's experts on a GPU. A copy to page-locked memory is launched behind the steps, and is read at a later
+    """The counts of one model's experts on a GPU. A copy to page-locked memory is launched after the steps, and is read at a later
     call, when it has ended."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:

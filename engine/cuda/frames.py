@@ -18,7 +18,7 @@ from loader.reading.unpack import Decoder
 
 log = logging.getLogger("engine")
 
-PROOF_VALUES = 2 * frame.GROUP_VALUES + 100  # of two bytes each, and no multiple of 16 bytes: see `prove`
+PROOF_VALUES = 2 * frame.GROUP_VALUES + 100  # values of two bytes each; not a multiple of 16 bytes (see `prove`)
 
 
 class DeviceFrames:

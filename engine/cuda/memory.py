@@ -40,8 +40,9 @@ def call_driver(function: Any, *arguments: Any) -> Any:
 
 
 def allocations(index: int, exportable: bool) -> tuple[Any, Any, int]:
-    """Returns what the driver is to be told about memory of device `index`: what kind is wanted, and who may use it once it is
-    mapped; and of how many bytes an allocation's size must be a multiple. exportable: whether other processes will map it."""
+    """Returns the driver's descriptions of allocations on device `index`: their kind, and the access to them once they are mapped.
+    Also returns the number of bytes of which an allocation's size must be a multiple. exportable: whether other processes will map
+    the memory."""
     place = driver.CUmemLocation()
     place.type, place.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
     wanted = driver.CUmemAllocationProp()

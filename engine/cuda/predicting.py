@@ -1,8 +1,8 @@
 """Drafts tokens with a model's predictor on a GPU, after each step and from the states that the step left on the device.
 
-Everything is launched right after the step, before the host knows the step's tokens. So the host does not know either how many
-drafted tokens of a sequence hold, and behind which row its next drafts begin. It sends the columns that a draft behind each row
-would need, and the device picks those of the row that sampled the sequence's newest token.
+Everything is launched right after the step, before the host knows the step's tokens. Nor does the host know how many drafted tokens
+of a sequence are accepted, and so after which row its next drafts begin. It sends the columns that a draft after each row would
+need, and the device picks those of the row that sampled the sequence's newest token.
 
 Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that sample, W width, K drafted tokens.
 """
@@ -51,8 +51,8 @@ class CudaPredicting:
         self._num_slots, self._tile_tokens = num_slots, tile_tokens
 
     def after(self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: Tensor) -> PendingProposals:
-        """Shows the predictor a step that was just launched, and drafts behind each sequence that samples as many tokens as the
-        plan says; both are only launched. kept [>= T, W] each: what the step kept for the predictor. ids [N] int32: the tokens that
+        """Shows the predictor a step that was just launched, and drafts as many tokens as the plan says for each sequence that
+        samples; both are only launched. kept [>= T, W] each: what the step kept for the predictor. ids [N] int32: the tokens that
         it samples. The predictor's keys and values are stored for all tokens of the step, and for the drafted ones but the last.
 
         Drafts are sampled like the model's own tokens, with the noise of their positions, so that the model will pick the same
@@ -81,7 +81,7 @@ class CudaPredicting:
     def _drafted(self, plan: BatchPlan, table: SequenceTable, states: Tensor, ids: Tensor, counts: IntArray) -> Tensor:
         """Returns [1 + K, Q] int32 on the device: for each sequence, the index of the sampling row with its newest token, then its
         drafted tokens. states [N, W]: the predictor's, of the sampling rows. ids [N]: the tokens that these rows sample. counts
-        [N]: how many tokens to draft behind each row, if it turns out to have the newest token."""
+        [N]: how many tokens to draft after each row, if it turns out to have the newest token."""
         sequences, num_drafted = sampled_sequences(plan, table), int(counts.max(initial=0))
         num = len(sequences.firsts)
         missing = -num % ALIGN_WORDS  # picked columns are aligned as those that are sent, and kernels are compiled for that
@@ -115,8 +115,8 @@ class CudaPredicting:
 
     def _columns(self, plan: BatchPlan, table: SequenceTable, counts: IntArray, num_drafted: int) -> IntArray:
         """Returns the columns DRAFT_COLUMNS (C of them) of K draft steps, as [K, C, N] in one dimension: what each sampling row
-        needs if it has its sequence's newest token. A row behind which fewer than K tokens are drafted has slot S in the steps
-        after that."""
+        needs if it has its sequence's newest token. A row after which fewer than K tokens are drafted has slot S in the remaining
+        steps."""
         slots, computed = plan.slots[plan.samples], (plan.num_computed + plan.num_new)[plan.samples]
         out = np.zeros((num_drafted, len(DRAFT_COLUMNS), len(slots)), np.int32)
         for number in range(num_drafted):

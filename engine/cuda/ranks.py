@@ -26,7 +26,7 @@ from scheduler.batch.plan import LongArray
 log = logging.getLogger("engine")
 
 WATCH_S = 0.02  # between looks at the group's flag
-LAUNCH_LIMIT_S = 0.1  # a launch that takes longer waits for another rank, and the exchange is aborted under it
+LAUNCH_LIMIT_S = 0.1  # a launch that takes longer waits for another rank, so its exchange is aborted before it ends
 
 
 class DeviceRanks(Link):

@@ -2,8 +2,8 @@
 exchanges on GPUs take whole tensors.
 
 So a shape depends on the plan alone, and not on which graphs a rank has: a decode step of up to MAX_PADDED_ROWS rows is padded as
-for a graph, whether the rank has that graph or not, and every other step has exactly the plan's tokens. Rank 0 samples behind the
-step from its logits, which the step leaves in memory of their own; the other ranks end with the logits.
+for a graph, whether the rank has that graph or not, and every other step has exactly the plan's tokens. After the step rank 0
+samples from its logits, which the step leaves in memory of their own; the other ranks end with the logits.
 
 Shapes: R rows, N sampling rows, V vocabulary, W width.
 """
@@ -130,7 +130,7 @@ class CudaShare(CudaModel):
         owed, rows = owed_prompt_rows(plan, table), self._sampling_rows(plan, table, masks)
         marks = self._marks()
         if marks is not None and self._links.stages is not None:
-            self._links.stages.received = marks.started.record  # once more: the host has waited by then
+            self._links.stages.received = marks.started.record  # replaces the earlier mark: by now the host has waited
         hidden, num_sampling, logits = self._begin(plan, table, None if owed is None else owed.tokens)
         began_s += self._links.waited_s - waited_s
         told = torch.empty(2, 0, dtype=torch.int32, device=self._device)

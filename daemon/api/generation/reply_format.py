@@ -46,7 +46,7 @@ from daemon.text.tool_parsers.registry import (
 )
 
 READ_AT_ONCE = 4 << 10  # characters parsed before the event loop may do other work: at most 3 ms
-PROMPT_END_TOKENS = 16  # enough for the marker that opens the reasoning and new lines, even if they are several tokens
+PROMPT_END_TOKENS = 16  # last tokens of a prompt, in which the marker that opens the reasoning is searched for
 
 
 class ParsedReply(NamedTuple):

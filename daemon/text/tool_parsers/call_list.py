@@ -8,8 +8,8 @@ from daemon.text.tool_parsers.pieces import Piece
 
 
 class ListParser(DialectParser):
-    """Parses replies with a list of calls, or a single call without its brackets, behind `marker`, which subclasses define. close:
-    the tag behind the list, "" for none. name_key: the key of a function's name."""
+    """Parses replies with a list of calls, or a single call without the list's brackets, after `marker`, which subclasses define.
+    close: the tag after the list, "" for none. name_key: the key of a function's name."""
 
     close = ""
     name_key = "name"

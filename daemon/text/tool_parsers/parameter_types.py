@@ -74,9 +74,10 @@ def referred(schema: dict[str, Any], root: Mapping[str, Any]) -> Any:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Returns the text of a parameter's value as JSON: unchanged if it is JSON of one of the types, or of any type where the value
-    may not be a string; converted if it is a list or dict of Python there; otherwise as a JSON string, with the quotes that it may
-    contain. types: the JSON types that the value may have."""
+    """Returns the text of a parameter's value as JSON. A text that is a JSON string is returned unchanged only if all types are
+    allowed. A text that is other JSON is returned unchanged if it is of one of the types, or if the value may not be a string. A
+    list or dict in Python's syntax is converted if the value may not be a string. Every other text becomes a JSON string. types:
+    the JSON types that the value may have."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     try:

@@ -30,10 +30,10 @@ log = logging.getLogger("engine")
 
 SOURCE = Path(triton_linear.__file__)
 REPEATS = 7
-MEASURE_TRIES = 3  # after which torch's kernel stays, where times are too close or too disturbed to choose by
+MEASURE_TRIES = 3  # after so many tries torch's kernel stays: the times are too close, or vary too much, to choose by
 FLUSH_BYTES = 128 << 20  # written between two measurements; more than the cache holds, so that weights come from memory
-HEAD_START = 32  # such writes before the first measurement: some 1.5 ms on an H100, in which the host launches all the rest
-HEAD_START_TRIES = 3  # each with twice the head start of the one before
+HEAD_START = 32  # such writes before the first measurement; they take 1.5 ms on an H100, in which the host launches all the rest
+HEAD_START_TRIES = 3  # each try has twice the head start of the one before
 
 # Rows, N, K and dtype of a product.
 Size = tuple[int, int, int, torch.dtype]
@@ -65,8 +65,8 @@ def launches_both() -> bool:
 
 
 def few_rows(num_rows: int) -> int:
-    """Returns the row count under which products of num_rows rows are measured and chosen: 1, 2 or 4. Returns 0 if num_rows is too
-    large for our kernel."""
+    """Returns the number of rows for which the kernel of a product of num_rows rows is chosen: num_rows rounded up to 1, 2 or 4.
+    Returns 0 if num_rows is too large for our kernel."""
     return 0 if num_rows > triton_linear.MAX_ROWS else 1 << (num_rows - 1).bit_length()
 
 
@@ -90,8 +90,8 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def launch_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Launches our kernel, once without a bias as `measure` does, and with a bias once more with it, and drops the results. So
-    Triton has compiled every form that later steps may need."""
+    """Launches our kernel without a bias, as `measure` does, and again with the bias if there is one, and drops the results. This
+    makes Triton compile every form that later steps may need."""
     ours(x, weight, None)
     if bias is not None:
         ours(x, weight, bias)

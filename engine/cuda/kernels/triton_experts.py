@@ -23,8 +23,8 @@ from engine.cuda.kernels.triton_four_bits import add_four_bits
 from engine.cuda.kernels.triton_fp8 import code_factor, codes_as
 from engine.ops.ops import ClampedSwiglu, ExpertMatrix, Fp8Matrix, Int4Matrix, Int8Matrix, Mxfp4Matrix, Nvfp4Matrix, SigmoidRouting
 
-TILE_ROWS = (16, 64)  # rows that a program of a product multiplies: for few rows an expert, and for many
-_FEW_ROWS = 16  # an expert, on average: up to here tiles are of the first size
+TILE_ROWS = (16, 64)  # the rows of a tile, which one program multiplies, for experts with few rows and for experts with many
+_FEW_ROWS = 16  # up to so many rows per expert, on average, tiles have the first size
 _SORT_BLOCK = 1024
 _KEEP_BLOCK = 256
 _COMBINE_BLOCK = 1024
@@ -231,10 +231,10 @@ def _sort_kernel(
 
 
 def sort(chosen: Tensor, firsts: Tensor, pairs: Tensor, block: int = _SORT_BLOCK, counts: Tensor | None = None) -> None:
-    """Sorts the pairs of a token and an expert by expert. Fills pairs [P] int32 with the numbers of the pairs of expert 0, then of
-    expert 1, and so on, each in ascending order, and firsts [E + 1] int32 with the place where each expert's begin and, behind the
-    last, the number of all. Padding's pairs are left out. block: how many pairs are looked at at a time. counts [E] int64: the
-    number of each expert's pairs is added to it; None: it is not."""
+    """Sorts the pairs of a token and an expert by expert. Fills pairs [P] int32 with the numbers of expert 0's pairs, then of
+    expert 1's, and so on, each in ascending order. Fills firsts [E + 1] int32 with the index at which each expert's pairs begin,
+    followed by the number of all pairs. Pairs of padding are left out. block: how many pairs a program compares in one turn. counts
+    [E] int64: the number of each expert's pairs is added to it; None: nothing is counted."""
     num_experts, counted = len(firsts) - 1, counts is not None
     own = (chosen, firsts, pairs, firsts if counts is None else counts, chosen.numel())
     _sort_kernel[(num_experts,)](*own, E=num_experts, COUNTED=counted, BLOCK=block, num_warps=4)
@@ -325,10 +325,10 @@ def _grouped_kernel(
     tile, at = tl.program_id(0), tl.arange(0, PADDED_E)
     begins = tl.load(firsts + at, mask=at < E, other=0)
     ends = tl.load(firsts + 1 + at, mask=at < E, other=0)
-    num_tiles = (ends - begins + M - 1) // M  # of each expert; its tiles come after those of the experts before
+    num_tiles = (ends - begins + M - 1) // M  # for each expert, whose tiles come after those of the experts before it
     is_before = tl.cumsum(num_tiles, axis=0) <= tile
     expert = tl.sum(is_before.to(tl.int32), axis=0)
-    if expert >= E:  # there are not so many tiles
+    if expert >= E:  # this routing has fewer tiles than there are programs
         return
     row = tl.load(firsts + expert) + (tile - tl.sum(tl.where(is_before, num_tiles, 0), axis=0)) * M + tl.arange(0, M)
     there = row < tl.load(firsts + expert + 1)

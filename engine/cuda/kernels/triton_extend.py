@@ -39,9 +39,9 @@ def _attend(
     """Adds the positions from begin to below end to the running softmax of M queries, and returns the new (top [M], total [M], sums
     [M, PADDED_D]); see triton_softmax.accumulate.
 
-    table: the row's block table. keys_at, values_at: where the head's keys and values begin in a block. MASKED: positions below
-    `low`, at `end` or behind, after a query's own (position_of_query [M]) and, with WINDOW, below lowest_of_query [M] are masked
-    out; without it there must be none of them."""
+    table: the row's block table. keys_at, values_at: where the head's keys and values begin in a block. MASKED: whether positions
+    must be masked out: those below `low` or from `end` on, those after a query's own position (position_of_query [M]) and, with
+    WINDOW, those below lowest_of_query [M]. Without MASKED there must be no such positions."""
     part, place = tl.arange(0, PADDED_D // WORD), tl.arange(0, N)
     factor = log2_factor(scale, SOFTCAP)
     if FP8:
@@ -52,14 +52,14 @@ def _attend(
         next_block = block_of(table, position + N, position + N < end, BLOCK_TOKENS)
     for start in range(begin, end, N):
         position = start + place
-        unsigned = position.to(tl.uint32)  # whose division by a power of two is one instruction
+        unsigned = position.to(tl.uint32)  # a division of unsigned numbers by a power of two is one instruction
         if MASKED:
             there = (position >= low) & (position < end)
             block = tl.load(table + unsigned // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
             seen = there[:, None] & (part < D // WORD)[None, :]
         else:
             block = tl.load(table + unsigned // BLOCK_TOKENS).to(tl.int64)
-            seen = (place >= 0)[:, None] & (part < D // WORD)[None, :] if D < PADDED_D else None  # all
+            seen = (place >= 0)[:, None] & (part < D // WORD)[None, :] if D < PADDED_D else None  # None: all are loaded
         cell = kv + (block * (block_stride // WORD) + unsigned % BLOCK_TOKENS * (D // WORD))[:, None]
         key = tl.load(cell + keys_at // WORD + part[None, :], mask=seen, other=None if seen is None else 0)
         if FP8:

@@ -16,8 +16,8 @@ from engine.ops import reference
 
 CODE_FACTOR = tl.constexpr(256.0)  # the factor by which the numbers of FP8 codes that `codes_as` returns are too small
 _ROWS_FACTOR = tl.constexpr(2.0**60)
-# What multiplies `moved_codes`, queries up to 2**27 and weights beside the values' scales, is made so much larger that no product
-# is too small for float32.
+# Factors of what is multiplied with `moved_codes`: of queries, up to 2**27, and of weights, which are also multiplied with the
+# values' scales. They are so large that no product is too small for float32.
 QUERIES_FACTOR = tl.constexpr(2.0**100)
 WEIGHTS_FACTOR = tl.constexpr(2.0**90)
 MOVED_FACTOR = tl.constexpr(2.0**120)
@@ -47,8 +47,8 @@ def scale_of(exponent):
 
 @triton.jit
 def finite_scale_of(exponents):
-    """Returns the scales (float32) of exponents as scale_of does, but NaN for those above 2**_MOST_SCALE, which only heads have
-    that are not finite."""
+    """Returns the scales (float32) of exponents as scale_of does, but NaN for scales above 2**_MOST_SCALE. Only heads with NaN or
+    infinity have such scales."""
     return tl.where(exponents.to(tl.int32) > 127 + _MOST_SCALE, float("nan"), scale_of(exponents))
 
 

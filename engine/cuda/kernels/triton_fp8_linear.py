@@ -1,5 +1,5 @@
 """Matrix products with weights of one byte, FP8 or int8, on the GPU (Triton). Codes are read once and converted in registers, so
-that they need no FP8 of the GPU's. Sums are float32. Reference implementations: reference.fp8_linear, reference.int8_linear.
+the GPU needs no instructions for FP8. Sums are float32. Reference implementations: reference.fp8_linear, reference.int8_linear.
 
 Up to MAX_ROWS rows a program adds products up across lanes, as triton_linear does; more rows are multiplied in tiles by tensor
 cores. Grids and tiles depend on shapes alone, so that graphs can hold the launches.
@@ -17,9 +17,9 @@ from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_fp8 import code_factor, codes_as
 
 MAX_ROWS = 4
-TILE_ROWS = (16, 64)  # rows that a program multiplies by tensor cores: where there are few, and many
-_FEW_TILE_ROWS = 32  # up to so many rows tiles are of the first size
-BLOCK = 128  # no tile of inputs has parts of two groups: a group is a multiple of this, or a whole row
+TILE_ROWS = (16, 64)  # the rows of a tile, which one program multiplies by tensor cores, for products of few rows and of many
+_FEW_TILE_ROWS = 32  # up to so many rows tiles have the first size
+BLOCK = 128  # inputs of a tile; all of them share a scale, because a group is a multiple of this, or a whole row
 
 
 @triton.jit
