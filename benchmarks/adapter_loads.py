@@ -1,4 +1,4 @@
-"""How soon a cold LoRA adapter answers: `python -m benchmarks.adapter_loads --model DIR [--adapters 12] [--rank 32]`.
+"""Measures how soon a cold LoRA adapter answers: `python -m benchmarks.adapter_loads --model DIR [--adapters 12] [--rank 32]`.
 
 A daemon serves the model and adapters of it. Each adapter is asked for one token twice: with its file dropped from the page cache,
 so that it is read from the drive, and again when it is in the device's memory; then the base is asked. Beside them the same file is

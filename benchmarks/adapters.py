@@ -1,4 +1,4 @@
-"""What LoRA adapters cost in a step, beside the same steps without any, in one run: the engine's model, driven by hand.
+"""Measures what LoRA adapters cost in a step, beside the same steps without any, in one run: the engine's model, driven by hand.
 
 `python -m benchmarks.adapters --model DIR [--rows N] [--rank N] [--context N] [--prompt N] [--rounds N] [--dtype D] [--threads N]`
 prints a table to standard error, and one JSON line: for each kind of step the milliseconds of its fastest, of wall time and of CPU

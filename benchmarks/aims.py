@@ -1,4 +1,4 @@
-"""What the project holds itself to, and what each machine's newest run made of it: the first table of docs/performance.md."""
+"""Compares the project's aims with each machine's newest run, in the first table of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Aim:
 
 
 def _bound(values: tuple[float, ...], at: int) -> tuple[float, ...]:
-    """Of the value at that place."""
+    """Returns the bound of the value at that place, as a tuple of one number; () if there is none."""
     return values[:1] if len(values) == 1 else values[at : at + 1]
 
 
@@ -102,7 +102,7 @@ AIMS = (
 
 
 def results() -> list[list[Line]]:
-    """Of each kind of machine the newest file's lines, the newest kind first."""
+    """Returns the lines of the newest result file of each kind of machine, the newest kind first."""
     newest: dict[str, list[Line]] = {}
     for file in sorted(RESULTS.glob("*-cpu.jsonl"), reverse=True):
         lines = [json.loads(line) for line in file.read_text().splitlines()]

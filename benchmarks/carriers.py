@@ -1,4 +1,4 @@
-"""What could carry a pipeline's steps to another host: hearthd's own connection, gloo, Ray, and Ray with states by gloo.
+"""Compares what could carry a pipeline's steps to another host: hearthd's own connection, gloo, Ray, and Ray with states by gloo.
 
 Two processes of this machine, and for Ray two nodes on it. A round trip is the plan of 16 decoding rows one way and the states of
 a step the other way, in milliseconds: the median of the rounds' medians, with how many times as long as hearthd's it is (the median
@@ -130,7 +130,7 @@ def end_children() -> None:
 
 
 def at_rest() -> dict[str, float]:
-    """What the running carrier costs while nothing is sent."""
+    """Measures what the running carrier costs while nothing is sent."""
     time.sleep(SETTLE_S)
     before_s, begin_s = {process: _cpu_s(process) for process in children()}, time.monotonic()
     time.sleep(IDLE_S)

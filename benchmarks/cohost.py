@@ -62,7 +62,8 @@ def body(model: str, num_in: int, num_out: int, draw: random.Random) -> dict[str
 
 @dataclass(slots=True)
 class Steps:
-    """So many of an engine; device seconds and tokens (of prompts or generated) of them all, or of one on average."""
+    """A number of an engine's steps, with the device seconds and the tokens (of prompts, or generated) of all of them, or of one on
+    average."""
 
     num: int
     seconds: float
@@ -79,10 +80,10 @@ class Client:
         return await stream_one(self._host, self._port, body(model, num_in, num_out, self._draw))
 
     async def speeds(self, models: list[str], prompts: list[int]) -> dict[str, float]:
-        """What the simulator's costs ask for, as the engine's own count of steps and device seconds tells it; to a step's is added
-        what passes between two. Steps of all these models (as many as fit) by turns: a model that has the device to itself would
-        find its weights in the processor's caches, where the others' have been. prompts: lengths as the trace has them, since the
-        first steps of a size take a multiple of later ones. Means, for stalls pass in a trace, too."""
+        """Returns the simulator's costs, from the engine's own count of steps and device seconds. The time between two steps is
+        added to a step's. Steps of all these models (as many as fit) take turns, because a model that has the device to itself
+        would find its weights in the processor's caches. prompts: lengths as in the trace, since the first steps of a size take a
+        multiple of later ones. The costs are means, because a trace has stalls, too."""
         one, between_s = await self._decoding(models, 1)
         eight, _ = await self._decoding(models, 8)
         each_s = max(0.0, (eight.seconds - one.seconds) / (eight.num_tokens - one.num_tokens))
@@ -128,7 +129,7 @@ class Client:
         return Steps(num_steps, (after.seconds - before.seconds) / num_steps, sum(lengths) / num_steps)
 
     async def _counted(self, models: list[str]) -> Steps:
-        """Of these models, by now: the engine tells of a step when it ends."""
+        """Returns the steps of these models so far, from the metrics; a step counts when it has ended."""
         found = await asyncio.to_thread(scraped, self._url)
 
         def of(metric: str) -> float:
@@ -172,7 +173,7 @@ class Kind:
 
     @property
     def label(self) -> str:
-        """What its figures' names begin with in the result."""
+        """The prefix of the names of its figures in the result."""
         return "" if self.num_ranks == 1 else "split_"
 
 
@@ -193,8 +194,8 @@ def measure(server: Server, kind: Kind, num_resident: int, prompts: list[int]) -
 def predicted(
     folder: pathlib.Path, table: dict[str, Any], trace: pathlib.Path, kinds: list[Kind], flags: list[str]
 ) -> dict[str, Any]:
-    """What `hearth simulate` says of the trace, the scenario's speeds replaced by those measured here. table: the scenario's file;
-    it is changed."""
+    """Returns what `hearth simulate` says of the trace, with the scenario's speeds replaced by those measured here. table: the
+    scenario's file; it is changed."""
     rate = min(table["costs"]["disk_bytes_per_s"], table["costs"]["copy_bytes_per_s"])
     whole, *_ = kinds
     whole_bytes = parse_bytes(table["models"][whole.names[0]]["weights_bytes"])

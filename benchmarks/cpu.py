@@ -187,7 +187,7 @@ def middle(values: list[float]) -> float:
 
 
 def first_token_s(server: Server | Process, model: str, seed: int) -> float:
-    """Of a short prompt, from the request on, whatever state the model is in."""
+    """Returns the seconds from a request with a short prompt to its first token, whatever state the model is in."""
     (result,) = uvloop.run(drive(server.url, [model], 1, 1, 8, 2, seed=seed))
     if not result.ok:
         raise RuntimeError(f"{model}: {result.error or result.status}")

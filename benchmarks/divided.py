@@ -1,5 +1,6 @@
-"""What a model gives that is divided over two devices of one core each: by its matrices (tensor), or by its layers (pipeline), the
-latter also with its first stage on a device of another host (over hosts), whose part a process on a core of this machine plays.
+"""Measures what a model gives that is divided over two devices of one core each: by its matrices (tensor), or by its layers
+(pipeline), the latter also with its first stage on a device of another host (over hosts), whose part a process on a core of this
+machine plays.
 
 Beside it stand one device of one core and one of two. decode: tokens a second of streams with short prompts. prompts: tokens a
 second of prompts of 448 tokens. busy: the share of the time in which the least busy of the engines has computed, which includes up

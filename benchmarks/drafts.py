@@ -1,5 +1,5 @@
-"""What drafted tokens gain: `python -m benchmarks.drafts --model DIR [--streams 1 32] [--tokens 160] [--passes 3] [--adaptive]
-[--kinds known wrong nothing] [--quantize packed]`.
+"""Measures what drafted tokens gain: `python -m benchmarks.drafts --model DIR [--streams 1 32] [--tokens 160] [--passes 3]
+[--adaptive] [--kinds known wrong nothing] [--quantize packed]`.
 
 The engine's own model and batch scheduler, driven by hand. First the sequences run without drafts; then a drafter that knows their
 texts drafts for them and errs at each token with a set rate, so a draft's acceptance is known. Runs alternate, and each is compared

@@ -42,7 +42,7 @@ Arrivals = dict[int, list[tuple[int, int, int]]]  # tick -> (model, prompt token
 
 
 def bursts(ticks: int, seed: int, burst: int) -> Arrivals:
-    """Of so many requests, one request in two ticks on average."""
+    """Returns bursts of so many requests, with one request in two ticks on average."""
     draw = random.Random(seed)
     weights = [1 / (rank + 1) for rank in range(NUM_MODELS)]
     found: Arrivals = {}

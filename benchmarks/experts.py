@@ -1,4 +1,4 @@
-"""How fast a mixture of experts decodes on the cpu device, against reading the weights that a token needs.
+"""Measures how fast a mixture of experts decodes on the cpu device, against reading the weights that a token needs.
 
 A checkpoint of 16 experts, 2 a token, with 245 M parameters (52 M of them for a token) in bfloat16 is loaded by an engine's runner
 and decodes one token a step from recorded steps. In turns with these steps the one-row kernel reads matrices as long as the model.

@@ -1,6 +1,6 @@
-"""What products with quantised weights take beside those with bfloat16 ones of the same shape: int8 with a scale an output, FP8
-with a scale an output and with a scale a block of 128 x 128, INT4 with a scale for each 128 inputs of an output, with zero points
-and without, and with one for each 32, NVFP4.
+"""Measures what products with quantised weights take beside those with bfloat16 ones of the same shape: int8 with a scale an
+output, FP8 with a scale an output and with a scale a block of 128 x 128, INT4 with a scale for each 128 inputs of an output, with
+zero points and without, and with one for each 32, NVFP4.
 
 Matrices lie in huge pages, as in an engine, several of each so that no cache holds them. The formats take turns, and each call is
 timed, with one thread by the processor's time for it; a figure is the median of the fastest quarter, so that other processes

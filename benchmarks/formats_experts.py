@@ -1,5 +1,5 @@
-"""How fast the cpu device multiplies rows with the experts of a layer whose weights are in MXFP4 or NVFP4, against the same in
-bfloat16.
+"""Measures how fast the cpu device multiplies rows with the experts of a layer whose weights are in MXFP4 or NVFP4, against the
+same in bfloat16.
 
 The matrices are those of gate and up in gpt-oss 20B (2880 inputs, 5760 outputs), of 16 experts, so that no cache holds them. Each
 call multiplies the given number of rows with each of four experts, in turn with others of the 16. With one row, as a decode step of

@@ -1,4 +1,4 @@
-"""What a step costs with no server around it: the engine's own runner and model, driven by hand.
+"""Measures what a step costs with no server around it: the engine's own runner and model, driven by hand.
 
 `python -m benchmarks.forward --model DIR [--rows N] [--context N] [--steps N] [--dtype D] [--threads N] [--prompt N]` prints one
 JSON line: wall and CPU microseconds per token of decode steps over all threads, and of a prefill of `--prompt` tokens a row.

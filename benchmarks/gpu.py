@@ -135,7 +135,8 @@ def _killed(process: subprocess.Popen[str]) -> str:
 
 
 def answers(command: Sequence[str], least_gib: float) -> dict[str, Any] | None:
-    """What the probe tells of the device, once it has least_gib free or was asked MOST_PROBES times; None if it told nothing."""
+    """Returns what the probe reports of the device, once it has least_gib free or was asked MOST_PROBES times; None if it told
+    nothing."""
     told: dict[str, Any] | None = None
     for number in range(MOST_PROBES):
         if number:
@@ -170,7 +171,8 @@ def kept_s(num_parts: int) -> float:
 
 
 def seconds_for(parts: Sequence[Part], left_s: float) -> float:
-    """What the first of these parts may take: all but what is the others' own; less where even that is not left."""
+    """Returns the seconds that the first of these parts may take: all that are left except the other parts' limits, but at least
+    its own limit if that much is left."""
     return min(left_s, max(left_s - sum(part.limit_s for part in parts[1:]), parts[0].limit_s))
 
 

@@ -1,4 +1,4 @@
-"""What `make gpu` holds its figures to. Aims are of an H100 or H200."""
+"""The aims to which `make gpu` compares its figures. Aims are of an H100 or H200."""
 
 from __future__ import annotations
 

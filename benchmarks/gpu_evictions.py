@@ -1,6 +1,6 @@
-"""What a model's streams feel of another one's moves: gaps between the tokens of a 1B model while an 8B model, a thousand chunks of
-memory, is evicted to nothing or to host memory and comes back from there or from its files, which are in the page cache. One JSON
-line each.
+"""Measures how a model's streams are delayed while another model moves: gaps between the tokens of a 1B model while an 8B model, a
+thousand chunks of memory, is evicted to nothing or to host memory and comes back from there or from its files, which are in the
+page cache. One JSON line each.
 
 usage: python -m benchmarks.gpu_evictions [--tiny]: --tiny with small models, computed on the cpu device.
 """

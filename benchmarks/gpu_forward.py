@@ -108,8 +108,8 @@ def swap(bench: Bench, rate: float) -> None:
 
 
 def work_space(bench: Bench, num_tokens: int) -> None:
-    """What steps took beside weights and KV, against what loader/sizes/gpu_sizing.py keeps for them; and what torch's allocator
-    held for that, graphs and tables included, against what an engine lets it have."""
+    """Compares the memory that steps took besides weights and KV with what loader/sizes/gpu_sizing.py keeps for them, and the
+    memory that torch's allocator held, graphs and tables included, with what an engine lets it have."""
     kept = gpu_work_space_bytes(bench.shape, bench.dtype, num_tokens, 256)
     held = bench.weights.num_bytes + bench.num_blocks * bench.block_bytes
     taken, pools = torch.cuda.max_memory_allocated() - held, pools_mib()

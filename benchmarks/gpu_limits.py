@@ -16,8 +16,8 @@ CACHE_DIR = str(pathlib.Path(__file__).resolve().parent.parent / ".cache")
 
 
 def seconds_of(call: Callable[[], Any], device: str, repeats: int = 20, warm_up: int = 3, captured: bool = True) -> float:
-    """Of one call. On a GPU the median, by device events, of a few runs of a graph of `repeats` calls: a small kernel takes less
-    time than its launch. captured False, for what no graph can hold: each call by itself."""
+    """Returns the seconds of one call. On a GPU it is the median, by device events, of a few runs of a graph of `repeats` calls: a
+    small kernel takes less time than its launch. captured False, for what no graph can hold: each call by itself."""
     for _ in range(warm_up):
         call()
     if device != "cuda":

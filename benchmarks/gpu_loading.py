@@ -1,5 +1,5 @@
-"""How fast weights come from files on to a GPU: plain ones, packed ones decoded there, and packed ones decoded on the host, in
-turn, from the drive and, with --warm, from the page cache; beside them the raw read of the drive. One JSON line each, GB/s of
+"""Measures how fast weights come from files to a GPU: plain ones, packed ones decoded there, and packed ones decoded on the host,
+in turn, from the drive and, with --warm, from the page cache; beside them the raw read of the drive. One JSON line each, GB/s of
 weights.
 
 usage: python -m benchmarks.gpu_loading [--layers 12] [--rounds 2] [--warm] [--tiny]: without a GPU a small model,

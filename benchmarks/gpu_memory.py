@@ -1,6 +1,6 @@
-"""What moving memory costs on a GPU: mapping and unmapping chunks of a few sizes, reading through such mappings, a captured graph
-whose memory was unmapped and mapped again, page-locking host memory, and the bus; the engine's own swaps against that, and its
-chunks handed to another memory. One JSON line each.
+"""Measures what moving memory costs on a GPU: mapping and unmapping chunks of a few sizes, reading through such mappings, a
+captured graph whose memory was unmapped and mapped again, page-locking host memory, and the bus; the engine's own swaps against
+that, and its chunks handed to another memory. One JSON line each.
 
 usage: python -m benchmarks.gpu_memory [--tiny]: without a GPU only copies on the CPU, to show that the script runs.
 """

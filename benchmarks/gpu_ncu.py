@@ -1,5 +1,5 @@
-"""What Nsight Compute says of the kernels that count: decode attention, prompt attention and sampling, at sizes of an 8B
-model. One JSON line a launch. Where there is no ncu it says so and ends well.
+"""Runs Nsight Compute on the kernels that count: decode attention, prompt attention and sampling, at sizes of an 8B model. One JSON
+line a launch. Where there is no ncu it says so and ends well.
 
 usage: python -m benchmarks.gpu_ncu [--tiny]: the launches without ncu, interpreted on the CPU.
 """

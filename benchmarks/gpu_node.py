@@ -1,4 +1,6 @@
-"""What a daemon serves in a benchmark on one GPU, with what that asks of the machine: device memory, host memory, disk."""
+"""Sets up the models that a daemon serves in a benchmark on one GPU, and computes what they ask of the machine: device memory, host
+memory, disk.
+"""
 
 from __future__ import annotations
 

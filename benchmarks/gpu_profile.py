@@ -1,5 +1,5 @@
-"""Where the time of an 8B model's steps goes: kernels by their time on the device, of a decode step of 1 and of 64 rows and of a
-prompt, and what of the step no kernel runs. One JSON line a kernel; torch's own tables go to the log.
+"""Measures where the time of an 8B model's steps goes: kernels by their time on the device, of a decode step of 1 and of 64 rows
+and of a prompt, and what of the step no kernel runs. One JSON line a kernel; torch's own tables go to the log.
 
 usage: python -m benchmarks.gpu_profile [--tiny]
 """

@@ -34,9 +34,9 @@ class RanksFailed(Exception):
 
 
 class Rank:
-    """What a function in a rank's process is given. device: "cuda", or "cpu" where kernels are interpreted. through: NCCL or HOST.
-    words: the memory that the ranks share, of which the first word is the flag of a broken group. tell: sends a word to the process
-    that started this one. kept: what earlier functions have left for later ones. to_end: what give_up calls."""
+    """The objects that a function in a rank's process gets. device: "cuda", or "cpu" where kernels are interpreted. through: NCCL
+    or HOST. words: the memory that the ranks share, of which the first word is the flag of a broken group. tell: sends a word to
+    the process that started this one. kept: what earlier functions have left for later ones. to_end: what give_up calls."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Rank:
 
     @property
     def alone(self) -> Connects:
-        """What connects ranks whose sums do not go through memory that they map from each other."""
+        """Returns what connects ranks whose sums do not go through memory that they map from each other."""
         if self.through == NCCL:
             return nccl()
         from benchmarks.gpu_host_exchange import ThroughHost
@@ -67,7 +67,7 @@ class Rank:
 
     @property
     def connects(self) -> Connects:
-        """What connects ranks as engines do: sums of small tensors go through memory that they map from each other."""
+        """Returns what connects ranks as engines do: sums of small tensors go through memory that they map from each other."""
         if self.device == "cuda":
             from engine.cuda.peer_regions import DeviceRegions
 

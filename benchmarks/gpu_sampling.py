@@ -1,4 +1,4 @@
-"""What sampling settings cost inside a step of a 1B model, where the sampling kernel weighs most: the step's time over the
+"""Measures what sampling settings cost inside a step of a 1B model, where the sampling kernel weighs most: the step's time over the
 greedy step's. Steps with penalties or log-probabilities go on from the graph's hidden states, and run one at a time. One JSON line
 each.
 

@@ -84,7 +84,7 @@ class Asker:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the batches of one model take."""
+        """Returns how many steps the batches of one model take."""
         return sum(self._num_tokens // num_rows for num_rows in BATCHES)
 
     async def alone(self, names: Sequence[str]) -> dict[Question, str]:

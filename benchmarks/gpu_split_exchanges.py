@@ -1,5 +1,5 @@
-"""What the ranks of the part `split` do with exchanges alone: each kind with its result, in graphs as well, how long sums take, how
-a connection is given up, and what becomes of an exchange whose other rank was killed.
+"""Runs exchanges alone in the ranks of the part `split`: each kind with its result, in graphs as well, how long sums take, how a
+connection is given up, and what becomes of an exchange whose other rank was killed.
 
 Each function is called in the process of a rank (gpu_ranks.py), by all ranks of a group.
 """
@@ -30,8 +30,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8
 
 
 class Work:
-    """What `launch` launches, to be run again and again: as a CUDA graph if `captured`, else by calling it again. warming: returns
-    the context in which it is run before it is captured."""
+    """Work that `launch` launches, to be run again and again: as a CUDA graph if `captured`, else by calling it again. warming:
+    returns the context in which it is run before it is captured."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""What an offline machine may lack to run `make gpu`.
+"""Gets the wheels that an offline machine may lack to run `make gpu`.
 
 `--get FOLDER` downloads wheels for Python 3.12 on x86-64 Linux; `--use FOLDER` installs those that the running python has no
-package for, into FOLDER/site. torch, triton, numpy, tokenizers and transformers are the machine's own."""
+package for, into FOLDER/site. torch, triton, numpy, tokenizers and transformers are the machine's own.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ AT_ONCE = 24
 
 
 def is_valid(made: Schema, text: str) -> bool:
-    """By two validators that share no code; formats count."""
+    """Returns whether two validators that share no code accept the value; formats count."""
     value = json.loads(text)
     kind = jsonschema.Draft202012Validator
     first = kind(made, format_checker=kind.FORMAT_CHECKER).is_valid(value)

@@ -1,4 +1,4 @@
-"""What the CPU kernels do, beside what the machine can do in the same run.
+"""Compares what the CPU kernels do with what the machine can do in the same run.
 
 Limits, all of this run: bytes a second of the one-row kernel (ops.linear) over 2 GiB of matrices, and of a plain sum over the same;
 operations a second of `F.linear` at 128 rows. Matrices and caches are views of those 2 GiB, taken in turn, together twice as large
@@ -61,7 +61,7 @@ ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 
 
 def _largest_cache_bytes() -> int:
-    """As Linux tells it; 0 where it does not."""
+    """Returns the bytes of the largest cache that Linux reports; 0 if it reports none."""
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(size[:-1]) << {"K": 10, "M": 20}[size[-1]] for size in sizes if size[-1] in "KM"), default=0)
 
@@ -94,7 +94,8 @@ def seconds(calls: Sequence[Callable[[], Any]], *, min_s: float | None = None) -
 
 
 def replayed_s(calls: Sequence[Callable[[], Any]]) -> float:
-    """Of one of these calls of ops, made one after the other as a recorded step makes its own; the median of several runs."""
+    """Returns the seconds of one of these calls of ops, made one after the other as a recorded step makes its own; the median of
+    several runs."""
     recorder = Recorder(Scratch())
     with recording(recorder):
         for call in calls:

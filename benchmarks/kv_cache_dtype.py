@@ -1,10 +1,10 @@
-"""What fp8 KV costs in quality: the same model as it is and with kv_cache_dtype = "fp8", over the same text (benchmarks/quantize.py
-says which, and what the columns are).
+"""Measures what fp8 KV costs in quality: the same model as it is and with kv_cache_dtype = "fp8", over the same text
+(benchmarks/quantize.py says which, and what the columns are).
 
 Every token reads its predecessors' keys and values from the cache, also within a prompt, so this is what decoding reads, too.
-Computed on the CPU by the kernels' twins (engine/ops/reference.py): the codes and scales are a GPU's. `scale` says what the
-values are divided by: "head" is what the engine does, a power of two for each token and head; "1" is what others do where a
-checkpoint brings no scales: nothing, clamped to 448. `keys_times`: so much larger are all keys made and so much smaller all
+Computed on the CPU by the kernels' reference implementations (engine/ops/reference.py): the codes and scales are a GPU's. `scale`
+says what the values are divided by: "head" is what the engine does, a power of two for each token and head; "1" is what others do
+where a checkpoint brings no scales: nothing, clamped to 448. `keys_times`: so much larger are all keys made and so much smaller all
 queries, which is the same model (its perplexity shows it), as one with other habits might have been trained.
 
 usage: python -m benchmarks.kv_cache_dtype [MODEL_DIR ...] [--tokens N] [--dtype D]: four JSON lines a model, and a table.

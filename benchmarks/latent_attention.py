@@ -1,5 +1,5 @@
-"""What latent attention takes on the cpu device in its two forms: queries that read the latents (absorbed), and keys and values
-made of the latents first (expanded), at the sizes of DeepSeek-V2-Lite's layers, bfloat16, for one row of a step.
+"""Measures what latent attention takes on the cpu device in its two forms: queries that read the latents (absorbed), and keys and
+values made of the latents first (expanded), at the sizes of DeepSeek-V2-Lite's layers, bfloat16, for one row of a step.
 
 The forms take turns; a figure is the median of the fastest quarter. `chosen`: the form that the engine takes for so many queries.
 

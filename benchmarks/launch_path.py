@@ -1,6 +1,6 @@
-"""What a step on a GPU costs the host, measured where there is none (benchmarks/no_driver.py says what is real): microseconds of
-a core's time from the plan of a step to its result, for steps that launch each kernel and for those that replay a graph. Waits are
-not counted; a core whose caches others use takes longer, and machine_load tells how many there were.
+"""Measures what a step on a GPU costs the host, on a machine without a GPU (benchmarks/no_driver.py says what is real):
+microseconds of a core's time from the plan of a step to its result, for steps that launch each kernel and for those that replay a
+graph. Waits are not counted; a core whose caches others use takes longer, and machine_load tells how many there were.
 
 64 rows that decode at scattered places of their sequences; a mixed step has a piece of one more prompt. Rows sample with a
 temperature and top_p; in further steps all of them have penalties, log-probabilities, a bias or a grammar's mask as well.

@@ -1,4 +1,5 @@
-"""How fast a checkpoint comes from the drive into memory: raw reads, our loader, and public loaders where they are installed.
+"""Measures how fast a checkpoint comes from the drive into memory: raw reads, our loader, and public loaders where they are
+installed.
 
 Every load is a process of its own with its imports done; variants take turns in an order that is shuffled each round. `cold`: the
 files are dropped from the page cache before each load; `warm`: they are read into it. `--peer-python` names an interpreter with
@@ -88,7 +89,7 @@ def raw(paths: list[Path], num_threads: int, block_bytes: int, huge: bool, direc
 
 
 def spread(paths: list[Path], num_threads: int, block_bytes: int, direct: bool) -> Callable[[], Any]:
-    """As `raw`, but into prepared memory of the files' size."""
+    """Reads as `raw` does, but into prepared memory of the files' size."""
     fds = [os.open(path, os.O_RDONLY) for path in paths]
     sizes = [-(-os.fstat(fd).st_size // BLOCK_BYTES) * BLOCK_BYTES for fd in fds]
     if direct:
@@ -170,7 +171,7 @@ def host_tier(num_slots: int) -> HostTier:
 
 
 def load_task(keep_slots: Sequence[int]) -> LoadTask:
-    """Of a load that nobody watches or cancels."""
+    """Returns the task of a load that nobody watches or cancels."""
     spec = LoadModel(1, "m", "", "bfloat16", "", len(keep_slots), 0, 0, 1, 1, [], keep_slots=list(keep_slots))
     return LoadTask(spec, np.arange(len(keep_slots), dtype=np.int32), lambda done, total: None, lambda: False)
 

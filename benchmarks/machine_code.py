@@ -31,8 +31,8 @@ COMPARED = ("registers", "stack_bytes", "shared_bytes", "instructions", "loop_in
 
 @dataclass(slots=True, frozen=True)
 class Limits:
-    """What one multiprocessor has, and what one program may take of its shared memory. Source: NVIDIA, "CUDA C++ Programming
-    Guide", technical specifications by compute capability."""
+    """The resources of one multiprocessor, and the shared memory that one program may take of them. Source: NVIDIA, "CUDA C++
+    Programming Guide", technical specifications by compute capability."""
 
     shared_bytes: int
     program_shared_bytes: int

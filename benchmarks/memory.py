@@ -1,5 +1,5 @@
-"""What the engine's memory costs: kernels on aliased chunks against private memory, swap-in from the host tier against memcpy,
-preparing, mapping, and KV to the tier and back. Ratios within one run; the rounds take turns.
+"""Measures what the engine's memory costs: kernels on aliased chunks against private memory, swap-in from the host tier against
+memcpy, preparing, mapping, and KV to the tier and back. Ratios within one run; the rounds take turns.
 
 usage: python -m benchmarks.memory [--mib 512] [--rounds 5]
 """
@@ -113,7 +113,7 @@ def layouts(num_bytes: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def memcpy(pieces: list[tuple[int, Any]]) -> None:
-    """As many threads as a transfer has, each with libc's memcpy."""
+    """Copies by as many threads as a transfer has, each with libc's memcpy."""
     copy = ctypes.CDLL(None).memcpy
     copy.argtypes, copy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
 

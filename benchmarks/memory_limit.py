@@ -38,7 +38,7 @@ KILLS = ("memory.oom_control", "memory.events")
 
 
 class Watch:
-    """What a group takes, looked at in a thread. most_bytes: so far."""
+    """Watches in a thread how much memory a group takes. most_bytes: so far."""
 
     def __init__(self, group: pathlib.Path) -> None:
         self.most_bytes, self._group, self._done = 0, group, threading.Event()

@@ -1,4 +1,5 @@
-"""What keys, a log line per request and metrics that are scraped every second cost: CPU per output token of the whole process tree.
+"""Measures what keys, a log line per request and metrics that are scraped every second cost: CPU per output token of the whole
+process tree.
 
 Two servers of this version run side by side and take turns under the same load: `plain` (no keys, warnings only, nobody reads the
 metrics) and `full` (keys of several tenants, a line per request into a file, /metrics read once a second). What is compared are the

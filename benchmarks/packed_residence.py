@@ -1,4 +1,5 @@
-"""What bfloat16 weights that stay packed (loader/formats/packed_rows.py) take of memory, and what products with them take of time.
+"""Measures the memory that bfloat16 weights take if they stay packed (loader/formats/packed_rows.py), and the time that products
+with them take.
 
 Bytes: of one-b's matrices with weights as they are drawn (normal, 0.02), and of the demo's trained models; `escapes` is the share
 of weights whose exponent is stored by itself, `unpack_us` what it takes to write the plain matrix.

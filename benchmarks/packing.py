@@ -1,4 +1,4 @@
-"""What packed weights take, and what decoding them costs.
+"""Measures how much space packed weights take, and what decoding them costs.
 
 Decoding: frames of a million Gaussian values in memory, beside memcpy of what comes out, by one thread and by as many as there are
 cores. Ratio: bytes of packed tensors to bytes before, of made-up tensors and of models (whole files there); every bit is compared.
@@ -65,7 +65,7 @@ def gaussian(num_values: int, sigma: float, seed: int) -> Any:
 
 
 def decoding(decoder: Decoder, rounds: int) -> dict[str, dict[str, float]]:
-    """What is done -> GB/s of weights, by one thread and by all; medians over frames and rounds."""
+    """Returns, by what is done, GB/s of weights, by one thread and by all; medians over frames and rounds."""
     plain = [gaussian(FRAME_VALUES, 0.02, seed) for seed in range(NUM_FRAMES)]
     frames = [np.frombuffer(bytearray(codec.encode(values)), np.uint8) for values in plain]
     outs = [np.ones(FRAME_VALUES, np.uint16) for _ in plain]
@@ -145,7 +145,7 @@ def ratios(models: list[Path]) -> dict[str, float]:
 
 
 def pack(folder: Path) -> float:
-    """As `hearth pack`. Returns its seconds."""
+    """Packs as `hearth pack` does, and returns its seconds."""
     started_s = time.perf_counter()
     (folder / PACKED_DIR).mkdir(exist_ok=True)
     for info in scan_one(folder).files:

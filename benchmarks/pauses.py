@@ -93,7 +93,7 @@ def run(num: int, num_out: int, asked: int, dtype: str, host_tier: str) -> dict[
             undisturbed, _ = uvloop.run(client.streams(num, num_out))
             again, _ = uvloop.run(client.streams(num, num_out))
             server.cli("unload", STREAMING)
-            server.cli("load", STREAMING)  # without kept prefixes
+            server.cli("load", STREAMING)  # without cached prefixes
             before, begin_s = scraped(server.url), time.perf_counter()
             streams, others = uvloop.run(client.streams(num, num_out, asked))
             wall_s = time.perf_counter() - begin_s

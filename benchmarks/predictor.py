@@ -1,4 +1,4 @@
-"""What a model's own predictor gains: `python -m benchmarks.predictor [--streams 1 4 32] [--tokens 96] [--passes 2]
+"""Measures what a model's own predictor gains: `python -m benchmarks.predictor [--streams 1 4 32] [--tokens 96] [--passes 2]
 [--cpu-seconds]`.
 
 A model of GLM-4.5's shape with random weights (24 layers, 8 experts, 0.46 GB in bfloat16), made here: its layers add nothing, so

@@ -1,5 +1,5 @@
-"""What int8 weights, or weights that stay packed in memory, give and cost: the same model as it is and with quantize = "int8" or
-resident = "packed", in turn.
+"""Measures what int8 weights, or weights that stay packed in memory, give and cost: the same model as it is and with quantize =
+"int8" or resident = "packed", in turn.
 
 Given: bytes of weights, milliseconds of decode steps and of prompts, by rows and tokens. Cost: docstrings of the standard library
 (the like of what the demo's models were trained on) through both; perplexity of each, divergence of the next token's distribution

@@ -1,4 +1,4 @@
-"""What it takes two processes to add up what they have computed, and what a model that is split over them makes of it.
+"""Measures how long two processes take to add up what they have computed, and how fast a model decodes that is split over them.
 
 `python -m benchmarks.ranks [--only sums,plans,decode] [--shape NAME] [--rows N,N] [--rounds N]` prints one JSON line and a table
 for each part.
@@ -80,7 +80,7 @@ CONTEXT, CHUNK_BYTES, MOST_ROWS = 192, 2 << 20, 64
 
 
 class Process:
-    """What one of the processes that are measured does, as it is asked."""
+    """One of the processes that are measured; it does what it is asked."""
 
     def __init__(self, rank: int, fd: int, folder: str, doorbells: list[int], exchange: list[int]) -> None:
         self.rank, self._cores, self._doorbells = rank, sorted(os.sched_getaffinity(0)), doorbells

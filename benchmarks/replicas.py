@@ -1,4 +1,5 @@
-"""What a second replica of a model gives: on a node of two one-core devices, the same load with `replicas` 1 and 2 in turn.
+"""Measures what a second replica of a model gives: on a node of two one-core devices, the same load with `replicas` 1 and 2 in
+turn.
 
 rate: tokens a second at 32 streams. kill: kill -9 of one engine under 50 streams; the longest time without a token of each stream,
 also of those at the other replica. conversations: 24 at a time, four turns each, every turn with all of the turns before it; the

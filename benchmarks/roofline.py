@@ -1,4 +1,4 @@
-"""Where a step's time goes, beside what the machine's memory and arithmetic allow.
+"""Measures where a step's time goes, and compares it with what the machine's memory and arithmetic allow.
 
 The engine's own parts (batch scheduler, model, sampler, message) run decode steps, prompts and both together without a daemon, with
 a clock around every kernel (recorded steps have their own): products with weights, attention, sampling, row-wise kernels (norms,
@@ -97,12 +97,12 @@ class Clocks:
 
 @dataclass(slots=True)
 class Program:
-    """What is run again of a step: one recording, or one to the hidden states and a head."""
+    """The recordings by which a step is run again: one, or one up to the hidden states and a head."""
 
     parts: list[ChunkProgram | LogitsProgram]
 
     def replays(self) -> list[Replay]:
-        """With those that draw tokens from logits."""
+        """Returns a model's replays, including those that sample tokens from logits."""
         drawings = [drawing for part in self.parts if isinstance(part, LogitsProgram) for drawing in part.drawings.values()]
         return [*self.parts, *drawings]
 
@@ -114,7 +114,7 @@ def watch_step(program: Program) -> None:
 
 
 def name_of(kernel: Any) -> str:
-    """Of what a recorded step calls: a kernel, its forms, or a function of torch with some of its arguments."""
+    """Returns the name of what a recorded step calls: a kernel, its forms, or a function of torch with some of its arguments."""
     kernel = getattr(kernel, "func", kernel)
     kernel = getattr(kernel, "serial", kernel)
     return str(getattr(kernel, "__name__", type(kernel).__name__))
@@ -208,7 +208,7 @@ class Steps:
         encode(TokensOut("m", 1, result.seconds, outcome.request_ids, outcome.ids, finish=outcome.finish, cached=outcome.cached))
 
     def running(self, kind: str, size: int) -> Iterator[None]:
-        """What is measured: yields before every step that counts."""
+        """Runs what is measured: yields before every step that counts."""
         if kind == "prefill":
             return self.prefill(size)
         if kind == "mixed":

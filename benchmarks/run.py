@@ -51,7 +51,7 @@ def commit_of(folder: pathlib.Path) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on, without naming the machine."""
+    """Returns a description of the machine that the figures were taken on, without its name."""
     cpu = platform.processor() or "unknown"
     info = pathlib.Path("/proc/cpuinfo")
     if info.exists():

@@ -24,7 +24,7 @@ KEPT_LOGS = "HEARTH_BENCH_LOGS"  # a folder: what daemons logged is kept there
 
 @functools.cache
 def compile_kernels() -> None:
-    """So that no figure is of a model that is served without them."""
+    """Compiles the kernels, so that no figure is of a model that is served without them."""
     command = [sys.executable, "-m", "engine.warm", str(CACHE), "--int8"]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
@@ -119,7 +119,7 @@ class Server:
         return done.stdout
 
     def metric(self, name: str) -> float:
-        """Of one line of /metrics, labels included; 0 where there is none."""
+        """Returns the value of one line of /metrics, named with its labels; 0 if there is none."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=30) as response:
             lines = response.read().decode().splitlines()
         return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), 0.0)

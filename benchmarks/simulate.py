@@ -1,4 +1,4 @@
-"""What the simulator says of the shipped scenarios, over seeds and over memory; draws docs/simulate/wait.svg.
+"""Runs the simulator on the shipped scenarios, over seeds and over memory; draws docs/simulate/wait.svg.
 
     python -m benchmarks.simulate [--svg docs/simulate/wait.svg]
 

@@ -44,7 +44,7 @@ def sample(pid: int) -> dict[str, int]:
 
 
 def growth_percent(stamps: list[float], values: list[int]) -> float:
-    """Of a straight line over these samples, from its beginning to its end."""
+    """Returns the growth of a straight line through these samples, from its beginning to its end."""
     slope, start = np.polyfit(np.array(stamps) - stamps[0], values, 1)
     return round(float(slope * (stamps[-1] - stamps[0]) / max(start, 1.0) * 100), 2)
 

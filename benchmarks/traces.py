@@ -1,4 +1,5 @@
-"""What tracing costs: CPU of the daemon's process for a streamed completion, and of making and sending the spans of one request.
+"""Measures what tracing costs: CPU of the daemon's process for a streamed completion, and of making and sending the spans of one
+request.
 
 `server`: three servers of this version (null runner) take turns under the same load: `off` (no collector is named), `unsampled`
 (tracing is on and this request is not taken) and `sampled` (every request is). `us_per_request` is the CPU time of the daemon's own
@@ -155,7 +156,7 @@ def _generation() -> Generation:
 
 
 def _live(tracer: Tracer, number: int) -> None:
-    """What a traced chat makes of its trace."""
+    """Makes the trace that a traced chat makes."""
     now = time.monotonic()
     trace = tracer.begin((), (), number.to_bytes(24), now)
     assert trace.traceresponse

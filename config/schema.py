@@ -68,7 +68,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a model is split over devices, from the key `parallel` of its table.
+    """The division of a model among devices, from the key `parallel` of its table.
 
     pipeline: the number of stages into which the layers are divided; each stage has tensor * expert devices. tensor: the number of
     devices among which each matrix of a layer is divided. expert: the number of parts into which the experts of a layer are

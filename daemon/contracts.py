@@ -226,8 +226,8 @@ class Resident(NamedTuple):
 
 
 class HealthPort(Protocol):
-    """What the API asks of the node for /healthz, /readyz, /load, /metrics and the list of loaded models. The methods are called on
-    the event loop and never block it."""
+    """The questions of the API to the node for /healthz, /readyz, /load, /metrics and the list of loaded models. The methods are
+    called on the event loop and never block it."""
 
     def health(self) -> tuple[bool, dict[str, object]]:
         """Returns whether the node is healthy, that is, no roll-back of a load is overdue, and the body of /healthz, which is
@@ -271,9 +271,9 @@ class HttpSettings(Protocol):
 
 
 class Guarded(Protocol):
-    """What the rules of access need to know of an endpoint. methods: of HTTP. open: it needs no key. watching: it shows data of all
-    tenants. operating: it changes what the node serves. for_operators: it is for operators, such as the metrics; other sites' pages
-    may not read it, and the main listener does not serve it if operators have one of their own."""
+    """The facts about an endpoint that the rules of access need. methods: of HTTP. open: it needs no key. watching: it shows data
+    of all tenants. operating: it changes what the node serves. for_operators: it is for operators, such as the metrics; other
+    sites' pages may not read it, and the main listener does not serve it if operators have one of their own."""
 
     @property
     def methods(self) -> Sequence[str]: ...

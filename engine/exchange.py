@@ -99,8 +99,8 @@ TABLE_COLUMNS = {
 
 
 class GroupForm(NamedTuple):
-    """What the engines of a group need to know about its split model besides the LoadModel. division: how the model is divided
-    among the devices. num_kv_groups, handed_bytes: as in RegionSizes. files_id: as in loader.models.catalog.Checkpoint."""
+    """The facts about a group's split model that its engines need besides the LoadModel. division: how the model is divided among
+    the devices. num_kv_groups, handed_bytes: as in RegionSizes. files_id: as in loader.models.catalog.Checkpoint."""
 
     division: Division
     num_kv_groups: int = 1

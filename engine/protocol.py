@@ -167,8 +167,8 @@ class SetLease(Message, frozen=True):
 
 
 class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
-    """Where a LoRA adapter is read from. path: the folder of its files. fingerprint: tells whether the files have changed, as in
-    loader.models.catalog.Checkpoint."""
+    """The place from which a LoRA adapter is read. path: the folder of its files. fingerprint: tells whether the files have
+    changed, as in loader.models.catalog.Checkpoint."""
 
     name: str
     path: str
@@ -428,9 +428,9 @@ class Stats(Message, frozen=True):
 
 
 class ExpertTokens(Message, frozen=True):
-    """How many pairs of a token and an expert this engine has computed of a model since its last such message, by layer and expert.
-    Sent every few seconds if there are any, and before the model leaves. A pair whose expert is divided among several devices is
-    told by one of them."""
+    """Reports, by layer and expert, how many pairs of a token and an expert of a model this engine has computed since its last such
+    message. Sent every few seconds if there are any, and before the model leaves. A pair whose expert is divided among several
+    devices is reported by one of them."""
 
     model: str
     layers: list[int]

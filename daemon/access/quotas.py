@@ -27,8 +27,8 @@ _ROUNDING = 1e-6  # tokens; a tolerance, so that a wait computed in floating poi
 
 
 class Left(NamedTuple):
-    """What is left of one limit of a tenant. limit: requests or tokens in a minute or a day. remaining: requests or tokens, at
-    least 0. full_in_s: seconds until the whole limit is available again."""
+    """The rest of one limit of a tenant. limit: requests or tokens in a minute or a day. remaining: requests or tokens, at least 0.
+    full_in_s: seconds until the whole limit is available again."""
 
     limit: int
     remaining: int
@@ -36,7 +36,7 @@ class Left(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What is left of each of a tenant's limits; None for a limit that the tenant does not have. The fields have the names of the
+    """The rest of each of a tenant's limits; None for a limit that the tenant does not have. The fields have the names of the
     limits in the keys file."""
 
     requests_per_minute: Left | None

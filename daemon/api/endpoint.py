@@ -40,7 +40,7 @@ class FieldTable(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Body(Generic[HeadT]):
-    """How the body of an endpoint's requests is read.
+    """The way in which the body of an endpoint's requests is read.
 
     parse: takes the body's JSON; returns the small part, which the daemon needs, and the long part, which only the text worker
     decodes. Raises BadRequest naming the field. It must be a module's top-level function, because text workers, which parse long

@@ -19,7 +19,7 @@ from daemon.errors import EXIT_USAGE
 
 # characters of a bar by kind; weights are drawn as the letter of their model
 _FILL = {"work": "#", "kv": "=", "cache": "-", "reserved": ".", "free": " "}
-_KINDS = "letters weights, = KV, - kept prefixes, . reserved KV, # work space"
+_KINDS = "letters weights, = KV, - cached prefixes, . reserved KV, # work space"
 _COLOURS = (39, 208, 78, 170, 220, 45, 203, 141)
 _TIMELINE_S = 120.0
 _FIRST_LOOK_S = 0.5

@@ -21,8 +21,8 @@ SUSPECT, SUSPECT_S = 1 / 3, BEAT_EVERY_S + 3.0  # silence is suspect after this 
 
 @dataclass(slots=True, frozen=True)
 class Silence:
-    """How long an engine has given no sign of life (silent_s), the limit for that (limit_s), both in seconds, and what the engine
-    was doing, in words."""
+    """The silence of an engine: the seconds without a sign of life (silent_s), their limit (limit_s), and what the engine was
+    doing, in words."""
 
     silent_s: float
     limit_s: float

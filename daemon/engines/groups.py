@@ -220,13 +220,13 @@ class Groups:
         group.leaving.discard(device)
 
     def _close_if_empty(self, group: _Group) -> None:
-        """If no member can use the group's region any more, closes the group and reports its final answer to the scheduler."""
+        """Closes the group, and reports its final answer to the scheduler, if no member can use the group's region any more."""
         if (answer := self._closed_with(group)) is not None:
             self._tell(*answer)
 
     def _closed_with(self, group: _Group) -> tuple[str, Answer] | None:
-        """If no member can use the group's region any more, closes the group and returns the answer to report (name of devices,
-        message). Returns None if a member still can, or if there is nothing to report."""
+        """Closes the group if no member can use its region any more, and returns the answer to report (name of devices, message).
+        Returns None if a member still can, or if there is nothing to report."""
         if group.holding:
             return None
         assert self._regions is not None

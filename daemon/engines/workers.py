@@ -96,7 +96,7 @@ class EngineSpec:
 
 @dataclass(slots=True, frozen=True)
 class LentBy:
-    """Where the engine of a device on another host is found. host: the host's name. address: where `hearth lend` listens there.
+    """The address of the engine of a device on another host. host: the host's name. address: where `hearth lend` listens there.
     key_file: the file with the secret that both share. device: the device's name on that host. models_dir: the models folder of
     this host."""
 

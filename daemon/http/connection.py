@@ -37,8 +37,8 @@ _REWRITTEN = (b"content-length", b"transfer-encoding", b"expect", b"x-request-id
 
 
 class InProgress(Protocol):
-    """What a connection knows of its request in progress. body: the part of the body that was read so far; a bytearray while more
-    is expected. is_handed_over: whether the next daemon continues the request."""
+    """The state of a connection's request in progress. body: the part of the body that was read so far; a bytearray while more is
+    expected. is_handed_over: whether the next daemon continues the request."""
 
     request_id: str
     body: bytes | bytearray
@@ -55,9 +55,9 @@ class InProgress(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Answering:
-    """How a listener answers requests and errors. body: makes the JSON object of an error. counted: called with an endpoint's name
-    (always "" here) and the status when malformed bytes are answered. handle: handles all requests in place of the application's
-    router; None: the router does."""
+    """The functions by which a listener answers requests and errors. body: makes the JSON object of an error. counted: called with
+    an endpoint's name (always "" here) and the status when malformed bytes are answered. handle: handles all requests in place of
+    the application's router; None: the router does."""
 
     # makes the JSON object of an error
     body: Callable[[HearthError], Mapping[str, Any]]

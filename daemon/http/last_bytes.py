@@ -25,8 +25,9 @@ _TCP_CLOSE = 7  # the state of a connection that has ended on both sides or was 
 
 
 class LastBytes:
-    """What the client connections of some servers have not delivered yet. From its creation on it keeps the sockets of connections
-    that the daemon closes with bytes in the send queue; `end` closes them. runners: of servers that have been set up."""
+    """The bytes that client connections of some servers have not delivered yet. From its creation on it keeps the sockets of
+    connections that the daemon closes with bytes in the send queue; `end` closes them. runners: of servers that have been set
+    up."""
 
     def __init__(self, runners: Sequence[Runner]) -> None:
         servers = [runner.server for runner in runners]

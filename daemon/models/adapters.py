@@ -32,10 +32,10 @@ log = logging.getLogger("hearthd.models")
 
 @dataclass(slots=True, frozen=True)
 class AdapterRecord:
-    """What is known of one LoRA adapter. base: the name of its base model, "" while that is unknown. served: None while the adapter
-    cannot be served; then `problem` tells why, and is_incomplete whether it may be served later, because only files or the base are
-    missing. checked: the base's shape that the adapter was compared with, and why it does not fit it, or ""; None: not compared.
-    loaded_from: the folder from which an operator has loaded it, "" if it was found in the models folder."""
+    """The known facts about one LoRA adapter. base: the name of its base model, "" while that is unknown. served: None while the
+    adapter cannot be served; then `problem` tells why, and is_incomplete whether it may be served later, because only files or the
+    base are missing. checked: the base's shape that the adapter was compared with, and why it does not fit it, or ""; None: not
+    compared. loaded_from: the folder from which an operator has loaded it, "" if it was found in the models folder."""
 
     checkpoint: Checkpoint
     base: str = ""

@@ -78,15 +78,15 @@ class ModelEntry:
 
     @property
     def does(self) -> str:
-        """What the model does, in words that follow its name in an error, such as "generates text" (used if a request asks for
-        another task)."""
+        """The model's task in words that follow its name in an error, such as "generates text" (used if a request asks for another
+        task)."""
         if self.scoring:
             return "is a cross-encoder: it scores documents for a query"
         return "makes embeddings" if self.embedding_size else "generates text"
 
     @property
     def task(self) -> str:
-        """What the model does: "generate", "embed" or "score" (see Submit.task)."""
+        """The model's task: "generate", "embed" or "score" (see Submit.task)."""
         if self.scoring:
             return "score"
         return "embed" if self.embedding_size else "generate"

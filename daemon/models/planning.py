@@ -33,8 +33,9 @@ MOST_REASONS = 3  # the most reasons in one refusal why numbers of devices are n
 
 @dataclass(slots=True, frozen=True)
 class Plan:
-    """How a model is served. settings: the model's settings, with a fixed division in place of "auto". shape: the checkpoint's
-    shape. facts: the scheduler's facts about it. fits: whether the devices hold the model when nothing else is on them."""
+    """The plan by which a model is served. settings: the model's settings, with a fixed division in place of "auto". shape: the
+    checkpoint's shape. facts: the scheduler's facts about it. fits: whether the devices hold the model when nothing else is on
+    them."""
 
     settings: ModelConfig
     shape: ModelShape

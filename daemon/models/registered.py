@@ -20,8 +20,8 @@ _WHOLE = Division(1)
 
 @dataclass(slots=True, frozen=True)
 class Registered:
-    """What the registry knows of one model. facts: the scheduler's facts about it. entry: its facts for requests; None if it cannot
-    be served, and then `problem` tells why."""
+    """The facts that the registry has about one model. facts: the scheduler's facts about it. entry: its facts for requests; None
+    if it cannot be served, and then `problem` tells why."""
 
     checkpoint: catalog.Checkpoint
     facts: events.ModelFacts
@@ -43,7 +43,7 @@ class Registered:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """How many bits of memory a parameter takes in the mean, with its scales and everything else that is loaded; None if the
+        """The bits of memory that a parameter takes on average, with its scales and everything else that is loaded; None if the
         number of parameters is not known."""
         if self.shape is None or not (num := num_parameters(self.shape)):
             return None

@@ -11,7 +11,7 @@ HOLD_STATUS_S = 2.0  # how long a response's status line waits for the first tok
 
 
 class Response(Protocol):
-    """What the clock uses of a streamed response; StreamGroup implements it."""
+    """The part of a streamed response that the clock uses; StreamGroup implements it."""
 
     behind_since_s: float | None  # since when the client has been reading too slowly; None: it is not
     num_seen: int  # number of tokens when the clock last looked

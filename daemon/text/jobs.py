@@ -151,8 +151,8 @@ LIMIT_BYTES = 1 << 30  # the limit of a worker's address space, enough for a pro
 
 
 class TextFacts(Struct, frozen=True, array_like=True):
-    """How a model's replies are to be parsed, as its chat template and tokenizer show it. tool_parser, reasoning_parser: the
-    dialects in which the model writes tool calls and reasoning (daemon/text/tool_parsers/registry.py), "none" for none."""
+    """The facts by which a model's replies are parsed, as its chat template and tokenizer show them. tool_parser, reasoning_parser:
+    the dialects in which the model writes tool calls and reasoning (daemon/text/tool_parsers/registry.py), "none" for none."""
 
     tool_parser: str = "none"
     reasoning_parser: str = "none"

@@ -19,7 +19,7 @@ class Holder(Traced, Protocol):
 
 
 class Ended(NamedTuple):
-    """What the span of a request that has ended says about it. name: the span's name. error: why the request failed, None if it did
+    """The facts that the span of an ended request contains. name: the span's name. error: why the request failed, None if it did
     not."""
 
     name: str

@@ -55,7 +55,8 @@ class Runner(Protocol):
 
     @property
     def compute_threads(self) -> int:
-        """How many threads of the host compute the steps of a large model; 1 if the device, and not the host, computes steps."""
+        """The number of the host's threads that compute the steps of a large model; 1 if the device, and not the host, computes
+        steps."""
         ...
 
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:

@@ -99,7 +99,8 @@ class HostedModel(Protocol):
 
     @property
     def expert_counts(self) -> CountsExperts | None:
-        """What the model's experts have computed; None if it has none, or if another device of a split model counts them."""
+        """The counts of what the model's experts have computed; None if it has none, or if another device of a split model counts
+        them."""
         ...
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:

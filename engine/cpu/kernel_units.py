@@ -124,7 +124,7 @@ def _load(kernel: Any, signature: Any) -> bool:
 
 
 def prepare_calls(units: Sequence[Unit]) -> None:
-    """Compiles the small functions by which recorded steps call the kernels of these units without Python (recording/native.py). It
+    """Compiles the small functions by which recorded steps call the kernels of these units without Python (programs/native.py). It
     takes 60 ms for all kernels, and the result is not saved."""
     native.prepare([signature.args for unit in units for _, signature in unit.kernels])
 

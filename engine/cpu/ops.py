@@ -63,8 +63,8 @@ BLOCK_TOKENS_STEP = 4  # paged_attention needs blocks of a multiple of this many
 
 
 class _ThreadCount(threading.local):
-    """What the calling thread has last passed to CpuOps.set_num_threads. of: the CpuOps; None: it was not called yet. num_threads:
-    number of threads that share an operation."""
+    """The number of threads that the calling thread has last passed to CpuOps.set_num_threads. of: the CpuOps; None: it was not
+    called yet. num_threads: number of threads that share an operation."""
 
     of: CpuOps | None = None
     num_threads = 0

@@ -1,4 +1,4 @@
-"""What the connections of a share of a split model to the other shares have in common."""
+"""The base of the connections of a share of a split model to the other shares."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _header = struct.Struct("<IIQI")  # descriptors, chunks, bytes of a chunk, bytes
 
 
 class Received(NamedTuple):
-    """What `receive` got from another process. handles: the descriptors of the memory, which the receiver must close. num_chunks,
-    chunk_bytes: the memory's shape. note: bytes that describe its content."""
+    """The memory that `receive` got from another process. handles: the descriptors of the memory, which the receiver must close.
+    num_chunks, chunk_bytes: the memory's shape. note: bytes that describe its content."""
 
     handles: list[int]
     num_chunks: int

@@ -278,11 +278,11 @@ class LatentHeads:
 
 @dataclass(slots=True, frozen=True)
 class DeltaColumns:
-    """Where the heads of a gated delta rule have their columns in the outputs of the layer's two projections, for K key heads and V
-    value heads. In the output of the first, the queries of key head h begin at column query + h key_stride, and its keys at key + h
-    key_stride. The j-th of the V / K value heads that belong to key head h has its values, of D dimensions, at value + h
-    value_stride + j D, and the gates of its output at gate + h value_stride + j D. In the output of the second, the projection of
-    the gates, its update is at update + h head_stride + j, and its step at step + h head_stride + j."""
+    """The columns of a gated delta rule's heads in the outputs of the layer's two projections, for K key heads and V value heads.
+    In the output of the first, the queries of key head h begin at column query + h key_stride, and its keys at key + h key_stride.
+    The j-th of the V / K value heads that belong to key head h has its values, of D dimensions, at value + h value_stride + j D,
+    and the gates of its output at gate + h value_stride + j D. In the output of the second, the projection of the gates, its update
+    is at update + h head_stride + j, and its step at step + h head_stride + j."""
 
     query: int
     key: int
@@ -324,8 +324,8 @@ class DeltaRule:
 
     @property
     def matrix_values(self) -> int:
-        """How many numbers of a sequence's state belong to its matrices; they come first, and the numbers of the convolution
-        follow."""
+        """The count of numbers of a sequence's state that belong to its matrices; they come first, and the numbers of the
+        convolution follow."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
 

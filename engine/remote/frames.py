@@ -95,7 +95,7 @@ class Beat(Frame, frozen=True):
 
 
 class Lines(Frame, frozen=True):
-    """What the engine has written to its standard error."""
+    """The lines that the engine has written to its standard error."""
 
     data: bytes
 

@@ -17,9 +17,9 @@ from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
 
 
 class TableRows(NamedTuple):
-    """What a plan's rows of the table contain, as bytes. columns: for each of TABLE_COLUMNS its values [R]. tokens: int32 [T], the
-    tokens that the step computes, row after row. cells: int32 [N, 4]: KV group, slot, index and value of each cell of a block table
-    that has changed."""
+    """The contents of a plan's rows of the sequence table, as bytes. columns: for each of TABLE_COLUMNS its values [R]. tokens:
+    int32 [T], the tokens that the step computes, row after row. cells: int32 [N, 4]: KV group, slot, index and value of each cell
+    of a block table that has changed."""
 
     columns: list[bytes]
     tokens: bytes

@@ -81,8 +81,8 @@ class ServedModel:
 
     @property
     def most_under_way(self) -> int:
-        """How many of this model's steps may be under way while the engine does other work: 1 if the device runs a step by itself,
-        the number of stages less 1 if the model is split, else 0."""
+        """The most steps of this model that may be under way while the engine does other work: 1 if the device runs a step by
+        itself, the number of stages less 1 if the model is split, else 0."""
         if self.share is not None:
             return self.share.num_stages - 1
         return int(self.ahead is not None)

@@ -15,8 +15,8 @@ _FULL, _SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_atten
 
 @dataclass(slots=True, frozen=True)
 class Asked:
-    """What a rule about windows reads from config.json. fields: config.json. name: the architecture, for errors. listed: for each
-    layer, whether the key `layer_types` calls it sliding (or chunked, in a family with chunks); None: the key is absent.
+    """The values that a rule about windows reads from config.json. fields: config.json. name: the architecture, for errors. listed:
+    for each layer, whether the key `layer_types` calls it sliding (or chunked, in a family with chunks); None: the key is absent.
     default_tokens: the window's length if its key is absent; None: there is no default."""
 
     fields: Fields

@@ -29,8 +29,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True, frozen=True)
 class Alignment:
-    """What direct reads of a file require: memory addresses must be multiples of memory_bytes, offsets and lengths in the file
-    multiples of offset_bytes."""
+    """The requirements of direct reads of a file: memory addresses must be multiples of memory_bytes, offsets and lengths in the
+    file multiples of offset_bytes."""
 
     memory_bytes: int
     offset_bytes: int

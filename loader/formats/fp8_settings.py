@@ -25,8 +25,8 @@ _BLOCK_TEXTS = (_BLOCKS, f"{BLOCK}x{BLOCK}")
 
 
 class Fp8Scales(NamedTuple):
-    """How a checkpoint stores the scales of its FP8 matrices. suffix: appended to a matrix's name. unit: what one scale belongs to:
-    the whole matrix (MATRIX), each output (OUTPUT), or each block of 128 x 128 weights (EACH_BLOCK)."""
+    """The way in which a checkpoint stores the scales of its FP8 matrices. suffix: appended to a matrix's name. unit: what one
+    scale belongs to: the whole matrix (MATRIX), each output (OUTPUT), or each block of 128 x 128 weights (EACH_BLOCK)."""
 
     suffix: str
     unit: str

@@ -16,7 +16,7 @@ from loader.errors import CheckpointError
 
 
 class Along(NamedTuple):
-    """Where an axis of a matrix lies in a stored tensor. axis: the tensor's axis. num: how many outputs or inputs of the matrix one
+    """The place of a matrix's axis in a stored tensor. axis: the tensor's axis. num: how many outputs or inputs of the matrix one
     element along it stands for, for example those of a word or of a scale."""
 
     axis: int

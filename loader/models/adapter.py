@@ -52,8 +52,8 @@ _OTHER_TENSORS = {
 
 @dataclass(slots=True, frozen=True)
 class AdapterModule:
-    """What an adapter adds to one matrix W [outputs, inputs] of its base: scale * up @ down. name: the module's name in the
-    adapter; the base's tensor is name + ".weight". down: the tensor lora_A [rank, inputs]. up: lora_B [outputs, rank]."""
+    """The update that an adapter adds to one matrix W [outputs, inputs] of its base: scale * up @ down. name: the module's name in
+    the adapter; the base's tensor is name + ".weight". down: the tensor lora_A [rank, inputs]. up: lora_B [outputs, rank]."""
 
     name: str
     rank: int

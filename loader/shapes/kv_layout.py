@@ -40,8 +40,8 @@ class KVGroupSpec:
 
     @property
     def reach(self) -> int:
-        """How far back a query attends, as kernels take it: window_tokens (0: to all tokens), or -window_tokens in a chunked
-        group."""
+        """The number that tells kernels how far back a query attends: window_tokens (0: to all tokens), or -window_tokens in a
+        chunked group."""
         return -self.window_tokens if self.kind == "chunked" else self.window_tokens
 
 

@@ -24,7 +24,7 @@ class SigmoidShape:
 
 @dataclass(slots=True, frozen=True)
 class TemperatureShape:
-    """How queries are scaled by their position p: they are multiplied by 1 + scale * ln(1 + floor((p + 1) / tokens))
+    """The scaling of queries by their position p: they are multiplied by 1 + scale * ln(1 + floor((p + 1) / tokens))
     (reference.temperature_of)."""
 
     scale: float
@@ -110,7 +110,7 @@ class LatentShape:
 
     @property
     def token_values(self) -> int:
-        """How many numbers a layer's KV has for one token."""
+        """The count of numbers that a layer's KV has for one token."""
         return self.rank + self.rope_dim
 
 
@@ -129,7 +129,7 @@ class DeltaShape:
 
     @property
     def conv_width(self) -> int:
-        """How many numbers the queries, keys and values of one token have together, over which the convolution runs."""
+        """The count of numbers that the queries, keys and values of one token have together, over which the convolution runs."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def with_key_heads(self, num: int) -> DeltaShape:
@@ -138,7 +138,7 @@ class DeltaShape:
 
     @property
     def state_values(self) -> int:
-        """How many numbers the state of one sequence has in one layer."""
+        """The count of numbers that the state of one sequence has in one layer."""
         return self.num_value_heads * self.key_dim * self.value_dim + (self.conv_tokens - 1) * self.conv_width
 
 
@@ -169,7 +169,7 @@ class EagleShape:
 
 
 class Division(NamedTuple):
-    """How a model is divided among devices. size: number of devices. expert_parts: number of parts, of whole experts, into which
+    """The division of a model among devices. size: number of devices. expert_parts: number of parts, of whole experts, into which
     the experts of a layer are divided; each expert is divided among the devices of a stage that hold its part. num_stages: number
     of pipeline stages, each of consecutive layers and with the same number of devices. copies: further experts that the parts hold
     (loader/shapes/expert_copies.py); (): none."""

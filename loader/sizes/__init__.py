@@ -1,1 +1,1 @@
-"""How many bytes a model takes on a device, and where each tensor lies, whole or as a share of a split model."""
+"""Computes how many bytes a model takes on a device, and where each tensor lies, for a whole model or a share of a split one."""

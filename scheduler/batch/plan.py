@@ -152,7 +152,7 @@ def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt
 
 @dataclass(slots=True)
 class BatchPlan:
-    """What one step computes: row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and samples one
+    """The plan of one step: row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and samples one
     token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first. all_decode: every row has one new
     token and samples; False if that was not checked. drafted: a slot may have several rows, one for its last token and one for each
     token drafted behind it, which are in the table, too (drafting.py). to_propose: how many tokens the model's predictor is to

@@ -20,8 +20,8 @@ FORGIVEN_S = 0.25
 
 @dataclass(slots=True, frozen=True)
 class TenantLoad:
-    """What one tenant wants computed in a step. share: its part of the device by weight (0 to 1), among the tenants that want
-    something computed."""
+    """The work that one tenant wants computed in a step. share: its part of the device by weight (0 to 1), among the tenants that
+    want something computed."""
 
     num_rows: int  # sequences that decode
     num_prompts: int  # prompts that wait or are being computed

@@ -176,7 +176,7 @@ class Model:
 
     @property
     def keep_alive_s(self) -> float:
-        """How long the model may stay on its device after its last request, in seconds; inf: until its memory is needed. A value
+        """The seconds for which the model may stay on its device after its last request; inf: until its memory is needed. A value
         that a request asked for replaces the configured one."""
         asked_s = self.primary.asked_keep_alive_s
         return self.facts.keep_alive_s if asked_s is None else asked_s

@@ -24,7 +24,7 @@ class Story:
 
 
 class EndedRequests:
-    """How the last 1,024 requests ended, by request id, for `hearth why`."""
+    """The ends of the last 1,024 requests, by request id, for `hearth why`."""
 
     __slots__ = ("_ends",)
 

@@ -31,8 +31,8 @@ class ModelView:
 
     @property
     def num_shares(self) -> int:
-        """How many devices hold the model, or would if it were loaded. The model's bytes in all are those of a share times this
-        number."""
+        """The number of devices that hold the model, or would if it were loaded. The model's bytes in all are those of a share
+        times this number."""
         return len(self.devices) or self.num_ranks
 
 
@@ -119,8 +119,8 @@ class CandidateView:
 
 @dataclass(slots=True, frozen=True)
 class DevicePlan:
-    """What it would take to free room on a device. verdict: "fits" (there is room), "evicts" (idle models would leave), "forces"
-    (busy ones would be made to leave) or "waits" (not possible now)."""
+    """The outlook for freeing room on a device. verdict: "fits" (there is room), "evicts" (idle models would leave), "forces" (busy
+    ones would be made to leave) or "waits" (not possible now)."""
 
     device: str
     verdict: str

@@ -32,7 +32,8 @@ class RequestOutcome:
 
 @dataclass(slots=True)
 class Swaps:
-    """How many loads and evictions a run had, how many bytes the loads moved, and how many tokens of KV were saved and restored."""
+    """The numbers of a run's loads and evictions, of the bytes that the loads moved, and of the tokens whose KV was saved and
+    restored."""
 
     num_disk_loads: int = 0
     num_host_loads: int = 0

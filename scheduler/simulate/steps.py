@@ -43,8 +43,8 @@ class StepSeconds:
 
 
 class ModelSteps:
-    """How large the steps of one model may be, by the engine's own rules and the true costs of steps. In its methods, turns: how
-    many turns of the device (time slices of a model) a step may take; 0: no other model is busy."""
+    """Computes how large the steps of one model may be, by the engine's own rules and the true costs of steps. In its methods,
+    turns: how many turns of the device (time slices of a model) a step may take; 0: no other model is busy."""
 
     def __init__(self, settings: StepSettings, seconds: StepSeconds) -> None:
         self.seconds = seconds.of

@@ -123,5 +123,5 @@ def test_fp8_kv_takes_what_it_is_sized_for(tmp_path: Path) -> None:
         def kept() -> dict[str, int]:
             return {row["name"]: row["kv_cached_bytes"] for row in node.json("top")["models"]}
 
-        node.wait_for(lambda: all(kept().values()), "kept prefixes")
+        node.wait_for(lambda: all(kept().values()), "cached prefixes")
         assert kept()["small"] * 512 == kept()["plain"] * 129

@@ -279,7 +279,7 @@ def test_a_load_that_fails_leaves_a_model_that_can_come_back(runner: TorchRunner
 def test_what_cannot_be_recorded_is_computed_as_before(
     runner: TorchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: Callable[[Tensor], Tensor]
 ) -> None:
-    """The steps of a model that calls torch outside of engine/ops.py are not recorded, and give the right logits."""
+    """The steps of a model that calls torch outside of engine/cpu/ops.py are not recorded, and give the right logits."""
     make_checkpoint(tmp_path)
     model, plain = load_both(runner, tmp_path, "float32")
     for each in (model, plain):

@@ -1,5 +1,5 @@
-"""What LoRA adapters add to a product, for the tokens of a step, each with an adapter of its own or none (Numba): out += (x @
-down.T) @ up.
+"""Adds the products with LoRA adapters to a layer's product, for the tokens of a step, each with an adapter of its own or none
+(Numba): out += (x @ down.T) @ up.
 
 Tokens of one adapter that follow one another are computed together, a tile of at most TILE_TOKENS, so that the adapter's matrices
 come from memory for the first token only, and from the caches for the others. First all tiles' inputs are multiplied with their

@@ -171,7 +171,7 @@ class StepInputs:
 
     @property
     def num_sampling(self) -> int:
-        """How many of the latest step's rows sample."""
+        """The number of rows of the latest step that sample."""
         return self._told[SAMPLING]
 
     @property

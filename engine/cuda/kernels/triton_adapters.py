@@ -1,6 +1,6 @@
-"""What LoRA adapters add to matrix products on the GPU (Triton), each token by its own adapter: the kernel `shrink` multiplies the
-inputs with the adapters' "down", to as many numbers as their ranks, and `expand` multiplies these with "up" and adds the results to
-the outputs. Reference implementation: reference.add_adapters.
+"""Adds the products with LoRA adapters to matrix products on the GPU (Triton), for each token those of its own adapter: the kernel
+`shrink` multiplies the inputs with the adapters' "down", to as many numbers as their ranks, and `expand` multiplies these with "up"
+and adds the results to the outputs. Reference implementation: reference.add_adapters.
 
 A program takes a tile of consecutive tokens and goes through the adapters among them, so the same launches serve a prompt of one
 adapter and a decode step of many. Tokens without an adapter cost no more than their program's start. Where each token is of another

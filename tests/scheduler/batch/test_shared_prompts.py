@@ -1,4 +1,4 @@
-"""Prompts and beginnings of prompts that are computed once: kept prefixes, and several sequences of one prompt."""
+"""Prompts and beginnings of prompts that are computed once: cached prefixes, and several sequences of one prompt."""
 
 from __future__ import annotations
 

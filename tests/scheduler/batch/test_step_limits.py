@@ -175,7 +175,7 @@ def test_a_step_with_a_chunk_keeps_within_the_turn_that_its_rows_alone_would_fil
     assert [int(plan.num_new.max()) for plan in chunked] == [8, 8, 8, 6], "the prompt goes on"
     for plan in chunked:
         assert chunk_step_s(int(plan.num_new.sum())) <= 1.05 * 0.012, "with all rows it were more"
-    assert len(plans[-1].slots) == 41, "rows that a chunk leaves no room for are put by, not queued"
+    assert len(plans[-1].slots) == 41, "rows that a chunk leaves no room for are deferred, not queued"
     ran = np.bincount(np.concatenate([plan.slots for plan in chunked]), minlength=40)[:40]
     assert ran.max() - ran.min() <= 1, "by turns"
 

@@ -1,4 +1,4 @@
-"""Kept prefixes of a model with sliding windows: what is found, for whom, and how long."""
+"""Cached prefixes of a model with sliding windows: what is found, for whom, and how long."""
 
 from __future__ import annotations
 
