@@ -334,15 +334,16 @@ def test_kernels_know_nothing_of_checkpoints() -> None:
     that decode packed weights share the format of the bytes with those that write them. Threads and files of the cache
     folder have nothing to do with checkpoints."""
     formats_of_bytes = {"loader.packing.checksum", "loader.packing.codec", "loader.files.frame", "loader.formats.packed_rows"}
+    allowed = formats_of_bytes | {"loader.threads", "loader.cached_file"}
     rooms = ("engine.cpu.kernels.", "engine.cuda.kernels.")
     kernels = [module for module in MODULES if module.startswith(rooms) or module.endswith("_kernels")]
     assert len(kernels) > 30
-    for module, names in IMPORTS.items():
-        if module in kernels:
-            assert {name for name in names if name.split(".")[0] == "loader"} <= formats_of_bytes | {
-                "loader.threads",
-                "loader.cached_file",
-            }, module
+    used = set()
+    for module in kernels:
+        of_loader = {name for name in IMPORTS[module] if name.split(".")[0] == "loader"}
+        assert of_loader <= allowed, module
+        used |= of_loader
+    assert used == allowed, f"no kernel imports {sorted(allowed - used)}, which the rule allows"
 
 
 def test_no_import_circles() -> None:
