@@ -109,7 +109,7 @@ def decode(
     cores = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 2
     case, best = f"{rows} x {context}, {about(heads, kv_heads, head_dim, kv_dtype)}{f', window {window}' if window else ''}", 0.0
     for per_core in (8,) if table.tiny else (4, 8, 16, 32):
-        work = entry.split_contexts(contexts, window, max(1, cores * per_core // kv_heads))
+        work = entry.split_contexts(contexts, window, max(1, cores * per_core // kv_heads), kv_heads)
         turn = [0]
 
         def call(work: Any = work, turn: list[int] = turn) -> None:

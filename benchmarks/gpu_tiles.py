@@ -1,7 +1,8 @@
 """Attention with tiles of several sizes at the shapes of an 8B model: what engine/cuda/kernels/tiles.py has for this kind of GPU is
 chosen by this. One JSON line for each size and shape, and for each shape the fastest one. At the end, rows for the table: the tile
 with the least time over all shapes of a head size, as a measured entry. Sizes that the table names for this GPU are marked: its
-own entry, and those that an engine would compare it with.
+own entry, and those that an engine would compare it with. A size that joins pieces is measured, but no row for the table: an engine
+takes it only where it has compared its results.
 
 usage: python -m benchmarks.gpu_tiles [--tiny]: on a GPU, or on the CPU through Triton's interpreter at sizes that only show that
 the script runs.
@@ -74,12 +75,12 @@ def compare(table: gpu_kernels.Table, place: Place, sizes: Iterable[Tile], run: 
 def row(place: Place, shapes: list[dict[Tile, float]]) -> str:
     """Returns a row for the table of tiles.py. shapes: the µs of each size, for each shape at this place; the size is chosen whose
     times, over the best of each shape, have the least mean (the geometric one)."""
-    everywhere = [size for size in shapes[0] if all(size in took for took in shapes)]
+    everywhere = [size for size in shapes[0] if not size.joins and all(size in took for took in shapes)]
     best = min(everywhere, key=lambda size: math.prod(took[size] / min(took.values()) for took in shapes))
     gpu = tiles.architecture(tiles.capability())
     architecture = next(name for name, value in vars(tiles).items() if name.isupper() and value == gpu)
     item, kept = "HALF" if place.item_bytes == HALF else "FLOAT32", "FP8" if place.fp8 else "PLAIN"
-    return f"    Key({architecture}, {place.head_dim}, {item}, {kept}): _measured(Tile({', '.join(map(str, best))})),"
+    return f"    Key({architecture}, {place.head_dim}, {item}, {kept}): _measured(Tile({', '.join(map(str, best[:4]))})),"
 
 
 def main() -> None:

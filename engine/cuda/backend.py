@@ -30,7 +30,7 @@ from engine.cuda.ranks import connect
 from engine.cuda.share import CudaShare, ShareLinks
 from engine.cuda.sink import DeviceSink
 from engine.cuda.stages import DeviceStages
-from engine.cuda.tile_choice import TileChoice, choice_file, measured_on
+from engine.cuda.tile_choice import TileChoice, choice_file, compared_on, measured_on
 from engine.host.process import num_cores
 from engine.host.weight_decoder import weight_decoder
 from engine.memory import handles
@@ -112,8 +112,8 @@ class CudaBackend:
             self._builds = CudaKernelBuilds(str(triton.knobs.cache.dir), *of_gpu, num_cores(), tell)
             gpu, device = torch.cuda.get_device_properties(self.memory.arena.device), self.memory.arena.device
             path = choice_file(Path(triton.knobs.cache.dir), f"{gpu.name} {major}.{minor}")
-            measure = measured_on(device, gpu.multi_processor_count)
-            self._tile_choice = TileChoice(path, self._options.block_tokens, self._builds.build_trials, measure)
+            tries = measured_on(device, gpu.multi_processor_count), compared_on(device, gpu.multi_processor_count)
+            self._tile_choice = TileChoice(path, self._options.block_tokens, self._builds.build_trials, *tries)
             self._tile_choice.begin()
 
     def need_kernels(

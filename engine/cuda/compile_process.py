@@ -78,6 +78,8 @@ def launch_trials(job: CompileJob) -> None:
     for trial in tile_trials.trials_of(job.spec, job.shape, job.block_tokens):
         for launch in tile_trials.launching(trial, "cpu", 1, trial.tiles).values():
             launch()
+        for tile in trial.tiles[1:]:
+            tile_trials.Comparison(trial, "cpu", 1, tile).launch()
 
 
 def compile_launcher(compiled: Any) -> None:

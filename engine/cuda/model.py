@@ -177,12 +177,15 @@ class CudaModel:
         cores = CPU_CORES
         if self._device.type == "cuda":
             cores = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._counted_heads = 0  # the most KV heads of a layer, if attention may have to count its pieces
         self._memory = []
         for group in self.kv_groups:
             dims = kv_layout.kv_token_dims(shape, group.layers[0])
             kv: tuple[Tensor, Tensor | None] = (
                 (state_view(arena, group), None) if group.kind == "state" else (kv_views(arena, group, dims, spec.kv_dtype))
             )
+            if entry.joins_pieces():
+                self._counted_heads = max(self._counted_heads, dims[1])
             turning = held[turns.get(group.layers[0], rotary)]
             num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // decode_programs(shape, dims[1]))
             self._memory.append(DeviceGroupMemory(*kv, turning, group.reach, group.block_tokens, num_pieces))
@@ -650,7 +653,7 @@ class CudaModel:
             if memory.rotary not in turns:
                 turns[memory.rotary] = entry.cos_sin(positions, memory.rotary)
             if num_decode and reach not in work:
-                work[reach] = entry.split_contexts(decode_contexts, reach, memory.num_pieces)
+                work[reach] = entry.split_contexts(decode_contexts, reach, memory.num_pieces, self._counted_heads)
             turning = turns[memory.rotary]
             groups.append(DeviceGroup(memory.kv, memory.scales, reach, block_table, kv_slots, turning, work.get(reach)))
         assert input_ids is not None

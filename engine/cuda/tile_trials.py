@@ -1,9 +1,9 @@
-"""Launches attention with a given tile at the sizes of a model, on keys and values that nobody reads: what tiles are measured with,
-and what is compiled before they are.
+"""Launches attention with a given tile at the sizes of a model: on zeros, whose results nobody reads, to measure tiles (launching),
+and on drawn numbers, to compare their results (Comparison). All of it is compiled before.
 
-A tile's speed depends on the head size and on the types of numbers. The group size (query heads of a KV head) changes a program
-only beyond GROUP_ROWS, since smaller groups are padded to as many rows, and windows, caps and sinks change all tiles alike; so
-models that differ in these alone share a trial.
+A tile's speed depends on the head size and on the types of numbers; in decode steps what a tile costs that joins pieces depends on
+the group (query heads of a KV head) as well. Windows, caps and sinks change all tiles alike; so models that differ in these alone
+share a trial.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from engine.cuda.kernels import entry, tiles, triton_decode, triton_extend
-from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL, Entry, Tile
+from engine.cuda.kernels.sizes import ceil_div
+from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL, Entry, Place, Tile
 from engine.memory.arena import kv_views
 from engine.protocol import LoadModel
 from loader.shapes.kv_dtypes import KV_FP8, kv_dtype_named
@@ -27,6 +29,18 @@ KV_BYTES = 64 << 20  # of keys and values of a trial, at most
 DECODE_ROWS, DECODE_POSITIONS = 16, 2048  # sequences of a trial's decode step, and the most positions of each
 PROMPT_TOKENS = 2048
 PIECES_PER_CORE = 8
+# A comparison of results. A multiprocessor holds 32 programs at most (NVIDIA, "CUDA C++ Programming Guide", technical
+# specifications), so that of PROGRAMS_PER_CORE some begin when others have ended.
+PROGRAMS_PER_CORE = 40
+# Pieces of its rows: none (a row that is padding), one, as many as are joined at once, one more; then LONG_ROWS, over and over. Of
+# more than 256 what was joined is joined more than once again.
+SHORT_ROWS, LONG_ROWS = (0, 1, 1, 2, 15, 16, 17), (300, 23)
+RAGGED = (0, 63, 0, 1, 37)  # positions by which rows are shorter than their pieces, in turn
+COMPARED_BLOCKS_BYTES = 8 << 20  # of keys and values, which the rows share
+LAUNCHES = 32  # of a form that joins pieces, back to back
+FP8_SCALE_OF_ONE = 127  # the code of a scale of 1
+NUM_DRAWN = 65521  # different numbers, over and over; a prime, so that no two rows or heads are alike
+MOST_ROUNDINGS = 4  # of an output's type, by which tiles may differ, in terms of the largest output of a token's head
 
 
 class Trial(NamedTuple):
@@ -50,32 +64,39 @@ class Trial(NamedTuple):
         return int(getattr(torch, self.dtype).itemsize)
 
     @property
-    def key(self) -> tuple[str, int, int, bool]:
-        """What the trial decides, as the first four fields of tiles.MeasuredTile."""
-        return self.kernel, tiles.padded(self.head_dim), self.item_bytes, self.is_fp8
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def place(self) -> Place:
+        """What the trial decides."""
+        group = self.group if self.kernel == DECODE_KERNEL else 0
+        return self.kernel, tiles.padded(self.head_dim), self.item_bytes, self.is_fp8, group
 
     @property
     def entry(self) -> Entry:
-        return tiles.entry_of(*self.key)
+        return tiles.entry_of(*self.place[:4])
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
         """The tiles that are compared, the table's own first."""
-        return self.entry.tile, *self.entry.others
+        can_join = triton_decode.joins_pieces(self.group, self.head_dim)
+        return self.entry.tile, *(tile for tile in self.entry.others if can_join or not tile.joins)
 
     def __str__(self) -> str:
-        what = "prompts" if self.kernel == EXTEND_KERNEL else "decode steps"
+        what, group = ("prompts", "") if self.kernel == EXTEND_KERNEL else ("decode steps", f" in groups of {self.group}")
         over = " over fp8 KV" if self.is_fp8 else ""
-        return f"{what} with heads of {tiles.padded(self.head_dim)} in {self.dtype}{over}"
+        return f"{what} with heads of {tiles.padded(self.head_dim)}{group} in {self.dtype}{over}"
 
 
 def trials_of(spec: LoadModel, shape: ModelShape, block_tokens: int) -> list[Trial]:
-    """Returns the trials that a model asks for: those of its attention for which the table has other tiles and none was measured.
-    There are none for latent attention, whose tiles are its own, nor for groups of more than GROUP_ROWS heads. Where heads have
-    several sizes, prompts are tried at the widest alone, because that decides the queries of all tiles."""
+    """Returns the trials that a model asks for: those of its attention for which the table has other tiles to try. There are none
+    for latent attention, whose tiles are its own, nor for groups of more than GROUP_ROWS heads. Where heads have several sizes,
+    prompts are tried at the widest alone, because that decides the queries of all tiles."""
     if shape.latent is not None:
         return []
-    found: dict[tuple[str, int, int, bool], Trial] = {}
+    found: dict[Place, Trial] = {}
     for heads in shape.kinds_of_heads:
         if shape.num_heads > GROUP_ROWS * heads.num_kv_heads:
             continue
@@ -84,42 +105,146 @@ def trials_of(spec: LoadModel, shape: ModelShape, block_tokens: int) -> list[Tri
                 continue
             sizes = (shape.num_heads, heads.num_kv_heads, heads.head_dim)
             trial = Trial(kernel, *sizes, spec.dtype, spec.kv_dtype, block_tokens)
-            if trial.entry.others and not trial.entry.measured:
-                found.setdefault(trial.key, trial)
+            if len(trial.tiles) > 1:
+                found.setdefault(trial.place, trial)
     return list(found.values())
+
+
+class _Inputs:
+    """The arguments of a trial's attention, in memory of their own. contexts: the positions of each row. num_blocks: of keys and
+    values, of which rows have as many as they need, each from where the one before ends, and all of them over and over. num_pieces:
+    about how many pieces contexts are cut into in decode steps."""
+
+    def __init__(self, trial: Trial, device: torch.device | str, contexts: list[int], num_blocks: int, num_pieces: int) -> None:
+        self.trial, self.device = trial, device
+        _, block_bytes = _blocks(trial)
+        group = KVGroupSpec("full", trial.block_tokens, block_bytes, (0,))
+        self.arena = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=device)
+        self.kv = kv_views(self.arena, group, (2, trial.kv_heads, trial.head_dim), trial.kv_dtype)
+        row = torch.arange(len(contexts), dtype=torch.int32)
+        most = ceil_div(max(contexts), trial.block_tokens)
+        table = (row[:, None] * most + torch.arange(most, dtype=torch.int32)) % num_blocks
+        self.table, self.rows = table.to(device), row.to(device)
+        self.contexts = torch.tensor(contexts, dtype=torch.int32).to(device)
+        self.num_tokens = contexts[0] if trial.kernel == EXTEND_KERNEL else len(contexts)
+        self.work = entry.split_contexts(self.contexts, 0, num_pieces, trial.kv_heads) if trial.kernel == DECODE_KERNEL else None
+        self.num_columns = (trial.heads + 2 * trial.kv_heads) * trial.head_dim
+
+    def qkv(self) -> Tensor:
+        return torch.zeros(self.num_tokens, self.num_columns, dtype=getattr(torch, self.trial.dtype), device=self.device)
+
+    def out(self) -> Tensor:
+        width = self.trial.heads * self.trial.head_dim
+        return torch.empty(self.num_tokens, width, dtype=getattr(torch, self.trial.dtype), device=self.device)
+
+    def call(self, tile: Tile, qkv: Tensor, out: Tensor, in_order: bool = False) -> Callable[[], None]:
+        """Returns a function that launches attention with a tile, and copies nothing. in_order: see
+        triton_decode.decode_attention."""
+        trial = self.trial
+        how = (trial.head_dim**-0.5, 0.0, None, entry.INTERPRETED, out)
+        if trial.kernel == DECODE_KERNEL:
+            columns: tuple[Any, ...] = (self.table, self.rows, self.work)
+            return partial(
+                _with_tile, tile, triton_decode.decode_attention, qkv, *self.kv, 0, trial.heads, *columns, *how, in_order
+            )
+        zeros = torch.zeros_like(self.rows)
+        firsts = torch.arange(0, self.num_tokens, tile.tokens, dtype=torch.int32)  # as columns.extend_step has it
+        firsts = firsts.flip(0).to(self.device)
+        columns = (self.table, self.rows, torch.zeros_like(firsts), firsts, tile.tokens, zeros, self.contexts, self.contexts, 0)
+        return partial(_with_tile, tile, triton_extend.extend_attention, qkv, *self.kv, 0, trial.heads, *columns, *how)
 
 
 def launching(trial: Trial, device: torch.device | str, num_cores: int, compared: Sequence[Tile]) -> dict[Tile, Callable[[], None]]:
     """Returns for each of some tiles a function that launches the trial's attention with it, on the current stream. All inputs are
     made here, so that such a call copies nothing. num_cores: the GPU's number of multiprocessors."""
-    dtype = getattr(torch, trial.dtype)
-    num_blocks, block_bytes = _blocks(trial)
-    group = KVGroupSpec("full", trial.block_tokens, block_bytes, (0,))
-    arena = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=device)
-    kv = kv_views(arena, group, (2, trial.kv_heads, trial.head_dim), trial.kv_dtype)
-    width, num_rows = (trial.heads + 2 * trial.kv_heads) * trial.head_dim, _num_rows(trial)
-    num_tokens = PROMPT_TOKENS if trial.kernel == EXTEND_KERNEL else num_rows
-    qkv = torch.zeros(num_tokens, width, dtype=dtype, device=device)
-    out = torch.empty(num_tokens, trial.heads * trial.head_dim, dtype=dtype, device=device)
-    table = torch.arange(num_blocks, dtype=torch.int32).view(num_rows, -1).to(device)
-    rows = torch.arange(num_rows, dtype=torch.int32).to(device)
-    num_positions = PROMPT_TOKENS if trial.kernel == EXTEND_KERNEL else table.shape[1] * trial.block_tokens
-    contexts = torch.full((num_rows,), num_positions, dtype=torch.int32).to(device)
-    how = (trial.head_dim**-0.5, 0.0, None, entry.INTERPRETED, out)
-    calls: dict[Tile, Callable[[], None]] = {}
-    if trial.kernel == DECODE_KERNEL:
-        work = entry.split_contexts(contexts, 0, max(1, num_cores * PIECES_PER_CORE // trial.kv_heads))
-        for tile in compared:
-            calls[tile] = partial(
-                _with_tile, tile, triton_decode.decode_attention, qkv, *kv, 0, trial.heads, table, rows, work, *how
-            )
-        return calls
-    zeros = torch.zeros_like(rows)
-    for tile in compared:
-        firsts = torch.arange(0, PROMPT_TOKENS, tile.tokens, dtype=torch.int32).flip(0).to(device)  # as columns.extend_step has it
-        columns = (table, rows, torch.zeros_like(firsts), firsts, tile.tokens, zeros, contexts, contexts, 0)
-        calls[tile] = partial(_with_tile, tile, triton_extend.extend_attention, qkv, *kv, 0, trial.heads, *columns, *how)
-    return calls
+    num_blocks, _ = _blocks(trial)
+    num_rows = _num_rows(trial)
+    num_positions = PROMPT_TOKENS if trial.kernel == EXTEND_KERNEL else num_blocks // num_rows * trial.block_tokens
+    num_pieces = max(1, num_cores * PIECES_PER_CORE // trial.kv_heads)
+    inputs = _Inputs(trial, device, [num_positions] * num_rows, num_blocks, num_pieces)
+    qkv, out = inputs.qkv(), inputs.out()
+    return {tile: inputs.call(tile, qkv, out) for tile in compared}
+
+
+class Comparison:
+    """The comparison of a tile's results with those of the table's tile, on the same drawn numbers: rows of several lengths, of no
+    pieces and of many, and more programs than the GPU holds at a time. A tile that joins pieces is launched LAUNCHES times, one
+    launch right behind the other, and has to make the same bits each time as the same tile does with two kernels. Launches have two
+    inputs in turns, because what a launch should not have read was written by the one before it in the same place, and would be
+    right with the same inputs.
+
+    num_cores: the GPU's number of multiprocessors. Some ten MiB of the device's memory are taken, or some tens for few KV heads."""
+
+    def __init__(self, trial: Trial, device: torch.device | str, num_cores: int, tile: Tile) -> None:
+        self._trial, self._tile = trial, tile
+        pieces = _compared_pieces(trial, num_cores)
+        contexts = [PROMPT_TOKENS]
+        if trial.kernel == DECODE_KERNEL:
+            split = triton_decode.SPLIT_TOKENS
+            contexts = [max(0, number * split - RAGGED[at % len(RAGGED)]) for at, number in enumerate(pieces)]
+        num_blocks = COMPARED_BLOCKS_BYTES // _blocks(trial)[1] | 1  # odd, so that pieces begin everywhere before any is alike
+        inputs = _Inputs(trial, device, contexts, num_blocks, sum(pieces))  # a piece has SPLIT_TOKENS positions then
+        drawn = torch.randn(NUM_DRAWN, generator=torch.Generator().manual_seed(1)).to(device)
+        _fill(inputs.kv, drawn)
+        both = [_over_and_over(drawn.flip(0).roll(by), inputs.qkv()) for by in range(2)]
+        self._wanted = [inputs.out() for _ in both]
+        calls = [inputs.call(trial.entry.tile, qkv, out) for qkv, out in zip(both, self._wanted, strict=True)]
+        self._same = [inputs.out() for _ in both] if tile.joins else []
+        calls += [inputs.call(tile, qkv, out, True) for qkv, out in zip(both, self._same, strict=False)]
+        self._found = [inputs.out() for _ in range(LAUNCHES if tile.joins else len(both))]
+        calls += [inputs.call(tile, both[at % 2], out) for at, out in enumerate(self._found)]
+        self._calls = calls
+
+    def launch(self) -> None:
+        """Launches all of it on the current stream."""
+        for call in self._calls:
+            call()
+
+    def is_right(self) -> bool:
+        """Returns whether what was launched has the right results. Waits for the device."""
+        right = [self._is_near(found, self._wanted[at % 2]) for at, found in enumerate(self._found[:2])]
+        if self._tile.joins:
+            right += [(_bits(found) == _bits(self._same[at % 2])).all() for at, found in enumerate(self._found)]
+        return bool(torch.stack(right).all())
+
+    def _is_near(self, found: Tensor, wanted: Tensor) -> Tensor:
+        """Returns whether two results differ by no more than what rounding in another order may do. Numbers that are not finite
+        differ from all others."""
+        one, other = (x.float().unflatten(1, (self._trial.heads, -1)) for x in (found, wanted))
+        allowed = MOST_ROUNDINGS * torch.finfo(found.dtype).eps * other.abs().amax(-1, keepdim=True)
+        return ((one - other).abs() <= allowed).all()
+
+
+def _compared_pieces(trial: Trial, num_cores: int) -> list[int]:
+    """Returns the number of pieces of each row of a comparison of decode steps: few enough rows for one form of the kernel that
+    makes the list of pieces, the one that launching takes."""
+    pieces = list(SHORT_ROWS)
+    while len(pieces) < triton_decode.MANY_ROWS - 1:
+        pieces.append(LONG_ROWS[(len(pieces) - len(SHORT_ROWS)) % len(LONG_ROWS)])
+        if sum(pieces) * trial.kv_heads >= num_cores * PROGRAMS_PER_CORE:
+            break
+    return pieces
+
+
+def _over_and_over(drawn: Tensor, target: Tensor) -> Tensor:
+    """Fills a contiguous tensor with drawn numbers, and returns it."""
+    flat = target.view(-1)
+    flat.copy_(drawn.repeat(ceil_div(len(flat), len(drawn)))[: len(flat)])
+    return target
+
+
+def _fill(kv: tuple[Tensor, Tensor | None], drawn: Tensor) -> None:
+    values, scales = kv
+    if scales is None:
+        _over_and_over(drawn, values)
+        return
+    codes = drawn.cpu().to(torch.float8_e4m3fn).view(torch.uint8).to(drawn.device)
+    values.copy_(_over_and_over(codes, torch.empty(values.shape, dtype=values.dtype, device=values.device)))
+    scales.fill_(FP8_SCALE_OF_ONE)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def _with_tile(tile: Tile, launch: Callable[..., None], *arguments: Any) -> None:

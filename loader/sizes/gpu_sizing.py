@@ -66,7 +66,8 @@ def gpu_step_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, m
     residual += tokens * predictor_values(shape) * item + max_sequences * DRAFT_BYTES * shape.predicts
     num_pieces = max_sequences + -(-DECODE_PIECES // decode_programs(shape, shape.fewest_kv_heads))
     if (latent := shape.latent) is None:
-        pieces = num_pieces * shape.num_heads * (shape.widest_head_dim + 1) * 4
+        counters = 2 * max(heads.num_kv_heads for heads in shape.kinds_of_heads)  # of layers with windows and without
+        pieces = num_pieces * (shape.num_heads * (shape.widest_head_dim + 1) + counters) * 4
         attention = tokens * ((query + 2 * key) + (2 if shape.whole_width_norms else 1) * query) * item + pieces
     else:
         pieces = num_pieces * shape.num_heads * (latent.rank + 1) * 4

@@ -7,6 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from engine.cuda.kernels.tiles import DECODE_KERNEL
+from engine.cuda.tile_choice import JOINED_TURNS, compared_on
+from engine.cuda.tile_trials import Trial
 from loader.shapes.kv_dtypes import FP8_CAPABILITY
 from tests.engine.kernels.attention_cases import not_finite_fp8
 from tests.engine.kernels.draw import Draw
@@ -46,3 +49,16 @@ def test_fp8_kv_that_is_not_finite_is_known_as_such(dtype: torch.dtype) -> None:
         pytest.skip("the GPU does not convert float8_e4m3")
     for seed in range(6):
         not_finite_fp8(Draw(seed, dtype, "cuda"))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (8, 1, 128), (32, 8, 64), (8, 4, 256), (8, 2, 512)])
+def test_the_form_that_joins_pieces_has_the_same_bits(heads: int, kv_heads: int, head_dim: int) -> None:
+    """In the launches by which an engine decides whether it may choose that form on this GPU."""
+    device = torch.device("cuda")
+    compare = compared_on(device, torch.cuda.get_device_properties(device).multi_processor_count)
+    trial = Trial(DECODE_KERNEL, heads, kv_heads, head_dim, "bfloat16", "bfloat16", 16)
+    joining = [tile for tile in trial.tiles if tile.joins]
+    assert joining
+    assert {tile: [compare(trial, tile) for _ in range(JOINED_TURNS)] for tile in joining} == dict.fromkeys(
+        joining, [True] * JOINED_TURNS
+    )

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import (
     linear_choice,
+    tiles,
     triton_adapters,
     triton_decode,
     triton_delta,
@@ -53,6 +54,7 @@ tile_tokens = triton_extend.tile_tokens
 rank_bound = triton_adapters.rank_bound
 SMALLEST_RANK_BOUND = triton_adapters.RANK_BOUNDS[0]
 MANY_ROWS = triton_decode.MANY_ROWS
+joins_pieces = tiles.joins_pieces
 linear = linear_choice.linear
 both_kernels = linear_choice.both_kernels
 measure_linear = linear_choice.measure
@@ -408,9 +410,10 @@ def cos_sin(positions: Tensor, rotary: Rotary) -> Tensor:
     return out
 
 
-def split_contexts(contexts: Tensor, reach: int, target: int) -> triton_decode.DecodeWork:
+def split_contexts(contexts: Tensor, reach: int, target: int, counted: int = 0) -> triton_decode.DecodeWork:
     """Returns the contexts [R] of rows that decode, int32 on the device, cut into about `target` pieces of work. reach: how far
-    back a query sees, see KVGroupSpec. Raises ValueError for more than triton_decode.MAX_ROWS rows."""
-    work = triton_decode.make_work(len(contexts), target, contexts.device)
+    back a query sees, see KVGroupSpec. counted: the most KV heads of a layer if its kernel may join pieces itself
+    (tiles.joins_pieces), else 0. Raises ValueError for more than triton_decode.MAX_ROWS rows."""
+    work = triton_decode.make_work(len(contexts), target, counted, contexts.device)
     triton_decode.split_contexts(contexts, reach, work)
     return work

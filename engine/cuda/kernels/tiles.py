@@ -2,8 +2,8 @@
 used, whether it was measured or only chosen to fit, and what else might be faster. `python -m benchmarks.gpu_tiles` measures on a
 GPU and prints rows for this table.
 
-What an engine has measured on its own GPU (engine/cuda/tile_choice.py) takes the place of entries that were not measured. That
-happens once, before the first kernel is launched (`use`): within a process a shape always has the same tile, because graphs hold
+What an engine has measured on its own GPU (engine/cuda/tile_choice.py) takes the place of entries that name others. That happens
+once, before the first kernel is launched (`use`): within a process a shape always has the same tile, because graphs hold
 grids, and because sums are added in another order with another tile.
 """
 
@@ -20,18 +20,23 @@ import triton
 
 class Tile(NamedTuple):
     """The size of an attention kernel's tile. tokens: query tokens that a program computes; 1 in decode steps, where each row has
-    one. positions: how many are read, keys and values, at a time. warps, stages: num_warps and num_stages of Triton's launch."""
+    one. positions: how many are read, keys and values, at a time. warps, stages: num_warps and num_stages of Triton's launch.
+    joins: whether the kernel of decode steps joins the pieces of a row itself instead of leaving that to a second kernel
+    (triton_decode.py). That is right only if programs see what others wrote in the order on which it relies, so no entry of the
+    table has it: it is only ever among `others`."""
 
     tokens: int
     positions: int
     warps: int
     stages: int
+    joins: bool = False
 
 
 class Entry(NamedTuple):
-    """A row of the table. measured: whether `tile` was the fastest of several on such a GPU; else it was chosen because it fits
-    into registers and shared memory. others: tiles that fit as well, which an engine compares with this one if it was not
-    measured."""
+    """A row of the table. measured: whether `tile` was the fastest of several sizes on such a GPU, with two kernels in decode
+    steps; else it was chosen because it fits into registers and shared memory. others: what this one was not measured against and
+    an engine compares it with: tiles of other sizes that fit as well, if it was not measured, and in decode steps each tile in the
+    form that joins pieces, which no measurement of the table has tried."""
 
     tile: Tile
     measured: bool
@@ -49,16 +54,22 @@ class Key(NamedTuple):
 
 
 class MeasuredTile(NamedTuple):
-    """A tile that was the fastest on this GPU. kernel: EXTEND_KERNEL or DECODE_KERNEL. The other fields are those of Key and of
-    Tile."""
+    """A tile that was the fastest on this GPU. kernel: EXTEND_KERNEL or DECODE_KERNEL. group: in decode steps the query heads of a
+    KV head, on which depends what joins pieces; 0 for prompts. The other fields are those of Key and of Tile."""
 
     kernel: str
     head_dim: int
     item_bytes: int
     fp8: bool
+    group: int
     tile: Tile
 
+    @property
+    def place(self) -> Place:
+        return self[:5]
 
+
+Place = tuple[str, int, int, bool, int]  # the fields of a MeasuredTile before `tile`: what one tile is chosen for
 EXTEND_KERNEL, DECODE_KERNEL = "extend", "decode"
 A100, ADA, HOPPER, B200, RTX50 = 80, 86, 90, 100, 120  # the architectures, by the compute capability that they begin with
 HALF, FLOAT32 = 2, 4
@@ -81,6 +92,11 @@ def _measured(tile: Tile) -> Entry:
 
 def _fits(tile: Tile, *others: Tile) -> Entry:
     return Entry(tile, measured=False, others=others)
+
+
+def _or_joined(entry: Entry) -> Entry:
+    """Returns an entry for decode steps with each of its tiles also in the form that joins pieces."""
+    return entry._replace(others=(*entry.others, *(tile._replace(joins=True) for tile in (entry.tile, *entry.others))))
 
 
 _ARCHITECTURES_WITH_FP8 = (ADA, HOPPER, B200, RTX50)
@@ -152,17 +168,17 @@ EXTEND = _everywhere(
     Key(RTX50, 256, HALF, FP8): _fits(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
     Key(RTX50, 512, HALF, FP8): _fits(Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
 }
-# Decode steps.
+# Decode steps. Each tile for half precision is also tried in the form that joins pieces.
 DECODE = _everywhere(
     {
-        (64, HALF, PLAIN): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 2, 3)),
-        (128, HALF, PLAIN): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 32, 4, 3)),
-        (256, HALF, PLAIN): _fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2)),
-        (512, HALF, PLAIN): _fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2)),
-        (64, HALF, FP8): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 4, 2)),
-        (128, HALF, FP8): _fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 4, 2)),
-        (256, HALF, FP8): _fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2)),
-        (512, HALF, FP8): _fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2)),
+        (64, HALF, PLAIN): _or_joined(_fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 2, 3))),
+        (128, HALF, PLAIN): _or_joined(_fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 32, 4, 3))),
+        (256, HALF, PLAIN): _or_joined(_fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2))),
+        (512, HALF, PLAIN): _or_joined(_fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2))),
+        (64, HALF, FP8): _or_joined(_fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 4, 2))),
+        (128, HALF, FP8): _or_joined(_fits(Tile(1, 64, 4, 3), Tile(1, 128, 4, 3), Tile(1, 64, 4, 2))),
+        (256, HALF, FP8): _or_joined(_fits(Tile(1, 32, 4, 3), Tile(1, 64, 8, 2), Tile(1, 32, 4, 2))),
+        (512, HALF, FP8): _or_joined(_fits(Tile(1, 32, 4, 2), Tile(1, 32, 8, 2), Tile(1, 16, 4, 2))),
         (64, FLOAT32, PLAIN): _fits(Tile(1, 64, 4, 2)),
         (128, FLOAT32, PLAIN): _fits(Tile(1, 32, 8, 2)),
         (256, FLOAT32, PLAIN): _fits(Tile(1, 16, 8, 2)),
@@ -173,8 +189,8 @@ DECODE = _everywhere(
         (512, FLOAT32, FP8): _fits(Tile(1, 16, 8, 1)),
     }
 ) | {
-    Key(HOPPER, 128, HALF, PLAIN): _measured(Tile(1, 64, 4, 3)),
-    Key(HOPPER, 128, HALF, FP8): _measured(Tile(1, 128, 4, 3)),
+    Key(HOPPER, 128, HALF, PLAIN): _or_joined(_measured(Tile(1, 64, 4, 3))),
+    Key(HOPPER, 128, HALF, FP8): _or_joined(_measured(Tile(1, 128, 4, 3))),
 }
 TABLES = {EXTEND_KERNEL: EXTEND, DECODE_KERNEL: DECODE}
 
@@ -211,20 +227,26 @@ class _Forced(threading.local):
 
 
 _forced = _Forced()
-_in_use: dict[tuple[str, int, int, bool], Tile] = {}
+_in_use: dict[Place, Tile] = {}
 
 
 def use(chosen: Iterable[MeasuredTile]) -> None:
     """Has `chosen` take the place of the table's entries in this process, and nothing of an earlier call. Called before the first
     launch of attention."""
     _in_use.clear()
-    _in_use.update((one[:4], one.tile) for one in chosen)
+    _in_use.update((one.place, one.tile) for one in chosen)
     _own_tile.cache_clear()
 
 
 def in_use() -> list[MeasuredTile]:
     """Returns what `use` was last called with."""
     return [MeasuredTile(*key, tile) for key, tile in _in_use.items()]
+
+
+def joins_pieces() -> bool:
+    """Returns whether some attention of this process, or what this thread is to launch, joins pieces in the kernel of decode
+    steps."""
+    return any(tile.joins for tile in _in_use.values()) or (_forced.tile is not None and _forced.tile.joins)
 
 
 @contextmanager
@@ -238,20 +260,21 @@ def forced(tile: Tile) -> Iterator[None]:
 
 
 @functools.cache
-def _own_tile(kernel: str, gpu: int, head_dim: int, item_bytes: int, fp8: bool) -> Tile:
-    chosen = _in_use.get((kernel, padded(head_dim), item_bytes, fp8))
+def _own_tile(kernel: str, gpu: int, head_dim: int, item_bytes: int, fp8: bool, group: int) -> Tile:
+    chosen = _in_use.get((kernel, padded(head_dim), item_bytes, fp8, group))
     return entry_of(kernel, head_dim, item_bytes, fp8, gpu).tile if chosen is None else chosen
 
 
 def extend_tile(head_dim: int, item_bytes: int, fp8: bool = False) -> Tile:
     """Returns the tile of the kernel for rows with several new tokens. head_dim: the head size. item_bytes: bytes of a number of
     the queries. fp8: KV is stored as FP8 codes."""
-    return _forced.tile or _own_tile(EXTEND_KERNEL, capability(), head_dim, item_bytes, fp8)
+    return _forced.tile or _own_tile(EXTEND_KERNEL, capability(), head_dim, item_bytes, fp8, 0)
 
 
-def decode_tile(head_dim: int, item_bytes: int, fp8: bool = False) -> Tile:
-    """Returns the tile of the kernel for rows with one new token each. The arguments are those of extend_tile."""
-    return _forced.tile or _own_tile(DECODE_KERNEL, capability(), head_dim, item_bytes, fp8)
+def decode_tile(head_dim: int, item_bytes: int, fp8: bool = False, group: int = 1) -> Tile:
+    """Returns the tile of the kernel for rows with one new token each. group: query heads of a KV head. The other arguments are
+    those of extend_tile."""
+    return _forced.tile or _own_tile(DECODE_KERNEL, capability(), head_dim, item_bytes, fp8, group)
 
 
 def step_tokens(head_dims: Iterable[int], item_bytes: int, fp8: bool) -> int:

@@ -3,6 +3,14 @@
 A work list, made once a step on the device, cuts the rows' contexts into pieces of about equal size, so one grid (and one CUDA
 graph) serves every mix of lengths. All query heads of a KV head share a tile, so its keys and values are read once.
 
+A second kernel joins the pieces of each row. With a tile whose `joins` is set, which an engine has to have measured and found right
+on its own GPU (tile_choice.py), the pieces of a row and KV head are joined in their order, some at a time, by the program that
+finishes the last of them, and what comes of that is joined likewise. Counters tell which program that is. They are 0 between
+kernels: split_contexts sets them so at the begin of a step, and a program that joins sets its own back. docs/gpu.md says on which
+orderings of the device's memory this relies. Each sum is then written as a chain of multiply-adds, so that its rounding does not
+depend on how a compiler lays numbers out over threads: decode_attention computes the same bits
+with two kernels if it is asked to.
+
 Shapes: R rows, I pieces of work (an upper bound; unused ones are empty), H query heads, G KV heads, D head size. Reference
 implementations: reference.paged_attention, reference.split_contexts.
 """
@@ -35,6 +43,12 @@ from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, log2_factor, 
 SPLIT_TOKENS = 64  # a piece's number of positions is a multiple of this
 MANY_ROWS = 65  # with at least so many rows, another compilation of the kernel makes the work list
 MAX_ROWS = 1024
+# A program of four warps joins so many numbers of a piece at a time, four in a thread, and loads so many pieces at once: more would
+# take registers that hold other programs back.
+JOINED_VALUES = 512
+LOADED = tl.constexpr(8)
+# The most that a program joins at once, in some 4 us: about what a second kernel takes with its launch (docs/gpu.md).
+MOST_JOINED_VALUES = 16384
 
 
 @dataclass(slots=True)
@@ -42,24 +56,28 @@ class DecodeWork:
     """The pieces of work into which the contexts of R rows are cut, on the device.
 
     rows, begins, ends: [I] int32, each piece's row, first position and the position after its last (begin = end: the piece is
-    unused). firsts: [R + 1] int32, each row's first piece, then the number of pieces. target: about how many pieces are wanted."""
+    unused). firsts: [R + 1] int32, each row's first piece, then the number of pieces. target: about how many pieces are wanted.
+    finished: [I, G] int32, 0 between kernels: at the first of some pieces that are joined at once, how many of them are computed;
+    at a row's second piece, how often its pieces were joined. G may be more than a layer has, and is 0 where no layer's kernel
+    joins the pieces itself."""
 
     rows: Tensor
     begins: Tensor
     ends: Tensor
     firsts: Tensor
     target: int
+    finished: Tensor
 
 
-def make_work(num_rows: int, target: int, device: torch.device | str) -> DecodeWork:
-    """Allocates a DecodeWork for num_rows rows and about `target` pieces: I = target + num_rows, as each row may need one more. The
-    tensors are not filled."""
+def make_work(num_rows: int, target: int, counted: int, device: torch.device | str) -> DecodeWork:
+    """Allocates a DecodeWork for num_rows rows, about `target` pieces and, where the kernels of layers join them, up to `counted`
+    KV heads: I = target + num_rows, as each row may need one more. The tensors are not filled."""
     size = num_rows + target
 
     def column(length: int) -> Tensor:
         return torch.empty(length, dtype=torch.int32, device=device)
 
-    return DecodeWork(column(size), column(size), column(size), column(num_rows + 1), target)
+    return DecodeWork(column(size), column(size), column(size), column(num_rows + 1), target, column(size * counted))
 
 
 @triton.jit
@@ -71,7 +89,7 @@ def first_seen(position, reach):
     return tl.maximum(first, 0)
 
 
-@triton.jit(do_not_specialize=["target", "reach", "num_rows", "num_items"])
+@triton.jit(do_not_specialize=["target", "reach", "num_rows", "num_items", "num_counters"])
 def _split_kernel(
     contexts,  # [R] int32; 0: the row is padding
     num_rows,
@@ -79,12 +97,15 @@ def _split_kernel(
     begins,
     ends,
     firsts,  # [R + 1]
+    finished,  # [C]
     num_items,
+    num_counters,  # C
     target,
     reach,
     ROWS: tl.constexpr,
     ITEMS: tl.constexpr,
     SPLIT: tl.constexpr,
+    COUNTS: tl.constexpr,  # whether there are counters
 ):
     row = tl.arange(0, ROWS)
     context = tl.load(contexts + row, mask=row < num_rows, other=0)
@@ -106,11 +127,15 @@ def _split_kernel(
     tl.store(rows + item, tl.sum(tl.where(own, row[None, :], 0), axis=1), mask=inside)
     tl.store(begins + item, at, mask=inside)
     tl.store(ends + item, tl.maximum(at, end), mask=inside)
+    if COUNTS:
+        for start in range(tl.program_id(0) * ROWS, num_counters, tl.num_programs(0) * ROWS):
+            counter = start + tl.arange(0, ROWS)
+            tl.store(finished + counter, 0, mask=counter < num_counters)
 
 
 def split_contexts(contexts: Tensor, reach: int, work: DecodeWork) -> None:
     """Fills `work` with pieces of R rows' contexts [R] int32 (numbers of positions; 0: the row is padding), of which only what the
-    last position sees is cut (reach: see first_seen). Raises ValueError for more than MAX_ROWS rows."""
+    last position sees is cut (reach: see first_seen), and sets its counters to 0. Raises ValueError for more than MAX_ROWS rows."""
     num_items, num_rows = len(work.rows), len(contexts)
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} rows in a decode step; {MAX_ROWS} are supported")
@@ -122,18 +147,106 @@ def split_contexts(contexts: Tensor, reach: int, work: DecodeWork) -> None:
         work.begins,
         work.ends,
         work.firsts,
+        work.finished,
         num_items,
+        len(work.finished),
         work.target,
         reach,
         ROWS=rows,
         ITEMS=items,
         SPLIT=SPLIT_TOKENS,
+        COUNTS=len(work.finished) > 0,
         num_warps=8,
     )
 
 
+@triton.jit
+def _finishes(counter, number):
+    """Counts one more at `counter`, and returns whether this program is the last of `number` to do so. What all of them stored
+    before is then there to be read, and the counter is 0."""
+    tl.debug_barrier()  # all of the program's threads have stored before one of them tells so
+    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()  # and none of them reads before it knows
+    is_last = before == number - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def _joined(
+    partial, partial_log, first, number, head, is_head,
+    H: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, STRIDE: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """Returns the weighted sums [HEADS, PADDED_D] of some heads of a row, log2 of the largest weight and the sum of weights
+    [HEADS], in terms of the largest, all float32, from `number` pieces, the first one and each STRIDE behind it: added in their
+    order, of which PIECES share a maximum. Of no pieces the sums are 0. head, is_head: [HEADS], the heads' numbers, and which of
+    them there are. CACHE: the cache that loads of pieces skip, as in tl.load.
+
+    No sum depends on the layout of the tensors: maxima have no order, and all else is added number by number."""
+    dim, offset = tl.arange(0, PADDED_D), tl.arange(0, PIECES)
+    sums = tl.zeros([HEADS, PADDED_D], tl.float32)
+    top = tl.full([HEADS], -1e38, tl.float32)  # finite, so that a row that is padding gets 0
+    total = tl.zeros([HEADS], tl.float32)
+    for start in tl.range(0, number, PIECES, num_stages=1):
+        inside = (start + offset < number)[None, :] & is_head[:, None]
+        at = (first + (start + offset) * STRIDE)[None, :].to(tl.int64) * H + head[:, None]
+        log = tl.load(partial_log + at, mask=inside, other=float("-inf"), cache_modifier=CACHE)
+        new_top = tl.maximum(top, tl.max(log, axis=1))
+        kept = tl.exp2(top - new_top)
+        sums = sums * kept[:, None]
+        added = tl.zeros([HEADS], tl.float32)
+        for some in tl.range(start, tl.minimum(start + PIECES, number), LOADED, num_stages=1):
+            for piece in tl.static_range(LOADED):
+                place = some + piece + tl.zeros([HEADS], tl.int32)
+                there = is_head & (place < number)
+                at_piece = (first + place * STRIDE).to(tl.int64) * H + head
+                log_of = tl.load(partial_log + at_piece, mask=there, other=float("-inf"), cache_modifier=CACHE)
+                weight = tl.exp2(log_of - new_top)
+                part = tl.load(
+                    partial + at_piece[:, None] * D + dim[None, :],
+                    mask=there[:, None] & (dim < D)[None, :],
+                    other=0.0,
+                    cache_modifier=CACHE,
+                )
+                sums = tl.fma(part, tl.broadcast_to(weight[:, None], [HEADS, PADDED_D]), sums)
+                added += weight
+        total = tl.fma(total, kept, added)
+        top = new_top
+    return sums, top, total
+
+
+@triton.jit
+def _with_sinks(sums, top, total, sinks, head, is_head, SINKS: tl.constexpr):
+    """Returns the sums and the sum of weights of _joined with those of the heads' sinks. SINKS: whether there are any."""
+    if SINKS:
+        sink = tl.load(sinks + head, mask=is_head, other=0.0)
+        factor = tl.full(sink.shape, LOG2_E, tl.float32)
+        new_top = tl.maximum(sink * factor, top)
+        kept = tl.exp2(top - new_top)
+        sums = sums * kept[:, None]
+        total = tl.fma(total, kept, tl.exp2(tl.fma(sink, factor, -new_top)))
+    return sums, total
+
+
+@triton.jit
+def _divided(sums, total):
+    """Returns the attention [HEADS, PADDED_D] of heads, 0 where there are no weights."""
+    return sums / tl.where(total > 0.0, total, 1.0)[:, None]
+
+
+@triton.jit
+def _of_one_piece(sums, log, sinks, head, is_head, SINKS: tl.constexpr):
+    """Returns the attention of heads of a row that has one piece, whose attention is `sums` with log2 of a sum of weights `log`."""
+    if SINKS:
+        sums, total = _with_sinks(sums, log, tl.full(log.shape, 1.0, tl.float32), sinks, head, is_head, SINKS)
+        sums = _divided(sums, total)
+    return sums
+
+
 # table_stride leads to single block numbers; block_stride is specialised, because it tells that keys are aligned to 16 bytes.
-@triton.jit(do_not_specialize=["layer", "table_stride"])
+@triton.jit(do_not_specialize=["layer", "table_stride", "num_rows"])
 def _piece_kernel(
     qkv,  # [T, WIDTH], of which the first H D columns are queries; row r's query is token r
     kv,
@@ -145,6 +258,11 @@ def _piece_kernel(
     ends,
     partial,  # [I, H, D] float32
     partial_log,  # [I, H] float32: log2 of a piece's sum of weights
+    firsts,  # [R + 1]
+    finished,  # [I, G], 0 before and after
+    sinks,  # [H] float32
+    out,  # [T, H D]
+    num_rows,
     layer,
     table_stride,
     block_stride,
@@ -162,14 +280,26 @@ def _piece_kernel(
     WIDEN: tl.constexpr,
     FP8: tl.constexpr,
     WORD: tl.constexpr,  # numbers in an element of kv
+    JOINS: tl.constexpr,  # whether pieces are joined to `out`; firsts, finished, sinks and out are read and written only then
+    HEADS: tl.constexpr,  # heads that are joined at a time
+    PIECES: tl.constexpr,  # pieces that are joined at a time
+    SINKS: tl.constexpr,
 ):
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
+    group: tl.constexpr = H // G
+    if JOINS:
+        is_row = item < num_rows  # of which there are no more than pieces
+        is_padding = tl.load(firsts + item, mask=is_row, other=0) == tl.load(firsts + item + 1, mask=is_row, other=1)
+        if is_padding:
+            number = tl.arange(0, M * PADDED_D)
+            unread = out + (item.to(tl.int64) * H + kv_head * group + number // PADDED_D) * D + number % PADDED_D
+            there = (number // PADDED_D < group) & (number % PADDED_D < D)
+            tl.store(unread, tl.zeros([M * PADDED_D], out.dtype.element_ty), mask=there)
     begin, end = tl.load(begins + item), tl.load(ends + item)
     if begin >= end:
         return
     row = tl.load(rows + item).to(tl.int64)
-    group: tl.constexpr = H // G
     member, dim, place = tl.arange(0, M), tl.arange(0, PADDED_D), tl.arange(0, N)
     part = tl.arange(0, PADDED_D // WORD)
     inside = (member < group)[:, None] & (dim < D)[None, :]
@@ -228,9 +358,50 @@ def _piece_kernel(
         sums *= MOVED_FACTOR / WEIGHTS_FACTOR
     elif FP8:
         sums *= rows_factor(query.dtype)
-    at = (item * H + head).to(tl.int64)
-    tl.store(partial + at[:, None] * D + dim[None, :], sums / total[:, None], mask=inside)
-    tl.store(partial_log + at, top + tl.log2(total), mask=member < group)
+    sums, log = sums / total[:, None], top + tl.log2(total)
+    first, last = 0, 0
+    if JOINS:
+        first, last = tl.load(firsts + row), tl.load(firsts + row + 1)
+    if last - first == 1:
+        sums = _of_one_piece(sums, log, sinks, head, member < group, SINKS)
+        tl.store(out + (row * H + head)[:, None] * D + dim[None, :], sums.to(out.dtype.element_ty), mask=inside)
+    else:
+        at = (item * H + head).to(tl.int64)
+        tl.store(partial + at[:, None] * D + dim[None, :], sums, mask=inside)
+        tl.store(partial_log + at, log, mask=member < group)
+        if JOINS:
+            begun = first + (item - first) // PIECES * PIECES  # the first of the pieces with which this one is joined
+            number, is_whole = tl.minimum(last - begun, PIECES), last - first <= PIECES
+            if _finishes(finished + begun * G + kv_head, number):
+                for own in range(0, group, HEADS):
+                    joined = own + tl.arange(0, HEADS)
+                    head_at, is_head = kv_head * group + joined, joined < group
+                    there = is_head[:, None] & (dim < D)[None, :]
+                    result, top_of, total_of = _joined(
+                        partial, partial_log, begun, number, head_at, is_head, H, D, PADDED_D, HEADS, PIECES, 1, ".cg"
+                    )
+                    if is_whole:
+                        result, total_of = _with_sinks(result, top_of, total_of, sinks, head_at, is_head, SINKS)
+                        of_row = out + (row * H + head_at)[:, None] * D + dim[None, :]
+                        tl.store(of_row, _divided(result, total_of).to(out.dtype.element_ty), mask=there)
+                    else:
+                        tl.debug_barrier()  # all threads have read what is overwritten
+                        where = (begun * H + head_at).to(tl.int64)
+                        tl.store(partial + where[:, None] * D + dim[None, :], _divided(result, total_of), mask=there)
+                        tl.store(partial_log + where, top_of + tl.log2(total_of), mask=is_head)
+                if not is_whole:
+                    number = (last - first + PIECES - 1) // PIECES
+                    if _finishes(finished + (first + 1) * G + kv_head, number):
+                        for own in range(0, group, HEADS):
+                            joined = own + tl.arange(0, HEADS)
+                            head_at, is_head = kv_head * group + joined, joined < group
+                            result, top_of, total_of = _joined(
+                                partial, partial_log, first, number, head_at, is_head, H, D, PADDED_D, HEADS, PIECES, PIECES, ".cg"
+                            )
+                            result, total_of = _with_sinks(result, top_of, total_of, sinks, head_at, is_head, SINKS)
+                            of_row = out + (row * H + head_at)[:, None] * D + dim[None, :]
+                            there = is_head[:, None] & (dim < D)[None, :]
+                            tl.store(of_row, _divided(result, total_of).to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -271,6 +442,61 @@ def _combine_kernel(
     tl.store(out + (row * H + head).to(tl.int64) * D + dim, result.to(out.dtype.element_ty), mask=dim < D)
 
 
+@triton.jit
+def _in_order_kernel(
+    partial,  # [I, H, D] float32, overwritten where rows have more than PIECES pieces
+    partial_log,  # [I, H] float32, likewise
+    firsts,  # [R + 1]
+    sinks,  # [H] float32
+    out,  # [T, H D]
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    HEADS: tl.constexpr,
+    PIECES: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    group: tl.constexpr = H // G
+    dim = tl.arange(0, PADDED_D)
+    first, last = tl.load(firsts + row), tl.load(firsts + row + 1)
+    number = last - first
+    for own in range(0, group, HEADS):
+        joined = own + tl.arange(0, HEADS)
+        head, is_head = kv_head * group + joined, joined < group
+        there = is_head[:, None] & (dim < D)[None, :]
+        of_row = out + (row * H + head).to(tl.int64)[:, None] * D + dim[None, :]
+        if number == 1:
+            where = (first * H + head).to(tl.int64)
+            one = tl.load(partial + where[:, None] * D + dim[None, :], mask=there, other=0.0)
+            log = tl.load(partial_log + where, mask=is_head, other=0.0)
+            tl.store(of_row, _of_one_piece(one, log, sinks, head, is_head, SINKS).to(out.dtype.element_ty), mask=there)
+        elif number <= PIECES:
+            result, top, total = _joined(
+                partial, partial_log, first, number, head, is_head, H, D, PADDED_D, HEADS, PIECES, 1, ""
+            )  # fmt: skip
+            result, total = _with_sinks(result, top, total, sinks, head, is_head, SINKS)
+            tl.store(of_row, _divided(result, total).to(out.dtype.element_ty), mask=there)
+        else:
+            for begun in tl.range(first, last, PIECES, num_stages=1):
+                some = tl.minimum(last - begun, PIECES)
+                result, top, total = _joined(
+                    partial, partial_log, begun, some, head, is_head, H, D, PADDED_D, HEADS, PIECES, 1, ""
+                )  # fmt: skip
+                tl.debug_barrier()  # all threads have read what is overwritten
+                where = (begun * H + head).to(tl.int64)
+                tl.store(partial + where[:, None] * D + dim[None, :], _divided(result, total), mask=there)
+                tl.store(partial_log + where, top + tl.log2(total), mask=is_head)
+            tl.debug_barrier()  # all threads have written what is read
+            some = (number + PIECES - 1) // PIECES
+            result, top, total = _joined(
+                partial, partial_log, first, some, head, is_head, H, D, PADDED_D, HEADS, PIECES, PIECES, ""
+            )  # fmt: skip
+            result, total = _with_sinks(result, top, total, sinks, head, is_head, SINKS)
+            tl.store(of_row, _divided(result, total).to(out.dtype.element_ty), mask=there)
+
+
 def decode_attention(
     qkv: Tensor,
     kv: Tensor,
@@ -285,6 +511,7 @@ def decode_attention(
     sinks: Tensor | None,
     widen: bool,
     out: Tensor,
+    in_order: bool = False,
 ) -> None:
     """Computes the attention of R rows' queries, which are the first H D columns of the first R tokens of qkv, into out [T, H D].
     Rows without a context get zeros.
@@ -292,14 +519,19 @@ def decode_attention(
     kv: the arena as the KV group sees it, of which index `layer` is read. scales: of fp8 KV, which is widened to qkv's dtype; None:
     KV is of that dtype. block_table: [S, B] int32. table_rows: [R] int32, where each row's blocks are in block_table. softcap:
     scores become softcap * tanh(score / softcap); 0: they stay. sinks: [H] float32, a score that takes weight and gives no value,
-    or None. widen: see triton_softmax."""
+    or None. widen: see triton_softmax. in_order: compute with two kernels, to the last bit, what the attention kernel makes when it
+    joins the pieces itself, which is what that form is compared with. Raises ValueError if the kernel is to join them itself and
+    `work` has too few counters."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
-    num_items = len(work.rows)
-    padded = max(16, power_of_two(head_dim))
+    num_items, padded = len(work.rows), max(16, power_of_two(head_dim))
+    fp8 = scales is not None
+    tile = tiles.decode_tile(padded, qkv.element_size(), fp8, heads // kv_heads)
+    joins = tile.joins and not in_order and joins_pieces(heads // kv_heads, head_dim)
+    if joins and len(work.finished) < num_items * kv_heads:
+        raise ValueError(f"{len(work.finished)} counters for {num_items} pieces of {kv_heads} KV heads")
     partial = torch.empty(num_items, heads, head_dim, dtype=torch.float32, device=qkv.device)
     partial_log = torch.empty(num_items, heads, dtype=torch.float32, device=qkv.device)
     stored = kv if scales is None else as_words(kv)
-    tile = tiles.decode_tile(padded, qkv.element_size(), scales is not None)
     _piece_kernel[(num_items, kv_heads)](
         qkv,
         stored,
@@ -311,6 +543,11 @@ def decode_attention(
         work.ends,
         partial,
         partial_log,
+        work.firsts,
+        work.finished,
+        partial_log if sinks is None else sinks,
+        out,
+        len(work.firsts) - 1,
         layer,
         block_table.stride(0),
         kv.stride(0),
@@ -326,12 +563,57 @@ def decode_attention(
         PADDED_D=padded,
         SOFTCAP=softcap > 0,
         WIDEN=widen,
-        FP8=scales is not None,
+        FP8=fp8,
         WORD=head_dim // stored.shape[-1],
+        JOINS=joins,
+        HEADS=_heads_at_once(heads // kv_heads, padded) if joins else 1,
+        PIECES=_pieces_at_once(padded),
+        SINKS=joins and sinks is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    combine(partial, partial_log, work, sinks, out)
+    if in_order:
+        join_in_order(partial, partial_log, work, kv_heads, sinks, out)
+    elif not joins:
+        combine(partial, partial_log, work, sinks, out)
+
+
+def joins_pieces(group: int, head_dim: int) -> bool:
+    """Returns whether the attention kernel can join the pieces itself. group: query heads of a KV head."""
+    padded = max(16, power_of_two(head_dim))
+    return group * _pieces_at_once(padded) * padded <= MOST_JOINED_VALUES
+
+
+def _pieces_at_once(padded: int) -> int:
+    """Returns how many pieces of a head are joined at a time. padded: the head size, padded to a power of two."""
+    return 16 if padded <= 256 else 8
+
+
+def _heads_at_once(group: int, padded: int) -> int:
+    """Returns of how many heads a program joins pieces at a time. group, padded: as in the functions above."""
+    return min(power_of_two(group), max(1, JOINED_VALUES // padded))
+
+
+def join_in_order(partial: Tensor, partial_log: Tensor, work: DecodeWork, kv_heads: int, sinks: Tensor | None, out: Tensor) -> None:
+    """Does what `combine` does in the order and with the arithmetic of an attention kernel that joins the pieces itself. partial
+    and partial_log are overwritten."""
+    _, heads, head_dim = partial.shape
+    padded = max(16, power_of_two(head_dim))
+    _in_order_kernel[(len(work.firsts) - 1, kv_heads)](
+        partial,
+        partial_log,
+        work.firsts,
+        partial_log if sinks is None else sinks,
+        out,
+        H=heads,
+        G=kv_heads,
+        D=head_dim,
+        PADDED_D=padded,
+        HEADS=_heads_at_once(heads // kv_heads, padded),
+        PIECES=_pieces_at_once(padded),
+        SINKS=sinks is not None,
+        num_warps=4,
+    )
 
 
 def combine(partial: Tensor, partial_log: Tensor, work: DecodeWork, sinks: Tensor | None, out: Tensor) -> None:
@@ -349,7 +631,7 @@ def combine(partial: Tensor, partial_log: Tensor, work: DecodeWork, sinks: Tenso
         H=heads,
         D=head_dim,
         PADDED_D=padded,
-        PIECES=16 if padded <= 256 else 8,
+        PIECES=_pieces_at_once(padded),
         SINKS=sinks is not None,
         num_warps=2 if padded <= 256 else 4,
     )

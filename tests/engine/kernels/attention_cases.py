@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.cuda.kernels import triton_decode, triton_extend
+from engine.cuda.kernels import tiles, triton_decode, triton_extend
 from engine.ops import reference
 from tests.engine.kernels.draw import Draw, close
 from tests.engine.kernels.paged_kv import Paged, paged
@@ -38,11 +38,12 @@ def work_lists(draw: Draw) -> None:
     """The work list has the reference implementation's pieces, for any number of rows that a step may have."""
     rows, reach, target = draw.one_of(1, draw.between(2, 64), draw.between(65, 300)), draw.one_of(0, 50, -50), draw.between(1, 40)
     contexts = torch.randint(0, draw.one_of(2, 90, 3000), (rows,), generator=draw.generator).int()
-    work = triton_decode.make_work(rows, target, draw.device)
+    work = triton_decode.make_work(rows, target, draw.between(0, 9), draw.device)
     triton_decode.split_contexts(draw.on(contexts), reach, work)
     wanted = reference.split_contexts(contexts, reach, target, triton_decode.SPLIT_TOKENS, rows + target)
     for actual, expected in zip((work.rows, work.begins, work.ends, work.firsts), wanted, strict=True):
         assert actual.tolist() == expected.tolist()
+    assert not work.finished.any()
 
 
 def decode_attention(draw: Draw, fp8: bool = False) -> None:
@@ -54,26 +55,62 @@ def decode_attention(draw: Draw, fp8: bool = False) -> None:
     softcap, scale = draw.one_of(0.0, 0.0, 5.0), draw.one_of(case.head_dim**-0.5, 0.3)
     sinks = torch.randn(case.heads, generator=draw.generator) if draw.one_of(False, False, True) else None
     qkv = draw.normal(len(contexts), (case.heads + 2 * case.kv_heads) * case.head_dim)
-    work = triton_decode.make_work(len(contexts), draw.one_of(1, 3, 8), draw.device)
+    work = triton_decode.make_work(len(contexts), draw.one_of(1, 3, 8), case.kv_heads, draw.device)
     on_device = draw.on(torch.tensor(contexts, dtype=torch.int32))
     triton_decode.split_contexts(on_device, reach, work)
     out = draw.like(torch.empty(len(contexts), case.heads * case.head_dim, dtype=draw.dtype))
-    triton_decode.decode_attention(
-        draw.on(qkv),
-        *case.view(draw.on(case.arena)),
-        case.layer,
-        case.heads,
-        draw.on(case.shuffled_table),
-        draw.on(case.table_rows),
-        work,
-        scale,
-        softcap,
-        None if sinks is None else draw.on(sinks),
-        draw.interpreted,
-        out,
-    )
+    with tiles.forced(joining(case, draw.dtype, draw.one_of(False, True))):
+        triton_decode.decode_attention(
+            draw.on(qkv),
+            *case.view(draw.on(case.arena)),
+            case.layer,
+            case.heads,
+            draw.on(case.shuffled_table),
+            draw.on(case.table_rows),
+            work,
+            scale,
+            softcap,
+            None if sinks is None else draw.on(sinks),
+            draw.interpreted,
+            out,
+        )
     there = [row for row, context in enumerate(contexts) if context]
     close(out, attended(qkv, case, there, there, [contexts[r] for r in there], reach, scale, softcap, sinks), draw.dtype)
+
+
+def joining(case: Paged, dtype: torch.dtype, joins: bool) -> tiles.Tile:
+    """Returns the tile that the table has for a case, in the form that joins pieces or in the other one."""
+    tile = tiles.decode_tile(case.head_dim, dtype.itemsize, case.scales is not None, case.heads // case.kv_heads)
+    return tile._replace(joins=joins)
+
+
+def joined_pieces(draw: Draw) -> None:
+    """Rows of many pieces are joined by the programs that finish last to the last bit as by a kernel behind them, again and again,
+    and counters are left at 0."""
+    pieces = [draw.one_of(0, 1, 2, draw.between(3, 16), draw.between(17, 40)) for _ in range(draw.between(2, 4))]
+    contexts = [max(0, n * triton_decode.SPLIT_TOKENS - draw.between(0, 63)) for n in pieces]
+    kv_heads, head_dim = draw.one_of(1, 2), draw.one_of(64, 80, 128)
+    case = paged(draw, contexts, contexts, False, max_heads=8, token_dims=(2, kv_heads, head_dim))
+    sinks = draw.one_of(None, draw.on(torch.randn(case.heads, generator=draw.generator)))
+    work = triton_decode.make_work(len(contexts), sum(pieces) + 1, kv_heads + 1, draw.device)
+    triton_decode.split_contexts(draw.on(torch.tensor(contexts, dtype=torch.int32)), 0, work)
+    assert work.firsts.diff().tolist() == pieces
+    queries = [draw.on(draw.normal(len(contexts), (case.heads + 2 * kv_heads) * head_dim)) for _ in range(2)]
+    view, places = case.view(draw.on(case.arena)), (draw.on(case.shuffled_table), draw.on(case.table_rows))
+
+    def attend(qkv: Tensor, joins: bool, in_order: bool = False) -> Tensor:
+        out = draw.like(torch.empty(len(contexts), case.heads * head_dim, dtype=draw.dtype))
+        how = (work, head_dim**-0.5, 0.0, sinks, draw.interpreted, out, in_order)
+        with tiles.forced(joining(case, draw.dtype, joins)):
+            triton_decode.decode_attention(qkv, *view, case.layer, case.heads, *places, *how)
+        return out
+
+    assert triton_decode.joins_pieces(case.heads // kv_heads, head_dim)
+    wanted = [attend(qkv, joins=False, in_order=True) for qkv in queries]
+    close(wanted[0], attend(queries[0], joins=False), draw.dtype)
+    for at in range(2 if draw.interpreted else 200):  # in turns, since what one wrote would be right for itself
+        assert torch.equal(attend(queries[at % 2], joins=True), wanted[at % 2])
+        assert not work.finished.any()
 
 
 def extend_attention(draw: Draw, fp8: bool = False) -> None:
@@ -135,7 +172,7 @@ def not_finite_fp8(draw: Draw) -> None:
     assert case.scales is not None
     case.kv[place], case.scales[place] = reference.quantize_fp8(numbers)
     contexts = draw.on(torch.tensor([context, context], dtype=torch.int32))
-    work = triton_decode.make_work(2, draw.one_of(1, 3), draw.device)
+    work = triton_decode.make_work(2, draw.one_of(1, 3), case.kv_heads, draw.device)
     triton_decode.split_contexts(contexts, 0, work)
     qkv = draw.normal(2, (case.heads + 2 * case.kv_heads) * head_dim)
     out = draw.on(torch.zeros(2, case.heads * head_dim, dtype=draw.dtype))

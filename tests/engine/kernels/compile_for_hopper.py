@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 from engine.cuda.kernels import (
     entry,
     linear_choice,
+    tiles,
     triton_adapters,
     triton_checksum,
     triton_decode,
@@ -246,11 +247,15 @@ def main(capability: int, listed: bool) -> None:
         torch.zeros(ROWS, dtype=torch.int64),
         torch.zeros(ROWS),
     )
-    entry.split_contexts(torch.zeros(entry.MANY_ROWS, dtype=torch.int32), 0, 132)
-    work = entry.split_contexts(ints, 0, 132)
+    entry.split_contexts(torch.zeros(entry.MANY_ROWS, dtype=torch.int32), 0, 132, KV_HEADS)
+    work = entry.split_contexts(ints, 0, 132, KV_HEADS)
+    partial = torch.zeros(len(work.rows), HEADS, HEAD_DIM), torch.zeros(len(work.rows), HEADS)
     turns, norm = entry.cos_sin(ints, Rotary(torch.zeros(HEAD_DIM // 2))), qkv[0, :HEAD_DIM]
     for kv in [kept_as(kind) for kind in ("bfloat16", KV_FP8) if kind != KV_FP8 or capability >= 89]:  # FP8_CAPABILITY
-        triton_decode.decode_attention(qkv, *kv, 3, HEADS, table, ints, work, 0.1, 0.0, None, False, out)
+        for joins in tried(False, True):
+            with tiles.forced(tiles.decode_tile(HEAD_DIM, 2, kv[1] is not None)._replace(joins=joins)):
+                triton_decode.decode_attention(qkv, *kv, 3, HEADS, table, ints, work, 0.1, 0.0, None, False, out)
+        triton_decode.join_in_order(*partial, work, KV_HEADS, None, out)
         for window, softcap in tried((0, 0.0), (4096, 50.0)):
             columns = (table, ints, ints, ints, triton_extend.tile_tokens([HEAD_DIM], dtype, kv[1] is not None), ints, ints, ints)
             triton_extend.extend_attention(qkv, *kv, 3, HEADS, *columns, window, 0.1, softcap, None, False, out)

@@ -51,7 +51,7 @@ def launch(kernel: str, key: Key, tile: Tile, dtype: torch.dtype) -> None:
     out = torch.zeros(ROWS, HEADS * dim, dtype=dtype)
     with tiles.forced(tile):
         if kernel == DECODE_KERNEL:
-            work = triton_decode.make_work(ROWS, 132, "cpu")
+            work = triton_decode.make_work(ROWS, 132, KV_HEADS, "cpu")
             triton_decode.decode_attention(qkv, *kv, 3, HEADS, table, ints, work, 0.1, 50.0, None, False, out)
         else:
             columns = (table, ints, ints, ints, tile.tokens, ints, ints, ints)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.kernels.adapter_cases import adapters, adapters_of_tokens
-from tests.engine.kernels.attention_cases import decode_attention, extend_attention, work_lists
+from tests.engine.kernels.attention_cases import decode_attention, extend_attention, joined_pieces, work_lists
 from tests.engine.kernels.delta_cases import gated_delta
 from tests.engine.kernels.draw import Draw
 from tests.engine.kernels.expert_cases import experts, own_pairs, routing, routing_by_sigmoid
@@ -63,6 +63,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         inputs,
         work_lists,
         decode_attention,
+        joined_pieces,
         extend_attention,
         store_latents,
         products_by_head,

@@ -104,7 +104,7 @@ def decode_latents(draw: Draw, fp8: bool = False) -> None:
     case, rank, rope_dim = latents(draw, contexts, fp8)
     scale, heads = draw.one_of(0.1, 0.3), draw.one_of(1, 3, 16, 20, 40)
     queries = draw.normal(len(contexts), heads, rank + rope_dim)
-    work = triton_decode.make_work(len(contexts), draw.one_of(1, 3, 8), draw.device)
+    work = triton_decode.make_work(len(contexts), draw.one_of(1, 3, 8), 0, draw.device)
     triton_decode.split_contexts(draw.on(torch.tensor(contexts, dtype=torch.int32)), 0, work)
     out = draw.like(torch.empty(len(contexts), heads, rank, dtype=draw.dtype))
     triton_latent_attention.decode_attention(

@@ -1,6 +1,8 @@
 """Records for which keys Triton would compile the kernels of a model's `warm`, and those of every kind of step after it. Prints one
 JSON line for each model: the number of keys of its warm-up, and the keys that steps add, each with the first step that has it.
 
+One of the models is recorded again with the tiles that join the pieces of decode attention.
+
 usage: python -m tests.engine.kernels.record_keys [--every] (not under TRITON_INTERPRET; --every: all models, all row counts)
 """
 
@@ -21,10 +23,13 @@ from engine.cuda import frames
 from engine.cuda.backend import MAX_GRAPH_TOKENS, CudaBackend
 from engine.cuda.edited_graphs import EditedGraphs
 from engine.cuda.frames import DeviceFrames
+from engine.cuda.kernels import tiles
+from engine.cuda.kernels.tiles import MeasuredTile
 from engine.cuda.launch_only import launch_only_model
 from engine.cuda.launches import recorded
 from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
 from engine.cuda.model import CudaModel
+from engine.cuda.tile_trials import trials_of
 from engine.protocol import Configure
 from loader.packing import codec
 from tests.engine import cuda_stand_in
@@ -33,6 +38,7 @@ from tests.loader.test_families import MISTRAL_7B
 
 HOPPER = 90
 CHUNK_BYTES = 1 << 20
+JOINING = replace(next(case for case in CASES if case.name == "gemma4 at odd places"), name="joining")
 
 
 def record(case: KeyCase, every: bool) -> dict[str, Any]:
@@ -70,6 +76,12 @@ def record(case: KeyCase, every: bool) -> dict[str, Any]:
 def _rest_of(case: KeyCase, model: CudaModel) -> tuple[Any, ...]:
     """Returns the other arguments of a model's EditedGraphs."""
     return getattr(torch, case.dtype), model._sequences.last_ids, model._staging, 64
+
+
+def joining(case: KeyCase) -> list[MeasuredTile]:
+    """Returns what an engine has chosen that uses each form that joins pieces for a model's attention."""
+    trials = [trial for trial in trials_of(case.spec, case.shape, BLOCK_TOKENS) if trial.kernel == tiles.DECODE_KERNEL]
+    return [MeasuredTile(*trial.place, trial.entry.tile._replace(joins=True)) for trial in trials]
 
 
 def record_values() -> dict[str, Any]:
@@ -117,6 +129,8 @@ def main() -> None:
         for case in CASES:
             if every or case.name in COVERING:
                 print(json.dumps(record(case, every)), flush=True)
+        tiles.use(joining(JOINING))
+        print(json.dumps(record(JOINING, every)), flush=True)
 
 
 if __name__ == "__main__":

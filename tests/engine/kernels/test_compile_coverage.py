@@ -25,7 +25,7 @@ def test_no_step_needs_a_kernel_that_the_warm_up_did_not_launch() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     told = {line["model"]: line for line in map(json.loads, done.stdout.splitlines())}
-    assert told.keys() == {"values", "loads", *COVERING}
+    assert told.keys() == {"values", "loads", "joining", *COVERING}
     assert {name: line["added"] for name, line in told.items() if line["added"]} == {}
     assert told.pop("loads")["warmed"] == 3  # checksums, and the decoder, aligned to 16 bytes or not
     assert told.pop("values")["warmed"] > 20

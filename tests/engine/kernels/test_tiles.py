@@ -68,9 +68,11 @@ def test_every_head_size_has_tiles(capability: int) -> None:
             for item_bytes in (HALF, FLOAT32):
                 for fp8 in (False, True):
                     entry = tiles.entry_of(kernel, dim, item_bytes, fp8)
-                    assert len({entry.tile, *entry.others}) == 1 + len(entry.others) <= 4
+                    assert len({entry.tile, *entry.others}) == 1 + len(entry.others)
+                    assert len(sizes_of(entry)) <= 4
+                    assert not entry.tile.joins, "which no GPU has shown to be right"
                     for tile in (entry.tile, *entry.others):
-                        assert (tile.tokens == 1) == (kernel == DECODE_KERNEL)
+                        assert (tile.tokens == 1) == (kernel == DECODE_KERNEL) >= tile.joins
                         assert all(size & (size - 1) == 0 for size in tile[:3])
 
 
@@ -79,7 +81,20 @@ def test_half_precision_that_was_not_measured_has_others_to_compare(capability: 
         for dim in (64, 128, 256, 512):
             for fp8 in (False, True):
                 entry = tiles.entry_of(kernel, dim, HALF, fp8)
-                assert entry.measured != bool(entry.others)
+                assert entry.measured == (len(sizes_of(entry)) == 1)
+
+
+def test_each_tile_of_decode_steps_is_also_tried_in_the_form_that_joins_pieces(capability: int) -> None:
+    """The measured ones, too, which were measured in the other form."""
+    for dim in (64, 128, 256, 512):
+        for fp8 in (False, True):
+            entry = tiles.entry_of(DECODE_KERNEL, dim, HALF, fp8)
+            assert {tile._replace(joins=False) for tile in entry.others if tile.joins} == sizes_of(entry)
+            assert not tiles.entry_of(DECODE_KERNEL, dim, FLOAT32, fp8).others
+
+
+def sizes_of(entry: tiles.Entry) -> set[Tile]:
+    return {tile for tile in (entry.tile, *entry.others) if not tile.joins}
 
 
 def test_tiles_of_a_step_have_whole_parts_for_each_head_size(capability: int) -> None:
@@ -93,13 +108,18 @@ def test_tiles_of_a_step_have_whole_parts_for_each_head_size(capability: int) ->
 
 def test_what_an_engine_has_measured_takes_the_place_of_the_table() -> None:
     own, other = tiles.entry_of(EXTEND_KERNEL, 64, HALF, False).tile, Tile(64, 32, 4, 2)
-    chosen = [MeasuredTile(EXTEND_KERNEL, 64, HALF, False, other)]
+    joining = tiles.entry_of(DECODE_KERNEL, 64, HALF, False).tile._replace(joins=True)
+    chosen = [MeasuredTile(EXTEND_KERNEL, 64, HALF, False, 0, other), MeasuredTile(DECODE_KERNEL, 64, HALF, False, 4, joining)]
+    assert not tiles.joins_pieces()
     try:
         tiles.use(chosen)
         assert tiles.in_use() == chosen
         assert tiles.extend_tile(48, HALF) == other
         assert tiles.extend_tile(48, FLOAT32) != other
         assert tiles.extend_tile(128, HALF) != other
+        assert tiles.decode_tile(64, HALF, group=4) == joining
+        assert not tiles.decode_tile(64, HALF, group=8).joins, "what joins pieces depends on the group"
+        assert tiles.joins_pieces()
     finally:
         tiles.use([])
     assert tiles.extend_tile(64, HALF) == own
