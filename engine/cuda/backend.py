@@ -197,8 +197,8 @@ class CudaBackend:
         with self._on_load_stream():
             links = self._links(spec, shape, region)
             try:
-                sizes = (self._options.block_tokens, links, MAX_GRAPH_ROWS if self.memory.arena.is_cuda else 0)
-                share = CudaShare(self._ops, spec, shape, weights, kv_memory, *sizes)
+                most = (MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS) if self.memory.arena.is_cuda else (0, 0)
+                share = CudaShare(self._ops, spec, shape, weights, kv_memory, self._options.block_tokens, links, *most)
                 share.warm()
             except BaseException:
                 links.close()

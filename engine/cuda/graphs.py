@@ -152,7 +152,8 @@ class _Refusal:
 class StepGraphs(Generic[Size]):
     """The CUDA graphs of one model's steps of one kind, by size. step: the function that is captured; it computes a step's outputs
     from its columns on the device. staging: copies columns to the device. warming: returns the context of the steps that are run
-    before a capture. room: the room for the graphs of all models; None: that of this process."""
+    before a capture. room: the room for the graphs of all models; None: that of this process. replaying: returns the context in
+    which a step's graph is replayed, once its columns are under way."""
 
     def __init__(
         self,
@@ -161,8 +162,9 @@ class StepGraphs(Generic[Size]):
         device: torch.device,
         warming: Callable[[], AbstractContextManager[None]] = nullcontext,
         room: GraphRoom | None = None,
+        replaying: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._step, self._staging, self._device, self._warming = step, staging, device, warming
+        self._step, self._staging, self._device, self._warming, self._replaying = step, staging, device, warming, replaying
         self.captured: dict[Size, StepGraph] = {}
         self.evicted_s: float | None = None  # when the model was evicted, by time.monotonic(); None: it is not
         self._refused: dict[Size, _Refusal] = {}
@@ -183,7 +185,8 @@ class StepGraphs(Generic[Size]):
         overwrites."""
         self._started(size, columns)
         graph = self.captured[size]
-        graph.graph.replay()
+        with self._replaying():
+            graph.graph.replay()
         return graph.outputs
 
     def _started(self, size: Size, columns: Mapping[str, Any]) -> Tensor:
@@ -281,8 +284,9 @@ class DecodeGraphs(StepGraphs[int]):
         max_rows: int,
         warming: Callable[[], AbstractContextManager[None]] = nullcontext,
         room: GraphRoom | None = None,
+        replaying: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        super().__init__(step, staging, device, warming, room)
+        super().__init__(step, staging, device, warming, room, replaying)
         self._max_rows = max_rows
         self._lacked: set[int] = set()
 

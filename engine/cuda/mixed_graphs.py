@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,15 +45,16 @@ class MixedGraphs(StepGraphs[MixedSize]):
         device: torch.device,
         sizes: Sequence[MixedSize],
         room: GraphRoom | None = None,
+        replaying: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        super().__init__(step, staging, device, room=room)
+        super().__init__(step, staging, device, room=room, replaying=replaying)
         self._sizes = tuple(sizes)
         self._without_gain: set[MixedSize] = set()
         self._needed: Counter[MixedSize] = Counter()  # how often each size was needed and not captured
 
     def none(self) -> MixedGraphs:
         """Returns an object of this class without sizes, so that every such step launches its kernels one by one."""
-        return MixedGraphs(self._step, self._staging, self._device, ())
+        return MixedGraphs(self._step, self._staging, self._device, (), replaying=self._replaying)
 
     def missing(self) -> list[MixedSize]:
         """Returns the sizes that are not captured yet and may be captured now, the smallest first."""

@@ -305,16 +305,20 @@ class CudaModel:
             marks = self._marks()
             run = decoding.run(padded, columns) if padded else self._decode(self._staging.send(columns), adapted)
             return _Begun(run, marks)
+        if (size := self._mixed_size(plan, adapted)) is None:
+            return None
+        columns = mixed_columns(plan, table, rows, size, self.tile_tokens)
+        marks = self._marks()
+        return _Begun(self._graphs_of(adapted)[1].run(size, columns), marks)
+
+    def _mixed_size(self, plan: BatchPlan, adapted: bool) -> MixedSize | None:
+        """Returns the size of the graph that runs a step with prompt chunks, after capturing the graph if it is due; None: the step
+        runs without a graph."""
         held = int(plan.num_new.sum()), len(plan.slots), num_tiles(plan, self.tile_tokens)
         mixed = self._graphs_of(adapted)[1]
         if (lacking := mixed.needed(*held)) is not None:
             self.capture_mixed(lacking, adapted)
-        size = mixed.size_for(*held)
-        if size is None:
-            return None
-        columns = mixed_columns(plan, table, rows, size, self.tile_tokens)
-        marks = self._marks()
-        return _Begun(mixed.run(size, columns), marks)
+        return mixed.size_for(*held)
 
     def _begin_plain(
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, also: LongArray | None, adapted: bool = False
@@ -577,22 +581,9 @@ class CudaModel:
         return self._draw(hidden, columns, columns["slots"], kept)
 
     def compute_mixed(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes the device's part of a step with prompt chunks from the columns of mixed_steps.py. Decode attention is computed
-        for all R rows. Rows with several new tokens have a context of 0 there, and its zeros for them are overwritten by the
-        attention of the query tiles. adapted: a row has an adapter."""
-        tiles = QueryTiles(columns["tile_rows"], columns["tile_firsts"], self.tile_tokens, columns["starts"], columns["num_new"])
-        batch = self._batch(
-            columns["token_rows"],
-            columns["host_ids"],
-            columns["slots"],
-            columns["firsts"],
-            columns["starts"],
-            columns["contexts"],
-            columns["decode_contexts"],
-            tiles,
-            adapted,
-        )
-        hidden, kept = self._computed(batch, columns["wanted"])
+        """Computes the device's part of a step with prompt chunks from the columns of mixed_steps.py. adapted: a row has an
+        adapter."""
+        hidden, kept = self._computed(self._mixed_batch(columns, adapted), columns["wanted"])
         return self._draw(hidden, columns, columns["sampled_slots"], kept)
 
     def _forward(self, step: ExtendStep, adapted: bool = False) -> tuple[Tensor, list[Tensor] | None]:
@@ -620,6 +611,15 @@ class CudaModel:
         numbers, contexts = columns["numbers"], columns["contexts"]
         rows = (columns["slots"], columns["firsts"], numbers, contexts, contexts)
         return self._batch(numbers, columns["host_ids"], *rows, None, adapted)
+
+    def _mixed_batch(self, columns: Mapping[str, Tensor], adapted: bool) -> DeviceBatch:
+        """Returns the inputs of a step with prompt chunks from the columns of mixed_steps.py. Decode attention is computed for all
+        R rows. Rows with several new tokens have a context of 0 there, and its zeros for them are overwritten by the attention of
+        the query tiles."""
+        tiles = QueryTiles(columns["tile_rows"], columns["tile_firsts"], self.tile_tokens, columns["starts"], columns["num_new"])
+        contexts = columns["contexts"], columns["decode_contexts"]
+        rows = (columns["slots"], columns["firsts"], columns["starts"], *contexts)
+        return self._batch(columns["token_rows"], columns["host_ids"], *rows, tiles, adapted)
 
     def _extend_batch(self, sent: Mapping[str, Tensor], step: ExtendStep, adapted: bool) -> DeviceBatch:
         tiles = None

@@ -5,6 +5,9 @@ So a shape depends on the plan alone, and not on which graphs a rank has: a deco
 for a graph, whether the rank has that graph or not, and every other step has exactly the plan's tokens. After the step rank 0
 samples from its logits, which the step leaves in memory of their own; the other ranks end with the logits.
 
+Stages of a pipeline pass on only what is not padding, so a stage that is one device pads as it likes. It has graphs of steps with
+prompt chunks, too.
+
 Shapes: R rows, N sampling rows, V vocabulary, W width.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +27,8 @@ from engine.contracts.ranks import GroupBroken
 from engine.contracts.steps import Launched, StepResult
 from engine.cuda.columns import decode_columns, extend_step
 from engine.cuda.graphs import DecodeGraphs, StepOutputs, destroy_dropped, graph_rows
+from engine.cuda.mixed_graphs import MixedGraphs
+from engine.cuda.mixed_steps import mixed_columns, mixed_sizes
 from engine.cuda.model import CudaModel, with_prompts
 from engine.cuda.ops import CudaOps
 from engine.cuda.ranks import DeviceRanks
@@ -34,6 +39,7 @@ from engine.protocol import LoadModel
 from engine.sampling.logprobs import owed_prompt_rows
 from loader.shapes.model_shape import ModelShape
 from loader.sizes.gpu_sizing import LOGITS_ROWS
+from loader.sizes.work_space import MOST_STAGED_TOKENS
 from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 MAX_PADDED_ROWS = LOGITS_ROWS  # decode steps of more rows are not padded, and have no graph
@@ -65,6 +71,24 @@ class ShareLinks:
             raise GroupBroken("the group has lost a device")
 
     @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Returns a context for a step that is captured: states are read from and left in memory that stays
+        (DeviceStages.in_place)."""
+        with nullcontext() if self.stages is None else self.stages.in_place():
+            yield
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Returns a context in which one graph is replayed. The states of the stage before are received first, and this stage's are
+        sent afterwards. Raises GroupBroken if the graph may not be replayed."""
+        if self.stages is not None:
+            self.stages.take()
+        with nullcontext() if self.ranks is None else self.ranks.launching():
+            yield
+        if self.stages is not None:
+            self.stages.pass_on()
+
+    @contextmanager
     def alone(self) -> Iterator[None]:
         """Returns a context in which nothing is exchanged or passed on (Link.alone)."""
         with ExitStack() as stack:
@@ -90,7 +114,8 @@ class ShareLinks:
 class CudaShare(CudaModel):
     """One rank's share of a decoder (an engine.contracts.steps.SplitModel) on a GPU, or on the CPU with interpreted kernels (for
     tests). Parameters as in CudaModel. kv_memory: uint8, the memory of the share's KV, in which block numbers count from 0. links:
-    its connections to the other shares. A share of a pipeline has no graphs, because the host waits within its steps."""
+    its connections to the other shares. max_graph_tokens: counts for a stage that is one device; other shares have no graphs of
+    steps with prompt chunks."""
 
     def __init__(
         self,
@@ -102,15 +127,28 @@ class CudaShare(CudaModel):
         block_tokens: int,
         links: ShareLinks,
         max_graph_rows: int = 0,
+        max_graph_tokens: int = 0,
     ) -> None:
         super().__init__(ops, spec, shape, weights, kv_memory, block_tokens, ranks=links.ranks, stages=links.stages)
-        self._links = links
-        graph_limit = min(max_graph_rows, MAX_PADDED_ROWS) if links.stages is None else 0
-        self.graphs = DecodeGraphs(self._decode, self._staging, self._device, graph_limit, warming=links.alone)
+        self._links, model = links, self._loaded()
         num_rows = min(graph_rows(spec.max_sequences), MAX_PADDED_ROWS)
+        row_limit, token_limit = min(max_graph_rows, num_rows), 0
+        if links.stages is not None and links.ranks is None:
+            token_limit = min(max_graph_tokens, MOST_STAGED_TOKENS)
+        on_device, sizes = (self._staging, self._device), mixed_sizes(token_limit, spec.max_sequences, self.tile_tokens)
+        decode, mixed, replaying = self._in_place(self._decode), self._in_place(self.compute_mixed), links.replaying
+        self.graphs = DecodeGraphs(decode, *on_device, row_limit, warming=links.alone, replaying=replaying)
+        self.mixed_graphs = MixedGraphs(mixed, *on_device, sizes, replaying=replaying)
         # one memory for the graphs of all sizes; the logits of steps without a graph, too, are left there
-        width = self.vocab_size if self._loaded().makes_logits else 0
+        width = self.vocab_size if model.makes_logits else 0
         self._logits = torch.empty(num_rows, width, dtype=getattr(torch, spec.dtype), device=self._device)
+        if links.stages is not None and (most := max(row_limit, *(size.num_tokens for size in sizes), 0)):
+            links.stages.keep(most, 1 + model.passes_updates)
+
+    @property
+    def kept_bytes(self) -> int:
+        states = 0 if self._links.stages is None else self._links.stages.kept_bytes
+        return super().kept_bytes + self._logits.nbytes + states
 
     # ---- steps
 
@@ -173,29 +211,48 @@ class CudaShare(CudaModel):
         num_sampling, num_tokens = int(plan.samples.sum()), int(plan.num_new.sum())
         self._links.count(num_tokens)
         padded = graph_rows(num_tokens)
-        if also is not None or num_sampling < num_tokens or padded > min(MAX_PADDED_ROWS, len(self._logits)):
+        if also is None and num_sampling == num_tokens and padded <= min(MAX_PADDED_ROWS, len(self._logits)):
+            columns = decode_columns(plan, table, None, padded)
+            if self._graph_for(num_tokens, adapted=False):
+                outputs = self.graphs.run(padded, columns)
+            else:
+                outputs = self._decode(self._staging.send(columns))
+        elif also is None and num_sampling <= len(self._logits) and (size := self._mixed_size(plan, adapted=False)) is not None:
+            outputs = self.mixed_graphs.run(size, mixed_columns(plan, table, None, size, self.tile_tokens))
+        else:
             hidden, _ = self._forward(extend_step(plan, table, self.tile_tokens, also))
             return hidden, num_sampling, self._loaded().logits
-        columns = decode_columns(plan, table, None, padded)
-        if self._graph_for(num_tokens, adapted=False):
-            assert self._links.ranks is not None  # a share of a pipeline has no graphs
-            with self._links.ranks.launching():
-                outputs = self.graphs.run(padded, columns)
-        else:
-            outputs = self._decode(self._staging.send(columns))
         return outputs.hidden, num_sampling, lambda hidden: self._logits[: len(hidden)]
 
     def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
         """Computes a decode step of R rows up to its logits, which it leaves in self._logits. It may run while a graph is
         captured."""
-        hidden, _ = self._computed(self._decode_batch(columns, adapted), None)
+        return self._left(self._computed(self._decode_batch(columns, adapted), None)[0])
+
+    def compute_mixed(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
+        """Computes a step with prompt chunks from the columns of mixed_steps.py up to the logits of its R rows, which it leaves in
+        self._logits."""
+        return self._left(self._computed(self._mixed_batch(columns, adapted), columns["wanted"])[0])
+
+    def _left(self, hidden: Tensor) -> StepOutputs:
+        """Leaves the logits of hidden states [R, W] in self._logits. Returns these states; none if the share makes no logits, since
+        nothing may read them then, and a graph keeps the memory of what it returns."""
         nothing_drawn = torch.empty(2, 0, dtype=torch.int32, device=self._device)
         if not self._loaded().makes_logits:
-            return StepOutputs(nothing_drawn, hidden)
+            return StepOutputs(nothing_drawn, hidden.new_empty(0, hidden.shape[1]))
         for first in range(0, len(hidden), LOGITS_ROWS):
             part = self._loaded().logits(hidden[first : first + LOGITS_ROWS])
             self._logits[: len(part)].copy_(part[: len(self._logits)])
         return StepOutputs(nothing_drawn, hidden)
+
+    def _in_place(self, step: Callable[[dict[str, Tensor]], StepOutputs]) -> Callable[[dict[str, Tensor]], StepOutputs]:
+        """Returns `step` as it is captured: it passes nothing on (ShareLinks.in_place)."""
+
+        def captured(columns: dict[str, Tensor]) -> StepOutputs:
+            with self._links.in_place():
+                return step(columns)
+
+        return captured
 
     # ---- kernels and graphs
 

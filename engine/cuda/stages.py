@@ -3,13 +3,21 @@
 The thread that runs steps waits for states of the stage before, as on cpu devices. It does not wait for its own device: another
 thread sends a step's states once they are on the host.
 
+A CUDA graph can neither wait for another engine nor call a thread of the host, so a graph has only the layers. What is captured
+reads the states that it is given from memory of the device, and leaves there those that it passes on: `take` fills this memory
+before a replay, and `pass_on` sends from it afterwards. One memory serves both directions and the graphs of all sizes, although
+several steps of a pipeline are under way: both copies and the replay are launched on one stream in the order of the steps, so the
+states of the next step arrive, and its replay begins, after those of this step were copied to the host. On the host each step has a
+buffer of its own until its states were sent.
+
 Shapes: T tokens, W width.
 """
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,6 +36,9 @@ class DeviceStages(Link):
     """The engine.contracts.stages.Stages of a GPU. taking, sending: two connections of this device to its neighbours, because two
     threads use them. width, dtype: width and dtype of the states. received: called when the states of the stage before have arrived
     on the host."""
+
+    _states: Sequence[Tensor] = ()  # what graphs read and write, after `keep`
+    _in_place = False
 
     def __init__(self, taking: StageLink, sending: StageLink, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._taking, self._sending, self._width, self._dtype, self._device = taking, sending, width, dtype, device
@@ -52,25 +63,72 @@ class DeviceStages(Link):
 
     def receive(self, num_tokens: int, with_update: bool) -> tuple[Tensor, Tensor | None]:
         """Implements Stages.receive: waits on the host, then launches the copy to the device."""
-        states = [torch.empty(num_tokens, self._width, dtype=self._dtype, device=self._device) for _ in range(1 + with_update)]
-        if not self._alone:
-            if (place := self._taking.take()) is None:
-                raise GroupBroken("a stage of a pipeline waits for another one: the group has lost a device")
-            self.received()
-            buffer = self._taken.pop(0)
-            self._taken.append(buffer)
-            buffer.wait()
-            parts = buffer.parts(states, self._num_tokens)
-            buffer.memory[: buffer.num_bytes] = torch.from_numpy(place[: buffer.num_bytes])
-            for state, part in zip(states, parts, strict=True):
-                state[: self._num_tokens].copy_(part, non_blocking=True)
-            buffer.mark()
+        if self._in_place:
+            states = [state[:num_tokens] for state in self._states]
+            assert len(states) == 1 + with_update
+        else:
+            states = [torch.empty(num_tokens, self._width, dtype=self._dtype, device=self._device) for _ in range(1 + with_update)]
+            if not self._alone:
+                self._fill(states)
         return states[0], states[1] if with_update else None
 
     def send(self, residual: Tensor, update: Tensor | None) -> None:
-        if self._alone:
-            return
         states = [residual] if update is None else [residual, update]
+        if self._in_place:
+            for kept, state in zip(self._states, states, strict=True):
+                if state.data_ptr() != kept.data_ptr():  # layers may have changed what `receive` has returned
+                    kept[: len(state)].copy_(state)
+        elif not self._alone:
+            self._send(states)
+
+    def keep(self, num_rows: int, num_states: int) -> None:
+        """Allocates the memory that graphs read and write. num_rows: most rows of a graph. num_states: 2 if stages pass on a
+        residual and an update, 1 if only a residual."""
+        self._states = [torch.zeros(num_rows, self._width, dtype=self._dtype, device=self._device) for _ in range(num_states)]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Returns the bytes of the memory that graphs read and write."""
+        return sum(state.nbytes for state in self._states)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Returns a context in which `receive` returns the memory that graphs read, and `send` writes to it: for steps that are
+        captured, of up to as many rows as `keep` was given, padding included. Nothing is waited for or passed on. Used as `alone`
+        is."""
+        before, self._in_place = self._in_place, True
+        try:
+            yield
+        finally:
+            self._in_place = before
+
+    def take(self) -> None:
+        """Waits, before a replay, until the previous stage has sent its states, and launches their copy to where the graph reads
+        them. Does nothing in the first stage. Raises GroupBroken."""
+        if not self._taking.is_first:
+            self._fill(self._states)
+
+    def pass_on(self) -> None:
+        """Passes on, after a replay, what the graph has left. Does nothing in the last stage."""
+        if not self._sending.is_last:
+            self._send(self._states)
+
+    def _fill(self, states: Sequence[Tensor]) -> None:
+        """Waits until the previous stage has sent its states, and launches their copy to `states`."""
+        if (place := self._taking.take()) is None:
+            raise GroupBroken("a stage of a pipeline waits for another one: the group has lost a device")
+        self.received()
+        buffer = self._taken.pop(0)
+        self._taken.append(buffer)
+        buffer.wait()
+        parts = buffer.parts(states, self._num_tokens)
+        buffer.memory[: buffer.num_bytes] = torch.from_numpy(place[: buffer.num_bytes])
+        for state, part in zip(states, parts, strict=True):
+            state[: self._num_tokens].copy_(part, non_blocking=True)
+        buffer.mark()
+
+    def _send(self, states: Sequence[Tensor]) -> None:
+        """Launches the copy of these states to the host, from where the other thread sends them."""
         buffer = self._free.get()
         for state, part in zip(states, buffer.parts(states, self._num_tokens), strict=True):
             part.copy_(state[: self._num_tokens], non_blocking=True)
@@ -99,7 +157,7 @@ class _Buffer:
         self._is_cuda = is_cuda
         self._copied: EventFence | None = None
 
-    def parts(self, states: list[Tensor], num_tokens: int) -> list[Tensor]:
+    def parts(self, states: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
         """Returns the memory of the first num_tokens rows of each of the states, as state_rows does."""
         made = state_rows(self.memory, states, num_tokens)
         self.num_bytes = sum(part.nbytes for part in made)

@@ -9,7 +9,7 @@ from loader.files import frame
 from loader.formats.registry import stored_format
 from loader.shapes.dtypes import ITEM_BYTES
 from loader.shapes.model_shape import ModelShape
-from loader.sizes.work_space import beside_values, delta_bytes, input_values, keys_as_values, predictor_values
+from loader.sizes.work_space import MOST_STAGED_TOKENS, beside_values, delta_bytes, input_values, keys_as_values, predictor_values
 
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 # Rows edited at a time (engine/cuda/edited.py), and penalised tokens of these rows together; a single row may have more tokens.
@@ -107,10 +107,12 @@ def _logits_values(shape: ModelShape) -> int:
 
 def _exchange_bytes(shape: ModelShape, rows: int, item: int) -> int:
     """Returns the bytes that a share of a model keeps for its exchange with the other devices: the communicator, the region that
-    they map, and the logits of `rows` rows; 0 for a whole model. item: bytes of an element of the model's dtype."""
+    they map, the logits of `rows` rows, and for a stage of a pipeline the states that its graphs read and leave, a residual and an
+    update (engine/cuda/stages.py); 0 for a whole model. item: bytes of an element of the model's dtype."""
     if shape.split is None:
         return 0
-    return (COMMUNICATOR_BYTES + PEER_REGION_BYTES if shape.split.size > 1 else 0) + rows * shape.vocab_size * item
+    states = 2 * MOST_STAGED_TOKENS * shape.hidden_size * item if shape.split.num_stages > 1 else 0
+    return (COMMUNICATOR_BYTES + PEER_REGION_BYTES if shape.split.size > 1 else 0) + states + rows * shape.vocab_size * item
 
 
 def sampling_bytes(rows: int, vocab_size: int) -> int:

@@ -41,8 +41,7 @@ class RankGroup:
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.engine.rank_kernels"])
-        self.size, self._fd = size, os.memfd_create("ranks")
-        os.ftruncate(self._fd, _HEAD_BYTES + rank_memory_bytes(size, BUFFER_BYTES) + STAGE_BYTES)
+        self.size, self._fd = size, _memory_of(size)
         self._every = np.frombuffer(mmap.mmap(self._fd, 0), np.uint8)
         self.broken = self._every[:8].view(np.int64)
         path = f"/proc/{os.getpid()}/fd/{self._fd}"
@@ -86,6 +85,22 @@ class RankGroup:
             process.join(5.0)
             process.kill()
         os.close(self._fd)
+
+
+def ranks_here(size: int) -> list[Rank]:
+    """Returns the ranks of a group whose functions one thread of this process calls, one after the other."""
+    fd = _memory_of(size)
+    try:
+        return [Rank(rank, size, fd) for rank in range(size)]
+    finally:
+        os.close(fd)
+
+
+def _memory_of(size: int) -> int:
+    """Returns a descriptor of the memory that the ranks of a new group share."""
+    fd = os.memfd_create("ranks")
+    os.ftruncate(fd, _HEAD_BYTES + rank_memory_bytes(size, BUFFER_BYTES) + STAGE_BYTES)
+    return fd
 
 
 def _serve(pipe: Connection, rank: int, size: int, path: str) -> None:

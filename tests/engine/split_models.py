@@ -233,7 +233,8 @@ class How:
     """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps. expert_parts, num_stages, copies: as in
     Division. misrouting: its router is another one, and would choose other experts. gpu: as on a GPU, with interpreted
     kernels. maps: ranks add up small tensors through memory that they map from each other. few_steps: it runs fewer steps, since
-    interpreted kernels take seconds for each."""
+    interpreted kernels take seconds for each. graph_rows, graph_tokens: as max_graph_rows and max_graph_tokens of CudaShare, for
+    tests with a stand-in for graphs."""
 
     compiled: bool = True
     recorded: bool = True
@@ -243,6 +244,8 @@ class How:
     gpu: bool = False
     maps: bool = False
     few_steps: bool = False
+    graph_rows: int = 0
+    graph_tokens: int = 0
     copies: ExpertCopies = ()
 
     def division(self, size: int) -> Division:
@@ -328,7 +331,7 @@ def _model(
 ) -> AnyModel:
     own.kept["memory"] = memory
     if how.gpu:
-        return _gpu_share(own, shape, dtype, weights, quantize, how.maps)
+        return _gpu_share(own, shape, dtype, weights, quantize, how)
     from tests.engine import rank_kernels
 
     ops = rank_kernels.compiled if how.compiled else rank_kernels.plain
@@ -345,17 +348,17 @@ def _model(
     return model
 
 
-def _gpu_share(own: Rank, shape: ModelShape, dtype: str, weights: WeightRange, quantize: str, maps: bool) -> CudaShare:
+def _gpu_share(own: Rank, shape: ModelShape, dtype: str, weights: WeightRange, quantize: str, how: How) -> CudaShare:
     assert shape.split is not None
     division, device = shape.split.division, torch.device("cpu")
     size, stage, ranks, stages = division.stage_size, division.stage_of(own.rank), None, None
     if size > 1:
         all_words, num_words = own.stages[-STAGE_BYTES // 2 :].view(np.int64), rendezvous_words(size)
         words, rank = all_words[stage * num_words : (stage + 1) * num_words], own.rank % size
-        connects = Peers(Gloo(), SharedRegions, on_device=False) if maps else Gloo()
+        connects = Peers(Gloo(), SharedRegions, on_device=False) if how.maps else Gloo()
         ranks = connect(connects, Rendezvous(words, rank, own.broken), rank, size, own.broken, device)
         collectives: Any = ranks.collectives
-        assert not maps or collectives.is_joined
+        assert not how.maps or collectives.is_joined
     if division.num_stages > 1:
         taking, sending = (_link(own, shape, dtype, division) for _ in range(2))
         stages = DeviceStages(taking, sending, shape.hidden_size, getattr(torch, dtype), device)
@@ -364,7 +367,8 @@ def _gpu_share(own: Rank, shape: ModelShape, dtype: str, weights: WeightRange, q
     kv_memory = torch.full((KV_BYTES,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
     if (before := own.kept.get("share")) is not None:
         before._links.close()
-    own.kept["share"] = share = CudaShare(CudaOps(CACHE_DIR), spec, shape, weights, kv_memory, BLOCK_TOKENS, links)
+    sizes = (BLOCK_TOKENS, links, how.graph_rows, how.graph_tokens)
+    own.kept["share"] = share = CudaShare(CudaOps(CACHE_DIR), spec, shape, weights, kv_memory, *sizes)
     return share
 
 

@@ -12,11 +12,12 @@ from loader.sizes.gpu_sizing import (
     LIBRARY_BYTES,
     LOGITS_ROWS,
     PEER_REGION_BYTES,
+    gpu_step_bytes,
     gpu_work_space_bytes,
     sampling_bytes,
 )
 from loader.sizes.slices import split
-from loader.sizes.work_space import work_space_bytes
+from loader.sizes.work_space import MOST_STAGED_TOKENS, work_space_bytes
 from tests.loader.checkpoints import shape
 
 
@@ -86,3 +87,13 @@ def test_norms_over_all_heads_are_computed_in_float32_in_a_share() -> None:
     more = gpu_work_space_bytes(normed, "bfloat16", 4096, 8) - gpu_work_space_bytes(plain, "bfloat16", 4096, 8)
     query = 8 * 128
     assert more == 4096 * query * (2 + 2 * 4) * 3 // 2
+
+
+def test_a_stage_keeps_states_for_its_graphs() -> None:
+    """A residual and an update of 512 tokens, in the model's dtype, whatever a step has."""
+    model = shape()
+    stage, alone = split(model, 0, Division(2, num_stages=2)), split(model, 0, Division(2))
+    for num_tokens in (1, 2048):
+        took = gpu_work_space_bytes(stage, "bfloat16", num_tokens, 1) - gpu_step_bytes(stage, "bfloat16", num_tokens, 1)
+        without = gpu_work_space_bytes(alone, "bfloat16", num_tokens, 1) - gpu_step_bytes(alone, "bfloat16", num_tokens, 1)
+        assert took - (without - COMMUNICATOR_BYTES - PEER_REGION_BYTES) == 2 * MOST_STAGED_TOKENS * model.hidden_size * 2

@@ -238,6 +238,20 @@ CASES = [
         more={"sliding_window": None, "num_hidden_layers": 2},
         share=DeviceShare(1, Division(2, num_stages=2)),
     ),
+    KeyCase(
+        "qwen2 stage between two",
+        QWEN25_7B,
+        max_rows=17,
+        more={"vocab_size": 1006, "num_hidden_layers": 3},
+        share=DeviceShare(1, Division(3, num_stages=3)),
+    ),
+    KeyCase(
+        "qwen2 last stage",
+        QWEN25_7B,
+        max_rows=17,
+        more={"vocab_size": 1006, "num_hidden_layers": 2},
+        share=DeviceShare(0, Division(2, num_stages=2)),
+    ),
     KeyCase("one block a sequence", MISTRAL_7B, max_len=BLOCK_TOKENS, max_rows=1, more={"sliding_window": None}),
 ]
 # Each stands for settings that the others do not have; the whole list takes many minutes.
@@ -262,6 +276,8 @@ COVERING = (
     "qwen2 share that follows",
     "mixtral share with copies",
     "llama first stage",
+    "qwen2 stage between two",
+    "qwen2 last stage",
     "one block a sequence",
 )
 

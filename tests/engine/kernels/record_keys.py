@@ -21,14 +21,17 @@ import torch
 
 from engine.cuda import frames
 from engine.cuda.backend import MAX_GRAPH_TOKENS, CudaBackend
+from engine.cuda.columns import padding_columns
 from engine.cuda.edited_graphs import EditedGraphs
 from engine.cuda.frames import DeviceFrames
+from engine.cuda.graphs import graph_rows
 from engine.cuda.kernels import tiles
 from engine.cuda.kernels.tiles import MeasuredTile
 from engine.cuda.launch_only import launch_only_model
 from engine.cuda.launches import recorded
 from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
 from engine.cuda.model import CudaModel
+from engine.cuda.share import CudaShare
 from engine.cuda.tile_trials import trials_of
 from engine.protocol import Configure
 from loader.packing import codec
@@ -56,13 +59,23 @@ def record(case: KeyCase, every: bool) -> dict[str, Any]:
             step.run(model, table, case.max_len)
             for key in list(launches)[warmed + len(added) :]:
                 added[key] = str(step)
-        sizes = mixed_sizes(MAX_GRAPH_TOKENS, case.max_rows, model.tile_tokens) if case.share is None else []
+        is_stage = isinstance(model, CudaShare) and _keeps_states(model)
+        sizes = mixed_sizes(MAX_GRAPH_TOKENS, case.max_rows, model.tile_tokens) if case.share is None or is_stage else []
         with torch.inference_mode():
             for size in sizes:  # what graphs of them hold
                 num_steps += 1
-                model.compute_mixed(model._staging.send(mixed_padding(size, case.max_rows)), case.adapters)
+                columns = model._staging.send(mixed_padding(size, case.max_rows))
+                if is_stage:
+                    model.mixed_graphs._step(columns)
+                else:
+                    model.compute_mixed(columns, case.adapters)
                 for key in list(launches)[warmed + len(added) :]:
                     added[key] = str(size)
+            for rows in sorted(set(map(graph_rows, range(1, case.max_rows + 1)))) if is_stage else ():
+                num_steps += 1
+                model.graphs._step(model._staging.send(padding_columns(rows, case.max_rows)))
+                for key in list(launches)[warmed + len(added) :]:
+                    added[key] = f"{rows} rows of a stage's graph"
             graphs = EditedGraphs(model._logits_of, model.vocab_size, model.shape.hidden_size, *_rest_of(case, model))
             sizes_of_edited = [1 << power for power in range(7)] if case.share is None and not case.pooling else []
             for rows in sizes_of_edited:
@@ -71,6 +84,14 @@ def record(case: KeyCase, every: bool) -> dict[str, Any]:
                 for key in list(launches)[warmed + len(added) :]:
                     added[key] = f"{rows} edited rows"
     return {"model": case.name, "warmed": warmed, "steps": num_steps, "added": added}
+
+
+def _keeps_states(share: CudaShare) -> bool:
+    """Has a stage keep memory for the states of graphs, and returns True; returns False for a share of another kind."""
+    if share._links.stages is None:
+        return False
+    share._links.stages.keep(MAX_GRAPH_TOKENS, 1 + share._loaded().passes_updates)
+    return True
 
 
 def _rest_of(case: KeyCase, model: CudaModel) -> tuple[Any, ...]:
