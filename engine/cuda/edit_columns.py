@@ -17,7 +17,7 @@ from engine.cuda.kernels import entry
 from engine.protocol import SamplingParams
 from engine.sampling.sampler import LogitEdits, SamplingRows, banned_ids
 from loader.sizes.gpu_sizing import EDITED_ROWS, EDITED_TOKENS, LOGITS_ROWS
-from scheduler.batch.plan import IntArray, LongArray
+from scheduler.batch.plan import BoolArray, IntArray, LongArray
 
 NO_WORDS = np.empty(0, np.int32)
 
@@ -35,6 +35,23 @@ class EditedPart:
     has_ban: bool = False
 
 
+@dataclass(slots=True)
+class _Lasting:
+    """What the edits of some rows are, apart from their tokens. It stays the same from step to step, as long as the same requests
+    have the same rows and are, or are not, short of their min_tokens.
+
+    edits [E, EDIT_WORDS]: the words of the edits, which point at no tokens. penalties [E PENALTIES]. penalised [E]: which of them
+    have penalties. words: their biases and banned ids."""
+
+    edits: IntArray
+    penalties: npt.NDArray[np.float64]
+    penalised: BoolArray
+    words: IntArray
+    has_tokens: bool
+    has_bias: bool
+    has_ban: bool
+
+
 class KnownEdits:
     """The edits of logits that the requests in a model's slots ask for, as arrays that are made once for each request."""
 
@@ -44,6 +61,8 @@ class KnownEdits:
         self._penalised = np.zeros(num_slots, np.bool_)
         self._biases, self._banned = [NO_WORDS] * num_slots, [NO_WORDS] * num_slots  # biases: the ids, then the values
         self._num_biases, self._num_banned = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
+        # Those of the last part, and whose they are. Forgotten when any slot's arrays are made anew.
+        self._lasting: tuple[tuple[bytes, ...], _Lasting] | None = None
 
     def ranges(self, rows: SamplingRows) -> Iterator[tuple[int, int]]:
         """Yields the rows of a step in parts (first, end). A part has at most EDITED_ROWS rows and, unless it is a single row, at
@@ -64,42 +83,56 @@ class KnownEdits:
     def part(self, rows: SamplingRows, first: int, end: int) -> EditedPart:
         """Returns the columns for rows `first` to `end` - 1 of a step. The requests of their edits must have been looked up."""
         part = EditedPart({"masks": np.full(end - first, -1, np.int32), "counted": np.zeros(end - first, np.int32)}, [])
-        num_words = 0
+        lasting, edits, which = None, rows.edits, slice(None)
+        if edits is not None:
+            which = _within(edits.rows, first, end, len(rows.temperature))
+            lasting = self._lasting_of(edits.slots[which], edits.early[which], edits.rows[which] - first)
+            part.words.append(lasting.words)
+        num_words = 0 if lasting is None else len(lasting.words)
         if (allowed := rows.allowed) is not None:
-            which = slice(*np.searchsorted(allowed.rows, (first, end)))
-            bits = np.ascontiguousarray(allowed.bits[which]).view(np.int32)
-            part.columns["masks"][allowed.rows[which] - first] = np.arange(len(bits), dtype=np.int32) * np.int32(bits.shape[1])
-            num_words = bits.size
+            masked = _within(allowed.rows, first, end, len(rows.temperature))
+            bits = np.ascontiguousarray(allowed.bits[masked]).view(np.int32)
+            places = np.arange(num_words, num_words + bits.size, bits.shape[1], dtype=np.int32)
+            part.columns["masks"][allowed.rows[masked] - first] = places
+            num_words += bits.size
             part.words.append(bits.reshape(-1))
-        if rows.edits is not None:
-            self._add_edits(part, rows.edits, first, end, num_words)
+        if edits is not None and lasting is not None:
+            self._add_edits(part, lasting, edits, which, num_words)
         return part
 
-    def _add_edits(self, part: EditedPart, edits: LogitEdits, first: int, end: int, num_words: int) -> None:
-        """Adds to the part the columns of the edits of rows `first` to `end` - 1. num_words: how many words it has."""
-        which = slice(*np.searchsorted(edits.rows, (first, end)))
-        slots, own, table = edits.slots[which], edits.rows[which] - first, edits.table
-        num_tokens, early = self._num_tokens(edits, which), edits.early[which]
+    def _add_edits(self, part: EditedPart, lasting: _Lasting, edits: LogitEdits, which: slice, num_words: int) -> None:
+        """Adds to the part the columns of the edits in the slice `which`. num_words: how many words it has."""
+        each = lasting.edits
+        if lasting.has_tokens:
+            slots, table, num_tokens = edits.slots[which], edits.table, self._num_tokens(edits, which)
+            ends = np.cumsum(num_tokens, dtype=np.int32)
+            ends += np.int32(num_words)
+            begins = ends - num_tokens
+            each = each.copy()
+            each[:, 1], each[:, 3], each[:, 2] = begins, ends, begins + np.minimum(table.num_prompt[slots], num_tokens)
+            part.columns["counted"][each[:, 0]] = num_tokens
+            part.words += [table.tokens[slot, :num] for slot, num in zip(slots.tolist(), num_tokens.tolist(), strict=True) if num]
+        part.columns |= {"edits": each.reshape(-1), "penalties": lasting.penalties}
+        part.has_tokens, part.has_bias, part.has_ban = lasting.has_tokens, lasting.has_bias, lasting.has_ban
+
+    def _lasting_of(self, slots: IntArray, early: BoolArray, own: npt.NDArray[np.intp]) -> _Lasting:
+        """Returns what lasts of the edits of these slots. own: their rows in the part."""
+        whose = slots.tobytes(), early.tobytes(), own.tobytes()
+        if self._lasting is None or self._lasting[0] != whose:
+            self._lasting = whose, self._lasting_made(slots, early, own)
+        return self._lasting[1]
+
+    def _lasting_made(self, slots: IntArray, early: BoolArray, own: npt.NDArray[np.intp]) -> _Lasting:
         num_biases, num_banned = self._num_biases[slots], np.where(early, self._num_banned[slots], 0)
-        each = np.empty((len(slots), entry.EDIT_WORDS), np.int32)
-        each[:, 0] = own
-        each[:, 1], each[:, 3] = _ranges(num_tokens, num_words)
-        each[:, 2] = each[:, 1] + np.minimum(table.num_prompt[slots], num_tokens)
-        num_words += int(num_tokens.sum())
-        each[:, 4], _ = _ranges(2 * num_biases, num_words)
-        each[:, 5] = each[:, 4] + num_biases
-        num_words += 2 * int(num_biases.sum())
-        each[:, 6], each[:, 7] = _ranges(num_banned, num_words)
-        listed = slots.tolist()
-        part.columns["counted"][own] = num_tokens > 0
-        part.columns |= {"edits": each.reshape(-1), "penalties": self._penalties[slots].reshape(-1)}
-        part.has_tokens, part.has_bias, part.has_ban = bool(num_tokens.any()), bool(num_biases.any()), bool(num_banned.any())
-        if part.has_tokens:
-            part.words += [table.tokens[slot, :num] for slot, num in zip(listed, num_tokens.tolist(), strict=True) if num]
-        if part.has_bias:
-            part.words += [self._biases[slot] for slot in listed]
-        if part.has_ban:
-            part.words += [self._banned[slot] for slot in slots[early].tolist()]
+        edits = np.zeros((len(slots), entry.EDIT_WORDS), np.int32)
+        edits[:, 0] = own
+        edits[:, 4], _ = _ranges(2 * num_biases, 0)
+        edits[:, 5] = edits[:, 4] + num_biases
+        edits[:, 6], edits[:, 7] = _ranges(num_banned, 2 * int(num_biases.sum()))
+        words = [self._biases[slot] for slot in slots.tolist()] + [self._banned[slot] for slot in slots[early].tolist()]
+        penalised = self._penalised[slots]
+        has_any = bool(penalised.any()), bool(num_biases.any()), bool(num_banned.any())
+        return _Lasting(edits, self._penalties[slots].reshape(-1), penalised, np.concatenate((NO_WORDS, *words)), *has_any)
 
     def _num_tokens(self, edits: LogitEdits, which: slice) -> IntArray:
         """Returns, for each edit in the slice `which`, how many tokens of its sequence are penalised; 0 without penalties."""
@@ -114,7 +147,7 @@ class KnownEdits:
 
     def _read(self, slot: int, params: object | None, end_ids: list[int], vocab_size: int) -> None:
         assert params is None or isinstance(params, SamplingParams)
-        self._params[slot] = params
+        self._params[slot], self._lasting = params, None
         asked = SamplingParams(1) if params is None else params
         penalties = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty)
         self._penalties[slot, :3], self._penalised[slot] = penalties, penalties != (0.0, 0.0, 1.0)
@@ -126,7 +159,10 @@ class KnownEdits:
 
 def asking_rows(rows: SamplingRows) -> IntArray:
     """Returns the rows of a step that have edits, a mask, or want log-probabilities, ascending."""
-    asking = np.zeros(len(rows.temperature), np.bool_)
+    num_rows = len(rows.temperature)
+    if any(some is not None and len(some.rows) == num_rows for some in (rows.edits, rows.allowed)):
+        return np.arange(num_rows, dtype=np.int32)
+    asking = np.zeros(num_rows, np.bool_)
     if rows.edits is not None:
         asking[rows.edits.rows] = True
     if rows.allowed is not None:
@@ -153,6 +189,11 @@ def picked_rows(rows: SamplingRows, which: IntArray) -> SamplingRows:
         None if rows.num_top is None else rows.num_top[which],
         None if allowed is None else replace(allowed, rows=np.searchsorted(which, allowed.rows)),
     )
+
+
+def _within(rows: npt.NDArray[np.intp], first: int, end: int, num_rows: int) -> slice:
+    """Returns which of the ascending rows, of num_rows, are `first` to `end` - 1."""
+    return slice(None) if end - first == num_rows else slice(*np.searchsorted(rows, (first, end)))
 
 
 def _ranges(counts: IntArray, first: int) -> tuple[LongArray, LongArray]:

@@ -36,8 +36,8 @@ NUM_STAGING = 2  # copies under way at a time: they may be large, and few are ne
 
 @dataclass(slots=True)
 class EditedDraw:
-    """The results of a step's rows, while they are computed. drawn [2, N] int32: sampled ids, and 1 for each row whose logits were
-    not finite. told: the memory to be copied to the host: first `drawn`, in rows of num_columns, then log-probabilities of
+    """The results of a step's rows, while they are computed. drawn [2, >= N] int32: sampled ids, and 1 for each row whose logits
+    were not finite. told: the memory to be copied to the host: first `drawn`, in rows of num_columns, then log-probabilities of
     num_found rows with most_top alternatives each. request_ids [N]: the rows' requests. wanted [M]: the rows that want
     log-probabilities; found [M]: where these are. num_top [N]: how many alternatives each row wants; None: no row wants any."""
 
@@ -53,15 +53,18 @@ class EditedDraw:
 
     def result(self, told: Tensor, seconds: float) -> StepResult:
         """Returns the step's result. told: the copy of this object's `told` on the host. seconds: the step's device time."""
-        num_drawn = 2 * self.num_columns
-        drawn = told[:num_drawn].numpy().reshape(2, self.num_columns)[:, : len(self.request_ids)]
+        words, num_drawn = told.numpy(), 2 * self.num_columns
+        drawn = words[:num_drawn].reshape(2, self.num_columns)[:, : len(self.request_ids)]
         result = StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
         if self.num_top is not None:
             good = ~result.bad[self.wanted]
             rows, found = self.wanted[good], self.found[good]
-            told_of = (each.numpy()[found] for each in logprobs_in(told[num_drawn:], self.num_found, self.most_top))
+            # the same places as logprobs_in's: numpy takes views of short arrays in a fraction of torch's time
+            top_ids_at, shape = num_drawn + self.num_found, (self.num_found, self.most_top)
+            top_at = top_ids_at + self.num_found * self.most_top
+            chosen, top = words[num_drawn:top_ids_at].view(np.float32), words[top_at:].view(np.float32).reshape(shape)
             collector = LogprobCollector(self.num_top, self.request_ids)
-            collector.add(rows, *told_of)
+            collector.add(rows, chosen[found], words[top_ids_at:top_at].reshape(shape)[found], top[found])
             result.logprobs = collector.result()
         return result
 
@@ -88,7 +91,7 @@ class EditedSampling:
         logits_of: Callable[[Tensor], Tensor],
     ) -> EditedDraw:
         """Replays a graph, or launches the kernels, that sample the rows of `slots` [N], whose hidden states are the first N of
-        hidden [>= N, W], and returns their results to come. drawn [2, N]: the results that the step itself has sampled from
+        hidden [>= N, W], and returns their results to come. drawn [2, >= N]: the results that the step itself has sampled from
         unedited logits, used for rows that are not edited, or if no row is; None: it has sampled none. logits_of: computes [n, W]
         -> [n, V]."""
         if (
@@ -108,7 +111,7 @@ class EditedSampling:
         if is_edited:
             drawn = None
         elif drawn is not None:
-            ours.copy_(drawn)
+            ours.copy_(drawn[:, :num_rows])
         logits: Tensor | None = None
         for first, end in self._known.ranges(rows) if is_edited else _logits_ranges(num_rows):
             base = first // LOGITS_ROWS * LOGITS_ROWS
@@ -158,15 +161,15 @@ class EditedSampling:
         if not (size := graphs.size_for(len(asking), sum(map(len, part.words)))):
             return None
         nums = None if own.num_top is None else np.minimum(own.num_top, np.int32(self._vocab_size), dtype=np.int32)
-        columns = graphs.columns(size, asking, slots[asking], nums, sampling_columns(own), part)
-        memory = graphs.replay(size, columns, hidden, drawn)
+        columns = graphs.columns(asking, slots[asking], nums, sampling_columns(own), part)
+        memory = graphs.replay(size, columns, hidden, None if drawn is None or len(asking) == num_rows else drawn[:, :num_rows])
         wanted = found = np.empty(0, np.int32)
-        told = memory.told[: 2 * RESULT_COLUMNS]
+        told = memory.told_drawn
         if own.num_top is not None:
             found = np.flatnonzero(own.num_top >= 0).astype(np.int32)
             wanted, told = asking[found], memory.told
         of_results = (num_top, wanted, found, MOST_ROWS, MOST_TOP)
-        return EditedDraw(memory.drawn[:, :num_rows], told, RESULT_COLUMNS, request_ids, *of_results)
+        return EditedDraw(memory.drawn, told, RESULT_COLUMNS, request_ids, *of_results)
 
     def launch_all(self, logits: Tensor) -> None:
         """Launches every kernel that `draw` may launch, for the first row of logits [>= 1, V], which belongs to no sequence."""

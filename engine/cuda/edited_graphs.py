@@ -32,7 +32,6 @@ from engine.cuda.kernels import entry
 from engine.cuda.ops import logprobs_in
 from engine.cuda.sequences import Column, Staging, words_of
 from loader.sizes.gpu_sizing import EDITED_ROWS, LOGITS_ROWS, edited_graph_words
-from scheduler.batch.plan import IntArray
 
 log = logging.getLogger("engine")
 
@@ -46,11 +45,13 @@ EVERYTHING = EditedPart({}, [], True, True, True)
 
 class EditedMemory(NamedTuple):
     """The memory of a model's graphs of all sizes. inputs: int32, the columns. hidden [MOST_ROWS, W]: the rows' hidden states.
-    told: int32, the results: `drawn`, a view of [2, RESULT_COLUMNS], and log-probabilities of MOST_ROWS rows."""
+    told: int32, the results: `drawn`, a view of [2, RESULT_COLUMNS], and log-probabilities of MOST_ROWS rows. told_drawn: the part
+    of `told` that `drawn` is a view of."""
 
     inputs: Tensor
     hidden: Tensor
     told: Tensor
+    told_drawn: Tensor
     drawn: Tensor
 
     @property
@@ -79,7 +80,6 @@ class EditedGraphs(StepGraphs[int]):
         self._num_words = edited_graph_words(vocab_size)
         self._memory: EditedMemory | None = None
         self._paddings: dict[int, dict[str, npt.NDArray[Any]]] = {}
-        self._layouts: dict[int, tuple[IntArray, dict[str, int]]] = {}
         self._numbers = np.arange(MOST_ROWS, dtype=np.int32)
         self._lacking = 0  # the size that a step has lacked last; 0: none since the last capture
         self._was_needed = False
@@ -127,20 +127,19 @@ class EditedGraphs(StepGraphs[int]):
 
     def replay(self, size: int, columns: Mapping[str, Column], hidden: Tensor, drawn: Tensor | None) -> EditedMemory:
         """Replays the graph of a captured size. columns: as of `columns`. hidden [>= N, W]: the hidden states of a step's N
-        sampling rows. drawn [2, N]: the ids and flags that the step has sampled itself; None: it has sampled none. Returns the
-        memory with the results, in which the next run of any of these graphs overwrites them."""
+        sampling rows. drawn [2, N]: the ids and flags that the step has sampled itself; None: the graph samples all of its rows.
+        Returns the memory with the results, in which the next run of any of these graphs overwrites them."""
         memory = self._memory
         assert memory is not None
-        inputs = self._started(size, columns)
-        torch.index_select(hidden, 0, inputs[:size], out=memory.hidden[:size])
+        inputs, graph = self._started(size, columns), self.captured[size]
+        torch.index_select(hidden, 0, inputs[:size], out=graph.outputs.hidden)
         if drawn is not None:
             memory.drawn[:, : drawn.shape[1]].copy_(drawn)
-        self.captured[size].graph.replay()
+        graph.graph.replay()
         return memory
 
     def columns(
         self,
-        size: int,
         rows: npt.NDArray[Any],
         slots: npt.NDArray[Any],
         nums: npt.NDArray[Any] | None,
@@ -149,15 +148,10 @@ class EditedGraphs(StepGraphs[int]):
     ) -> dict[str, Column]:
         """Returns the columns of a replay. rows: the rows' indices among the step's sampling rows. nums: how many alternatives each
         of them wants, -1 for no log-probabilities; None: no row wants any. settings: of sampling. part: their edits."""
-        own: dict[str, npt.NDArray[Any]] = {"rows": rows, "places": rows, "slots": slots, **settings, **part.columns}
+        own: dict[str, Column] = {"rows": rows, "places": rows, "slots": slots, **settings, **part.columns}
         if nums is not None:
             own |= {"wanted": np.where(nums >= 0, self._numbers[: len(nums)], NOBODY), "nums": nums}
-        template, places = self._layout(size)
-        fixed = template.copy()
-        for name, column in own.items():
-            words, at = column.view(np.int32), places[name]
-            fixed[at : at + len(words)] = words
-        return {"fixed": fixed, "words": part.words}
+        return own | {"words": part.words}
 
     def sample(self, columns: Mapping[str, Tensor]) -> StepOutputs:
         """Samples the rows of the columns, whose hidden states are in this object's memory. It may run while a graph is
@@ -191,7 +185,8 @@ class EditedGraphs(StepGraphs[int]):
             hidden = torch.zeros(self._most_rows, self._width, dtype=self._dtype, device=self._device)
             num_drawn = 2 * RESULT_COLUMNS
             told = torch.zeros(num_drawn + MOST_ROWS * (1 + 2 * MOST_TOP), dtype=torch.int32, device=self._device)
-            self._memory = EditedMemory(inputs, hidden, told, told[:num_drawn].view(2, RESULT_COLUMNS))
+            drawn = told[:num_drawn]
+            self._memory = EditedMemory(inputs, hidden, told, drawn, drawn.view(2, RESULT_COLUMNS))
         return self._memory
 
     def _padding(self, size: int) -> dict[str, npt.NDArray[Any]]:
@@ -204,18 +199,6 @@ class EditedGraphs(StepGraphs[int]):
             made["edits"] = np.zeros(size * entry.EDIT_WORDS, np.int32)
             made["penalties"] = np.ones(size * entry.PENALTIES, np.float64)
             self._paddings[size] = made
-        return made
-
-    def _layout(self, size: int) -> tuple[IntArray, dict[str, int]]:
-        """Returns the columns of _padding one after the other, as Staging lays them out, and where each of them begins."""
-        if (made := self._layouts.get(size)) is None:
-            columns = self._padding(size)
-            template, places, at = np.zeros(words_of(columns), np.int32), {}, 0
-            for name, column in columns.items():
-                words, places[name] = column.view(np.int32), at
-                template[at : at + len(words)] = words
-                at += words_of({name: column})
-            made = self._layouts[size] = template, places
         return made
 
     def _named(self, size: int) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.graph_room import GraphRoom
-from engine.cuda.sequences import Staging, words_of
+from engine.cuda.sequences import Padding, Staging, words_of
 
 log = logging.getLogger("engine")
 
@@ -65,12 +65,14 @@ class StepOutputs:
 
 @dataclass(slots=True)
 class StepGraph:
-    """A captured step. outputs: the memory to which it writes its results. launch_s: seconds that the host took to launch the same
+    """A captured step. padding: its columns where a step's own are missing or shorter. outputs: the memory to which it writes its
+    results. launch_s: seconds that the host took to launch the same
     step without a graph. capture_s: seconds that its capture took. num_bytes: bytes by which the capture made the pool grow.
     used_s: when a step ran it last, by time.monotonic(); -inf: none has."""
 
     graph: Any
     inputs: Tensor  # int32: all columns, as Staging.send lays them out
+    padding: Padding
     outputs: StepOutputs
     launch_s: float
     capture_s: float
@@ -181,8 +183,8 @@ class StepGraphs(Generic[Size]):
         return refusal is not None and time.monotonic() < refusal.until_s
 
     def run(self, size: Size, columns: Mapping[str, Any]) -> StepOutputs:
-        """Replays the graph of a captured size. columns: the inputs of the step. Returns outputs that the next run of any graph
-        overwrites."""
+        """Replays the graph of a captured size. columns: the inputs of the step, without padding. Returns outputs that the next run
+        of any graph overwrites."""
         self._started(size, columns)
         graph = self.captured[size]
         with self._replaying():
@@ -193,7 +195,7 @@ class StepGraphs(Generic[Size]):
         """Copies the inputs of the next replay of a captured size to the graph's memory, and returns that."""
         graph = self.captured[size]
         graph.used_s = time.monotonic()
-        self._staging.copy(columns, graph.inputs)
+        self._staging.copy(columns, graph.inputs, graph.padding)
         return graph.inputs
 
     def capture(self, size: Size, padding: Mapping[str, Any]) -> bool:
@@ -252,7 +254,7 @@ class StepGraphs(Generic[Size]):
                 self._step(static)
                 launch_s = min(launch_s, time.perf_counter() - launched_s)
         graph, outputs, num_bytes = space.capture(lambda: self._step(static))
-        return StepGraph(graph, inputs, outputs, launch_s, time.perf_counter() - began_s, num_bytes)
+        return StepGraph(graph, inputs, Padding(padding), outputs, launch_s, time.perf_counter() - began_s, num_bytes)
 
     def _fixed_inputs(self, padding: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns memory for the inputs of a graph, and these columns in it."""

@@ -8,6 +8,7 @@ bounds how many there are.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ class MixedGraphs(StepGraphs[MixedSize]):
         replaying: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(step, staging, device, room=room, replaying=replaying)
-        self._sizes = tuple(sizes)
+        self._sizes = dict(zip(sizes, itertools.count(), strict=False))  # with their places in the order of sizes
         self._without_gain: set[MixedSize] = set()
         self._needed: Counter[MixedSize] = Counter()  # how often each size was needed and not captured
 
@@ -65,7 +66,7 @@ class MixedGraphs(StepGraphs[MixedSize]):
     def size_for(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
         """Returns the smallest captured size that holds a step of so many tokens, rows and query tiles; None if there is none."""
         holding = (size for size in self.captured if size.holds(num_tokens, num_rows, num_tiles))
-        return min(holding, key=self._sizes.index, default=None)
+        return min(holding, key=self._sizes.__getitem__, default=None)
 
     def needed(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
         """Returns the size whose graph is to be captured before a step of so many tokens, rows and query tiles runs; None: none is.

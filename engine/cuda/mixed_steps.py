@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.cuda.columns import Columns, extend_step, padding_columns, sampling_columns
+from engine.cuda.columns import SETTINGS, Columns, extend_step, padding_columns, sampling_columns
 from engine.sampling.sampler import SamplingRows
 from scheduler.batch.plan import BatchPlan, SequenceTable
 
@@ -54,18 +54,13 @@ def num_tiles(plan: BatchPlan, tile_tokens: int) -> int:
     return int((-(-num_new // tile_tokens)).sum())
 
 
-def mixed_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, size: MixedSize, tile_tokens: int) -> Columns:
-    """Returns the input columns of a step with prompt chunks, padded to `size`, which must hold the step. rows: the settings of the
+def mixed_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, tile_tokens: int) -> Columns:
+    """Returns the input columns of a step with prompt chunks, to be written over those of mixed_padding. rows: the settings of the
     rows that sample; None: none samples. tile_tokens: queries in a tile."""
     step = extend_step(plan, table, tile_tokens, None)
-    columns = mixed_padding(size, len(table.request_id))
-    for name, column in step.columns.items():
-        columns[name][: len(column)] = column
-    columns["decode_contexts"][: step.num_decode] = step.columns["contexts"][: step.num_decode]
+    columns = step.columns | {"decode_contexts": step.columns["contexts"][: step.num_decode]}
     if rows is not None:
-        columns["sampled_slots"][: step.num_sampling] = plan.slots[plan.samples]
-        for name, column in sampling_columns(rows).items():
-            columns[name][: step.num_sampling] = column
+        columns |= {"sampled_slots": plan.slots[plan.samples]} | sampling_columns(rows)
     return columns
 
 
@@ -87,5 +82,5 @@ def mixed_padding(size: MixedSize, num_slots: int) -> Columns:
         "tile_firsts": np.zeros(size.num_tiles, np.int32),
         "wanted": np.zeros(size.num_rows, np.int32),
         "sampled_slots": sampling["slots"],
-    }  # one array each, because some are filled in place
-    return columns | {name: sampling[name].copy() for name in ("temperature", "top_p", "top_k", "min_p", "key0", "key1")}
+    }
+    return columns | {name: sampling[name] for name in SETTINGS}

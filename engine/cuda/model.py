@@ -264,12 +264,12 @@ class CudaModel:
         if begun is None:
             begun = self._begin_plain(plan, table, None if apart else rows, None if owed is None else owed.tokens, adapted)
         num_sampling, hidden, logits = int(plan.samples.sum()), begun.outputs.hidden, self._logits_of
-        drawn, told = begun.outputs.drawn[:, :num_sampling], begun.outputs.drawn
+        drawn = told = begun.outputs.drawn
         read: Callable[[Tensor, float], StepResult] = partial(_drawn_result, num_sampling)
         if self.embeds:
             told, read = hidden[:num_sampling].float(), _embedded_result
         elif apart and rows is not None:
-            slots, known = plan.slots[plan.samples], drawn if begun.outputs.drawn.shape[1] else None
+            slots, known = plan.slots[plan.samples], drawn if drawn.shape[1] else None
             edited = self._edited.draw(hidden, rows, slots, table.request_id[slots], known, logits)
             drawn, told, read = edited.drawn, edited.told, edited.result
         if owed is not None:
@@ -279,7 +279,7 @@ class CudaModel:
         if self._predicting is None or plan.to_propose is None:
             return launched
         assert begun.outputs.kept is not None
-        return WithProposals(launched, self._predicting.after(plan, table, begun.outputs.kept, drawn[0]))
+        return WithProposals(launched, self._predicting.after(plan, table, begun.outputs.kept, drawn[0, :num_sampling]))
 
     def _sampling_rows(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> SamplingRows | None:
         """Returns the settings of a step's sampling rows; None: it has none."""
@@ -301,13 +301,13 @@ class CudaModel:
             padded, decoding = self._graph_for(len(plan.slots), adapted), self._graphs_of(adapted)[0]
             if apart and not padded:
                 return None
-            columns = decode_columns(plan, table, rows, padded or len(plan.slots))
+            columns = decode_columns(plan, table, rows, len(plan.slots))
             marks = self._marks()
             run = decoding.run(padded, columns) if padded else self._decode(self._staging.send(columns), adapted)
             return _Begun(run, marks)
         if (size := self._mixed_size(plan, adapted)) is None:
             return None
-        columns = mixed_columns(plan, table, rows, size, self.tile_tokens)
+        columns = mixed_columns(plan, table, rows, self.tile_tokens)
         marks = self._marks()
         return _Begun(self._graphs_of(adapted)[1].run(size, columns), marks)
 

@@ -18,8 +18,10 @@ from engine.cuda.kernels import entry
 from scheduler.batch.plan import IntArray, SequenceTable
 
 WORD_BYTES, ALIGN_WORDS = 4, 4
+ALIGN_BYTES = WORD_BYTES * ALIGN_WORDS
 NUM_STAGING = 8  # copies that may be under way at a time: those of two steps and one more
-Column = npt.NDArray[Any] | Sequence[npt.NDArray[Any]]  # of 4-byte or 8-byte items; a sequence: pieces of a column
+# An array of 4-byte or 8-byte items. Or, if it is the last of the columns, a sequence of its pieces, of int32.
+Column = npt.NDArray[Any] | Sequence[npt.NDArray[Any]]
 
 
 class Staging:
@@ -44,10 +46,12 @@ class Staging:
             at += _aligned(num_words)
         return sent
 
-    def copy(self, columns: Mapping[str, Column], into: Tensor | None) -> Tensor:
-        """Copies columns to the device as `send` does, and returns the int32 memory that received them."""
-        sizes = [_num_words(column) for column in columns.values()]
-        num_words = sum(map(_aligned, sizes))
+    def copy(self, columns: Mapping[str, Column], into: Tensor | None, padding: Padding | None = None) -> Tensor:
+        """Copies columns to the device as `send` does, and returns the int32 memory that received them. padding: what the columns
+        are written over; None: nothing."""
+        laid_out = _laid_out(columns) if padding is None else padding.under(columns)
+        head, pieces = np.frombuffer(laid_out, np.int32), _pieces(columns)
+        num_words = len(head) + _aligned(sum(map(len, pieces)))
         number = self._next
         self._next = (number + 1) % len(self._buffers)
         if self._copied[number] is not None:
@@ -55,14 +59,10 @@ class Staging:
         if len(self._buffers[number]) < num_words:
             self._buffers[number] = torch.zeros(2 * num_words, dtype=torch.int32, pin_memory=self._pinned)
         buffer = self._buffers[number][:num_words]
-        words, at = buffer.numpy(), 0
-        for column, size in zip(columns.values(), sizes, strict=True):
-            own = words[at : at + size]
-            if isinstance(column, np.ndarray):
-                own[:] = column.view(np.int32)
-            elif len(own):
-                np.concatenate(column, out=own.view(column[0].dtype))
-            at += _aligned(size)
+        words = buffer.numpy()
+        words[: len(head)] = head
+        if pieces:
+            np.concatenate(pieces, out=words[len(head) : len(head) + sum(map(len, pieces))])
         target = torch.empty(num_words, dtype=torch.int32, device=self._device) if into is None else into[:num_words]
         target.copy_(buffer, non_blocking=True)
         if self._pinned:
@@ -70,6 +70,39 @@ class Staging:
                 self._copied[number] = torch.cuda.Event(blocking=True)
             self._copied[number].record()
         return target
+
+
+class Padding:
+    """The columns of a step of one size that is nothing but padding, over which the columns of other steps are written: a column
+    may be missing, or be shorter than its padding. Only a column in pieces may be longer."""
+
+    def __init__(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._columns = {name: _laid_out({name: column}) for name, column in columns.items()}
+
+    def under(self, columns: Mapping[str, Column]) -> bytes:
+        """Returns the columns, each followed by what its padding has at the places after it, but without a column in pieces."""
+        laid_out: list[bytes] = []
+        for name, padding in self._columns.items():
+            column = columns.get(name)
+            if column is None:
+                laid_out.append(padding)
+            elif isinstance(column, np.ndarray):
+                laid_out += (column.tobytes(), padding[column.nbytes :])
+        return b"".join(laid_out)
+
+
+def _laid_out(columns: Mapping[str, Column]) -> bytes:
+    """Returns columns one after the other, each aligned, but without a column in pieces."""
+    laid_out: list[bytes] = []
+    for column in columns.values():  # bytes are joined in a fraction of the time that writing arrays to slices of another takes
+        if isinstance(column, np.ndarray):
+            laid_out += (column.tobytes(), bytes(-column.nbytes % ALIGN_BYTES))
+    return b"".join(laid_out)
+
+
+def _pieces(columns: Mapping[str, Column]) -> Sequence[npt.NDArray[Any]]:
+    """Returns the pieces of the column in pieces, if there is one."""
+    return next((column for column in columns.values() if not isinstance(column, np.ndarray)), ())
 
 
 def words_of(columns: Mapping[str, Column]) -> int:
@@ -110,8 +143,9 @@ class DeviceSequences:
         the host's."""
         for target, known, own in zip(self.tables, self._known, table.block_tables, strict=True):
             now = own[slots, :num_blocks]
-            rows, columns = np.nonzero(now != known[slots, :num_blocks])
-            if len(rows):
+            changed = np.flatnonzero(now != known[slots, :num_blocks])  # much faster than indices in two dimensions
+            if len(changed):
+                rows, columns = np.divmod(changed, num_blocks)
                 values = now[rows, columns]
                 places = (slots[rows] * np.int32(target.shape[1]) + columns).astype(np.int32)
                 sent = staging.send({"places": places, "values": values})

@@ -17,6 +17,12 @@ import torch
 
 from engine.ops.step_counts import APART, ATTENDED, GREEDY, ROWS, SAMPLING, TOKENS
 
+# splitmix64's numbers. They are arrays, because numpy takes twice as long to combine a short array with a number.
+_STEP = np.array(0x9E3779B97F4A7C15, np.uint64)
+_FACTORS = (np.array(0xBF58476D1CE4E5B9, np.uint64), np.array(0x94D049BB133111EB, np.uint64))
+_SHIFTS = tuple(np.array(bits, np.uint64) for bits in (30, 27, 31))
+_HALF = np.array(32, np.uint64)
+
 
 def step_tokens(
     counts: Any,
@@ -116,16 +122,16 @@ def sampling_settings(
 def noise_keys(seed: npt.NDArray[np.uint64], position: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """Returns two 32-bit keys for each (seed, position), the keys of the noise by which the token there is sampled: splitmix64 of
     the seed, then splitmix64 of that xor the position."""
-    mixed = _splitmix64(_splitmix64(seed.astype(np.uint64)) ^ position.astype(np.uint64))
-    return (mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32), (mixed >> np.uint64(32)).astype(np.uint32)
+    mixed = _splitmix64(_splitmix64(seed) ^ position.astype(np.uint64))
+    return mixed.astype(np.uint32), (mixed >> _HALF).astype(np.uint32)  # the first keeps the lower half
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Returns x mixed as in Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014), modulo 2**64."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x + _STEP
+    x = (x ^ (x >> _SHIFTS[0])) * _FACTORS[0]
+    x = (x ^ (x >> _SHIFTS[1])) * _FACTORS[1]
+    return x ^ (x >> _SHIFTS[2])
 
 
 def rotary_turns(positions: Any, inv_freq: Any, scale: float, turns: Any) -> None:

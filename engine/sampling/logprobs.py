@@ -51,7 +51,9 @@ class LogprobCollector:
         """Returns the log-probabilities added so far, or None if no row has any."""
         if not self._added:
             return None
-        rows, chosen, counts, top_ids, top = (np.concatenate([part[k] for part in self._added]) for k in range(5))
+        rows, chosen, counts, top_ids, top = self._added[0]
+        if len(self._added) > 1:
+            rows, chosen, counts, top_ids, top = (np.concatenate([part[k] for part in self._added]) for k in range(5))
         if not len(rows):
             return None
         return TokenLogprobs(

@@ -143,7 +143,9 @@ def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
     rows, since `allowed` contains them already."""
     rows.allowed = allowed
     if rows.edits is not None:
-        rows.edits.early &= ~np.isin(rows.edits.rows, allowed.rows)
+        masked = np.zeros(len(rows.temperature), np.bool_)
+        masked[allowed.rows] = True
+        rows.edits.early &= ~masked[rows.edits.rows]
 
 
 def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:

@@ -20,6 +20,7 @@ from engine.cuda.graph_room import RESTING_S, GraphRoom
 from engine.cuda.graphs import DecodeGraphs, StepGraph, StepOutputs
 from engine.cuda.kept_models import KeptModels
 from engine.cuda.model import CudaModel
+from engine.cuda.sequences import Padding
 from engine.loading.runner import TorchRunner
 from engine.protocol import Configure, LoadModel
 from loader.models.catalog import scan_one
@@ -47,7 +48,7 @@ class Recorded(DecodeGraphs):
         if self.refuses():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         nothing = torch.empty(0)
-        return StepGraph(StandInGraph(), nothing, StepOutputs(nothing, nothing), 0.0, 0.0, 0)
+        return StepGraph(StandInGraph(), nothing, Padding({}), StepOutputs(nothing, nothing), 0.0, 0.0, 0)
 
     def capture_all(self) -> None:
         while missing := self.missing(8):

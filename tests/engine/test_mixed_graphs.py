@@ -21,6 +21,7 @@ from engine.cuda.graphs import StepGraph, StepGraphs, StepOutputs
 from engine.cuda.mixed_graphs import STEPS_BEFORE_CAPTURE, MixedGraphs
 from engine.cuda.mixed_steps import PROMPTS, MixedSize, mixed_columns, mixed_padding, mixed_sizes, num_tiles
 from engine.cuda.model import CudaModel
+from engine.cuda.sequences import Padding
 from engine.grammar.row_masks import RowMasks
 from engine.ops import reference
 from engine.protocol import SamplingParams
@@ -122,7 +123,10 @@ def test_a_padded_step_computes_what_the_plain_one_does(folder: Path, seed: int,
     before, ids_before = arena.clone(), last_ids.clone()
     rows = sampling_rows(step, table, [1], VOCABULARY) if step.samples.any() else None
     num_rows, num_sampling = len(step.slots), int(step.samples.sum())
-    columns, padding = mixed_columns(step, table, rows, size, model.tile_tokens), mixed_padding(size, NUM_SLOTS)
+    padding = mixed_padding(size, NUM_SLOTS)
+    columns = {name: column.copy() for name, column in padding.items()}
+    for name, own in mixed_columns(step, table, rows, model.tile_tokens).items():
+        columns[name][: len(own)] = own
     used = {"host_ids": int(step.num_new.sum()), "wanted": num_sampling, "top_k": num_sampling, "firsts": num_rows}
     used |= {"starts": num_rows, "tile_firsts": num_tiles(step, model.tile_tokens)}
     rubbish(generator, columns, padding, used)
@@ -263,7 +267,7 @@ class Recorded(MixedGraphs):
         if self.error is not None:
             raise self.error
         nothing = torch.empty(0)
-        return StepGraph(StandInGraph(), nothing, StepOutputs(nothing, nothing), self.seconds[1], 0.0, 0)
+        return StepGraph(StandInGraph(), nothing, Padding({}), StepOutputs(nothing, nothing), self.seconds[1], 0.0, 0)
 
     def _replay_s(self, graph: StepGraph) -> float:
         return self.seconds[0]
@@ -330,7 +334,7 @@ def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs
     """Decode steps are captured first. A model that is loaded again has all graphs, one that takes its place none of them."""
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
     nothing = torch.empty(0)
-    graph = StepGraph(StandInGraph(), nothing, StepOutputs(nothing, nothing), 0.0, 0.0, 0)
+    graph = StepGraph(StandInGraph(), nothing, Padding({}), StepOutputs(nothing, nothing), 0.0, 0.0, 0)
     monkeypatch.setattr(StepGraphs, "_captured", lambda self, padding: graph)
     model = load_cuda_model(tmp_path, max_graph_rows=1, max_graph_tokens=16)
     assert model.num_uncaptured == 2

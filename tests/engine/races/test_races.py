@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from engine.cuda import adapters, backend, edited_graphs, expert_counts, frames, graphs, model, predicting, sink
+from engine.cuda import adapters, backend, edited_graphs, expert_counts, frames, graphs, model, predicting, sequences, sink
 from engine.cuda.graphs import WARM_UP_STEPS, CaptureSpace, StepGraph, StepGraphs
 from engine.cuda.kernels import linear_choice
 from tests.engine.cuda_stand_in import Refused
@@ -87,7 +87,7 @@ def warms_up_where_it_captures(run: EngineRun, monkeypatch: pytest.MonkeyPatch) 
             graph = torch.cuda.CUDAGraph()
             outputs = space._record(graph, lambda: self._step(static))
             current.wait_stream(space._stream)
-        return StepGraph(graph, inputs, outputs, 0.0, 0.0, 0)
+        return StepGraph(graph, inputs, sequences.Padding(padding), outputs, 0.0, 0.0, 0)
 
     monkeypatch.setattr(CaptureSpace, "__init__", made)
     monkeypatch.setattr(StepGraphs, "_captured", captured)
