@@ -81,9 +81,9 @@ class Sequences:
 
 
 def masks_of(model: CudaModel, num_rows: int) -> RowMasks:
-    """Returns masks that allow every other token."""
+    """Returns masks that allow every other token, one after the other in memory as a grammar's process leaves them."""
     bits = np.full((num_rows, -(-model.vocab_size // 32)), 0x55555555, np.uint32)
-    return RowMasks([1] * num_rows, np.arange(num_rows), bits)
+    return RowMasks([1] * num_rows, np.arange(num_rows), list(bits))
 
 
 def measured(

@@ -7,6 +7,7 @@ Shapes: R rows, T tokens, N sampling rows, S slots. Slot S belongs to no sequenc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -83,17 +84,19 @@ def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: L
     """Returns the inputs of a step that computes prompt tokens. tile_tokens: queries in a tile (kernels/triton_extend.py). also:
     indices into T of further tokens whose hidden states are wanted, or None."""
     num_new = plan.num_new
-    starts = (np.cumsum(num_new) - num_new).astype(np.int32)
-    token_rows = np.repeat(np.arange(len(num_new), dtype=np.int32), num_new)
+    starts = np.cumsum(num_new, dtype=np.int32) - num_new
+    token_rows = np.arange(len(num_new), dtype=np.int32).repeat(num_new)
     positions = np.arange(len(token_rows), dtype=np.int32)
-    positions += (plan.num_computed - starts)[token_rows]
-    num_decode = int((num_new == 1).sum())
-    tiles = [(row, at) for row in range(num_decode, len(num_new)) for at in range(0, int(num_new[row]), tile_tokens)]
-    tiles.sort(key=lambda tile: -(int(plan.num_computed[tile[0]]) + tile[1]))  # longest context first: short tiles then fill gaps
+    positions += (plan.num_computed - starts).take(token_rows)
+    num_decode = int(np.count_nonzero(num_new == 1))
+    longer = zip(num_new[num_decode:].tolist(), plan.num_computed[num_decode:].tolist(), strict=True)
+    of_rows = enumerate(longer, num_decode)
+    tiles = [(row, at, computed + at) for row, (new, computed) in of_rows for at in range(0, new, tile_tokens)]
+    tiles.sort(key=itemgetter(2), reverse=True)  # longest context first: short tiles then fill gaps
     wanted = (starts + num_new - 1)[plan.samples]
     columns: Columns = {
         "token_rows": token_rows,
-        "host_ids": _host_ids(plan, table, plan.slots[token_rows], positions),
+        "host_ids": _host_ids(plan, table, plan.slots.take(token_rows), positions),
         "slots": plan.slots,
         "firsts": plan.num_computed,
         "starts": starts,
@@ -111,6 +114,8 @@ def _host_ids(plan: BatchPlan, table: SequenceTable, slots: IntArray, positions:
     the step that samples it is still running."""
     if plan.drafted:  # every token was known when the step was planned; drafted tokens are in the table, too
         return table.tokens[slots, positions]
-    known = positions < table.num_tokens[slots]
+    known = positions < table.num_tokens.take(slots)
+    if not np.count_nonzero(known):
+        return np.full(len(slots), -1, np.int32)
     last = np.int32(table.tokens.shape[1] - 1)
-    return np.where(known, table.tokens[slots, np.minimum(positions, last)], np.int32(-1)).astype(np.int32)
+    return np.where(known, table.tokens[slots, np.minimum(positions, last)], np.int32(-1))

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.cuda.kernels import entry
+from engine.cuda.sequences import Group
 from engine.protocol import SamplingParams
 from engine.sampling.sampler import LogitEdits, SamplingRows, banned_ids
 from loader.sizes.gpu_sizing import EDITED_ROWS, EDITED_TOKENS, LOGITS_ROWS
@@ -25,11 +26,11 @@ NO_WORDS = np.empty(0, np.int32)
 @dataclass(slots=True)
 class EditedPart:
     """Some rows of a step whose logits are edited together. columns: the columns to send; those of edits are missing if no row has
-    edits. words: the pieces of a last column, into which the others point: masks, tokens, biases and banned ids. has_tokens,
+    edits. words: the pieces of a last column, into which the others point: biases and banned ids, masks, tokens. has_tokens,
     has_bias, has_ban: whether any row has penalised tokens, a bias, or a banned id."""
 
     columns: dict[str, npt.NDArray[Any]]
-    words: list[IntArray]
+    words: list[Group]
     has_tokens: bool = False
     has_bias: bool = False
     has_ban: bool = False
@@ -87,15 +88,15 @@ class KnownEdits:
         if edits is not None:
             which = _within(edits.rows, first, end, len(rows.temperature))
             lasting = self._lasting_of(edits.slots[which], edits.early[which], edits.rows[which] - first)
-            part.words.append(lasting.words)
+            part.words.append(Group([lasting.words], len(lasting.words)))
         num_words = 0 if lasting is None else len(lasting.words)
         if (allowed := rows.allowed) is not None:
             masked = _within(allowed.rows, first, end, len(rows.temperature))
-            bits = np.ascontiguousarray(allowed.bits[masked]).view(np.int32)
-            places = np.arange(num_words, num_words + bits.size, bits.shape[1], dtype=np.int32)
-            part.columns["masks"][allowed.rows[masked] - first] = places
-            num_words += bits.size
-            part.words.append(bits.reshape(-1))
+            bits = allowed.bits[masked]
+            width = len(bits[0]) if bits else 0
+            part.columns["masks"][allowed.rows[masked] - first] = num_words + width * np.arange(len(bits))
+            part.words.append(Group(bits, width * len(bits)))
+            num_words += width * len(bits)
         if edits is not None and lasting is not None:
             self._add_edits(part, lasting, edits, which, num_words)
         return part
@@ -104,14 +105,16 @@ class KnownEdits:
         """Adds to the part the columns of the edits in the slice `which`. num_words: how many words it has."""
         each = lasting.edits
         if lasting.has_tokens:
-            slots, table, num_tokens = edits.slots[which], edits.table, self._num_tokens(edits, which)
-            ends = np.cumsum(num_tokens, dtype=np.int32)
-            ends += np.int32(num_words)
+            slots, table = edits.slots[which], edits.table
+            num_tokens: IntArray = edits.positions[which] * lasting.penalised
+            ends = num_tokens.cumsum(dtype=np.int32)
+            ends += num_words
             begins = ends - num_tokens
             each = each.copy()
-            each[:, 1], each[:, 3], each[:, 2] = begins, ends, begins + np.minimum(table.num_prompt[slots], num_tokens)
+            each[:, 1], each[:, 3], each[:, 2] = begins, ends, begins + np.minimum(table.num_prompt.take(slots), num_tokens)
             part.columns["counted"][each[:, 0]] = num_tokens
-            part.words += [table.tokens[slot, :num] for slot, num in zip(slots.tolist(), num_tokens.tolist(), strict=True) if num]
+            tokens, of_slots = table.tokens, zip(slots.tolist(), num_tokens.tolist(), strict=True)
+            part.words.append(Group([tokens[slot, :num] for slot, num in of_slots], int(ends[-1]) - num_words))
         part.columns |= {"edits": each.reshape(-1), "penalties": lasting.penalties}
         part.has_tokens, part.has_bias, part.has_ban = lasting.has_tokens, lasting.has_bias, lasting.has_ban
 

@@ -25,7 +25,7 @@ from engine.cuda.edited_graphs import MOST_ROWS, MOST_TOP, RESULT_COLUMNS, Edite
 from engine.cuda.edited_logits import edited_logits
 from engine.cuda.kernels import entry
 from engine.cuda.ops import logprobs_in
-from engine.cuda.sequences import Staging
+from engine.cuda.sequences import Group, Staging, num_words_in
 from engine.sampling.logprobs import LogprobCollector
 from engine.sampling.sampler import SamplingRows
 from loader.sizes.gpu_sizing import LOGITS_ROWS
@@ -158,7 +158,7 @@ class EditedSampling:
         if own.edits is not None:
             self._known.look_up(own.edits)
         part = self._known.part(own, 0, len(asking))
-        if not (size := graphs.size_for(len(asking), sum(map(len, part.words)))):
+        if not (size := graphs.size_for(len(asking), num_words_in(part.words))):
             return None
         nums = None if own.num_top is None else np.minimum(own.num_top, np.int32(self._vocab_size), dtype=np.int32)
         columns = graphs.columns(asking, slots[asking], nums, sampling_columns(own), part)
@@ -174,7 +174,8 @@ class EditedSampling:
     def launch_all(self, logits: Tensor) -> None:
         """Launches every kernel that `draw` may launch, for the first row of logits [>= 1, V], which belongs to no sequence."""
         nothing = np.zeros(1, np.int32)
-        part = EditedPart({"masks": nothing - np.int32(1), "counted": nothing + np.int32(1)}, [nothing], True, True, True)
+        part = EditedPart({"masks": nothing - np.int32(1), "counted": nothing + np.int32(1)}, [], True, True, True)
+        part.words.append(Group([nothing], 1))
         part.columns |= {"edits": np.zeros(entry.EDIT_WORDS, np.int32), "penalties": np.ones(entry.PENALTIES, np.float64)}
         sent = self.staging.send(part.columns | padding_columns(1, len(self._last_ids) - 1) | {"words": part.words})
         ids, bad = torch.empty(2, 1, dtype=torch.int32, device=self._last_ids.device)

@@ -50,8 +50,7 @@ def mixed_sizes(max_tokens: int, max_rows: int, tile_tokens: int) -> list[MixedS
 
 def num_tiles(plan: BatchPlan, tile_tokens: int) -> int:
     """Returns how many query tiles the rows of a step with several new tokens take. tile_tokens: queries in a tile."""
-    num_new = plan.num_new[plan.num_new > 1]
-    return int((-(-num_new // tile_tokens)).sum())
+    return sum(-(-num_new // tile_tokens) for num_new in plan.num_new[plan.num_new > 1].tolist())
 
 
 def mixed_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, tile_tokens: int) -> Columns:

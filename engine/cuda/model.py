@@ -88,13 +88,17 @@ class _Marks:
     started: Any
     done: Any
     memory: Tensor | None = None
+    last: Tensor | None = None  # the part of `memory` that was used last
 
     def room_for(self, told: Tensor) -> Tensor:
         """Returns page-locked memory of the size and shape of `told`, in one piece. A copy to memory of any other kind would make
         the host wait for the device."""
+        if self.last is not None and (self.last.dtype, self.last.shape) == (told.dtype, told.shape):
+            return self.last
         if self.memory is None or len(self.memory) < told.nbytes:
             self.memory = torch.empty(max(TOLD_BYTES, 2 * told.nbytes), dtype=torch.uint8, pin_memory=True)
-        return self.memory[: told.nbytes].view(told.dtype).view(told.shape)
+        self.last = self.memory[: told.nbytes].view(told.dtype).view(told.shape)
+        return self.last
 
 
 class PendingStep:
@@ -263,7 +267,7 @@ class CudaModel:
         begun = None if owed is not None else self._begin_padded(plan, table, rows, apart, adapted)
         if begun is None:
             begun = self._begin_plain(plan, table, None if apart else rows, None if owed is None else owed.tokens, adapted)
-        num_sampling, hidden, logits = int(plan.samples.sum()), begun.outputs.hidden, self._logits_of
+        num_sampling, hidden, logits = int(np.count_nonzero(plan.samples)), begun.outputs.hidden, self._logits_of
         drawn = told = begun.outputs.drawn
         read: Callable[[Tensor, float], StepResult] = partial(_drawn_result, num_sampling)
         if self.embeds:
@@ -283,7 +287,7 @@ class CudaModel:
 
     def _sampling_rows(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> SamplingRows | None:
         """Returns the settings of a step's sampling rows; None: it has none."""
-        if not plan.samples.any():
+        if not np.count_nonzero(plan.samples):
             return None
         rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size)
         if masks is not None:
@@ -297,7 +301,8 @@ class CudaModel:
         are sampled within it. Returns None, and starts nothing, for all other steps. apart: the rows are sampled after the step.
         adapted: a row has an adapter. The first event is recorded after a capture, so the capture does not count as a cost of the
         step."""
-        if rows is not None and len(rows.temperature) == plan.num_new.sum():
+        num_tokens = int(plan.num_new.sum())
+        if rows is not None and len(rows.temperature) == num_tokens:
             padded, decoding = self._graph_for(len(plan.slots), adapted), self._graphs_of(adapted)[0]
             if apart and not padded:
                 return None
@@ -305,16 +310,16 @@ class CudaModel:
             marks = self._marks()
             run = decoding.run(padded, columns) if padded else self._decode(self._staging.send(columns), adapted)
             return _Begun(run, marks)
-        if (size := self._mixed_size(plan, adapted)) is None:
+        if (size := self._mixed_size(plan, num_tokens, adapted)) is None:
             return None
         columns = mixed_columns(plan, table, rows, self.tile_tokens)
         marks = self._marks()
         return _Begun(self._graphs_of(adapted)[1].run(size, columns), marks)
 
-    def _mixed_size(self, plan: BatchPlan, adapted: bool) -> MixedSize | None:
+    def _mixed_size(self, plan: BatchPlan, num_tokens: int, adapted: bool) -> MixedSize | None:
         """Returns the size of the graph that runs a step with prompt chunks, after capturing the graph if it is due; None: the step
-        runs without a graph."""
-        held = int(plan.num_new.sum()), len(plan.slots), num_tiles(plan, self.tile_tokens)
+        runs without a graph. num_tokens: the number of the step's new tokens."""
+        held = num_tokens, len(plan.slots), num_tiles(plan, self.tile_tokens)
         mixed = self._graphs_of(adapted)[1]
         if (lacking := mixed.needed(*held)) is not None:
             self.capture_mixed(lacking, adapted)

@@ -7,7 +7,7 @@ Shapes: S slots, B blocks a sequence may hold. Slot S belongs to no sequence: pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,17 @@ from scheduler.batch.plan import IntArray, SequenceTable
 WORD_BYTES, ALIGN_WORDS = 4, 4
 ALIGN_BYTES = WORD_BYTES * ALIGN_WORDS
 NUM_STAGING = 8  # copies that may be under way at a time: those of two steps and one more
-# An array of 4-byte or 8-byte items. Or, if it is the last of the columns, a sequence of its pieces, of int32.
-Column = npt.NDArray[Any] | Sequence[npt.NDArray[Any]]
+
+
+class Group(NamedTuple):
+    """Arrays of one dtype of 4-byte items, num_words items together."""
+
+    arrays: Sequence[npt.NDArray[Any]]
+    num_words: int
+
+
+# An array of 4-byte or 8-byte items. Or, if it is the last of the columns, groups of arrays that lie one after the other in it.
+Column = npt.NDArray[Any] | list[Group]
 
 
 class Staging:
@@ -51,7 +60,7 @@ class Staging:
         are written over; None: nothing."""
         laid_out = _laid_out(columns) if padding is None else padding.under(columns)
         head, pieces = np.frombuffer(laid_out, np.int32), _pieces(columns)
-        num_words = len(head) + _aligned(sum(map(len, pieces)))
+        num_words = len(head) + _aligned(num_words_in(pieces))
         number = self._next
         self._next = (number + 1) % len(self._buffers)
         if self._copied[number] is not None:
@@ -61,8 +70,11 @@ class Staging:
         buffer = self._buffers[number][:num_words]
         words = buffer.numpy()
         words[: len(head)] = head
-        if pieces:
-            np.concatenate(pieces, out=words[len(head) : len(head) + sum(map(len, pieces))])
+        at = len(head)
+        for arrays, num in pieces:
+            if arrays:
+                np.concatenate(arrays, out=words[at : at + num].view(arrays[0].dtype))
+                at += num
         target = torch.empty(num_words, dtype=torch.int32, device=self._device) if into is None else into[:num_words]
         target.copy_(buffer, non_blocking=True)
         if self._pinned:
@@ -100,9 +112,16 @@ def _laid_out(columns: Mapping[str, Column]) -> bytes:
     return b"".join(laid_out)
 
 
-def _pieces(columns: Mapping[str, Column]) -> Sequence[npt.NDArray[Any]]:
-    """Returns the pieces of the column in pieces, if there is one."""
-    return next((column for column in columns.values() if not isinstance(column, np.ndarray)), ())
+def _pieces(columns: Mapping[str, Column]) -> list[Group]:
+    """Returns the groups of arrays of the column that consists of such, if there is one."""
+    for column in columns.values():
+        if not isinstance(column, np.ndarray):
+            return column
+    return []
+
+
+def num_words_in(pieces: list[Group]) -> int:
+    return sum(group.num_words for group in pieces)
 
 
 def words_of(columns: Mapping[str, Column]) -> int:
@@ -113,7 +132,7 @@ def words_of(columns: Mapping[str, Column]) -> int:
 def _num_words(column: Column) -> int:
     if isinstance(column, np.ndarray):
         return column.nbytes // WORD_BYTES
-    return sum(map(len, column))
+    return num_words_in(column)
 
 
 def _aligned(num_words: int) -> int:
@@ -124,7 +143,7 @@ def _aligned(num_words: int) -> int:
 def _as_type(words: Tensor, column: Column) -> Tensor:
     """Returns the memory that has received a column as a tensor of the column's dtype: float32, float64 or, for all others,
     int32."""
-    dtype = column.dtype if isinstance(column, np.ndarray) else column[0].dtype if column else None
+    dtype = column.dtype if isinstance(column, np.ndarray) else None
     return words.view(torch.float32) if dtype == np.float32 else words.view(torch.float64) if dtype == np.float64 else words
 
 

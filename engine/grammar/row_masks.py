@@ -17,15 +17,16 @@ from scheduler.batch.plan import BatchPlan, SequenceTable
 @dataclass(slots=True)
 class RowMasks:
     """The masks of a step's constrained rows. request_ids: the requests of these K rows. rows [K]: the rows' indices among the
-    plan's sampling rows, ascending. bits [K, W]: bit i of a mask says that token i is allowed."""
+    plan's sampling rows, ascending. bits [K]: each row's mask [W], whose bit i says that token i is allowed. They may lie in memory
+    that a grammar's process writes the rows' next masks to, so they are read before the step's tokens are told to it."""
 
     request_ids: list[int]
     rows: npt.NDArray[np.intp]
-    bits: npt.NDArray[np.uint32]
+    bits: list[npt.NDArray[np.uint32]]
 
     def allowed(self, at: slice, vocab_size: int) -> npt.NDArray[np.bool_]:
         """Returns the masks of the constrained rows in slice `at` as booleans [rows, V]; True: the token is allowed."""
-        return np.unpackbits(self.bits[at].view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+        return np.unpackbits(np.stack(self.bits[at]).view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def constrained_rows(plan: BatchPlan, table: SequenceTable) -> npt.NDArray[np.intp]:

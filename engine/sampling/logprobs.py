@@ -123,8 +123,8 @@ class OwedPrompts:
 def owed_prompt_rows(plan: BatchPlan, table: SequenceTable) -> OwedPrompts | None:
     """Returns the prompt tokens of this step whose log-probabilities their requests want. None if there are none, which is nearly
     always so."""
-    owing = table.prompt_logprobs[plan.slots]
-    if not owing.any():
+    owing = table.prompt_logprobs.take(plan.slots)
+    if not np.count_nonzero(owing):
         return None
     starts = np.cumsum(plan.num_new) - plan.num_new
     rows: list[OwedRow] = []

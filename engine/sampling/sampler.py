@@ -99,13 +99,12 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
     slots = plan.slots[plan.samples]
     position = (plan.num_computed + plan.num_new)[plan.samples]  # index of the token about to be sampled
     rows = plain_rows(table, slots, position)
-    early = position < table.min_tokens_until[slots]
-    edited = early | table.edits_logits[slots]
-    if edited.any():
-        which = np.flatnonzero(edited)
-        of_rows = (which, slots[which], position[which], early[which])
-        rows.edits = LogitEdits(*of_rows, table, eos_token_ids, vocab_size)
-    num_top: IntArray = table.num_logprobs[slots]
+    early = position < table.min_tokens_until.take(slots)
+    (which,) = (early | table.edits_logits.take(slots)).nonzero()
+    if len(which):
+        of_rows = (slots, position, early) if len(which) == len(slots) else (slots[which], position[which], early[which])
+        rows.edits = LogitEdits(which, *of_rows, table, eos_token_ids, vocab_size)
+    num_top: IntArray = table.num_logprobs.take(slots)
     if num_top.max() >= 0:
         rows.num_top = num_top
     return rows
@@ -114,17 +113,17 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
 def plain_rows(table: SequenceTable, slots: IntArray, position: IntArray) -> SamplingRows:
     """Returns the settings with which the sequences in these slots sample their tokens at these positions, without edits of logits,
     log-probabilities and masks."""
-    temperature = table.temperature[slots]
+    temperature = table.temperature.take(slots)  # numpy takes less time to `take` a few items than to index with an array
     key0 = key1 = np.empty(0, np.uint32)
-    all_greedy = bool((temperature <= 0.0).all())
+    all_greedy = np.count_nonzero(temperature <= 0.0) == len(temperature)
     if not all_greedy:
-        key0, key1 = noise_keys(table.seed[slots], position)
+        key0, key1 = noise_keys(table.seed.take(slots), position)
     return SamplingRows(
         all_greedy,
         temperature,
-        table.top_p[slots],
-        table.top_k[slots],
-        table.min_p[slots],
+        table.top_p.take(slots),
+        table.top_k.take(slots),
+        table.min_p.take(slots),
         key0,
         key1,
         None,

@@ -175,14 +175,22 @@ class Constraints:
             ends = (plan.num_computed + plan.num_new)[plan.samples][rows]
             known = table.num_tokens[slots]
             drafts = [table.tokens[slot, num:end].tolist() for slot, num, end in zip(slots, known, ends, strict=True)]
-        bits = np.stack([self._mask(grammars, request_id, draft) for request_id, draft in zip(request_ids, drafts, strict=True)])
-        for request_id, draft, row in zip(request_ids, drafts, bits, strict=True):
-            self._hold_ends_back(grammars, request_id, len(draft), row, served.spec.eos_token_ids)
+        eos_ids = served.spec.eos_token_ids
+        bits = [self._mask(grammars, request_id, draft, eos_ids) for request_id, draft in zip(request_ids, drafts, strict=True)]
         return RowMasks(request_ids, rows, bits)
 
-    def _mask(self, grammars: ModelGrammars | None, request_id: int, draft: list[int]) -> npt.NDArray[np.uint32]:
-        """Returns the mask [W] of the tokens that both the request's grammar and its limits allow after a draft, which may be
-        empty. The mask allows at least one token and must not be written to."""
+    def _mask(self, grammars: ModelGrammars | None, request_id: int, draft: list[int], ends: list[int]) -> npt.NDArray[np.uint32]:
+        """Returns the mask [W] of the tokens that a request may sample after a draft, which may be empty. The mask allows at least
+        one token and must not be written to. ends: the model's end ids."""
+        mask, held_back = self._allowed(grammars, request_id, draft), self._ends_held_back(grammars, request_id, len(draft), ends)
+        if held_back:
+            mask = mask.copy()
+            hold_ends_back(mask, held_back)
+        return mask
+
+    def _allowed(self, grammars: ModelGrammars | None, request_id: int, draft: list[int]) -> npt.NDArray[np.uint32]:
+        """Returns the mask [W] of the tokens that both the request's grammar and its limits allow after a draft. It must not be
+        written to."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         limits = self._limits.get(request_id)
         if grammars is None or each is None:
@@ -191,12 +199,10 @@ class Constraints:
         mask: npt.NDArray[np.uint32] = grammars.port.masks[each.row, len(draft)]
         return mask if limits is None else mask & limits.behind(draft)
 
-    def _hold_ends_back(
-        self, grammars: ModelGrammars | None, request_id: int, num_drafted: int, bits: npt.NDArray[np.uint32], ends: list[int]
-    ) -> None:
-        """Clears the end ids that are not allowed yet (min_tokens, ignore_eos) in one mask [W], in place. If no other token is
-        allowed, they stay and may be sampled without ending the text (scheduler's class Endings). num_drafted: drafted tokens
-        before the mask's position. ends: the model's end ids."""
+    def _ends_held_back(self, grammars: ModelGrammars | None, request_id: int, num_drafted: int, ends: list[int]) -> list[int]:
+        """Returns the end ids that a request may not sample yet (min_tokens, ignore_eos). If no other token is allowed, they may be
+        sampled without ending the text (scheduler's class Endings). num_drafted: drafted tokens before the mask's position. ends:
+        the model's end ids."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         if each is not None:
             params, num_output = each.params, len(each.output)
@@ -204,9 +210,10 @@ class Constraints:
             limits = self._limits[request_id]
             params, num_output = limits.params, limits.num_output
         if num_output + num_drafted < params.min_tokens:
-            hold_ends_back(bits, [*ends, *params.stop_token_ids])
-        elif params.ignore_eos and each is not None:  # with a grammar an end id would end the text; otherwise it is a normal token
-            hold_ends_back(bits, ends)
+            return [*ends, *params.stop_token_ids]
+        if params.ignore_eos and each is not None:  # with a grammar an end id would end the text; otherwise it is a normal token
+            return ends
+        return []
 
     def sampled(self, served: ServedModel, masks: RowMasks, outcome: StepOutcome) -> None:
         """Records the tokens that a step with these masks has sampled, and asks for the masks that follow them."""

@@ -508,7 +508,7 @@ def results_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool =
         if how.recorded and own.rank == 0 and model.num_uncaptured:
             model.capture_next()
         if own.rank == 0:
-            masks = RowMasks([1], np.array([0]), _every_third()) if masked else None
+            masks = RowMasks([1], np.array([0]), [_every_third()]) if masked else None
             told.append(_plain(model.execute(step, table, masks)))
             own.ended[0] += 1
         else:
@@ -521,7 +521,7 @@ def results_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool =
 def _every_third() -> Any:
     allowed = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
     allowed[:VOCAB:3] = 1
-    return np.packbits(allowed, bitorder="little").view(np.uint32)[None]
+    return np.packbits(allowed, bitorder="little").view(np.uint32)
 
 
 def _plain(result: StepResult) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def test_settings_of_rows_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
         masks = None
         if num_rows == len(settings):
             bits = TokenLimits("tiny", settings[-1], model.vocab_size, []).bits
-            masks = RowMasks([1], np.array([num_rows - 1]), bits[np.newaxis])
+            masks = RowMasks([1], np.array([num_rows - 1]), [bits])
         if on_gpu:
             return model.execute(step, table, masks)
         runner = compute_with(make_runner(make_memory()), use_kernels=False)

@@ -65,7 +65,7 @@ def results(model: CudaModel, mix: list[str], with_prompts: bool, num_steps: int
         if with_prompts and at % 2:
             rows, samples = [*rows, (len(mix), 3 * at, 3)], [*samples, False]
         bits = random_bits.integers(0, 2**32, (len(masked), -(-VOCAB // 32)), np.uint32)
-        masks = RowMasks([1] * len(masked), np.array(masked, np.intp), bits) if masked else None
+        masks = RowMasks([1] * len(masked), np.array(masked, np.intp), list(bits)) if masked else None
         result = model.execute(plan(*rows, samples=tuple(samples)), table, masks)
         table.tokens[: len(mix), 5 + at + 1], table.num_tokens[: len(mix)] = result.ids, 5 + at + 2
         told.append((result.ids.tolist(), result.bad.tolist(), result.logprobs))

@@ -56,7 +56,7 @@ def rows_of(step: BatchPlan, table: SequenceTable, masked: list[int]) -> Samplin
     rows = sampling_rows(step, table, EOS, VOCAB)
     if masked:
         bits = np.random.default_rng(2).integers(0, 2**32, (len(masked), -(-VOCAB // 32)), np.uint32)
-        constrain(rows, RowMasks([1] * len(masked), np.array(masked), bits))
+        constrain(rows, RowMasks([1] * len(masked), np.array(masked), list(bits)))
     return rows
 
 
@@ -116,6 +116,31 @@ def test_a_slot_that_another_request_takes_over_is_edited_as_that_asks() -> None
         draw = sampling.draw(hidden, rows_of(step, table, []), step.slots, table.request_id[:1], None, torch.clone)
         ids += draw.result(draw.told, 0.0).ids.tolist()
     assert ids == [40, 41, 41]
+
+
+def test_what_lasts_of_edits_is_made_anew_when_rows_requests_or_bans_change() -> None:
+    """The same object edits steps of other rows, of rows in another order, of another request in a slot, and of rows whose end ids
+    are not forbidden any more."""
+    table, sampling = table_of(3, SETTINGS[1:4]), EditedSampling(VOCAB, 3, torch.zeros(4, dtype=torch.int32))
+    hidden = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(6)) * 3
+
+    def same(masked: list[int], *rows: tuple[int, int, int]) -> None:
+        step = plan(*rows)
+        request_ids = table.request_id[step.slots]
+        draw = sampling.draw(hidden, rows_of(step, table, masked), step.slots, request_ids, None, torch.clone)
+        equal(draw.result(draw.told, 0.0), by_host(hidden, step, table, masked))
+
+    same([], (0, 20, 1), (1, 20, 1), (2, 20, 1))
+    same([1], (0, 21, 1), (1, 21, 1), (2, 21, 1))
+    same([], (2, 22, 1), (1, 22, 1), (0, 22, 1))
+    same([], (2, 23, 1), (1, 23, 1))
+    table.min_tokens_until[2] = 24  # what slot 2 bans until then
+    same([], (2, 23, 1), (1, 23, 1))
+    same([], (2, 24, 1), (1, 24, 1))
+    write_sampling(table, 1, SamplingParams(99, temperature=0.0, logit_bias={50: 30.0}, frequency_penalty=0.1), 5, LENGTH)
+    same([], (2, 24, 1), (1, 24, 1))
+    table.tokens[1] = table.tokens[2, ::-1]  # of a request that takes the slot over with the same parameters
+    same([], (2, 24, 1), (1, 24, 1))
 
 
 def test_what_the_step_has_sampled_is_not_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ def test_a_grammar_does_not_change_them(model: CpuModel) -> None:
     table = make_table()
     ask(table, 0, PROMPT[:20], 20, logprobs=4)
     ask(table, 1, PROMPT, 40, logprobs=20, logit_bias={int(allowed[0]): 100.0}, frequency_penalty=1.0)
-    result = model.execute(plan((0, 0, 20), (1, 0, 40)), table, RowMasks([101], np.array([1]), bits))
+    result = model.execute(plan((0, 0, 20), (1, 0, 40)), table, RowMasks([101], np.array([1]), list(bits)))
     assert int(result.ids[1]) == int(allowed[0])
     check(model, wanted, int(result.ids[1]), *told(result)[101], 20)
     check(model, own(model, PROMPT[:20])[-1], int(result.ids[0]), *told(result)[100], 4)

@@ -185,7 +185,7 @@ def masks_of(step: BatchPlan, params: list[SamplingParams]) -> RowMasks | None:
     if not masked:
         return None
     bits = np.full((len(masked), -(-VOCABULARY // 32)), 0x0F0F0F0F, np.uint32)
-    return RowMasks([1] * len(masked), np.array(masked, np.intp), bits)
+    return RowMasks([1] * len(masked), np.array(masked, np.intp), list(bits))
 
 
 BY_DEVICE = [SamplingParams(max_tokens=9, temperature=heat, seed=4, top_p=0.9) for heat in (0.0, 0.8, 1.3)]

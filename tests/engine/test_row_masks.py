@@ -27,7 +27,7 @@ def test_only_what_is_allowed_stays(dtype: torch.dtype) -> None:
     logits[1, 5] = torch.nan
     logits[1, 6] = torch.inf
     before = logits.clone()
-    masks = RowMasks([7, 8, 9], np.array([2, 11, 13]), np.stack([bits_of(1), bits_of(3, 69), bits_of(0, 31, 32)]))
+    masks = RowMasks([7, 8, 9], np.array([2, 11, 13]), [bits_of(1), bits_of(3, 69), bits_of(0, 31, 32)])
     apply_row_masks(logits, masks, 10)  # sampling rows 10 to 13
     assert torch.equal(logits[0], before[0])
     assert torch.equal(logits[2], before[2])
@@ -43,7 +43,7 @@ def test_only_what_is_allowed_stays(dtype: torch.dtype) -> None:
 def test_more_rows_than_are_done_at_once() -> None:
     num = 2 * ROWS_AT_ONCE + 3
     logits = torch.zeros(num, 70)
-    masks = RowMasks(list(range(num)), np.arange(num), np.stack([bits_of(i) for i in range(num)]))
+    masks = RowMasks(list(range(num)), np.arange(num), [bits_of(i) for i in range(num)])
     apply_row_masks(logits, masks, 0)
     assert logits.argmax(-1).tolist() == list(range(num))
 

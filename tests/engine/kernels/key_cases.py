@@ -331,7 +331,7 @@ class KeyStep:
             if samples[at] and (params.is_limited or params.grammar):
                 masks.append(int(samples[:at].sum()))
         bits = np.ones((len(masks), -(-model.vocab_size // 32)), np.uint32)
-        row_masks = RowMasks([1] * len(masks), np.array(masks, np.intp), bits) if masks else None
+        row_masks = RowMasks([1] * len(masks), np.array(masks, np.intp), list(bits)) if masks else None
         plan = BatchPlan(0, model.name, slots, columns[:, 0].copy(), columns[:, 1].copy(), samples)
         if model.shape.predicts:
             room = np.clip(max_len - columns.sum(axis=1), 0, 2).astype(np.int32)

@@ -1,0 +1,48 @@
+"""Columns arrive on a device as they were laid out on the host, also over padding, and results come back to memory that fits."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.cuda.model import _Marks
+from engine.cuda.sequences import Group, Padding, Staging, words_of
+
+CPU = torch.device("cpu")
+
+
+def test_columns_over_padding_are_as_if_they_had_been_padded() -> None:
+    full = {
+        "numbers": np.arange(5, dtype=np.int32),
+        "halves": np.full(5, 0.5, np.float32),
+        "keys": np.full(5, 2**32 - 1, np.uint32),
+        "penalties": np.full(6, 1.5, np.float64),
+        "words": np.zeros(1, np.int32),
+    }
+    staging, padding = Staging(CPU, 2), Padding(full)
+    inputs = torch.full((words_of(full) + 9,), -7, dtype=torch.int32)
+    own = {"keys": np.array([4, 5], np.uint32), "numbers": np.array([9], np.int32), "penalties": np.empty(0)}
+    small, large = [np.array([1, 2], np.int32), np.array([3], np.int32)], np.array([2**31], np.uint32)
+    pieces = [Group(small, 3), Group([], 0), Group([large], 1)]
+    for _ in range(3):  # more often than there are buffers
+        staging.copy(own | {"words": pieces}, inputs, padding)
+        wanted = full | {"numbers": np.array([9, 1, 2, 3, 4], np.int32), "words": np.array([1, 2, 3, -(2**31)], np.int32)}
+        wanted["keys"] = np.array([4, 5, *full["keys"][2:]], np.uint32)
+        sent = staging.send(wanted)
+        assert torch.equal(inputs[: words_of(wanted)], torch.cat([_aligned(sent[name]) for name in wanted]))
+    staging.copy({}, inputs, padding)
+    assert torch.equal(inputs[: words_of(full)], torch.cat([_aligned(each) for each in staging.send(full).values()]))
+
+
+def _aligned(sent: torch.Tensor) -> torch.Tensor:
+    words = sent.view(torch.int32)
+    return torch.cat((words, torch.zeros(-len(words) % 4, dtype=torch.int32)))
+
+
+def test_results_of_another_shape_get_memory_of_that_shape() -> None:
+    marks = _Marks(None, None, torch.zeros(64, dtype=torch.uint8))
+    shapes = ((2, 3), (2, 3), (6,), (2, 8), (2, 3))
+    for told in [torch.ones(shape, dtype=torch.int32) for shape in shapes] + [torch.ones(2, 3)]:
+        room = marks.room_for(told)
+        assert (room.shape, room.dtype) == (told.shape, told.dtype)
+        assert room.data_ptr() == marks.room_for(told).data_ptr()
