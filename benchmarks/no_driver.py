@@ -9,6 +9,7 @@ are:
 - compiled kernels: the launcher of each is made, its code is not
 - products and the embedding: torch is called, for one number, and the result is allocated; cuBLAS's choice of a kernel is missing
 - picked hidden states: torch is called, for one number
+- large copies between the host and the device, which a GPU's copy engines make: torch is called, for one number
 - events, page-locked memory and graphs: a replay is one call that does nothing
 """
 
@@ -58,9 +59,11 @@ S(cuGetErrorString) S(cuGetProcAddress) S(cuInit) S(cuModuleGetFunction) S(cuMod
 S(cuOccupancyMaxActiveClusters) S(cuPointerGetAttributes) S(cuStreamIsCapturing) S(cuTensorMapEncodeIm2col)
 S(cuTensorMapEncodeTiled)
 """
+LARGE_BYTES = 16 << 10  # of a copy; torch goes by the columns that are in a smaller one
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
-_one, _first = torch.ones(1, 1), torch.zeros(1, dtype=torch.int32)
+_one, _first, _zero = torch.ones(1, 1), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+_copy = Tensor.copy_
 _state = torch.ones(1, 1, dtype=torch.bfloat16)
 
 
@@ -153,13 +156,20 @@ class _Torch:
         return getattr(torch, name)
 
     def empty(self, *shape: Any, dtype: Any = None, device: Any = None, pin_memory: bool = False) -> Tensor:
-        return torch.empty(*shape, dtype=dtype)
+        return (torch.zeros if pin_memory else torch.empty)(*shape, dtype=dtype)  # not all copies are made
 
     def index_select(self, x: Tensor, dim: int, rows: Tensor, out: Tensor) -> Tensor:
         return torch.index_select(_state, 0, _first, out=out[:1, :1])
 
     def zeros(self, *shape: Any, dtype: Any = None, device: Any = None, pin_memory: bool = False) -> Tensor:
         return torch.zeros(*shape, dtype=dtype)
+
+
+def _copied(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not non_blocking or source.nbytes < LARGE_BYTES:
+        return _copy(self, source, non_blocking)
+    _copy(_first, _zero, True)
+    return self
 
 
 class NoDriverOps(CudaOps):
@@ -194,6 +204,7 @@ def install() -> NoDriver:
     for option, value in ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 1 << 30)):
         libc.mallopt(option, value)
     triton.compiler.compile = _without_code
+    Tensor.copy_ = _copied  # type: ignore[method-assign, assignment]
     for module in (edited, edited_graphs, edited_logits, graphs, mixed_graphs, model, sequences):
         vars(module)["torch"] = _Torch()
     return driver
