@@ -70,6 +70,7 @@ class Handle:
 
     def __init__(self, fd: int, num_bytes: int, exportable: bool) -> None:
         self.fd, self.num_bytes, self.exportable, self.released = fd, num_bytes, exportable, False
+        self.memory: Any = None  # a test's name for what is allocated
 
 
 class Refused(Exception):

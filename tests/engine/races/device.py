@@ -63,24 +63,56 @@ class Storage:
         self._device.free(self.block)
 
 
+@dataclass(slots=True, frozen=True)
+class Named:
+    """Memory that is known by its name alone. kind: in words, for faults."""
+
+    name: Hashable
+    kind: str
+
+
+# What an operation does besides its accesses, at the time when the device runs it.
+Action = Callable[["Stream"], None]
 # One access of an operation: the place, and whether it is written. A place is a block with its number when the operation was
 # launched or captured; an address with a length, which stands for the chunks that are mapped there when the operation runs; "kv" or
-# "adapters", the KV or the LoRA adapters of the step in progress; or else the name of host memory.
+# "adapters", the KV or the LoRA adapters of the step in progress; a Named; or else the name of host memory.
 Access = tuple[Any, bool]
 
 
 class Stream:
+    """is_busy: whether an operation is under way that waits for another device. marks: events that were recorded behind it."""
+
     def __init__(self, device: Device, name: str) -> None:
         self._device, self.name, self.clock = device, name, Clock()
         self.cuda_stream = name  # the driver's handle
         self.capturing: Graph | None = None
+        self.is_busy, self.marks = False, list[Event]()
+
+    def told(self) -> Clock:
+        """Returns what another actor knows from now on that learns what the operation under way has done so far. What it does
+        later has another number."""
+        told = Clock(self.clock)
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return told
+
+    def begin(self, lasts: bool) -> None:
+        """Begins an operation, after the one before it. lasts: whether it waits for another device; `end` then ends it."""
+        self._device.schedule.wait(lambda: not self.is_busy, f"the operation under way on {self.name}")
+        self.is_busy = lasts
+
+    def end(self) -> None:
+        self.is_busy = False
+        for event in self.marks:
+            event.clock, event.is_behind = Clock(self.clock), False
+        self.marks.clear()
 
     def wait_stream(self, other: Stream) -> None:
-        self.clock.join(other.clock)
+        self.clock.join(other.reached())
         self.clock.join(self._device.schedule.host.clock)
         self._device.schedule.host.tick()
 
     def wait_event(self, event: Event) -> None:
+        event.await_record()
         self.clock.join(event.clock)
         self.clock.join(self._device.schedule.host.clock)
         self._device.schedule.host.tick()
@@ -88,21 +120,39 @@ class Stream:
     def synchronize(self) -> None:
         self._device.schedule.point()
         self._device.waits_in_capture(self.name)
-        self._device.schedule.host.clock.join(self.clock)
+        self._device.schedule.host.clock.join(self.reached())
+
+    def reached(self) -> Clock:
+        """Waits until everything launched so far has ended, and returns what is known then."""
+        if not self.is_busy:
+            return self.clock
+        mark = Event(self._device, False)
+        mark.record(self)
+        mark.await_record()
+        return mark.clock
 
 
 class Event:
+    """is_behind: whether it was recorded behind an operation that is still under way."""
+
     def __init__(self, device: Device, timed: bool) -> None:
-        self._device, self._timed, self.clock = device, timed, Clock()
+        self._device, self._timed, self.clock, self.is_behind = device, timed, Clock(), False
+
+    def await_record(self) -> None:
+        self._device.schedule.wait(lambda: not self.is_behind, "an event")
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._device.stream
         stream.clock.join(self._device.schedule.host.clock)
         self._device.schedule.host.tick()
-        self.clock = Clock(stream.clock)
+        if stream.is_busy:
+            self.is_behind = True
+            stream.marks.append(self)
+        else:
+            self.clock = Clock(stream.clock)
 
     def query(self) -> bool:
-        over = self._device.schedule.random.random() < 0.5
+        over = not self.is_behind and self._device.schedule.random.random() < 0.5
         if over:
             self._device.schedule.host.clock.join(self.clock)
         return over
@@ -110,6 +160,7 @@ class Event:
     def synchronize(self) -> None:
         self._device.schedule.point()
         self._device.waits_in_capture("an event")
+        self.await_record()
         self._device.schedule.host.clock.join(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
@@ -122,7 +173,7 @@ class Graph:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.operations: list[tuple[str, list[Access]]] = []
+        self.operations: list[tuple[str, list[Access], Action | None]] = []
         self._pool = 0
         self._stream: Stream | None = None
 
@@ -145,21 +196,31 @@ class Graph:
         self._stream.capturing = None
 
     def replay(self) -> None:
-        for what, accesses in self.operations:
-            self._device.run(f"replayed {what}", accesses)
+        for what, accesses, action in self.operations:
+            self._device.run(f"replayed {what}", accesses, action=action)
 
     def __del__(self) -> None:
         if self._stream is not None:
-            self._device.pools[self._pool] -= 1
-            if self._device.rules.drops_work_spaces:
-                work_spaces = self._device.work_spaces
-                for key in [key for key in work_spaces if key[1] is self._stream]:
-                    del work_spaces[key]
+            device = self._stream._device
+            device.pools[self._pool] -= 1
+            if device.rules.drops_work_spaces:
+                for key in [key for key in device.work_spaces if key[1] is self._stream]:
+                    del device.work_spaces[key]
+
+
+class Here:
+    """Stands for the device of the engine whose thread runs."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule.host.device, name)
 
 
 class Device:
     """One device. mapped: yields for a range the name of each chunk that lies there, or None. mappings: yields the names of what
-    maps them."""
+    maps them. beside: another device, with which it has the memory in common. prefix: of the names of its streams and threads."""
 
     def __init__(
         self,
@@ -167,10 +228,13 @@ class Device:
         rules: Rules,
         mapped: Callable[[int, int], Iterable[Hashable | None]],
         mappings: Callable[[int, int], Iterable[Hashable]],
+        beside: Device | None = None,
+        prefix: str = "",
     ) -> None:
-        self.schedule, self.rules, self.memory, self._mapped, self._mappings = schedule, rules, Memory(), mapped, mappings
-        self.default_stream = Stream(self, "default stream")
-        self.streams = [Stream(self, f"stream {number}") for number in range(NUM_STREAMS)]
+        self.schedule, self.rules, self._mapped, self._mappings, self.prefix = schedule, rules, mapped, mappings, prefix
+        self.memory = Memory() if beside is None else beside.memory
+        self.default_stream = Stream(self, f"{prefix}default stream")
+        self.streams = [Stream(self, f"{prefix}stream {number}") for number in range(NUM_STREAMS)]
         self._num_streams_given = 0
         self._free: dict[tuple[int | None, Stream, Hashable], list[Block]] = {}
         self._blocks: list[Block] = []  # by their addresses
@@ -187,6 +251,10 @@ class Device:
     def stream(self) -> Stream:
         streams = self.schedule.host.streams
         return streams[-1] if streams else self.default_stream
+
+    def stream_named(self, handle: str) -> Stream:
+        """Returns the stream that the driver knows by this handle."""
+        return next(one for one in (self.default_stream, *self.streams) if one.cuda_stream == handle)
 
     def new_stream(self) -> Stream:
         self._num_streams_given += 1
@@ -239,21 +307,32 @@ class Device:
 
     # ---- operations
 
-    def launch(self, what: str, accesses: list[Access]) -> None:
-        """Runs an operation on the current stream, or records it in the graph that is captured there."""
+    def launch(self, what: str, accesses: list[Access], action: Action | None = None, stream: Stream | None = None) -> None:
+        """Runs an operation on a stream, the current one if none is given, or records it in the graph that is captured there."""
         self.schedule.point()
-        graph = self.stream.capturing
+        graph = (stream or self.stream).capturing
         if graph is not None:
-            graph.operations.append((what, accesses))
+            graph.operations.append((what, accesses, action))
         else:
-            self.run(what, accesses)
+            self.run(what, accesses, stream, action)
 
-    def run(self, what: str, accesses: list[Access], stream: Stream | None = None) -> None:
+    def run(self, what: str, accesses: list[Access], stream: Stream | None = None, action: Action | None = None) -> None:
         stream, host = stream or self.stream, self.schedule.host
-        self.counts[what] += 1
-        stream.clock.join(host.clock)
-        host.tick()
-        stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+        if stream.is_busy or action is not None:
+            stream.begin(action is not None)
+        try:
+            self.counts[what] += 1
+            stream.clock.join(host.clock)
+            host.tick()
+            stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+            self._access(what, accesses, stream)
+            if action is not None:
+                action(stream)
+        finally:
+            if action is not None:
+                stream.end()
+
+    def _access(self, what: str, accesses: list[Access], stream: Stream) -> None:
         for place, writes in accesses:
             note = self.memory.write if writes else self.memory.read
             for name, kind in self._names(place, what):
@@ -261,6 +340,10 @@ class Device:
             if isinstance(place, tuple) and isinstance(place[0], int):
                 for name in self._mappings(*place):
                     self.memory.read(name, "a mapping", stream.name, stream.clock, what)
+
+    def host_reads(self, name: Hashable, kind: str, what: str) -> None:
+        host = self.schedule.host
+        self.memory.read(name, kind, host.name, host.clock, what)
 
     def host_uses(self, name: Hashable, kind: str, what: str) -> None:
         """Notes that the thread that runs reads and writes a piece of memory."""
@@ -284,7 +367,7 @@ class Device:
                 else:
                     yield name, "a chunk"
         else:
-            yield place, "host memory"
+            yield place, getattr(place, "kind", "host memory")
 
     # ---- libraries
 

@@ -9,6 +9,7 @@ replaced by launches that tell what they access, and the threads that read packe
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from bisect import bisect_right
 from collections import Counter
@@ -16,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -66,8 +67,8 @@ from scheduler.batch.plan import BatchPlan, make_sequence_table, write_sampling
 from tests.engine import cuda_stand_in
 from tests.engine.races import schedule
 from tests.engine.races.clocks import Clock
-from tests.engine.races.device import TORCH, Access, Device, Rules
-from tests.engine.races.schedule import Lock, Schedule
+from tests.engine.races.device import FIRST_ADDRESS, TORCH, Access, Device, Here, Rules
+from tests.engine.races.schedule import Lock, Schedule, Stuck
 from tests.engine.races.tensors import Drawn, Tensor, Torch, reads, writes
 from tests.loader.checkpoints import shape
 
@@ -91,6 +92,10 @@ class Driver(cuda_stand_in.Driver):
     arena_address = 0
     _places: tuple[int, ...] = ()
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._given_up = Clock()
+
     def is_arena(self, address: int) -> bool:
         return self.arena_address <= address < self.arena_address + NUM_CHUNKS * CHUNK
 
@@ -109,8 +114,32 @@ class Driver(cuda_stand_in.Driver):
             begin = self._places[found] if found >= 0 else 0
             handle = self.mapped.get(begin)
             held = handle if handle is not None and at < begin + handle.num_bytes else None
-            yield None if held is None else id(held)
+            yield None if held is None else held.memory or id(held)
             at = at + CHUNK if held is None else begin + held.num_bytes
+
+    def place_in_region(self, address: int) -> tuple[Hashable, int] | None:
+        """Returns a name for a place in memory that several devices map, the same for all of them; None: there is no such."""
+        if address >= FIRST_ADDRESS:
+            return None
+        if len(self._places) != len(self.mapped):
+            self._places = tuple(sorted(self.mapped))
+        begin = self._places[bisect_right(self._places, address) - 1]
+        handle = self.mapped[begin]
+        return (handle.memory, address - begin) if handle.exportable else None
+
+    def _known(self, handle: cuda_stand_in.Handle) -> cuda_stand_in.Handle:
+        if handle.exportable:
+            handle.memory = ("a region", os.fstat(handle.fd).st_ino)
+        return super()._known(handle)
+
+    def cuMemAddressReserve(self, size: int, *arguments: Any) -> Any:
+        self.device.schedule.host.clock.join(self._given_up)
+        return super().cuMemAddressReserve(size, *arguments)
+
+    def cuMemAddressFree(self, address: Any, size: int) -> Any:
+        self._given_up.join(self.device.schedule.host.clock)  # the driver gives the addresses out again
+        self.device.schedule.host.tick()
+        return super().cuMemAddressFree(address, size)
 
     def cuMemMap(self, address: Any, size: int, *arguments: Any) -> Any:
         self._change(address, size, "mapping")
@@ -147,7 +176,7 @@ class Layers:
 
     makes_logits = True
 
-    def __init__(self, on: Device, weights: Any, counts: ExpertCounts, predicts: bool) -> None:
+    def __init__(self, on: Here, weights: Any, counts: ExpertCounts, predicts: bool) -> None:
         self._on, self.num_kept = on, int(predicts)
         self._counts = counts.row(0)
         self._inner = weights.tensor(0, (WIDTH, WIDTH), torch.bfloat16)
@@ -164,8 +193,7 @@ class Layers:
         return rows
 
     def _computed(self, batch: Any) -> Tensor:
-        x = self._made(len(batch.input_ids))
-        self._on.launch("embedding", [reads(batch.input_ids), reads(self._inner), writes(x)])
+        x = self._first_states(batch)
         x, out = linear_choice.linear(x, self._inner, None), self._made(len(batch.input_ids))
         group = batch.groups[0]
         inputs = [group.block_table, group.kv_slots, group.turns, batch.slots, batch.contexts]
@@ -177,8 +205,17 @@ class Layers:
         if (adapters := batch.adapters) is not None:
             tables = map(reads, [out, adapters.numbers, adapters.places, adapters.ranks])
             self._on.launch("adapters", [*tables, ("adapters", False), writes(out)])
+        self._choose_experts(out)
         self._on.launch("experts", [reads(out), writes(self._counts)])
         return out
+
+    def _first_states(self, batch: Any) -> Tensor:
+        x: Tensor = self._made(len(batch.input_ids))
+        self._on.launch("embedding", [reads(batch.input_ids), reads(self._inner), writes(x)])
+        return x
+
+    def _choose_experts(self, states: Tensor) -> None:
+        """Does nothing: where a model is split, its ranks exchange something here."""
 
     def state_memory(self, num_tokens: int) -> Tensor:
         return self._made(num_tokens)
@@ -220,7 +257,7 @@ def summed(table: Tensor) -> list[Access]:
     return [((address, num_words * 8), False) for address, num_words in table.values.tolist()]
 
 
-def kernels(on: Device) -> SimpleNamespace:
+def kernels(on: Here) -> SimpleNamespace:
     """Stands in for engine.cuda.kernels.entry."""
     torch_on = Torch(on)
 
@@ -298,7 +335,7 @@ class ReportingLoads(Loads):
 @dataclass(slots=True, eq=False)
 class Life:
     """A model from its load to its end. becomes: what the copy of KV under way leads to, "served" or "gone". adapters: the chunk of
-    each adapter, by its number. reading: an adapter that is being read."""
+    each adapter, by its number. reading: an adapter that is being read. is_split: whether other devices have shares of it, too."""
 
     spec: LoadModel
     place: Place
@@ -309,6 +346,7 @@ class Life:
     becomes: str = ""
     adapters: dict[int, int] = field(default_factory=dict)
     reading: AdapterRead | None = None
+    is_split: bool = False
 
 
 class EngineRun:
@@ -320,6 +358,7 @@ class EngineRun:
         self._random = self.schedule.random
         self._driver = Driver()
         self.device = self._driver.device = Device(self.schedule, rules, self._driver.names_at, self._driver.mappings_at)
+        self.schedule.first.device = self.device
         cuda_memory = self._patch(monkeypatch)
         self._memory = cuda_memory.CudaMemory(NUM_CHUNKS, CHUNK)
         self._arena = self._driver.arena_address = self._memory.arena.data_ptr()
@@ -351,7 +390,8 @@ class EngineRun:
         return list(self.device.memory.faults)
 
     def _patch(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        device, torch_on = self.device, Torch(self.device)
+        device = Here(self.schedule)
+        torch_on = Torch(device)
         cuda_memory = cuda_stand_in.install(monkeypatch, self._driver)
         self.copies = copies = sys.modules["engine.cuda.copies"]
         sums = SimpleNamespace(
@@ -392,7 +432,6 @@ class EngineRun:
             (device_counts, {"torch": torch_on, "EventFence": copies.EventFence}),
             (model, {"torch": torch_on, "entry": entry}),
             (model, {"Weights": lambda shape, dtype, weights, held_in, counts: (weights, counts)}),
-            (model, {"build_model": lambda ops, shape, held, *_: Layers(device, *held, shape.predicts)}),
             (model, {"kv_views": lambda arena, *_: (arena, None)}),
             (model, {"rotaries_of": lambda *_: (Rotary(Drawn(device, (8,))),) * 2}),
             *((module, {"Thread": self.schedule.thread}) for module in (loads, transfers, unmapping)),
@@ -408,7 +447,12 @@ class EngineRun:
         for module, names in patches:
             for name, value in names.items():
                 monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(model, "build_model", self._layers)
         return cuda_memory
+
+    def _layers(self, ops: Any, shape: Any, held: Any, ranks: Any, stages: Any) -> Any:
+        """Stands in for engine.models.registry.build_model."""
+        return Layers(Here(self.schedule), *held, shape.predicts)
 
     def _unpack(self, packed: Tensor, begin: Tensor, most_values: int, out: Tensor, verdict: Tensor, number: int) -> None:
         self.device.launch("unpack", [reads(packed), reads(begin), writes(out), writes(verdict)])
@@ -473,6 +517,15 @@ class EngineRun:
     # ---- the loop
 
     def run(self, num_actions: int = ACTIONS) -> None:
+        try:
+            self._run(num_actions)
+        except Stuck as error:
+            self.schedule.end_all()
+            self.device.memory.fault(f"nothing goes on: {error}")
+        if self.schedule.errors:
+            raise self.schedule.errors[0]
+
+    def _run(self, num_actions: int) -> None:
         actions: list[Callable[[], None]] = [
             *[self._step] * 10,
             *[self._take] * 5,
@@ -486,19 +539,25 @@ class EngineRun:
             self._cancel,
             self._lack_memory,
         ]
+        actions += self._more_actions()
         for _ in range(num_actions):
             self._random.choice(actions)()
             for _ in range(self._random.randrange(POINTS)):
                 self.schedule.point()
-        while self.schedule.num_running or any(not life.served for life in self._lives.values()):
-            self.schedule.point()
-            self._take()
+        self._settle()
         self._finish()
         for life in list(self._lives.values()):
             self._end(life)
         self._close()
-        if self.schedule.errors:
-            raise self.schedule.errors[0]
+
+    def _more_actions(self) -> list[Callable[[], None]]:
+        return []
+
+    def _settle(self) -> None:
+        """Goes on until no other thread runs."""
+        while self.schedule.num_running or any(not life.served for life in self._lives.values()):
+            self.schedule.point()
+            self._take()
 
     def _close(self) -> None:
         for _, weights in self._runner._ranges._ranges.values():
@@ -514,15 +573,33 @@ class EngineRun:
         """Has adapters placed that were read, launches a step of a served model, then reads the one before."""
         self._place_adapters()
         served = [life for life in self._lives.values() if life.served]
-        if not served:
-            return
-        life = self._random.choice(served)
-        num_rows = self._random.randint(1, 3)
+        if served:
+            self._step_of(self._random.choice(served))
+
+    def _step_of(self, life: Life) -> None:
+        plan = self._plan(life)
+        self.schedule.host.kv = [((self._arena + chunk * CHUNK, CHUNK), True) for chunk in life.place.kv.tolist()]
+        numbers = life.table.adapter[plan.slots].tolist()
+        chunks = {life.adapters[number] for number in numbers if number >= 0}
+        self.schedule.host.adapters = [((self._arena + chunk * CHUNK, CHUNK), False) for chunk in sorted(chunks)]
+        before = self._under_way
+        try:
+            self._under_way = life.hosted.launch(plan, life.table)
+        except NoWorkSpace:
+            self._finish()
+        else:
+            if before is not None:
+                before.wait()
+
+    def _plan(self, life: Life, first_slot: int = 0, most_rows: int = 3) -> BatchPlan:
+        """Draws a step of a model, and writes what it reads of its sequences to the table."""
+        num_rows = self._random.randint(1, most_rows)
         num_new = np.ones(num_rows, np.int32)
         num_new[-1] = self._random.choice([1, 1, 3])
-        slots, computed = np.arange(num_rows, dtype=np.int32), np.full(num_rows, 4, np.int32)
+        slots = np.arange(first_slot, first_slot + num_rows, dtype=np.int32)
+        computed = np.full(num_rows, 4, np.int32)
         life.table.block_tables[0][slots, 0] = self._random.randrange(4)
-        life.table.num_logprobs[:] = self._random.choice([-1, -1, -1, 0, 2])
+        life.table.num_logprobs[slots] = self._random.choice([-1, -1, -1, 0, 2])
         for slot in slots.tolist():
             edits = self._random.choice([{}, {}, {"frequency_penalty": 0.5, "logit_bias": {3: 1.0}}, {"min_tokens": LENGTH}])
             num_logprobs, temperature = life.table.num_logprobs[slot], life.table.temperature[slot]
@@ -534,17 +611,7 @@ class EngineRun:
         plan.to_propose = self._proposals(life, num_rows)
         if plan.to_propose is not None and num_new[-1] == 1:
             plan.slots[:], plan.drafted = plan.slots[0], True
-        self.schedule.host.kv = [((self._arena + chunk * CHUNK, CHUNK), True) for chunk in life.place.kv.tolist()]
-        chunks = {life.adapters[number] for number in numbers if number >= 0}
-        self.schedule.host.adapters = [((self._arena + chunk * CHUNK, CHUNK), False) for chunk in sorted(chunks)]
-        before = self._under_way
-        try:
-            self._under_way = life.hosted.launch(plan, life.table)
-        except NoWorkSpace:
-            self._finish()
-        else:
-            if before is not None:
-                before.wait()
+        return plan
 
     def _idle(self) -> None:
         self._finish()
@@ -566,9 +633,7 @@ class EngineRun:
         if name in self._lives or len(self._free) < WEIGHT_CHUNKS + KV_CHUNKS:
             return
         self._finish()
-        self._random.shuffle(self._free)
-        chunks = [self._free.pop() for _ in range(WEIGHT_CHUNKS + KV_CHUNKS)]
-        place = Place(np.array(chunks[:WEIGHT_CHUNKS], np.int32), np.array(chunks[WEIGHT_CHUNKS:], np.int32))
+        place = self._taken_place()
         num_sequences = self._random.choice([4, 4, 4, 6])
         limits = (WEIGHT_CHUNKS, KV_CHUNKS, NUM_CHUNKS, LENGTH, num_sequences, [])
         total = checksum.combined([0] * WEIGHT_CHUNKS)
@@ -580,12 +645,18 @@ class EngineRun:
         table.temperature[:] = 0.0
         self._lives[name] = Life(spec, place, self._loads.start(spec, place), table)
 
+    def _taken_place(self) -> Place:
+        """Takes the chunks of a model from those that are free."""
+        self._random.shuffle(self._free)
+        chunks = [self._free.pop() for _ in range(WEIGHT_CHUNKS + KV_CHUNKS)]
+        return Place(np.array(chunks[:WEIGHT_CHUNKS], np.int32), np.array(chunks[WEIGHT_CHUNKS:], np.int32))
+
     # ---- LoRA adapters
 
     def _start_adapters(self) -> None:
         """Has an adapter read for each served model that reads none."""
         for life in self._lives.values():
-            if life.served and life.reading is None:
+            if life.served and life.reading is None and not life.is_split:
                 self._start_adapter(life)
 
     def _start_adapter(self, life: Life) -> None:
@@ -683,7 +754,7 @@ class EngineRun:
             life.served = True
 
     def _evict(self) -> None:
-        served = [life for life in self._lives.values() if life.served]
+        served = [life for life in self._lives.values() if life.served and not life.is_split]
         if not served:
             return
         self._finish()
@@ -704,7 +775,7 @@ class EngineRun:
 
     def _compact(self) -> None:
         """Moves a model's KV to a free chunk, which frees its own."""
-        served = [life for life in self._lives.values() if life.served]
+        served = [life for life in self._lives.values() if life.served and not life.is_split]
         if not served or not self._free:
             return
         self._finish()
@@ -723,18 +794,23 @@ class EngineRun:
         del self._lives[life.spec.model]
 
 
+Run = TypeVar("Run", bound=EngineRun)
+
+
 def run_of(
     seed: int,
     version: str,
     monkeypatch: pytest.MonkeyPatch,
-    changed: Callable[[EngineRun, pytest.MonkeyPatch], None] = lambda run, monkeypatch: None,
-) -> EngineRun:
-    """Returns the run of a seed, ended. version: torch's, one of TORCH. changed: called before it, to put a fault back."""
+    changed: Callable[[Any, pytest.MonkeyPatch], None] = lambda run, monkeypatch: None,
+    kind: type[Run] = EngineRun,  # type: ignore[assignment]
+) -> Run:
+    """Returns the run of a seed, ended. version: torch's, one of TORCH. changed: called before it, to put a fault back. kind: of
+    the run."""
     enabled = gc.isenabled()
     gc.disable()  # as in an engine, where it runs only when the loop says so
     try:
         with monkeypatch.context() as patches:
-            run = EngineRun(seed, TORCH[version], patches)
+            run = kind(seed, TORCH[version], patches)
             changed(run, patches)
             run.run()
             return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,20 @@ from typing import Any
 from tests.engine.races.clocks import Clock
 
 SWITCH = 0.3  # the probability that another thread goes on at a point
+LATE = 0.002  # the probability that a wait with a limit ends at its limit, each time that another thread is to go on
+
+
+MOST_TURNS = 20_000
+
+
+class Stuck(Exception):
+    """Raised in all threads that wait once each of them waits for another one."""
 
 
 class Host:
-    """What belongs to one thread of the host. streams: the current one is the last; none: the default stream."""
+    """What belongs to one thread of the host. streams: the current one is the last; none: the default stream. device: the device
+    of the engine whose thread it is. awaits: says whether a wait of this thread is over; None: it does not wait. awaited: what it
+    waits for, in words. is_limited: whether the wait may also end because it takes too long."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name, self.clock = name, clock
@@ -22,8 +33,11 @@ class Host:
         self.handle: int | None = None  # cuBLAS's
         self.kv: list[Any] = []  # what the steps that it launches access
         self.adapters: list[Any] = []  # where the LoRA adapters of these steps lie
+        self.group = 0  # the group of the share whose step it launches
         self.go = threading.Semaphore(0)
-        self.waits_for: Host | None = None
+        self.device: Any = None
+        self.awaits: Callable[[], bool] | None = None
+        self.awaited, self.is_limited = "", False
         self.ended = False
         self.tick()
 
@@ -40,6 +54,7 @@ class Schedule:
         self.first = self._here.host = Host("loop", Clock())
         self._hosts = [self.first]
         self.errors: list[BaseException] = []
+        self.stuck = ""  # what each thread waits for, once none can go on
         self._num_started = 0
 
     @property
@@ -59,7 +74,7 @@ class Schedule:
     def thread(self, target: Callable[..., None], args: tuple[Any, ...] = (), name: str = "") -> Thread:
         """Stands in for loader.threads.Thread."""
         self._num_started += 1
-        return Thread(self, target, args, f"{name} {self._num_started}")
+        return Thread(self, target, args, f"{self.host.device.prefix}{name} {self._num_started}")
 
     @property
     def threading(self) -> SimpleNamespace:
@@ -87,15 +102,52 @@ class Schedule:
         self.point()
 
     def join(self, host: Host) -> None:
+        self.wait(lambda: host.ended, f"the end of {host.name}")
+        self.host.clock.join(host.clock)
+
+    def wait(self, is_over: Callable[[], bool], what: str, is_limited: bool = False) -> bool:
+        """Lets other threads go on until is_over(). is_limited: the wait may end before that, and then this returns False. Raises
+        Stuck if no thread can go on."""
         me = self.host
-        while not host.ended:
-            me.waits_for = host
+        if not is_over():
+            me.awaits, me.awaited, me.is_limited = is_over, what, is_limited
             self._go_on()
-        me.waits_for = None
-        me.clock.join(host.clock)
+            me.awaits = None
+            if self.stuck:
+                raise Stuck(self.stuck)
+        return is_over()
 
     def _next(self) -> Host:
-        return self.random.choice([host for host in self._hosts if host.waits_for is None or host.waits_for.ended])
+        if self.stuck:
+            return self.random.choice(self._hosts)
+        can_go_on = [host for host in self._hosts if host.awaits is None or host.awaits()]
+        limited = [host for host in self._hosts if host.awaits is not None and host.is_limited]
+        if limited and (not can_go_on or self.random.random() < LATE):
+            return self.random.choice(limited)
+        if can_go_on:
+            return self.random.choice(can_go_on)
+        self._give_up()
+        return self.random.choice(self._hosts)
+
+    def go_on_until(self, is_over: Callable[[], bool], turn: Callable[[], None]) -> None:
+        """Takes turns beside the other threads until is_over(). Raises Stuck if it is not for so long that the others wait for
+        each other."""
+        for _ in range(MOST_TURNS):
+            if is_over():
+                return
+            self.point()
+            turn()
+        self._give_up()
+        raise Stuck(self.stuck)
+
+    def _give_up(self) -> None:
+        self.stuck = "; ".join(f"{host.name} waits for {host.awaited}" for host in self._hosts if host.awaits is not None)
+
+    def end_all(self) -> None:
+        """Lets all other threads end, once none could go on."""
+        while self.num_running:
+            self._go_on()
+        self.errors = [error for error in self.errors if not isinstance(error, Stuck)]
 
     def _go_on(self) -> None:
         me, other = self.host, self._next()
@@ -111,12 +163,20 @@ class Lock:
         self._schedule, self._holder, self._clock = schedule, None, Clock()
 
     def __enter__(self) -> None:
-        while self._holder is not None:
-            self._schedule.point()
-        self._holder = self._schedule.host
-        self._holder.clock.join(self._clock)
+        self.acquire()
 
     def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def acquire(self, timeout: float = -1.0) -> bool:
+        while self._holder is not None:  # whoever is told that it is free may find it taken again
+            if not self._schedule.wait(lambda: self._holder is None, "a lock", timeout >= 0.0):
+                return False
+        self._holder = self._schedule.host
+        self._holder.clock.join(self._clock)
+        return True
+
+    def release(self) -> None:
         self._clock.join(self._schedule.host.clock)
         self._schedule.host.tick()
         self._holder = None
@@ -138,15 +198,56 @@ class Event:
         self._schedule.point()
 
 
+class KeptEvent:
+    """Stands in for a threading.Event that stays set. A wait for it may also end at its limit."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._is_set, self._clock = schedule, False, Clock()
+
+    def set(self) -> None:
+        self._clock.join(self._schedule.host.clock)
+        self._schedule.host.tick()
+        self._is_set = True
+
+    def wait(self, timeout: float) -> bool:
+        if not self._schedule.wait(lambda: self._is_set, "an event", is_limited=True):
+            return False
+        self._schedule.host.clock.join(self._clock)
+        return True
+
+
+class Queue:
+    """Stands in for a queue.SimpleQueue. Who gets an item knows what its giver knew."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._items = schedule, deque[tuple[Any, Clock]]()
+
+    def put(self, item: Any) -> None:
+        self._items.append((item, Clock(self._schedule.host.clock)))
+        self._schedule.host.tick()
+        self._schedule.point()
+
+    def get(self) -> Any:
+        while not self._schedule.wait(lambda: bool(self._items), "an item of a queue"):
+            pass
+        item, clock = self._items.popleft()
+        self._schedule.host.clock.join(clock)
+        return item
+
+
 class Thread:
     """Stands in for a thread of a Schedule."""
 
     def __init__(self, schedule: Schedule, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
         self._schedule, self._target, self._args = schedule, target, args
         self.host = Host(name, Clock())
+        self.host.device = schedule.host.device
 
     def start(self) -> None:
         self._schedule.start(self.host, lambda: self._target(*self._args))
 
-    def join(self) -> None:
+    def join(self, timeout: float | None = None) -> None:
         self._schedule.join(self.host)
+
+    def is_alive(self) -> bool:
+        return not self.host.ended

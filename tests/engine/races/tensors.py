@@ -69,8 +69,11 @@ class Tensor:
             shape = (*shape[:1], end) if isinstance(first, slice) else (end,)
         return self._view(shape, self.dtype, self.address + begin * row_bytes)
 
-    def __setitem__(self, at: Any, value: Tensor) -> None:
-        self.on.launch("store", [reads(value), writes(self)])
+    def __setitem__(self, at: Any, value: Any) -> None:
+        if self.device is not HOST:
+            self.on.launch("store", [reads(value), writes(self)])
+        elif self.storage is not None:
+            self.on.host_uses(self.storage.block, self.storage.block.what, "the host")
 
     def view(self, *how: Any) -> Tensor:
         if isinstance(how[0], torch.dtype):
@@ -85,6 +88,21 @@ class Tensor:
         self.on.launch("copy", [reads(other), writes(self)])
         self.values = None if other.values is None else other.values.copy()
         return self
+
+    def element_size(self) -> int:
+        size: int = self.dtype.itemsize
+        return size
+
+    def transpose(self, one: int, other: int) -> Tensor:
+        shape = list(self.shape)
+        shape[one], shape[other] = shape[other], shape[one]
+        return self._view(shape, self.dtype, self.address)
+
+    def reshape(self, *shape: int) -> Tensor:
+        return self._result("copy", shape, self.dtype)
+
+    def clone(self) -> Tensor:
+        return self._result("copy", self.shape, self.dtype)
 
     def index_select(self, dim: int, rows: Tensor) -> Tensor:
         shape = (*self.shape[:dim], len(rows), *self.shape[dim + 1 :])
@@ -122,9 +140,10 @@ class Tensor:
         self.on.launch("zeros", [writes(self)])
         return self
 
-    def item(self) -> int:
+    def item(self) -> float:
+        """Returns 0, or how many ranks agree, which is told in a type with fractions."""
         self.cpu()
-        return 0
+        return NUM_RANKS if self.dtype.is_floating_point else 0
 
     def cpu(self) -> Tensor:
         if self.numel():
@@ -141,6 +160,9 @@ class Tensor:
 
     def new_empty(self, *shape: int) -> Tensor:
         return Tensor(self.on, shape, self.dtype, self.device, self.on.allocate(shape, "a result"))
+
+
+NUM_RANKS = 2  # of the groups of tests/engine/races/split_run.py
 
 
 def reads(tensor: Tensor) -> Access:
@@ -172,6 +194,8 @@ class Torch:
             CUDAGraph=lambda: Graph(on),
             stream=self._stream,
             default_stream=lambda device=None: on.default_stream,
+            current_stream=lambda device=None: on.stream,
+            current_device=lambda: 0,
             graph_pool_handle=lambda: len(on.pools) + 1,
             memory_reserved=lambda: 0,
             empty_cache=on.empty_cache,
@@ -193,6 +217,12 @@ class Torch:
     def device(self, kind: str, index: int) -> Any:
         return CUDA
 
+    def from_numpy(self, values: Any) -> Any:
+        return values
+
+    def equal(self, one: Any, other: Any) -> bool:
+        return True
+
     def as_tensor(self, held: Any, device: Any) -> Tensor:
         told = held.__cuda_array_interface__
         return Tensor(self._on, told["shape"], torch.uint8, CUDA, None, told["data"][0])
@@ -209,7 +239,7 @@ class Torch:
         made = self.empty(*shape, dtype=dtype, device=device, pin_memory=pin_memory)
         return made.zero_() if made.is_cuda else made
 
-    def full(self, shape: Any, value: int, dtype: Any, device: Any) -> Tensor:
+    def full(self, shape: Any, value: float, dtype: Any = torch.float32, device: Any = HOST) -> Tensor:
         return self.zeros(tuple(shape), dtype=dtype, device=device)
 
     def randn(self, *shape: int, device: Any = HOST, generator: Any = None) -> Any:
