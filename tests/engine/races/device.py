@@ -42,7 +42,7 @@ TORCH = {"2.11": Rules(False, True), "2.12": Rules(True, True), "2.13": Rules(Tr
 @dataclass(slots=True, eq=False)
 class Block:
     """Memory of torch's allocator. number: how often it was given out. pool: of graphs; None: the general one. address: what the
-    driver is told where it copies to the block."""
+    driver is told where it copies to the block. value: by which ranks tell each other whether they agree."""
 
     pool: int | None
     stream: Stream
@@ -51,6 +51,7 @@ class Block:
     number: int = 0
     is_free: bool = False
     address: int = 0
+    value: float = 0.0
 
 
 class Storage:

@@ -27,14 +27,13 @@ MOST_SUMMED_BYTES = 128  # of a tensor whose sum does not go through NCCL: 4 row
 # ---- NCCL
 
 ITEM_BYTES = {1: 1, 2: 4, 6: 2, 7: 4, 9: 2}  # by NCCL's numbers of types
-INVALID_USAGE = 5
 
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """One exchange of a connection: by rank, what it is there, and what was known when it began."""
+    """One exchange of a connection: by rank, what it is there, what was known when it began, and the value of what is exchanged."""
 
-    begun: dict[int, tuple[str, Clock]] = field(default_factory=dict)
+    begun: dict[int, tuple[str, Clock, float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +108,7 @@ class Library:
         own, device = self._ranks[communicator.value], self._schedule.host.device
         if own.is_aborted:
             device.memory.fault(f"{what} on a connection that was given up")
-            return INVALID_USAGE
+            return 0
         found = device.stream_named(stream)
         buffers = Named(communicator.value, "NCCL's buffers")
         places = [
@@ -118,25 +117,30 @@ class Library:
         ]
         if found.capturing is not None:
             own.graphs.append(weakref.ref(found.capturing))
-        device.launch(
-            what, [*places, (buffers, True)], lambda stream: self._meet(own, f"{what} of {num_bytes} bytes", stream), found
-        )
+        (block, _), _ = places[1]
+
+        def meet(stream: Stream) -> None:
+            block.value = self._meet(own, f"{what} of {num_bytes} bytes", stream, block.value)
+
+        device.launch(what, [*places, (buffers, True)], meet, found)
         return 0
 
-    def _meet(self, own: _Rank, what: str, stream: Stream) -> None:
+    def _meet(self, own: _Rank, what: str, stream: Stream, value: float) -> float:
+        """Waits for the other ranks. Returns the sum of their values."""
         connection, number = own.connection, own.number
         own.number += 1
         meeting = connection.meetings.setdefault(number, _Meeting())
-        meeting.begun[own.rank] = what, stream.told()
+        meeting.begun[own.rank] = what, stream.told(), value
         self._schedule.wait(
             lambda: len(meeting.begun) == connection.size or own.is_aborted, f"a {what} (the {number + 1}th of its connection)"
         )
         if len(meeting.begun) < connection.size:
-            return
-        if len(kinds := {kind for kind, _ in meeting.begun.values()}) > 1:
+            return value
+        if len(kinds := {kind for kind, _, _ in meeting.begun.values()}) > 1:
             stream._device.memory.fault(f"ranks of a group meet in different exchanges: {', '.join(sorted(kinds))}")
-        for _, clock in meeting.begun.values():
+        for _, clock, _ in meeting.begun.values():
             stream.clock.join(clock)
+        return sum(one for _, _, one in meeting.begun.values())
 
 
 class _Function:

@@ -15,7 +15,8 @@ SWITCH = 0.3  # the probability that another thread goes on at a point
 LATE = 0.002  # the probability that a wait with a limit ends at its limit, each time that another thread is to go on
 
 
-MOST_TURNS = 20_000
+MOST_LATE = 200  # waits in a row that end at their limits while no other thread can go on
+MOST_TURNS = 20_000  # of a thread that waits for what others do
 
 
 class Stuck(Exception):
@@ -55,7 +56,7 @@ class Schedule:
         self._hosts = [self.first]
         self.errors: list[BaseException] = []
         self.stuck = ""  # what each thread waits for, once none can go on
-        self._num_started = 0
+        self._num_started = self._num_late = 0
 
     @property
     def host(self) -> Host:
@@ -122,7 +123,8 @@ class Schedule:
             return self.random.choice(self._hosts)
         can_go_on = [host for host in self._hosts if host.awaits is None or host.awaits()]
         limited = [host for host in self._hosts if host.awaits is not None and host.is_limited]
-        if limited and (not can_go_on or self.random.random() < LATE):
+        self._num_late = 0 if can_go_on else self._num_late + 1
+        if limited and (self._num_late in range(1, MOST_LATE) or self.random.random() < LATE):
             return self.random.choice(limited)
         if can_go_on:
             return self.random.choice(can_go_on)

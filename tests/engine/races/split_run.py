@@ -184,13 +184,18 @@ class RacingRegion(GroupRegion):
 
 
 class RacingLink(stage_link.StageLink):
-    """A link whose waits let other threads go on, and which hands over what the sender knows. of_group: the group's region."""
+    """A link whose waits let other threads go on, and which hands over what the sender knows. of_group: the group's region.
+    is_early, num_places: what a test changes to put a fault in: whether it takes what has not been sent, and how many places there
+    are, if not one for each stage."""
 
     of_group = 0
+    is_early, num_places = False, 0
     told: dict[tuple[int, int, int], Clock]  # by group, stage and number of the step
 
     def take(self) -> Any:
         line, stage, number = self._lines[self._stage - 1], self._stage - 1, self._num_taken
+        if self.is_early:
+            Here(RUNNING.schedule).host_reads(self._named(stage, number), STATES, "taking them")
         RUNNING.schedule.wait(lambda: line[0] > number or bool(self._broken[0]), "the states of a stage")
         place = super().take()
         if place is not None:
@@ -208,7 +213,7 @@ class RacingLink(stage_link.StageLink):
         RUNNING.schedule.point()
 
     def _named(self, stage: int, number: int) -> Hashable:
-        return "states", self.of_group, stage, number % self._num_stages
+        return "states", self.of_group, stage, number % (self.num_places or self._num_stages)
 
 
 @dataclass(slots=True, eq=False)
@@ -359,12 +364,10 @@ class OtherEngine:
 
 
 class SplitRun(EngineRun):
-    """A run with split models. steps, other: group steps of this engine, and the other engine. fault_of_sums: a part of the text of
-    the kernel of small sums, and what stands there instead. loads_one_at_a_time: whether split models are loaded so, as the daemon
-    has them loaded."""
+    """A run with split models. steps, other: group steps of this engine, and the other engine. loads_one_at_a_time: whether split
+    models are loaded so, as the daemon has them loaded. peer_memory, regions: what a test changes to put a fault in."""
 
     loads_one_at_a_time = True
-    fault_of_sums = ("", "")
 
     def __init__(self, seed: int, rules: Rules, monkeypatch: pytest.MonkeyPatch) -> None:
         fd = make_exchange(2)
@@ -391,7 +394,7 @@ class SplitRun(EngineRun):
         monkeypatch.setitem(sys.modules, "engine.cuda.peer_regions", ModuleType("engine.cuda.peer_regions"))
         del sys.modules["engine.cuda.peer_regions"]
         regions = importlib.import_module("engine.cuda.peer_regions")
-        self.sums = sums_of_ranks(PeerMemory(self.schedule, self._driver.place_in_region), self.fault_of_sums)
+        self.peer_memory, self.regions = PeerMemory(self.schedule, self._driver.place_in_region), regions
         self.swaps = Swaps(self.schedule)
         self.library = Library(self.schedule)
         self.connects = Peers(nccl.Nccl(self.library), regions.DeviceRegions)
@@ -409,8 +412,7 @@ class SplitRun(EngineRun):
 
         def posted(poster: exchange.Poster) -> bool:
             for number, queue in zip(poster._members, poster._queues, strict=True):
-                run._posted_clocks[number, poster._words[queue] + 1] = Clock(run.schedule.host.clock)
-            run.schedule.host.tick()
+                run.note_posted(number, poster._words[queue] + 1)
             is_posted = post(poster)
             run.schedule.point()
             return is_posted
@@ -420,7 +422,7 @@ class SplitRun(EngineRun):
             (nccl, {"torch": torch_on}),
             (ranks, {"torch": torch_on, "threading": threads, "Thread": self.schedule.thread}),
             (peers, {"torch": words, "threading": threads, "Thread": self.schedule.thread}),
-            (peers, {"triton_peers": self.sums, "PeerHandles": self.swaps, "_trials": words.trials}),
+            (peers, {"triton_peers": sums_of_ranks(self.peer_memory), "PeerHandles": self.swaps, "_trials": words.trials}),
             (share, {"torch": torch_on}),
             (share, {"extend_step": reading(columns.extend_step), "decode_columns": reading(columns.decode_columns)}),
             (stages, {"torch": torch_on, "Thread": self.schedule.thread, "EventFence": self.copies.EventFence}),
@@ -463,6 +465,11 @@ class SplitRun(EngineRun):
             return group_id
 
         return meet
+
+    def note_posted(self, number: int, entry: int) -> None:
+        """Notes that who takes this entry of an engine's queue knows what this thread knows. entry: counted from 1."""
+        self._posted_clocks[number, entry] = Clock(self.schedule.host.clock)
+        self.schedule.host.tick()
 
     def _layers(self, ops: Any, shape: Any, held: Any, ranks: Any, stages: Any) -> Any:
         if ranks is None and stages is None:

@@ -137,13 +137,14 @@ class Tensor:
         return (self[at] for at in range(len(self)))
 
     def zero_(self) -> Tensor:
+        if self.storage is not None:
+            self.storage.block.value = 0.0
         self.on.launch("zeros", [writes(self)])
         return self
 
     def item(self) -> float:
-        """Returns 0, or how many ranks agree, which is told in a type with fractions."""
         self.cpu()
-        return NUM_RANKS if self.dtype.is_floating_point else 0
+        return 0.0 if self.storage is None else self.storage.block.value
 
     def cpu(self) -> Tensor:
         if self.numel():
@@ -160,9 +161,6 @@ class Tensor:
 
     def new_empty(self, *shape: int) -> Tensor:
         return Tensor(self.on, shape, self.dtype, self.device, self.on.allocate(shape, "a result"))
-
-
-NUM_RANKS = 2  # of the groups of tests/engine/races/split_run.py
 
 
 def reads(tensor: Tensor) -> Access:
@@ -240,7 +238,10 @@ class Torch:
         return made.zero_() if made.is_cuda else made
 
     def full(self, shape: Any, value: float, dtype: Any = torch.float32, device: Any = HOST) -> Tensor:
-        return self.zeros(tuple(shape), dtype=dtype, device=device)
+        made = self.zeros(tuple(shape), dtype=dtype, device=device)
+        if made.storage is not None:
+            made.storage.block.value = float(value)
+        return made
 
     def randn(self, *shape: int, device: Any = HOST, generator: Any = None) -> Any:
         if device is CUDA and generator is None:
