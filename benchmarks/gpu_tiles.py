@@ -80,7 +80,10 @@ def row(place: Place, shapes: list[dict[Tile, float]]) -> str:
     gpu = tiles.architecture(tiles.capability())
     architecture = next(name for name, value in vars(tiles).items() if name.isupper() and value == gpu)
     item, kept = "HALF" if place.item_bytes == HALF else "FLOAT32", "FP8" if place.fp8 else "PLAIN"
-    return f"    Key({architecture}, {place.head_dim}, {item}, {kept}): _measured(Tile({', '.join(map(str, best[:4]))})),"
+    found = f"_measured(Tile({', '.join(map(str, best[:4]))}))"
+    if any(size.joins for size in place.entry.others):
+        found = f"_or_joined({found})"
+    return f"    Key({architecture}, {place.head_dim}, {item}, {kept}): {found},"
 
 
 def main() -> None:

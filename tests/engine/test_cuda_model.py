@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.contracts.steps import NoWorkSpace
-from engine.cuda.kernels import entry, linear_choice
+from engine.cuda.kernels import entry, linear_choice, tiles, triton_decode
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.grammar.row_masks import RowMasks
@@ -87,6 +87,44 @@ def test_prefill_in_chunks_then_a_mixed_batch(made: tuple[Path, Any]) -> None:
     close(model.logits(mixed, table, True), np.concatenate((first[17:18], first[3:7], second[9:23])))
     following = plan((0, 18, 1), (4, 7, 2), (1, 23, 3), samples=(True, False, True))
     close(model.logits(following, table), np.stack((first[18], second[25])))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt-oss"])
+def test_attention_that_joins_pieces_gives_the_same_logits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU computes that has chosen this form: with windows and without, with sinks, beside rows with new tokens."""
+    monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 16)
+    made = tmp_path, make_checkpoint(tmp_path, **(CASES[kind] | SMALLER.get(kind, {})))
+    shape, own = load_cuda_model(tmp_path).shape, triton_decode._piece_kernel
+    joined: list[bool] = []
+
+    class Noting:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*arguments: Any, **options: Any) -> None:
+                joined.append(options["JOINS"])
+                own[grid](*arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(triton_decode, "_piece_kernel", Noting())
+    chosen = []
+    for heads in shape.kinds_of_heads:
+        place = (tiles.DECODE_KERNEL, tiles.padded(heads.head_dim), 4, False)
+        tile = tiles.entry_of(*place).tile._replace(joins=True)
+        chosen.append(tiles.MeasuredTile(*place, shape.num_heads // heads.num_kv_heads, tile))
+    try:
+        tiles.use(chosen)
+        model = load_cuda_model(tmp_path)
+        table = make_table(groups=model.kv_groups)
+        for slot, tokens in ((0, PROMPT), (1, OTHER)):
+            put(table, slot, tokens)
+        model.logits(plan((0, 0, 58), (1, 0, 9)), table, True)
+        first, second = expected(made, PROMPT), expected(made, OTHER)
+        close(model.logits(plan((0, 58, 1), (1, 9, 14)), table, True), np.concatenate((first[58:59], second[9:23])))
+        close(model.logits(plan((0, 59, 1), (1, 23, 1)), table), np.stack((first[59], second[23])))
+    finally:
+        tiles.use([])
+    assert joined
+    assert all(joined)
 
 
 def test_fp8_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path) -> None:
