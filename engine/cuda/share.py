@@ -217,7 +217,11 @@ class CudaShare(CudaModel):
                 outputs = self.graphs.run(padded, columns)
             else:
                 outputs = self._decode(self._staging.send(columns))
-        elif also is None and num_sampling <= len(self._logits) and (size := self._mixed_size(plan, num_tokens, adapted=False)) is not None:
+        elif (
+            also is None
+            and num_sampling <= len(self._logits)
+            and (size := self._mixed_size(plan, num_tokens, adapted=False)) is not None
+        ):
             outputs = self.mixed_graphs.run(size, mixed_columns(plan, table, None, self.tile_tokens))
         else:
             hidden, _ = self._forward(extend_step(plan, table, self.tile_tokens, also))
