@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,10 @@ import torch
 
 from engine.grammar.compile import compile_grammar
 from engine.grammar.row_masks import RowMasks, hold_ends_back
+from engine.protocol import SamplingParams
 from engine.sampling.token_mask import ROWS_AT_ONCE, apply_row_masks
+from engine.serve.constraints import Constraints
+from tests.engine.model_bench import make_table, plan
 
 
 def bits_of(*ids: int, words: int = 3) -> np.ndarray:
@@ -55,6 +60,24 @@ def test_ends_are_held_back_unless_nothing_else_is_left() -> None:
     bits = bits_of(40)
     hold_ends_back(bits, [40])
     assert bits.tolist() == bits_of(40).tolist()
+
+
+def test_masks_lie_where_they_were_written_unless_ends_are_held_back() -> None:
+    """What a grammar's process has written stays as it is, and only a row that differs from it takes memory of its own."""
+    written = np.stack([bits_of(3, 7, 40), bits_of(3, 8)])[:, np.newaxis]
+    asked = (SamplingParams(9, min_tokens=5, stop_token_ids=[40]), SamplingParams(9))
+    by_id = {100 + row: SimpleNamespace(row=row, params=params, output=[1]) for row, params in enumerate(asked)}
+    constraints, table = Constraints(), make_table(slots=2)
+    grammars: Any = SimpleNamespace(by_id=by_id, port=SimpleNamespace(masks=written.copy()))
+    constraints._models["m"] = grammars
+    table.request_id[:], table.constrained[:] = (100, 101), True
+    spec = SimpleNamespace(model="m", eos_token_ids=[3])
+    served: Any = SimpleNamespace(spec=spec, scheduler=SimpleNamespace(table=table))
+    masks = constraints.masks(served, plan((0, 6, 1), (1, 6, 1)))
+    assert masks is not None
+    assert [bits.tolist() for bits in masks.bits] == [bits_of(7).tolist(), bits_of(3, 8).tolist()]
+    assert (grammars.port.masks == written).all()
+    assert [np.shares_memory(bits, grammars.port.masks) for bits in masks.bits] == [False, True]
 
 
 def test_times_have_no_leap_second() -> None:
