@@ -27,6 +27,7 @@ MOST_SUMMED_BYTES = 128  # of a tensor whose sum does not go through NCCL: 4 row
 # ---- NCCL
 
 ITEM_BYTES = {1: 1, 2: 4, 6: 2, 7: 4, 9: 2}  # by NCCL's numbers of types
+SYSTEM_ERROR = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +66,7 @@ class Library:
         self._ranks: dict[int, _Rank] = {}
         for name in ("GetVersion", "GetUniqueId", "CommInitRank", "CommAbort", "AllReduce", "AllGather", "Broadcast"):
             setattr(self, f"nccl{name}", _Function(getattr(self, f"_{name}")))
-        self.ncclGetErrorString: Any = _Function(lambda code: b"invalid usage")
+        self.ncclGetErrorString: Any = _Function(lambda code: b"system error")
 
     def _GetVersion(self, code: Any) -> int:
         code._obj.value = 23203
@@ -83,7 +84,9 @@ class Library:
         connection.size = size
         connection.clock.join(self._schedule.host.clock)
         self._schedule.host.tick()
-        self._schedule.wait(lambda: len(connection.ranks) == size, "the other ranks to connect")
+        if not self._schedule.wait(lambda: len(connection.ranks) == size, "the other ranks to connect", is_limited=True):
+            own.is_aborted = True
+            return SYSTEM_ERROR
         self._schedule.host.clock.join(connection.clock)
         made._obj.value = len(self._ranks) + 1
         self._ranks[made._obj.value] = own

@@ -288,6 +288,7 @@ class OtherEngine:
     def __init__(self, run: SplitRun, device: Device, steps: Steps) -> None:
         self._run, self.device, self.steps, self._schedule = run, device, steps, run.schedule
         self.lives: dict[str, OtherLife] = {}
+        self.gone = Clock()  # what is known of all models that it has reported as evicted
         self._messages: deque[tuple[str, str, Clock]] = deque()
         self._under_way: deque[tuple[GroupShare, PostedStep]] = deque()
         self.ends = False
@@ -324,8 +325,8 @@ class OtherEngine:
             memory = on.empty(KV_CHUNKS * CHUNK, dtype=torch.uint8, device=CUDA)
             hosted: Any = self._backend.split_model(life.spec, SHAPE, weights, memory, region)  # type: ignore[arg-type]
             life.share = RacingShare(hosted, region)
-        except GroupBroken:
-            pass
+        except (GroupBroken, nccl.NcclError):
+            pass  # the daemon learns it from the life, which has no share
         finally:
             life.has_ended = True
             self.tell(life.spec.model, "loaded")
@@ -360,6 +361,8 @@ class OtherEngine:
         if life.share is not None:
             self.steps.remove(life.share)
             life.share.release()
+        self.gone.join(self._schedule.host.clock)
+        self._schedule.host.tick()
         del self.lives[life.spec.model]
 
 
@@ -368,6 +371,7 @@ class SplitRun(EngineRun):
     models are loaded so, as the daemon has them loaded. peer_memory, regions: what a test changes to put a fault in."""
 
     loads_one_at_a_time = True
+    may_fail_with = (*EngineRun.may_fail_with, nccl.NcclError)
 
     def __init__(self, seed: int, rules: Rules, monkeypatch: pytest.MonkeyPatch) -> None:
         fd = make_exchange(2)
@@ -516,6 +520,7 @@ class SplitRun(EngineRun):
         if self.loads_one_at_a_time and self._is_loading_shares():
             return
         self._finish()
+        self.schedule.host.clock.join(self.other.gone)
         place, split = self._taken_place(), SPLITS[name]
         offset = first_region(2) + list(SPLITS).index(name) * self._region_bytes
         self.exchange.clear(offset, self._region_bytes)

@@ -38,6 +38,13 @@ def test_nothing_races_beside_exchanges(version: str, monkeypatch: pytest.Monkey
         assert others[what] > 5, what
 
 
+def test_a_seed_is_one_schedule_of_both_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (run_of(3, "2.12", monkeypatch, kind=SplitRun) for _ in range(2))
+    for one, other in ((first.device, second.device), (first.other.device, second.other.device)):
+        assert one.counts == other.counts
+        assert [stream.clock for stream in one.streams] == [stream.clock for stream in other.streams]
+
+
 # ---- faults that are put in
 
 
