@@ -269,7 +269,7 @@ class Steps:
         try:
             return self.groups.post(share, plan, share.region.table)
         except GroupBroken as error:
-            group_steps.broke(share, error)
+            self._broke(share, error)
             return None
 
     def wait(self, share: GroupShare, posted: PostedStep) -> None:
@@ -278,8 +278,11 @@ class Steps:
         try:
             posted.wait()
         except GroupBroken as error:
-            group_steps.broke(share, error)
-            self.groups.forget(share)
+            self._broke(share, error)
+
+    def _broke(self, share: GroupShare, error: GroupBroken) -> None:
+        group_steps.broke(share, error)
+        self.groups.forget(share)
 
 
 class OtherEngine:
