@@ -4,8 +4,10 @@ graph. Waits are not counted; a core whose caches others use takes longer, and m
 
 64 rows that decode at scattered places of their sequences; a mixed step has a piece of one more prompt. Rows sample with a
 temperature and top_p; in further steps all of them have penalties, log-probabilities, a bias or a grammar's mask as well.
+With --stages the first and the last stage of a pipeline are measured instead, in the thread that runs steps: the thread that sends
+states is not counted, but the copies between device and host are, which a GPU makes itself; copies_us tells what they take here.
 JSON lines, then a table.
-usage: python -m benchmarks.launch_path [--models 1b,8b] [--steps 200] [--rows 64] [--chunk 128]
+usage: python -m benchmarks.launch_path [--models 1b,8b] [--steps 200] [--rows 64] [--chunk 128] [--stages 2]
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from benchmarks import no_driver
 from benchmarks.gpu_shapes import shape_of
 from engine.cuda.backend import MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS
 from engine.cuda.model import CudaModel
+from engine.cuda.share import CudaShare
 from engine.grammar.row_masks import RowMasks
 from engine.protocol import LoadModel, SamplingParams
 from engine.sampling.sampler import sampling_rows
+from loader.shapes.model_shape import Division
+from loader.sizes.slices import split
 from scheduler.batch.plan import BatchPlan, make_sequence_table, write_sampling
 
 BLOCK_TOKENS, LENGTH = 16, 4096
@@ -96,7 +101,11 @@ def measured(
             launches = driver.num_launches
         plan = sequences.next()
         began_s = time.thread_time()
-        no_driver.result_of(model.launch(plan, sequences.table, masks))
+        if model.shape.split is not None and not model.shape.split.is_last_stage:
+            assert isinstance(model, CudaShare)
+            model.follow(plan, sequences.table)
+        else:
+            no_driver.result_of(model.launch(plan, sequences.table, masks))
         took.append(time.thread_time() - began_s)
     quarter, median, three_quarters = (seconds * 1e6 for seconds in statistics.quantiles(took[WARM_UP_STEPS:], n=4))
     per_step = (driver.num_launches - launches) / steps
@@ -136,13 +145,46 @@ def run(name: str, num_rows: int, chunk: int, steps: int, driver: no_driver.NoDr
             tell(model=name, step=step, graph=True, rows=num_rows, chunk=own_chunk, **figures, settings_us=read_us)
 
 
+def run_stages(
+    name: str, num_stages: int, num_rows: int, chunk: int, steps: int, driver: no_driver.NoDriver, tell: Callable[..., None]
+) -> None:
+    """Measures the first and the last stage of a pipeline."""
+    spec = LoadModel(1, name, "", "bfloat16", "", 0, 0, 0, LENGTH, num_rows + 1, [])
+    for which, rank in (("first", num_stages - 1), ("last", 0)):
+        shape = split(shape_of(name), rank, Division(num_stages, num_stages=num_stages))
+        for graph in (False, True):
+            model = no_driver.no_driver_model(spec, shape, BLOCK_TOKENS, *(GRAPHS if graph else (0, 0)))
+            assert isinstance(model, CudaShare)
+            model.launch_all()
+            while model.num_uncaptured:
+                model.capture_next()
+            for kind, own_chunk in (("decode", 0), ("mixed", chunk)):
+                figures = measured(model, Sequences(num_rows, own_chunk), steps, driver)
+                replayed = figures["launches"] < 2 * len(shape.own_layers)
+                told = {"stage": which, "stages": num_stages, "copies_us": copies_us(model, num_rows + own_chunk)}
+                tell(model=name, step=kind, graph=replayed, rows=num_rows, chunk=own_chunk, **figures, **told)
+            model._links.close()
+            model._links.wait_closed()
+
+
+def copies_us(model: CudaShare, num_tokens: int) -> float:
+    """Returns the microseconds in which the host copies the states of so many tokens as a GPU would, from or to its memory."""
+    states = [torch.zeros(num_tokens, model.shape.hidden_size, dtype=torch.bfloat16) for _ in range(4)]
+    took = []
+    for _ in range(200):
+        began_s = time.thread_time()
+        states[0].copy_(states[1])
+        states[2].copy_(states[3])
+        took.append(time.thread_time() - began_s)
+    return round(statistics.median(took) * 1e6, 1)
+
+
 def table_of(lines: Iterable[dict[str, Any]]) -> str:
     rows = ["| model | step | | µs of host | middle half | kernels launched |", "| --- | --- | --- | --- | --- | --- |"]
     for line in lines:
         how = "replayed" if line["graph"] else "eager"
-        rows.append(
-            f"| {line['model']} | {line['step']} | {how} | {line['us']} | {line['us_from']}-{line['us_to']} | {line['launches']} |"
-        )
+        model = f"{line['model']}, {line['stage']} of {line['stages']} stages" if "stage" in line else line["model"]
+        rows.append(f"| {model} | {line['step']} | {how} | {line['us']} | {line['us_from']}-{line['us_to']} | {line['launches']} |")
     return "\n".join(dict.fromkeys(rows))
 
 
@@ -152,6 +194,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=128)
+    parser.add_argument("--stages", type=int, default=1)
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning, module="triton")
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -165,7 +208,10 @@ def main() -> None:
 
     driver = no_driver.install()
     for name in options.models.split(","):
-        run(name, options.rows, options.chunk, options.steps, driver, tell)
+        if options.stages > 1:
+            run_stages(name, options.stages, options.rows, options.chunk, options.steps, driver, tell)
+        else:
+            run(name, options.rows, options.chunk, options.steps, driver, tell)
     print(table_of(lines))
 
 

@@ -11,6 +11,7 @@ are:
 - picked hidden states: torch is called, for one number
 - large copies between the host and the device, which a GPU's copy engines make: torch is called, for one number
 - events, page-locked memory and graphs: a replay is one call that does nothing
+- the neighbours of a pipeline's stage: states are there whenever it asks for them, and nobody reads what it sends
 """
 
 from __future__ import annotations
@@ -31,17 +32,23 @@ from torch.nn import functional
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.compiler import CompiledKernel
 
-from engine.cuda import edited, edited_graphs, edited_logits, graphs, mixed_graphs, model, sequences
+from engine.cuda import copies, edited, edited_graphs, edited_logits, graphs, mixed_graphs, model, sequences, share, stages
 from engine.cuda.kernels import entry
 from engine.cuda.launch_only import ARENA_BLOCKS, AddressRange
 from engine.cuda.launches import NoGpu
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
+from engine.cuda.share import CudaShare, ShareLinks
+from engine.cuda.stages import DeviceStages
+from engine.host.rank_memory import LINE_BYTES
+from engine.host.stage_memory import piece_bytes, stage_memory_bytes
+from engine.memory.stage_link import StageLink
 from engine.ops.ops import Matrix, PackedMatrix
 from engine.protocol import LoadModel
 from loader.shapes import kv_layout
 from loader.shapes.model_shape import ModelShape
 from loader.sizes.layout import weights_bytes
+from loader.sizes.work_space import MOST_STAGED_TOKENS, handed_bytes
 
 CAPABILITY = 90
 # Functions that the launcher calls for each launch, and those that it is linked with. An output that a caller reads is set.
@@ -146,6 +153,7 @@ class _Torch:
             Stream=SimpleNamespace,
             stream=lambda stream: nullcontext(),
             default_stream=lambda device: _Event(),
+            current_stream=lambda: None,
             graph_pool_handle=lambda: (0, 1),
             memory_reserved=lambda: 0,
             empty_cache=lambda: None,
@@ -205,21 +213,36 @@ def install() -> NoDriver:
         libc.mallopt(option, value)
     triton.compiler.compile = _without_code
     Tensor.copy_ = _copied  # type: ignore[method-assign, assignment]
-    for module in (edited, edited_graphs, edited_logits, graphs, mixed_graphs, model, sequences):
+    for module in (copies, edited, edited_graphs, edited_logits, graphs, mixed_graphs, model, sequences, share, stages):
         vars(module)["torch"] = _Torch()
     return driver
 
 
 def no_driver_model(spec: LoadModel, shape: ModelShape, block_tokens: int, max_graph_rows: int, max_graph_tokens: int) -> CudaModel:
-    """Returns a model whose steps do on the host what they do on a GPU's. spec: of it the dtypes and the limits count."""
+    """Returns a model, or a stage of one, whose steps do on the host what they do on a GPU's. spec: of it the dtypes and the limits
+    count."""
     groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
     arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
     weights: Any = AddressRange(weights_bytes(shape, spec.dtype))
-    made = CudaModel(NoDriverOps(), spec, shape, weights, arena.all, block_tokens, max_graph_rows, max_graph_tokens)
+    parts, limits = (NoDriverOps(), spec, shape, weights, arena.all, block_tokens), (max_graph_rows, max_graph_tokens)
+    made = CudaModel(*parts, *limits) if shape.split is None else CudaShare(*parts, _stage_links(shape, spec.dtype), *limits)
     made._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
     made._staging._pinned = made._edited.staging._pinned = True
     made._products = []  # no kernel is the faster one
     return made
+
+
+def _stage_links(shape: ModelShape, dtype: str) -> ShareLinks:
+    """Returns the connection of a stage of one device to stages that have sent more than any benchmark takes."""
+    assert shape.split is not None
+    stage, num_stages = shape.split.stage, shape.split.num_stages
+    handed = handed_bytes(shape, dtype, MOST_STAGED_TOKENS)
+    memory, broken = np.zeros(stage_memory_bytes(1, num_stages, handed), np.uint8), np.zeros(1, np.int64)
+    for piece in memory.reshape(num_stages - 1, piece_bytes(num_stages, handed))[:stage]:
+        piece[:LINE_BYTES].view(np.int64)[0] = 1 << 40
+    taking, sending = (StageLink(memory, stage, num_stages, handed, broken) for _ in range(2))
+    device: Any = SimpleNamespace(type="cuda")
+    return ShareLinks(None, DeviceStages(taking, sending, shape.hidden_size, getattr(torch, dtype), device), broken)
 
 
 def result_of(pending: Any) -> np.ndarray:

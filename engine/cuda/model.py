@@ -81,7 +81,7 @@ class DeviceGroupMemory:
 
 
 @dataclass(slots=True)
-class _Marks:
+class Marks:
     """CUDA events before and after a step, and page-locked memory for the step's results on the host. They are reused for a later
     step once the results were read, because the driver takes longer to make them than to use them."""
 
@@ -111,9 +111,9 @@ class PendingStep:
         self,
         told: Tensor,
         read: Callable[[Tensor, float], StepResult],
-        marks: _Marks | None,
+        marks: Marks | None,
         began_s: float,
-        taken_back: Callable[[_Marks], None],
+        taken_back: Callable[[Marks], None],
     ) -> None:
         self._told, self._read, self._marks, self._taken_back = told, read, marks, taken_back
         self._seconds = time.perf_counter() - began_s  # a step without events has ended
@@ -133,7 +133,7 @@ class _Begun(NamedTuple):
     around it, of which the second is not recorded yet; None if there is no device."""
 
     outputs: StepOutputs
-    marks: _Marks | None
+    marks: Marks | None
 
 
 class CudaModel:
@@ -196,7 +196,7 @@ class CudaModel:
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         own = (*shape.own_layers, *range(shape.num_layers, shape.num_computed_layers))
         self._layer_places = {layer: places[shape.kv_layer(layer)] for layer in own}
-        self._staging, self._free_marks = Staging(self._device), list[_Marks]()
+        self._staging, self._free_marks = Staging(self._device), list[Marks]()
         self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
         last_ids, edited_staging = self._sequences.last_ids, Staging(self._device, NUM_STAGING)
         of_logits = (self._logits_of, self.vocab_size, shape.hidden_size, dtype)
@@ -557,7 +557,7 @@ class CudaModel:
         self._has_adapted |= adapted
         return adapted
 
-    def _marks(self) -> _Marks | None:
+    def _marks(self) -> Marks | None:
         """Returns the CUDA events that time a step, which begins now: this call records the first of them. Returns None if there is
         no CUDA device."""
         if self._device.type != "cuda":
@@ -565,12 +565,12 @@ class CudaModel:
         if self._free_marks:
             marks = self._free_marks.pop()
         else:
-            marks = _Marks(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
+            marks = Marks(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
         marks.started.record()
         return marks
 
     def _pending(
-        self, told: Tensor, read: Callable[[Tensor, float], StepResult], marks: _Marks | None, began_s: float
+        self, told: Tensor, read: Callable[[Tensor, float], StepResult], marks: Marks | None, began_s: float
     ) -> PendingStep:
         if marks is not None:
             on_host = marks.room_for(told)

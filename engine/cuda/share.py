@@ -6,7 +6,7 @@ for a graph, whether the rank has that graph or not, and every other step has ex
 samples from its logits, which the step leaves in memory of their own; the other ranks end with the logits.
 
 Stages of a pipeline pass on only what is not padding, so a stage that is one device pads as it likes. It has graphs of steps with
-prompt chunks, too.
+prompt chunks, too, and the last stage samples as a whole model does: within its graphs.
 
 Shapes: R rows, N sampling rows, V vocabulary, W width.
 """
@@ -29,7 +29,7 @@ from engine.cuda.columns import decode_columns, extend_step
 from engine.cuda.graphs import DecodeGraphs, StepOutputs, destroy_dropped, graph_rows
 from engine.cuda.mixed_graphs import MixedGraphs
 from engine.cuda.mixed_steps import mixed_columns, mixed_sizes
-from engine.cuda.model import CudaModel, with_prompts
+from engine.cuda.model import CudaModel, Marks, PendingStep, with_prompts
 from engine.cuda.ops import CudaOps
 from engine.cuda.ranks import DeviceRanks
 from engine.cuda.stages import DeviceStages
@@ -115,7 +115,9 @@ class CudaShare(CudaModel):
     """One rank's share of a decoder (an engine.contracts.steps.SplitModel) on a GPU, or on the CPU with interpreted kernels (for
     tests). Parameters as in CudaModel. kv_memory: uint8, the memory of the share's KV, in which block numbers count from 0. links:
     its connections to the other shares. max_graph_tokens: counts for a stage that is one device; other shares have no graphs of
-    steps with prompt chunks."""
+    steps with prompt chunks.
+
+    _samples: whether this is the last stage of a pipeline, on one device, which samples within its steps."""
 
     def __init__(
         self,
@@ -129,8 +131,12 @@ class CudaShare(CudaModel):
         max_graph_rows: int = 0,
         max_graph_tokens: int = 0,
     ) -> None:
-        super().__init__(ops, spec, shape, weights, kv_memory, block_tokens, ranks=links.ranks, stages=links.stages)
+        assert shape.split is not None
+        self._samples = links.ranks is None and shape.split.is_last_stage and not shape.pooling
+        parts = (ops, spec, shape, weights, kv_memory, block_tokens)
+        super().__init__(*parts, max_graph_rows if self._samples else 0, ranks=links.ranks, stages=links.stages)
         self._links, model = links, self._loaded()
+        self._waited_s = 0.0  # how long the host had waited for other stages when the last step began
         num_rows = min(graph_rows(spec.max_sequences), MAX_PADDED_ROWS)
         row_limit, token_limit = min(max_graph_rows, num_rows), 0
         if links.stages is not None and links.ranks is None:
@@ -140,7 +146,7 @@ class CudaShare(CudaModel):
         self.graphs = DecodeGraphs(decode, *on_device, row_limit, warming=links.alone, replaying=replaying)
         self.mixed_graphs = MixedGraphs(mixed, *on_device, sizes, replaying=replaying)
         # one memory for the graphs of all sizes; the logits of steps without a graph, too, are left there
-        width = self.vocab_size if model.makes_logits else 0
+        width = self.vocab_size if model.makes_logits and not self._samples else 0
         self._logits = torch.empty(num_rows, width, dtype=getattr(torch, spec.dtype), device=self._device)
         if links.stages is not None and (most := max(row_limit, *(size.num_tokens for size in sizes), 0)):
             links.stages.keep(most, 1 + model.passes_updates)
@@ -162,15 +168,15 @@ class CudaShare(CudaModel):
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
         """Starts a step as CudaModel.launch does. Memory that it lacks ends the process, because the other ranks wait for its part
         of the step. The step's seconds do not include waits for other stages."""
-        began_s, waited_s = time.perf_counter(), self._links.waited_s
+        began_s, self._waited_s = time.perf_counter(), self._links.waited_s
         self._links.check()
+        if self._samples:
+            self._links.count(int(plan.num_new.sum()))
+            return self._launch(plan, table, masks)
         self._update(plan, table)
         owed, rows = owed_prompt_rows(plan, table), self._sampling_rows(plan, table, masks)
         marks = self._marks()
-        if marks is not None and self._links.stages is not None:
-            self._links.stages.received = marks.started.record  # replaces the earlier mark: by now the host has waited
         hidden, num_sampling, logits = self._begin(plan, table, None if owed is None else owed.tokens)
-        began_s += self._links.waited_s - waited_s
         told = torch.empty(2, 0, dtype=torch.int32, device=self._device)
         read: Callable[[Tensor, float], StepResult] = _nothing_sampled
         if rows is not None:
@@ -180,6 +186,17 @@ class CudaShare(CudaModel):
         if owed is not None:
             read = partial(with_prompts, read, owed.logprobs(self._ops, hidden[num_sampling:], logits, LOGITS_ROWS))
         return self._pending(told, read, marks, began_s)
+
+    def _marks(self) -> Marks | None:
+        marks = super()._marks()
+        if marks is not None and self._links.stages is not None:
+            self._links.stages.received = marks.started.record  # once more: the host has waited by then
+        return marks
+
+    def _pending(
+        self, told: Tensor, read: Callable[[Tensor, float], StepResult], marks: Marks | None, began_s: float
+    ) -> PendingStep:
+        return super()._pending(told, read, marks, began_s + self._links.waited_s - self._waited_s)
 
     @torch.inference_mode()
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
@@ -226,16 +243,21 @@ class CudaShare(CudaModel):
         else:
             hidden, _ = self._forward(extend_step(plan, table, self.tile_tokens, also))
             return hidden, num_sampling, self._loaded().logits
+        if self._samples:
+            return outputs.hidden, num_sampling, self._loaded().logits
         return outputs.hidden, num_sampling, lambda hidden: self._logits[: len(hidden)]
 
     def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes a decode step of R rows up to its logits, which it leaves in self._logits. It may run while a graph is
-        captured."""
+        """Computes a decode step of R rows up to its logits, which it leaves in self._logits, or samples them. It may run while a
+        graph is captured."""
+        if self._samples:
+            return super()._decode(columns, adapted)
         return self._left(self._computed(self._decode_batch(columns, adapted), None)[0])
 
     def compute_mixed(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes a step with prompt chunks from the columns of mixed_steps.py up to the logits of its R rows, which it leaves in
-        self._logits."""
+        """Computes a step with prompt chunks from the columns of mixed_steps.py, as `_decode` does a decode step."""
+        if self._samples:
+            return super().compute_mixed(columns, adapted)
         return self._left(self._computed(self._mixed_batch(columns, adapted), columns["wanted"])[0])
 
     def _left(self, hidden: Tensor) -> StepOutputs:

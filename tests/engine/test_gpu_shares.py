@@ -92,8 +92,9 @@ def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path:
     check_logits(two, write_quantised(name, tmp_path), (GPU, GPU))
 
 
-def test_followers_join_whatever_the_leader_executes(two: RankGroup) -> None:
-    check_results(two, (GPU, GPU))
+@pytest.mark.parametrize("how", [GPU, STAGES], ids=["ranks", "stages"])
+def test_followers_join_whatever_the_leader_executes(two: RankGroup, how: How) -> None:
+    check_results(two, (how, how))
 
 
 def test_a_load_whose_group_breaks_raises(two: RankGroup) -> None:

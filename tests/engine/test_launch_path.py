@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -17,14 +18,21 @@ ROOT = pathlib.Path(__file__).parents[2]
 LAYERS = 2  # of the benchmark's tiny model
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="the driver that does nothing is compiled with cc")
-def test_eager_steps_launch_each_kernel_and_replayed_ones_none() -> None:
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the driver that does nothing is compiled with cc")
+
+
+def lines_of(*options: str) -> list[dict[str, Any]]:
+    """Returns what the benchmark tells of the tiny model."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.launch_path", "--models", "tiny", "--steps", "20", "--rows", "6", "--chunk", "9"]
+    sizes = ["--models", "tiny", "--steps", "20", "--rows", "6", "--chunk", "9"]
+    command = [sys.executable, "-m", "benchmarks.launch_path", *sizes, *options]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    told = {(line["step"], line["graph"]): line for line in lines}
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_eager_steps_launch_each_kernel_and_replayed_ones_none() -> None:
+    told = {(line["step"], line["graph"]): line for line in lines_of()}
     for kind in ("decode", "mixed"):
         # two norms, rotary embedding, attention and a gate a layer
         assert told[kind, False]["launches"] > 5 * LAYERS
@@ -32,3 +40,13 @@ def test_eager_steps_launch_each_kernel_and_replayed_ones_none() -> None:
         assert told[kind, True]["launches"] < 1, "only changes of block tables are launched beside a graph"
         for settings in ("penalties", "log-probabilities", "bias", "min_tokens", "grammar", "all of these"):
             assert told[f"{kind}, {settings}", True]["launches"] < 1, "rows with these are sampled by a graph, too"
+
+
+def test_so_do_the_first_and_the_last_stage_of_a_pipeline() -> None:
+    lines = lines_of("--stages", "2")
+    assert len(lines) == 8
+    for line in lines:
+        if line["graph"]:
+            assert line["launches"] < 1
+        else:
+            assert line["launches"] > 5 * LAYERS // 2

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +34,10 @@ __all__ = ["stand_in_graphs"]  # a fixture
 LAUNCHED = How(gpu=True, num_stages=2)
 REPLAYED = replace(LAUNCHED, graph_rows=8)
 MIXED = replace(REPLAYED, graph_tokens=16)
-PROMPT, BATCHES = 5, (range(3), range(3, 8))  # the second is padded to 8 rows, the first to 4
-STEPS = 4
+PROMPT, STEPS = 5, 4
+PADDING_TOLERANCE = 1e-4
+# Batches of sequences that decode at the same time. What computes products here may round those of padded steps otherwise.
+BATCHES, PADDED = (range(4), range(4, 12)), (range(3), range(4, 9))
 
 
 @dataclass
@@ -56,6 +58,15 @@ class Pipeline:
         self.first, self.last = self.shares[-1], self.shares[0]
         for share in self.shares:
             remember_steps(share)
+        self._logits: list[torch.Tensor] = []  # the latest that the last stage has computed
+        model = self.last._loaded()
+        logits_of = model.logits
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            self._logits = [logits_of(hidden)]
+            return self._logits[0]
+
+        model.logits = logits  # type: ignore[method-assign]
         self.table = table_of(self.last)
         for slot in range(len(self.table.request_id)):
             params = SamplingParams(max_tokens=60, temperature=0.8 * (slot % 2), top_p=0.9, seed=slot)
@@ -74,7 +85,7 @@ class Pipeline:
         result = self.last.execute(step, self.table)
         slots, ends = step.slots[step.samples], (step.num_computed + step.num_new)[step.samples]
         self.table.tokens[slots, ends] = result.ids
-        return Told(self.last._logits[: len(slots)].clone(), result.ids.tolist())
+        return Told(self._logits.pop()[: len(slots)] if len(slots) else torch.empty(0), result.ids.tolist())
 
     def run(self, *steps: BatchPlan) -> list[Told]:
         """Runs steps of different sequences, all of which are under way at the same time."""
@@ -82,17 +93,17 @@ class Pipeline:
             self.launch(step)
         return [self.end() for _ in steps]
 
-    def prompts(self) -> None:
-        for slots in BATCHES:
+    def prompts(self, batches: Sequence[range] = BATCHES) -> None:
+        for slots in batches:
             self.run(plan(*((slot, 0, PROMPT) for slot in slots)))
 
-    def decode(self, at: int) -> list[Told]:
+    def decode(self, at: int, batches: Sequence[range] = BATCHES) -> list[Told]:
         """Runs a decode step of each batch. at: how many tokens every sequence has computed before."""
-        return self.run(*(plan(*((slot, at, 1) for slot in slots)) for slots in BATCHES))
+        return self.run(*(plan(*((slot, at, 1) for slot in slots)) for slots in batches))
 
-    def decoded(self) -> list[Told]:
-        self.prompts()
-        return [told for at in range(PROMPT, PROMPT + STEPS) for told in self.decode(at)]
+    def decoded(self, batches: Sequence[range] = BATCHES) -> list[Told]:
+        self.prompts(batches)
+        return [told for at in range(PROMPT, PROMPT + STEPS) for told in self.decode(at, batches)]
 
     def release(self) -> None:
         for share in self.shares:
@@ -103,11 +114,11 @@ class Pipeline:
         return [sorted(share.graphs.captured) for share in self.shares]
 
 
-def check_same(found: list[Told], expected: list[Told]) -> None:
+def check_same(found: list[Told], expected: list[Told], tolerance: float = 0.0) -> None:
     assert len(found) == len(expected)
-    for step, (own, other) in enumerate(zip(found, expected, strict=True)):
-        assert own.ids == other.ids, step
-        assert torch.equal(own.logits, other.logits), step
+    for own, other in zip(found, expected, strict=True):
+        assert own.ids == other.ids
+        np.testing.assert_allclose(own.logits, other.logits, rtol=0, atol=tolerance)
     assert len({tuple(told.ids) for told in expected}) > 1
 
 
@@ -159,6 +170,19 @@ def test_replayed_steps_are_those_that_are_launched(
     assert not any(pipeline.captured)
 
 
+def test_replayed_steps_may_be_padded(stand_in_graphs: SimpleNamespace, replays: list[StandInGraph]) -> None:
+    plain = Pipeline(LAUNCHED)
+    expected = plain.decoded(PADDED)
+    plain.release()
+    pipeline = Pipeline(REPLAYED)
+    for share in pipeline.shares:
+        for rows in (4, 8):
+            share.capture(rows)
+    check_same(pipeline.decoded(PADDED), expected, PADDING_TOLERANCE)
+    assert len(replays) == 2 * len(expected)
+    pipeline.release()
+
+
 def test_stages_capture_when_they_lack_a_graph_for_the_second_time(
     stand_in_graphs: SimpleNamespace, replays: list[StandInGraph]
 ) -> None:
@@ -203,15 +227,16 @@ def test_a_stage_whose_capture_is_aborted_launches_its_steps(
     """Memory runs out behind the layers, when the captured step has received its states and left those that it passes on."""
     expected, pipeline = expected_of(), Pipeline(REPLAYED)
     share = pipeline.shares[refuses]
-    left, link = share._left, share._links.stages
+    computed, link = share._computed, share._links.stages
     assert link is not None
 
-    def without_memory(hidden: torch.Tensor) -> Any:
+    def without_memory(*args: Any) -> Any:
+        result = computed(*args)
         if link._in_place:
             raise error
-        return left(hidden)
+        return result
 
-    share._left = without_memory  # type: ignore[method-assign]
+    share._computed = without_memory  # type: ignore[method-assign]
     with caplog.at_level("WARNING", "engine"):
         check_same(pipeline.decoded(), expected)
     assert [line for line in caplog.messages if line.startswith("steps of 4 rows have no graph for 60 s")]
@@ -326,32 +351,19 @@ def test_a_replay_before_its_states_have_come_is_found(stand_in_graphs: SimpleNa
 def mixed_steps() -> list[BatchPlan]:
     """Returns steps in which some rows decode and others compute pieces of prompts, some of which do not sample."""
     return [
-        plan((0, PROMPT, 1), (10, 0, 9), (11, 0, 4), samples=(True, False, True)),
-        plan((1, PROMPT, 1), (2, PROMPT, 1), (12, 0, 3)),
-        plan((0, PROMPT + 1, 1), (11, 4, 1), (10, 9, 7)),
+        plan((0, PROMPT, 1), (10, 0, 9), (11, 0, 5), samples=(True, False, True)),
+        plan((1, PROMPT, 1), (2, PROMPT, 1), (12, 0, 6)),
+        plan((0, PROMPT + 1, 1), (11, 5, 1), (10, 9, 7)),
         plan((13, 0, 16), samples=(False,)),
         plan((1, PROMPT + 1, 1), (13, 16, 2)),
     ]
-
-
-def told_of_mixed_steps(pipeline: Pipeline) -> list[Told]:
-    """Runs each of these steps twice, because steps without graphs leave their logits nowhere."""
-    found = []
-    for step in mixed_steps():
-        (told,) = pipeline.run(step)
-        if told.ids:
-            pipeline.launch(step)
-            told.logits = torch.from_numpy(pipeline.last.logits(step, pipeline.table))
-            pipeline._under_way.clear()
-        found.append(told)
-    return found
 
 
 def test_pieces_of_prompts_are_replayed_too(stand_in_graphs: SimpleNamespace, replays: list[StandInGraph]) -> None:
     """Products of padded steps may round otherwise. A stage pads as it likes, so one may have a graph and the other none."""
     plain = Pipeline(LAUNCHED)
     plain.prompts()
-    expected = told_of_mixed_steps(plain)
+    expected = [told for step in mixed_steps() for told in plain.run(step)]
     plain.release()
     for which in ("both", "last", "first"):
         pipeline = Pipeline(MIXED)
@@ -361,11 +373,30 @@ def test_pieces_of_prompts_are_replayed_too(stand_in_graphs: SimpleNamespace, re
                 assert share.capture_mixed(share.mixed_graphs.missing()[0])
         pipeline.prompts()
         replays.clear()
-        for own, other in zip(told_of_mixed_steps(pipeline), expected, strict=True):
-            assert own.ids == other.ids
-            np.testing.assert_allclose(own.logits, other.logits, rtol=0, atol=1e-4)
-        assert len(replays) == (2 * len(expected) - 1) * (2 if which == "both" else 1)
+        check_same([told for step in mixed_steps() for told in pipeline.run(step)], expected, PADDING_TOLERANCE)
+        assert len(replays) == len(expected) * (2 if which == "both" else 1)
         pipeline.release()
+
+
+def edited(how: How) -> tuple[list[list[int]], Pipeline]:
+    """Returns the tokens of rows with penalties, biases and log-probabilities."""
+    pipeline = Pipeline(how)
+    for slot, settings in enumerate(({"repetition_penalty": 1.5}, {"logprobs": 2}, {"logit_bias": {7: 9.0}}, {})):
+        params = SamplingParams(max_tokens=60, temperature=0.0, **settings)
+        write_sampling(pipeline.table, slot, params, PROMPT, MAX_LEN)
+    pipeline.prompts(BATCHES[:1])
+    return [told.ids for at in range(PROMPT, PROMPT + STEPS) for told in pipeline.decode(at, BATCHES[:1])], pipeline
+
+
+def test_the_last_stage_samples_edited_rows_by_graphs(stand_in_graphs: SimpleNamespace, replays: list[StandInGraph]) -> None:
+    expected, plain = edited(LAUNCHED)
+    assert not replays
+    found, pipeline = edited(REPLAYED)
+    assert found == expected
+    assert pipeline.last.edited_graphs.captured
+    assert len(replays) > 2 * (STEPS - 1), "graphs of edited rows besides those of steps"
+    for one in (plain, pipeline):
+        one.release()
 
 
 def test_the_memory_of_states_is_kept_and_counted(stand_in_graphs: SimpleNamespace) -> None:

@@ -77,7 +77,8 @@ def record(case: KeyCase, every: bool) -> dict[str, Any]:
                 for key in list(launches)[warmed + len(added) :]:
                     added[key] = f"{rows} rows of a stage's graph"
             graphs = EditedGraphs(model._logits_of, model.vocab_size, model.shape.hidden_size, *_rest_of(case, model))
-            sizes_of_edited = [1 << power for power in range(7)] if case.share is None and not case.pooling else []
+            samples = model._samples if isinstance(model, CudaShare) else not case.pooling
+            sizes_of_edited = [1 << power for power in range(7)] if samples else []
             for rows in sizes_of_edited:
                 num_steps += 1
                 graphs.sample(graphs._fixed_inputs(graphs._padding(rows) | {"words": np.zeros(1, np.int32)})[1])
