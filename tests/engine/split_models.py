@@ -394,7 +394,7 @@ def _link(own: Rank, shape: ModelShape, dtype: str, division: Division) -> Stage
     return StageLink(memory, division.stage_of(own.rank), division.num_stages, handed, own.broken)
 
 
-def _wait_for_leader(own: Rank, how: How, step: int) -> None:
+def wait_for_leader(own: Rank, how: How, step: int) -> None:
     """Waits until rank 0 may have posted a step: at most as many are under way as there are stages."""
     while own.rank and how.num_stages > 1 and own.ended[0] <= step - how.num_stages:
         time.sleep(1e-4)
@@ -444,7 +444,7 @@ def logits_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool = 
         every_token = plan((20, 0, 9))
     found = []
     for number, step in enumerate([*steps, every_token]):
-        _wait_for_leader(own, how, number)
+        wait_for_leader(own, how, number)
         if model._model.makes_logits:
             found.append(model.logits(step, table, every_token=number == len(steps)))
         else:
@@ -504,7 +504,7 @@ def results_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool =
     if how.few_steps:
         steps = steps[:-3]  # they matter where steps are recorded
     for number, (step, masked) in enumerate(steps):
-        _wait_for_leader(own, how, number)
+        wait_for_leader(own, how, number)
         if how.recorded and own.rank == 0 and model.num_uncaptured:
             model.capture_next()
         if own.rank == 0:

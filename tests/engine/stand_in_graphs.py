@@ -56,6 +56,13 @@ class StandInGraph:
 @pytest.fixture
 def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Returns the stand-in for torch.cuda. num_emptied: how often torch was to give back what it keeps for later."""
+    yield put_in(monkeypatch)
+    StandInGraph.captured.clear()
+    StandInGraph.ended_in.clear()
+
+
+def put_in(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Has engine/cuda/graphs.py use the stand-in, and returns it."""
     cuda = SimpleNamespace(
         CUDAGraph=StandInGraph,
         Stream=SimpleNamespace,
@@ -73,9 +80,7 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, **names))
     monkeypatch.setattr(graphs, "_space", None)
     monkeypatch.setattr(graphs, "_room", GraphRoom())
-    yield cuda
-    StandInGraph.captured.clear()
-    StandInGraph.ended_in.clear()
+    return cuda
 
 
 def remember_steps(model: CudaModel) -> None:

@@ -23,9 +23,9 @@ from engine.protocol import SamplingParams
 from scheduler.batch.plan import BatchPlan, write_sampling
 from tests.engine.cuda_bench import INTERPRETED
 from tests.engine.model_bench import MAX_LEN, plan
-from tests.engine.rank_processes import Rank, ranks_here
-from tests.engine.split_models import How, load_share, table_of
-from tests.engine.stand_in_graphs import StandInGraph, remember_steps, stand_in_graphs
+from tests.engine.rank_processes import Rank, RankGroup, ranks_here
+from tests.engine.split_models import How, load_share, table_of, wait_for_leader
+from tests.engine.stand_in_graphs import StandInGraph, put_in, remember_steps, stand_in_graphs
 
 pytest.importorskip("triton")
 pytestmark = INTERPRETED
@@ -376,6 +376,48 @@ def test_pieces_of_prompts_are_replayed_too(stand_in_graphs: SimpleNamespace, re
         check_same([told for step in mixed_steps() for told in pipeline.run(step)], expected, PADDING_TOLERANCE)
         assert len(replays) == len(expected) * (2 if which == "both" else 1)
         pipeline.release()
+
+
+def logits_of_ranks(own: Rank, how: How) -> tuple[list[np.ndarray], int]:
+    """Returns the logits of decode steps of a rank of a stage of several, and how many of these steps it has replayed."""
+    with pytest.MonkeyPatch.context() as patch:
+        put_in(patch)
+        share = load_share(own, "llama", "float32", how)
+        assert isinstance(share, CudaShare)
+        remember_steps(share)
+        assert share._links.ranks is not None
+        share._links.ranks._lock = threading.RLock()  # type: ignore[assignment]  # the stand-in launches exchanges in a replay
+        share.capture(4)
+        table, replays = table_of(share), 0
+        run = share.graphs.run
+
+        def counted(*args: Any) -> Any:
+            nonlocal replays
+            replays += 1
+            return run(*args)
+
+        patch.setattr(share.graphs, "run", counted)
+        found = []
+        for number, step in enumerate([plan(*((slot, at, num) for slot in BATCHES[0])) for at, num in ((0, 5), (5, 1), (6, 1))]):
+            wait_for_leader(own, how, number)
+            if share._loaded().makes_logits:
+                found.append(share.logits(step, table))
+            else:
+                share.follow(step, table)
+            own.ended[0] += own.rank == 0
+        return found, replays
+
+
+def test_stages_of_several_ranks_replay_their_exchanges() -> None:
+    group = RankGroup(4)
+    plain = group.run(logits_of_ranks, [LAUNCHED] * 4)
+    group.renew()
+    replayed = group.run(logits_of_ranks, [REPLAYED] * 4)
+    group.close()
+    assert [number for _, number in plain + replayed] == [0] * 4 + [2] * 4
+    for (own, _), (other, _) in zip(replayed[:2], plain[:2], strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert [logits for logits, _ in replayed[2:]] == [[], []]
 
 
 def edited(how: How) -> tuple[list[list[int]], Pipeline]:
