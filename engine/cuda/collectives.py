@@ -41,6 +41,11 @@ class Collectives(Protocol):
         such graphs have been destroyed."""
         ...
 
+    def release(self) -> None:
+        """Gives up the ranks' memory through which exchanges went. Called once, after `abort`, when no thread launches an exchange any
+        more. Waits until the device has ended those that were launched."""
+        ...
+
 
 class Connects(Protocol):
     """Connects the ranks of new groups."""

@@ -114,6 +114,9 @@ class NcclGroup:
     def abort(self) -> None:
         self._nccl.call("ncclCommAbort", self._communicator)
 
+    def release(self) -> None:
+        """Does nothing, because `abort` has given up everything."""
+
     def _where(self) -> tuple[ctypes.c_void_p, int]:
         """Returns the last two arguments of every exchange: the communicator and the stream."""
         return self._communicator, torch.cuda.current_stream().cuda_stream

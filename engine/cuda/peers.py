@@ -128,10 +128,11 @@ class PeerGroup:
 
     def abort(self) -> None:
         self._stop[0] = 1  # whatever waits in a kernel ends within some looks
-        try:
-            self.others.abort()
-        finally:
-            self.drop()
+        self.others.abort()
+
+    def release(self) -> None:
+        self.others.release()
+        self.drop()
 
     def drop(self) -> None:
         """Gives up the regions, once everything that was launched has ended."""

@@ -97,8 +97,14 @@ class DeviceRanks(Link):
                 self.close()
         if self._lock.acquire(timeout=LAUNCH_LIMIT_S):  # a launch under way has ended, and others see that they may not begin
             self._lock.release()
+        self._try_to(self.collectives.abort)
+        with self._lock:  # a launch that waited ends now, and one that was late may still use the ranks' memory
+            pass
+        self._try_to(self.collectives.release)
+
+    def _try_to(self, end: Callable[[], None]) -> None:
         try:
-            self.collectives.abort()
+            end()
         except RuntimeError as error:
             log.error("rank %d of %d: %s", self.rank, self.size, error)
 

@@ -67,6 +67,9 @@ class GlooGroup:
         self._aborted.set()
         self._path.unlink(missing_ok=True)
 
+    def release(self) -> None:
+        pass
+
     def _wait(self, work: Any) -> None:
         self.num_exchanges += 1
         while not work.is_completed() and not self._aborted.is_set():

@@ -49,6 +49,9 @@ class Halves:
     def abort(self) -> None:
         self.calls.append("abort")
 
+    def release(self) -> None:
+        self.calls.append("release")
+
 
 def ranks_of(halves: Halves) -> tuple[DeviceRanks, Any]:
     broken = np.zeros(1, np.int64)
@@ -87,7 +90,7 @@ def test_a_broken_group_ends_exchanges_once_and_launches_no_others() -> None:
     halves = Halves()
     ranks, broken = ranks_of(halves)
     broken[0] = 1
-    until(lambda: halves.calls == ["abort"])
+    until(lambda: halves.calls == ["abort", "release"])
     for refused in (ranks.check, lambda: ranks.sum(torch.ones(1, 1)), lambda: ranks.gather(torch.ones(1, 1))):
         with pytest.raises(GroupBroken):
             refused()
@@ -95,7 +98,7 @@ def test_a_broken_group_ends_exchanges_once_and_launches_no_others() -> None:
         pytest.fail("a graph may not be replayed")
     ranks.close()
     ranks.wait_closed()
-    assert halves.calls == ["abort"]
+    assert halves.calls == ["abort", "release"]
 
 
 def test_an_exchange_that_waits_on_the_host_is_aborted_under_it() -> None:
@@ -109,7 +112,29 @@ def test_an_exchange_that_waits_on_the_host_is_aborted_under_it() -> None:
     broken[0] = 1
     waiting.join(10.0)
     assert not waiting.is_alive()
+    until(lambda: halves.calls == ["sum", "abort", "release"])
+
+
+def test_memory_is_given_up_after_a_launch_that_was_late() -> None:
+    """A thread may be held up between its look at the group and the launch for longer than an abort waits for it."""
+    halves, go_on = Halves(), threading.Event()
+
+    def launch_late() -> None:
+        go_on.wait(10.0)
+        halves.calls.append("launched")
+
+    halves.blocked = launch_late
+    ranks, broken = ranks_of(halves)
+    late = threading.Thread(target=lambda: ranks.sum(torch.ones(1, 1)))
+    late.start()
+    until(lambda: halves.calls == ["sum"])
+    broken[0] = 1
+    until(lambda: halves.calls == ["sum", "abort"])
+    time.sleep(0.05)
     assert halves.calls == ["sum", "abort"]
+    go_on.set()
+    late.join(10.0)
+    until(lambda: halves.calls == ["sum", "abort", "launched", "release"])
 
 
 def test_an_abort_that_waits_for_graphs_holds_up_nobody() -> None:
@@ -147,7 +172,7 @@ def test_each_kind_of_exchange_is_tried_before_the_first_step() -> None:
     wrong = Halves(factor=3.0)
     with pytest.raises(RuntimeError, match="rank 0 of 2: an exchange between the group's devices gave wrong numbers"):
         connected(wrong)
-    until(lambda: wrong.calls[-1] == "abort")
+    until(lambda: wrong.calls[-2:] == ["abort", "release"])
 
 
 def test_ranks_meet_and_get_the_id_of_the_first() -> None:
