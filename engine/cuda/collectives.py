@@ -42,8 +42,8 @@ class Collectives(Protocol):
         ...
 
     def release(self) -> None:
-        """Gives up the ranks' memory through which exchanges went. Called once, after `abort`, when no thread launches an exchange any
-        more. Waits until the device has ended those that were launched."""
+        """Gives up the ranks' memory through which exchanges went. Called once, after `abort`, when no thread launches an exchange.
+        Waits until the device has ended those that were launched."""
         ...
 
 
