@@ -48,3 +48,6 @@ class HostGroup:
 
     def abort(self) -> None:
         self._group.abort()
+
+    def release(self) -> None:
+        self._group.release()

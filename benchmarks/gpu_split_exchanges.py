@@ -234,6 +234,7 @@ def abort(own: Rank, beside_graph: bool) -> dict[str, Any]:
 
 def _abort(group: Collectives) -> None:
     group.abort()
+    group.release()
 
 
 def wait_for_lost(own: Rank, captured: bool) -> tuple[float, bool]:

@@ -152,6 +152,9 @@ class Mirrored:
     def abort(self) -> None:
         self._alone.abort()
 
+    def release(self) -> None:
+        self._alone.release()
+
 
 def mirrored_logits(own: Rank, name: str, max_graph_rows: int) -> tuple[list[Any], int]:
     """Returns what share_logits does, of a share whose other rank is a Mirrored's: graphs with NCCL's calls on one GPU."""
