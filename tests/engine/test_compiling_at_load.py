@@ -68,7 +68,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(kernel_wait, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(kernel_wait, "KERNEL_WAIT_EVERY_S", 0.01)
     monkeypatch.setattr(CudaModel, "warm", lambda model: None)
     return Bench(tmp_path)
 

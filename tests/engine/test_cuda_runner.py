@@ -164,7 +164,7 @@ def test_time_of_kernels_is_told_apart_from_time_of_loading(tmp_path: Path, monk
     def warm(model: CudaModel) -> None:
         until_told_again("launched")
 
-    monkeypatch.setattr(kernel_wait, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(kernel_wait, "KERNEL_WAIT_EVERY_S", 0.01)
     monkeypatch.setattr(backend, "_builds", Builds())
     monkeypatch.setattr(CudaModel, "warm", warm)
     spec = LoadModel(1, "m", str(tmp_path), "float32", scan_one(tmp_path).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])

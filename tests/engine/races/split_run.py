@@ -13,7 +13,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from engine.loop.group_steps import GroupSteps, PostedStep
 from engine.memory import group_region, stage_link
 from engine.memory.group_region import GroupRegion, open_region
 from engine.protocol import Configure, Group, LoadModel
+from loader.shapes.model_shape import ModelShape, SplitShape
 from scheduler.batch.plan import BatchPlan
 from tests.engine.races import schedule
 from tests.engine.races.clocks import Clock
@@ -76,6 +77,8 @@ SPLITS = {"s": Split(0), "t": Split(1), "u": Split(0), "p": Split(0, 2), "q": Sp
 
 class SplitLayers(Layers):
     """The layers of a share, with exchanges where those of a decoder have them."""
+
+    passes_updates = True
 
     def __init__(self, on: Here, weights: Any, counts: Any, predicts: bool, ranks: Any, stages: Any) -> None:
         super().__init__(on, weights, counts, predicts)
@@ -117,6 +120,20 @@ class SplitLayers(Layers):
         if self._ranks is not None:
             self._ranks.sum(x)
         return x
+
+
+def with_split(split_model: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns CudaBackend.split_model for shapes that do not say which share they are; the group does."""
+
+    def of_share(self: CudaBackend, spec: LoadModel, whole: ModelShape, *rest: Any) -> Any:
+        group = spec.group
+        assert group is not None
+        size, stage = len(group.members) // group.num_stages, group.rank * group.num_stages // len(group.members)
+        ends = tuple(range(1, group.num_stages + 1)) if group.num_stages > 1 else ()
+        split = SplitShape(group.rank % size, size, expert_parts=size, stage=stage, stage_ends=ends)  # so that all count experts
+        return split_model(self, spec, replace(whole, split=split), *rest)
+
+    return of_share
 
 
 class RacingShare(GroupShare):
@@ -430,6 +447,7 @@ class SplitRun(EngineRun):
             (ranks, {"torch": torch_on, "threading": threads, "Thread": self.schedule.thread}),
             (peers, {"torch": words, "threading": threads, "Thread": self.schedule.thread}),
             (peers, {"triton_peers": sums_of_ranks(self.peer_memory), "PeerHandles": self.swaps, "_trials": words.trials}),
+            (CudaBackend, {"split_model": with_split(CudaBackend.split_model)}),
             (share, {"torch": torch_on}),
             (share, {"extend_step": reading(columns.extend_step), "decode_columns": reading(columns.decode_columns)}),
             (stages, {"torch": torch_on, "Thread": self.schedule.thread, "EventFence": self.copies.EventFence}),
