@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.cuda.model import _Marks
+from engine.cuda.model import Marks
 from engine.cuda.sequences import Group, Padding, Staging, words_of
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def _aligned(sent: torch.Tensor) -> torch.Tensor:
 
 
 def test_results_of_another_shape_get_memory_of_that_shape() -> None:
-    marks = _Marks(None, None, torch.zeros(64, dtype=torch.uint8))
+    marks = Marks(None, None, torch.zeros(64, dtype=torch.uint8))
     shapes = ((2, 3), (2, 3), (6,), (2, 8), (2, 3))
     for told in [torch.ones(shape, dtype=torch.int32) for shape in shapes] + [torch.ones(2, 3)]:
         room = marks.room_for(told)
