@@ -24,6 +24,7 @@ LONG = (
     "tests/e2e/test_tenants.py",
     "tests/e2e/test_status_page.py",
     "tests/engine/test_cuda_model.py",
+    "tests/engine/test_stage_graphs.py",
     "tests/systemd/test_install.py",
     "tests/e2e/test_cohosting.py",
     "tests/engine/test_cuda_kernel_builds.py",

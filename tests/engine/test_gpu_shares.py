@@ -70,10 +70,9 @@ def test_each_rank_may_have_some_of_the_experts(two: RankGroup, family: str) -> 
     check_logits(two, family, (SOME_EXPERTS, SOME_EXPERTS))
 
 
-@pytest.mark.parametrize("family", WITH_SOME_EXPERTS)
-def test_ranks_may_have_copies_of_each_others_experts(two: RankGroup, family: str) -> None:
-    copies = drawn_copies(shape_of(family, "float32"), 2, 1)
-    check_logits(two, family, [replace(SOME_EXPERTS, copies=copies)] * 2)
+def test_ranks_may_have_copies_of_each_others_experts(two: RankGroup) -> None:
+    copies = drawn_copies(shape_of("gpt-oss", "float32"), 2, 1)
+    check_logits(two, "gpt-oss", [replace(SOME_EXPERTS, copies=copies)] * 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3.5"])
@@ -87,9 +86,8 @@ def test_the_layers_of_a_stage_may_be_divided_too() -> None:
     four.close()
 
 
-@pytest.mark.parametrize("name", ["INT4", "int8"])
-def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path: Path, name: str) -> None:
-    check_logits(two, write_quantised(name, tmp_path), (GPU, GPU))
+def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path: Path) -> None:
+    check_logits(two, write_quantised("INT4", tmp_path), (GPU, GPU))
 
 
 @pytest.mark.parametrize("how", [GPU, STAGES], ids=["ranks", "stages"])

@@ -215,8 +215,7 @@ def test_what_is_captured_in_idle_time_passes_nothing_on(stand_in_graphs: Simple
 ERRORS = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), RuntimeError("CUDA error: out of memory")]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=["torch", "driver"])
-@pytest.mark.parametrize("refuses", [0, 1], ids=["last", "first"])
+@pytest.mark.parametrize(("error", "refuses"), list(zip(ERRORS, (0, 1), strict=True)), ids=["torch-last", "driver-first"])
 def test_a_stage_whose_capture_is_aborted_launches_its_steps(
     stand_in_graphs: SimpleNamespace,
     replays: list[StandInGraph],
