@@ -5,7 +5,7 @@ graph. Waits are not counted; a core whose caches others use takes longer, and m
 64 rows that decode at scattered places of their sequences; a mixed step has a piece of one more prompt. Rows sample with a
 temperature and top_p; in further steps all of them have penalties, log-probabilities, a bias or a grammar's mask as well.
 With --stages the first and the last stage of a pipeline are measured instead, in the thread that runs steps: the thread that sends
-states is not counted, but the copies between device and host are, which a GPU makes itself; copies_us tells what they take here.
+states is not counted.
 JSON lines, then a table.
 usage: python -m benchmarks.launch_path [--models 1b,8b] [--steps 200] [--rows 64] [--chunk 128] [--stages 2]
 """
@@ -161,22 +161,10 @@ def run_stages(
             for kind, own_chunk in (("decode", 0), ("mixed", chunk)):
                 figures = measured(model, Sequences(num_rows, own_chunk), steps, driver)
                 replayed = figures["launches"] < 2 * len(shape.own_layers)
-                told = {"stage": which, "stages": num_stages, "copies_us": copies_us(model, num_rows + own_chunk)}
-                tell(model=name, step=kind, graph=replayed, rows=num_rows, chunk=own_chunk, **figures, **told)
+                of_stage = {"stage": which, "stages": num_stages}
+                tell(model=name, step=kind, graph=replayed, rows=num_rows, chunk=own_chunk, **figures, **of_stage)
             model._links.close()
             model._links.wait_closed()
-
-
-def copies_us(model: CudaShare, num_tokens: int) -> float:
-    """Returns the microseconds in which the host copies the states of so many tokens as a GPU would, from or to its memory."""
-    states = [torch.zeros(num_tokens, model.shape.hidden_size, dtype=torch.bfloat16) for _ in range(4)]
-    took = []
-    for _ in range(200):
-        began_s = time.thread_time()
-        states[0].copy_(states[1])
-        states[2].copy_(states[3])
-        took.append(time.thread_time() - began_s)
-    return round(statistics.median(took) * 1e6, 1)
 
 
 def table_of(lines: Iterable[dict[str, Any]]) -> str:

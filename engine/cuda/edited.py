@@ -24,7 +24,7 @@ from engine.cuda.edit_columns import EditedPart, KnownEdits, asking_rows, picked
 from engine.cuda.edited_graphs import MOST_ROWS, MOST_TOP, RESULT_COLUMNS, EditedGraphs
 from engine.cuda.edited_logits import edited_logits
 from engine.cuda.kernels import entry
-from engine.cuda.ops import logprobs_in
+from engine.cuda.ops import logprob_parts, logprobs_in
 from engine.cuda.sequences import Group, Staging, num_words_in
 from engine.sampling.logprobs import LogprobCollector
 from engine.sampling.sampler import SamplingRows
@@ -59,12 +59,11 @@ class EditedDraw:
         if self.num_top is not None:
             good = ~result.bad[self.wanted]
             rows, found = self.wanted[good], self.found[good]
-            # the same places as logprobs_in's: numpy takes views of short arrays in a fraction of torch's time
-            top_ids_at, shape = num_drawn + self.num_found, (self.num_found, self.most_top)
-            top_at = top_ids_at + self.num_found * self.most_top
-            chosen, top = words[num_drawn:top_ids_at].view(np.float32), words[top_at:].view(np.float32).reshape(shape)
+            # what logprobs_in returns, by numpy, which takes views of short arrays in a fraction of torch's time
+            chosen, top_ids, top = logprob_parts(words[num_drawn:], self.num_found, self.most_top)
+            shape, chosen, top = (self.num_found, self.most_top), chosen.view(np.float32), top.view(np.float32)
             collector = LogprobCollector(self.num_top, self.request_ids)
-            collector.add(rows, chosen[found], words[top_ids_at:top_at].reshape(shape)[found], top[found])
+            collector.add(rows, chosen[found], top_ids.reshape(shape)[found], top.reshape(shape)[found])
             result.logprobs = collector.result()
         return result
 

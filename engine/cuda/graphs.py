@@ -66,9 +66,9 @@ class StepOutputs:
 @dataclass(slots=True)
 class StepGraph:
     """A captured step. padding: its columns where a step's own are missing or shorter. outputs: the memory to which it writes its
-    results. launch_s: seconds that the host took to launch the same
-    step without a graph. capture_s: seconds that its capture took. num_bytes: bytes by which the capture made the pool grow.
-    used_s: when a step ran it last, by time.monotonic(); -inf: none has."""
+    results. launch_s: seconds that the host took to launch the same step without a graph. capture_s: seconds that its capture took.
+    num_bytes: bytes by which the capture made the pool grow. used_s: when a step ran it last, by time.monotonic(); -inf: none
+    has."""
 
     graph: Any
     inputs: Tensor  # int32: all columns, as Staging.send lays them out

@@ -5,9 +5,10 @@ kernels everything else. Interpreted, the same kernels run on the CPU's tensors 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,6 +29,8 @@ from engine.ops.ops import (
     PackedMatrix,
 )
 from loader.sizes.gpu_sizing import LATENT_HEADS, LATENT_TOKENS
+
+Told = TypeVar("Told", Tensor, npt.NDArray[Any])
 
 
 class CudaOps:
@@ -219,6 +222,12 @@ class CudaOps:
 def logprobs_in(told: Tensor, num: int, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns views of `told` [num (1 + 2 num_top)] int32, the memory in which log-probabilities of num rows come to the host:
     those of the chosen tokens [num] float32, then the ids and the log-probabilities [num, num_top] of the most likely tokens."""
-    picked, top_ids, top = told.split((num, num * num_top, num * num_top))
+    picked, top_ids, top = logprob_parts(told, num, num_top)
     shape = (num, num_top)
     return picked.view(torch.float32), top_ids.view(shape), top.view(torch.float32).view(shape)
+
+
+def logprob_parts(told: Told, num: int, num_top: int) -> tuple[Told, Told, Told]:
+    """Returns the parts of the memory that logprobs_in describes, flat and as int32. told: a tensor or an array."""
+    end = num * (1 + num_top)
+    return told[:num], told[num:end], told[end:]

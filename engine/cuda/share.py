@@ -148,7 +148,7 @@ class CudaShare(CudaModel):
         # one memory for the graphs of all sizes; the logits of steps without a graph, too, are left there
         width = self.vocab_size if model.makes_logits and not self._samples else 0
         self._logits = torch.empty(num_rows, width, dtype=getattr(torch, spec.dtype), device=self._device)
-        if links.stages is not None and (most := max(row_limit, *(size.num_tokens for size in sizes), 0)):
+        if links.stages is not None and (most := max([row_limit, *(size.num_tokens for size in sizes)])):
             links.stages.keep(most, 1 + model.passes_updates)
 
     @property

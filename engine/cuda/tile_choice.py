@@ -135,8 +135,9 @@ class TileChoice:
             told = "; ".join(f"{one.kernel} {one.head_dim}{' fp8' if one.fp8 else ''}: {_told(one.tile)}" for one in changed)
             what = "tiles of attention: %d were measured on this GPU before; other than the table's are: %s"
             log.info(what, len(kept), told or "none")
-        for *place, tile in sorted(self._kept.excluded):
-            log.warning("%s %d: %s had wrong results on this GPU before, and is not used", *place[:2], _told(tile))
+        for one in sorted(self._kept.excluded):
+            told_of = (one.kernel, one.head_dim, _told(one.tile))
+            log.warning("%s %d: %s had wrong results on this GPU before, and is not used", *told_of)
 
     def of_model(self, spec: LoadModel, shape: ModelShape) -> ModelTiles:
         """Returns the contests of a model that was loaded, and has their tiles compiled in the background. Called by loads'
@@ -189,7 +190,7 @@ class TileChoice:
         told = (contest.trial, _told(rival), _told(contest.trial.entry.tile))
         log.warning("%s: %s has other results than %s on this GPU, and is excluded for good", *told)
         with self._lock:
-            self._kept.excluded.add((*contest.trial.place, rival))
+            self._kept.excluded.add(MeasuredTile(*contest.trial.place, rival))
         self._write_behind()
         return True
 
@@ -236,17 +237,18 @@ class TileChoice:
 
 
 class _Kept(NamedTuple):
-    """What a file holds. chosen: the tile of each place. excluded: tiles with wrong results, each with its place."""
+    """What a file holds. chosen: the tile of each place. excluded: tiles with wrong results."""
 
     chosen: dict[Place, Tile]
-    excluded: set[tuple[str, int, int, bool, int, Tile]]
+    excluded: set[MeasuredTile]
 
     def excluded_at(self, place: Place) -> list[Tile]:
-        return [tile for *own, tile in self.excluded if tuple(own) == place]
+        return [one.tile for one in self.excluded if one.place == place]
 
     def as_json(self) -> bytes:
-        chosen = [[*place, list(tile)] for place, tile in self.chosen.items() if (*place, tile) not in self.excluded]
-        return json.dumps({"kept": chosen, "excluded": [[*place, list(tile)] for *place, tile in sorted(self.excluded)]}).encode()
+        chosen = [MeasuredTile(*place, tile) for place, tile in self.chosen.items()]
+        kept = [one for one in chosen if one not in self.excluded]
+        return json.dumps({"kept": kept, "excluded": sorted(self.excluded)}).encode()  # a tuple becomes a list
 
 
 def choice_file(folder: Path, gpu: str) -> Path:
@@ -263,7 +265,7 @@ def _read(path: Path) -> _Kept:
     has not. Raises OSError, and ValueError, TypeError or KeyError for a file that holds something else."""
     read = json.loads(path.read_text())
     chosen, excluded = ([_row(row) for row in read[name]] for name in ("kept", "excluded"))
-    return _Kept({one.place: one.tile for one in chosen if one not in excluded}, {(*one.place, one.tile) for one in excluded})
+    return _Kept({one.place: one.tile for one in chosen if one not in excluded}, set(excluded))
 
 
 def _row(row: list[Any]) -> MeasuredTile:

@@ -91,7 +91,8 @@ def test_prefill_in_chunks_then_a_mixed_batch(made: tuple[Path, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt-oss"])
 def test_attention_that_joins_pieces_gives_the_same_logits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU computes that has chosen this form: with windows and without, with sinks, beside rows with new tokens."""
+    """The model computes as on a GPU that has chosen this form. gemma2 has windows in some layers, gpt-oss has sinks; decode rows
+    come beside rows with new tokens."""
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 16)
     made = tmp_path, make_checkpoint(tmp_path, **(CASES[kind] | SMALLER.get(kind, {})))
     shape, own = load_cuda_model(tmp_path).shape, triton_decode._piece_kernel

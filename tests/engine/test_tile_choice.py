@@ -377,7 +377,7 @@ class Faults:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 def test_a_bit_of_one_launch_excludes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Of the real comparison, interpreted, with few pieces and launches. Of other tiles rounding may differ, and nothing else."""
+    """The real comparison runs interpreted, with few pieces and launches. Other tiles may round otherwise, but not differ else."""
     compare_little(monkeypatch, (0, 1, 2, 17))
     compare = tile_choice.compared_on(torch.device("cpu"), 1)
     trial = Trial(DECODE_KERNEL, 4, 2, 64, "float16", "float16", BLOCK_TOKENS)

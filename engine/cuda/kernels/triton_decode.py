@@ -8,8 +8,7 @@ on its own GPU (tile_choice.py), the pieces of a row and KV head are joined in t
 finishes the last of them, and what comes of that is joined likewise. Counters tell which program that is. They are 0 between
 kernels: split_contexts sets them so at the begin of a step, and a program that joins sets its own back. docs/gpu.md says on which
 orderings of the device's memory this relies. Each sum is then written as a chain of multiply-adds, so that its rounding does not
-depend on how a compiler lays numbers out over threads: decode_attention computes the same bits
-with two kernels if it is asked to.
+depend on how a compiler lays numbers out over threads: decode_attention computes the same bits with two kernels if it is asked to.
 
 Shapes: R rows, I pieces of work (an upper bound; unused ones are empty), H query heads, G KV heads, D head size. Reference
 implementations: reference.paged_attention, reference.split_contexts.
@@ -237,6 +236,31 @@ def _divided(sums, total):
 
 
 @triton.jit
+def _write_attention(
+    sums, top, total, sinks, out, row, head, is_head,
+    H: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the attention of some heads of a row to `out`, from what _joined has returned of all its pieces."""
+    dim = tl.arange(0, PADDED_D)
+    sums, total = _with_sinks(sums, top, total, sinks, head, is_head, SINKS)
+    there = is_head[:, None] & (dim < D)[None, :]
+    tl.store(out + (row * H + head)[:, None] * D + dim[None, :], _divided(sums, total).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _write_piece(
+    sums, top, total, partial, partial_log, item, head, is_head, H: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr
+):
+    """Writes what _joined has returned of some pieces in the place of one piece, `item`, which may be one of those."""
+    dim = tl.arange(0, PADDED_D)
+    there = is_head[:, None] & (dim < D)[None, :]
+    tl.debug_barrier()  # all threads have read what is overwritten
+    where = (item * H + head).to(tl.int64)
+    tl.store(partial + where[:, None] * D + dim[None, :], _divided(sums, total), mask=there)
+    tl.store(partial_log + where, top + tl.log2(total), mask=is_head)
+
+
+@triton.jit
 def _of_one_piece(sums, log, sinks, head, is_head, SINKS: tl.constexpr):
     """Returns the attention of heads of a row that has one piece, whose attention is `sums` with log2 of a sum of weights `log`."""
     if SINKS:
@@ -376,19 +400,13 @@ def _piece_kernel(
                 for own in range(0, group, HEADS):
                     joined = own + tl.arange(0, HEADS)
                     head_at, is_head = kv_head * group + joined, joined < group
-                    there = is_head[:, None] & (dim < D)[None, :]
                     result, top_of, total_of = _joined(
                         partial, partial_log, begun, number, head_at, is_head, H, D, PADDED_D, HEADS, PIECES, 1, ".cg"
                     )
                     if is_whole:
-                        result, total_of = _with_sinks(result, top_of, total_of, sinks, head_at, is_head, SINKS)
-                        of_row = out + (row * H + head_at)[:, None] * D + dim[None, :]
-                        tl.store(of_row, _divided(result, total_of).to(out.dtype.element_ty), mask=there)
+                        _write_attention(result, top_of, total_of, sinks, out, row, head_at, is_head, H, D, PADDED_D, SINKS)
                     else:
-                        tl.debug_barrier()  # all threads have read what is overwritten
-                        where = (begun * H + head_at).to(tl.int64)
-                        tl.store(partial + where[:, None] * D + dim[None, :], _divided(result, total_of), mask=there)
-                        tl.store(partial_log + where, top_of + tl.log2(total_of), mask=is_head)
+                        _write_piece(result, top_of, total_of, partial, partial_log, begun, head_at, is_head, H, D, PADDED_D)
                 if not is_whole:
                     number = (last - first + PIECES - 1) // PIECES
                     if _finishes(finished + (first + 1) * G + kv_head, number):
@@ -398,10 +416,7 @@ def _piece_kernel(
                             result, top_of, total_of = _joined(
                                 partial, partial_log, first, number, head_at, is_head, H, D, PADDED_D, HEADS, PIECES, PIECES, ".cg"
                             )
-                            result, total_of = _with_sinks(result, top_of, total_of, sinks, head_at, is_head, SINKS)
-                            of_row = out + (row * H + head_at)[:, None] * D + dim[None, :]
-                            there = is_head[:, None] & (dim < D)[None, :]
-                            tl.store(of_row, _divided(result, total_of).to(out.dtype.element_ty), mask=there)
+                            _write_attention(result, top_of, total_of, sinks, out, row, head_at, is_head, H, D, PADDED_D, SINKS)
 
 
 @triton.jit
@@ -457,7 +472,7 @@ def _in_order_kernel(
     PIECES: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    row, kv_head = tl.program_id(0), tl.program_id(1)
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group: tl.constexpr = H // G
     dim = tl.arange(0, PADDED_D)
     first, last = tl.load(firsts + row), tl.load(firsts + row + 1)
@@ -466,35 +481,30 @@ def _in_order_kernel(
         joined = own + tl.arange(0, HEADS)
         head, is_head = kv_head * group + joined, joined < group
         there = is_head[:, None] & (dim < D)[None, :]
-        of_row = out + (row * H + head).to(tl.int64)[:, None] * D + dim[None, :]
         if number == 1:
             where = (first * H + head).to(tl.int64)
             one = tl.load(partial + where[:, None] * D + dim[None, :], mask=there, other=0.0)
             log = tl.load(partial_log + where, mask=is_head, other=0.0)
+            of_row = out + (row * H + head)[:, None] * D + dim[None, :]
             tl.store(of_row, _of_one_piece(one, log, sinks, head, is_head, SINKS).to(out.dtype.element_ty), mask=there)
         elif number <= PIECES:
             result, top, total = _joined(
                 partial, partial_log, first, number, head, is_head, H, D, PADDED_D, HEADS, PIECES, 1, ""
             )  # fmt: skip
-            result, total = _with_sinks(result, top, total, sinks, head, is_head, SINKS)
-            tl.store(of_row, _divided(result, total).to(out.dtype.element_ty), mask=there)
+            _write_attention(result, top, total, sinks, out, row, head, is_head, H, D, PADDED_D, SINKS)
         else:
             for begun in tl.range(first, last, PIECES, num_stages=1):
                 some = tl.minimum(last - begun, PIECES)
                 result, top, total = _joined(
                     partial, partial_log, begun, some, head, is_head, H, D, PADDED_D, HEADS, PIECES, 1, ""
                 )  # fmt: skip
-                tl.debug_barrier()  # all threads have read what is overwritten
-                where = (begun * H + head).to(tl.int64)
-                tl.store(partial + where[:, None] * D + dim[None, :], _divided(result, total), mask=there)
-                tl.store(partial_log + where, top + tl.log2(total), mask=is_head)
+                _write_piece(result, top, total, partial, partial_log, begun, head, is_head, H, D, PADDED_D)
             tl.debug_barrier()  # all threads have written what is read
             some = (number + PIECES - 1) // PIECES
             result, top, total = _joined(
                 partial, partial_log, first, some, head, is_head, H, D, PADDED_D, HEADS, PIECES, PIECES, ""
             )  # fmt: skip
-            result, total = _with_sinks(result, top, total, sinks, head, is_head, SINKS)
-            tl.store(of_row, _divided(result, total).to(out.dtype.element_ty), mask=there)
+            _write_attention(result, top, total, sinks, out, row, head, is_head, H, D, PADDED_D, SINKS)
 
 
 def decode_attention(

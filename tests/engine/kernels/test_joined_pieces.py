@@ -119,7 +119,7 @@ def keeps_order(steps: list[str]) -> bool:
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_a_gpu_keeps_the_order_of_stores_counts_and_loads(capability: int) -> None:
-    """As docs/gpu.md says. What lacks a part of it is found out."""
+    """The compiled code keeps the order that docs/gpu.md describes. Code that lacks one part of it does not pass."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "triton")
     command = [sys.executable, "-m", "tests.engine.kernels.compile_joins", str(capability)]
