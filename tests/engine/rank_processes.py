@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.host.rank_memory import rank_memory_bytes
+from tests import interpreter
 
 BUFFER_BYTES = 1024  # so small that tensors go in several pieces
 STAGE_BYTES = 4 << 20  # for the states that stages pass on
@@ -111,6 +112,7 @@ def _serve(pipe: Connection, rank: int, size: int, path: str) -> None:
             function, args = pipe.recv()
         except EOFError:
             return
+        interpreter.quicken()  # where the function's module imported one
         try:
             pipe.send((function(own, *args), ""))
         except Exception:
