@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-START_LIMIT_S = 1.0
+START_LIMIT_S = 20.0  # a thread that is there may take so long to begin on a machine with too much to do
+UNSEEN_LIMIT_S = 1.0  # where the process's threads cannot be listed
+_LOOK_EVERY_S = 0.05
 
 
 class Thread(threading.Thread):
@@ -14,7 +18,8 @@ class Thread(threading.Thread):
     target is never called then.
 
     threading.Thread.start waits for the first sign of the new thread, and waits for ever where that thread has no memory to give
-    one, as in a process that may map no more (https://github.com/python/cpython/issues/140746; found with engines)."""
+    one, as in a process that may map no more (https://github.com/python/cpython/issues/140746; found with engines). Such a thread
+    ends, so the system no longer lists it, as it does one that has not had a processor yet."""
 
     def __init__(self, target: Callable[..., object], args: Iterable[Any] = (), name: str | None = None) -> None:
         super().__init__(name=name, daemon=True)
@@ -25,13 +30,20 @@ class Thread(threading.Thread):
         self._begun.acquire()
 
     def start(self) -> None:
+        before, began_s = _threads(), time.monotonic()
         try:
             super().start()
         except RuntimeError as error:
             raise MemoryError(f"thread {self.name}: {error}") from None
-        if not self._begun.acquire(timeout=START_LIMIT_S) and self._claim.acquire(blocking=False):
-            self._work = None  # the interpreter may keep this object for ever, because it does not know that there is no thread
-            raise MemoryError(f"thread {self.name}: it did not begin within {START_LIMIT_S:g} s, as where no memory is left")
+        while not self._begun.acquire(timeout=min(_LOOK_EVERY_S, START_LIMIT_S)):
+            waited_s, limit_s, now = time.monotonic() - began_s, START_LIMIT_S, _threads()
+            if before is None or now is None:
+                limit_s = UNSEEN_LIMIT_S
+            elif now <= before:  # it has ended
+                limit_s = 0.0
+            if waited_s >= limit_s and self._claim.acquire(blocking=False):
+                self._work = None  # the interpreter may keep this object for ever, because it does not know that there is no thread
+                raise MemoryError(f"thread {self.name}: it did not begin within {waited_s:.2g} s, as where no memory is left")
 
     def run(self) -> None:
         if self._claim.acquire(blocking=False):
@@ -46,3 +58,11 @@ class _Unawaited(threading.Event):
 
     def wait(self, timeout: float | None = None) -> bool:
         return True
+
+
+def _threads() -> set[str] | None:
+    """Returns the system's ids of this process's threads; None if it lacks the memory to list them."""
+    try:
+        return set(os.listdir("/proc/self/task"))
+    except (OSError, MemoryError):
+        return None

@@ -29,7 +29,7 @@ from tests.loader.checkpoints import write_checkpoint
 
 # The first steps of a size are given ten times as long, as nobody knows their length, and an engine that starts START_LIMIT_S.
 LONGEST_HANG_S = max(11 * STALL_S, START_LIMIT_S + STALL_S)
-LAST_TOLD_S = threads.START_LIMIT_S + 0.5  # so long after memory is there again a thread may fail that had none
+LAST_TOLD_S = threads.UNSEEN_LIMIT_S + 0.5  # so long after memory is there again a thread may fail that had none
 NOT_SAVED = 7  # a command's exit code: applied, but not saved
 RESTART = signal.SIGUSR2  # what the unit's RestartKillSignal= is
 
