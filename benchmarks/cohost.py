@@ -3,8 +3,9 @@
 Loads are throttled (test_disk_bytes_per_s, test_copy_bytes_per_s) as the scenario says, so that memory is what is tested and not
 this machine's page cache. The models are one checkpoint under several names; those with `num_ranks` in the scenario are split over
 so many devices. Before the trace the node's own speed is measured (seconds of a load beside its bytes, of a decode step, of a
-sequence in it, of a step with a prompt and of its tokens), of whole and of split models, on another daemon with as many devices as
-such a model takes, for a node keeps in mind who was asked for; the prediction is made with that.
+sequence in it, of a step with a prompt and of its tokens) while another trace like it runs, of whole and of split models, on
+another daemon with as many devices as such a model takes, for a node keeps in mind who was asked for; the prediction is made with
+that.
 usage: python -m benchmarks.cohost [--scenario docs/simulate/eight.toml] [--trace FILE] [--minutes 20] [--host-tier 1GiB]
        python -m benchmarks.cohost --scenario docs/simulate/eight-split.toml --resident 2 --threads 1 --minutes 10
 """
@@ -25,10 +26,12 @@ import tomllib
 import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import uvloop
 
 from benchmarks.checkpoints import link_models, make
@@ -38,13 +41,14 @@ from benchmarks.server import ROOT, Server
 from config.units import parse_bytes
 from daemon.simulate import scenario, trace_file
 from daemon.simulate.generate import generate
+from daemon.simulate.trace_shape import TraceShape
 from scheduler.node.events import ModelFacts
 from scheduler.simulate.trace import TraceRequest
 
 VOCABULARY = range(300, 30_000)
 SPEEDS = ("prefill_tokens_per_s", "prefill_step_s", "decode_step_s", "decode_s_per_sequence")
-NUM_PROMPTS = 48  # whose steps are measured
-PAUSE_S = 0.15  # before each of them: cores and caches are as a trace's prompts find them
+CALIBRATION_S = 60.0  # of another trace of the same kind, replayed to measure speeds
+INTERVAL_S = 0.25
 
 
 def body(model: str, num_in: int, num_out: int, draw: random.Random) -> dict[str, object]:
@@ -60,14 +64,29 @@ def body(model: str, num_in: int, num_out: int, draw: random.Random) -> dict[str
     }
 
 
-@dataclass(slots=True)
-class Steps:
-    """A number of an engine's steps, with the device seconds and the tokens (of prompts, or generated) of all of them, or of one on
-    average."""
+@dataclass(slots=True, frozen=True)
+class Counted:
+    """What an engine had counted by a moment (time.perf_counter): steps, their device seconds, and generated tokens."""
 
-    num: int
+    at_s: float
+    num_steps: float
     seconds: float
     num_tokens: float
+
+
+def not_negative(rows: np.ndarray, sums: np.ndarray) -> list[float]:
+    """Returns the factors of the columns, none below zero, whose products with each row are nearest to the row's sum. The factor
+    that is furthest below zero is set to zero until there is none."""
+    left = list(range(rows.shape[1]))
+    factors = [0.0] * rows.shape[1]
+    while left:
+        found, *_ = np.linalg.lstsq(rows[:, left], sums, rcond=None)
+        if found.min() >= 0:
+            for column, factor in zip(left, found, strict=True):
+                factors[column] = float(factor)
+            break
+        del left[int(found.argmin())]
+    return factors
 
 
 class Client:
@@ -79,36 +98,43 @@ class Client:
     async def ask(self, model: str, num_in: int, num_out: int) -> Result:
         return await stream_one(self._host, self._port, body(model, num_in, num_out, self._draw))
 
-    async def speeds(self, models: list[str], prompts: list[int]) -> dict[str, float]:
-        """Returns the simulator's costs, from the engine's own count of steps and device seconds. The time between two steps is
-        added to a step's. Steps of all these models (as many as fit) take turns, because a model that has the device to itself
-        would find its weights in the processor's caches. prompts: lengths as in the trace, since the first steps of a size take a
-        multiple of later ones. The costs are means, because a trace has stalls, too."""
-        one, between_s = await self._decoding(models, 1)
-        eight, _ = await self._decoding(models, 8)
-        each_s = max(0.0, (eight.seconds - one.seconds) / (eight.num_tokens - one.num_tokens))
-        fixed_s = one.seconds - one.num_tokens * each_s
-        prompts = sorted(prompts)
-        half = len(prompts) // 2
-        short, long = [await self._prompts(models, some) for some in (prompts[:half], prompts[half:])]
-        token_s = max(1e-6, (long.seconds - short.seconds) / (long.num_tokens - short.num_tokens))
-        prompt_s = max(0.0, short.seconds - fixed_s - token_s * short.num_tokens)
-        values = (1 / token_s, prompt_s, fixed_s + between_s, each_s)
+    async def speeds(self, models: list[str], trace: list[TraceRequest]) -> dict[str, float]:
+        """Returns the simulator's costs while a trace is replayed that is like the one to be predicted: those with which the steps,
+        tokens and prompts of all intervals are nearest to the device seconds that the engine counted. The time between two steps is
+        added to a step's. The requests go to these models (as many as fit) by turns."""
+        between_s = await self._between_steps(models)
+        counting = asyncio.create_task(self._counts(models, trace[-1].time_s))
+        results = await self.replay([replace(request, model=models[at % len(models)]) for at, request in enumerate(trace)])
+        prompts = [(result.stamps[0], request.input_tokens) for result, request in zip(results, trace, strict=True)]
+        rows, sums = [], []
+        for before, now in pairwise(await counting):
+            computed = [num_tokens for at_s, num_tokens in prompts if before.at_s < at_s <= now.at_s]
+            num_steps, num_tokens = now.num_steps - before.num_steps, now.num_tokens - before.num_tokens
+            rows.append([num_steps, num_tokens, len(computed), sum(computed)])
+            sums.append(now.seconds - before.seconds)
+        fixed_s, each_s, prompt_s, token_s = not_negative(np.array(rows, float), np.array(sums))
+        values = (1 / max(1e-6, token_s), prompt_s, fixed_s + between_s, each_s)
         return {name: round(value, 6) for name, value in zip(SPEEDS, values, strict=True)}
 
-    async def _decoding(self, models: list[str], streams: int) -> tuple[Steps, float]:
-        """Steps of so many streams of each model, and the seconds that pass between two steps."""
-        asked = [asyncio.create_task(self.ask(each, 16, 320)) for each in models for _ in range(streams)]
+    async def _counts(self, models: list[str], seconds: float) -> list[Counted]:
+        """Returns what was counted at the end of each interval."""
+        found = [await self._counted(models)]
+        while found[-1].at_s < found[0].at_s + seconds:
+            await asyncio.sleep(INTERVAL_S)
+            found.append(await self._counted(models))
+        return found
+
+    async def _between_steps(self, models: list[str]) -> float:
+        """Returns the seconds that pass between two steps while one sequence of each model decodes."""
+        asked = [asyncio.create_task(self.ask(each, 16, 320)) for each in models]
         await asyncio.sleep(1.0)  # the prompts are computed
-        before, started = await self._counted(models), time.perf_counter()
+        before = await self._counted(models)
         await asyncio.sleep(1.5)
-        after, wall_s = await self._counted(models), time.perf_counter() - started
+        after = await self._counted(models)
         if any(task.done() for task in asked):
             raise RuntimeError("the calibration's streams ended before they were measured: give them more tokens")
         await asyncio.gather(*asked)
-        num = after.num - before.num
-        seconds = after.seconds - before.seconds
-        return Steps(num, seconds / num, (after.num_tokens - before.num_tokens) / num), max(0.0, (wall_s - seconds) / num)
+        return max(0.0, after.at_s - before.at_s - (after.seconds - before.seconds)) / (after.num_steps - before.num_steps)
 
     async def load_s(self, models: list[str]) -> float:
         """Seconds of a load by itself, as the engine tells them, on average."""
@@ -118,24 +144,14 @@ class Client:
         after = await asyncio.to_thread(scraped, self._url)
         return float(after["hearth_model_load_seconds_total"] - before["hearth_model_load_seconds_total"]) / len(models)
 
-    async def _prompts(self, models: list[str], lengths: list[int]) -> Steps:
-        """Steps with one prompt each, and nothing beside it."""
-        before = await self._counted(models)
-        for at, num_tokens in enumerate(lengths):
-            await asyncio.sleep(PAUSE_S)
-            await self.ask(models[at % len(models)], num_tokens, 1)
-        after = await self._counted(models)
-        num_steps = after.num - before.num
-        return Steps(num_steps, (after.seconds - before.seconds) / num_steps, sum(lengths) / num_steps)
-
-    async def _counted(self, models: list[str]) -> Steps:
-        """Returns the steps of these models so far, from the metrics; a step counts when it has ended."""
-        found = await asyncio.to_thread(scraped, self._url)
+    async def _counted(self, models: list[str]) -> Counted:
+        """Returns what was counted of these models so far; a step counts when it has ended."""
+        found, at_s = await asyncio.to_thread(scraped, self._url), time.perf_counter()
 
         def of(metric: str) -> float:
             return sum(float(found[f'hearth_{metric}{{model="{model}"}}']) for model in models)
 
-        return Steps(int(of("steps_total")), of("step_seconds_total"), of("generated_tokens_total"))
+        return Counted(at_s, of("steps_total"), of("step_seconds_total"), of("generated_tokens_total"))
 
     async def replay(self, trace: list[TraceRequest]) -> list[Result]:
         start = time.perf_counter()
@@ -177,18 +193,25 @@ class Kind:
         return "" if self.num_ranks == 1 else "split_"
 
 
+def calibrating(shape: TraceShape, num_devices: int) -> list[TraceRequest]:
+    """Returns a trace of the same kind to measure speeds with: the requests of one device."""
+    whole = generate(replace(shape, seed=shape.seed + 1))
+    return [request for request in whole if request.time_s < CALIBRATION_S][::num_devices]
+
+
 def kinds_of(models: Mapping[str, ModelFacts]) -> list[Kind]:
     """Whole models come first."""
     ranks = sorted({facts.num_ranks for facts in models.values()})
     return [Kind(sorted(name for name, facts in models.items() if facts.num_ranks == number), number) for number in ranks]
 
 
-def measure(server: Server, kind: Kind, num_resident: int, prompts: list[int]) -> None:
-    """Fills in what the kind's loads and steps take. num_resident: models of which steps are measured by turns, all that fit."""
+def measure(server: Server, kind: Kind, num_resident: int, trace: list[TraceRequest]) -> None:
+    """Fills in what the kind's loads and steps take. num_resident: models of which steps are measured by turns, all that fit.
+    trace: requests of one device."""
     client, models = Client(server.url), kind.names[:num_resident]
     uvloop.run(client.ask(kind.names[-1], 16, 16))  # the first model of a kind waits for kernels
     kind.load_s = uvloop.run(client.load_s(models))
-    kind.speeds = uvloop.run(client.speeds(models, prompts))
+    kind.speeds = uvloop.run(client.speeds(models, trace))
 
 
 def predicted(
@@ -226,6 +249,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     else:
         raise SystemExit(f"{path} has no [trace]: name one with --trace")
     trace = [request for request in trace if request.time_s < 60 * options.minutes]
+    calibration = calibrating(known.trace or TraceShape(tuple(known.models)), len(known.devices))
     names = sorted(known.models)
     costs = table["costs"]
     with tempfile.TemporaryDirectory(prefix="hearth-cohost-", dir=STORE.parent) as place:
@@ -241,11 +265,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.turn_ms:
             flags += ["--turn-budget-ms", str(options.turn_ms)]
         devices = [f"{name}={budget_bytes}" for name, budget_bytes in known.devices.items()]
-        prompts = random.Random(2).choices([request.input_tokens for request in trace], k=NUM_PROMPTS)
         for kind in kinds:
             config = node_config(folder / f"{kind.num_ranks}.toml", [known.models[name] for name in kind.names])
             with Server(models, devices[: kind.num_ranks], [*flags, "--config", config]) as server:
-                measure(server, kind, options.resident, prompts)
+                measure(server, kind, options.resident, calibration)
         config = node_config(folder / "node.toml", known.models.values())
         with Server(models, devices, [*flags, "--config", config]) as server:
             client = Client(server.url)

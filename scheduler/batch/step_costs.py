@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
 
-_NEWEST = 0.1  # weight of a new measurement in an average
+NEWEST = 0.1  # weight of a new measurement in an average
 _NEWEST_DRIFT = 0.2  # weight of a new measurement in the factor of the latest steps
 _KEPT = 0.98  # share of the statistics of contexts that is kept with each new measurement
 _UNMOVED = 0.1  # contexts that differ by less than this share of their size teach little
@@ -103,7 +103,7 @@ class StepCosts:
             self._drift += _NEWEST_DRIFT * (times - self._drift)
             seconds = min(seconds, _MOST_AT_ONCE * expected)
         known.num += 1
-        weight = max(_NEWEST, 1 / known.num)
+        weight = max(NEWEST, 1 / known.num)
         self._learn_contexts(apart, seconds - known.seconds, 1 - weight, known.contexts)
         known.seconds += weight * (seconds - known.seconds)
         for i, difference in enumerate(apart):

@@ -384,7 +384,9 @@ class SimulatedEngine:
     def _end_step(self, step: _Step, now: float) -> None:
         hosted = step.hosted
         turns_s = hosted.costs.turns_s(step.turns)
-        self.turns.charge(hosted.facts.name, step.seconds, None if turns_s is None else turns_s + step.wait_s)
+        self.turns.charge(hosted.facts.name, step.seconds, turns_s)
+        if hosted.followers:
+            hosted.costs.waited(step.wait_s)
         hosted.steps += step.part
         self._end_decoded(hosted)
         for sequence, tokens in step.chunks:
