@@ -5,6 +5,7 @@ each other. Arguments: as of `python -m engine`.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from engine.cuda.backend import CudaBackend
 from engine.cuda.peers import PeerGroup, Peers
 from engine.memory.handover import Handover
 from engine.protocol import Configure
+from tests import interpreter
 from tests.engine.gloo import Gloo
 from tests.engine.shared_regions import SharedRegions
 
@@ -36,6 +38,8 @@ class Mapping(Peers):
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
+    importlib.import_module("triton.runtime.interpreter")
+    interpreter.quicken()
     memory = CpuMemory(configure.num_chunks, configure.chunk_bytes)
     return OpenDevice(CudaBackend(memory, configure, Mapping(Gloo(), SharedRegions, on_device=False)), configure, None)
 

@@ -530,6 +530,8 @@ class EngineRun:
         except Stuck as error:
             self.schedule.end_all()
             self.device.memory.fault(f"nothing goes on: {error}")
+        finally:
+            self._close()
         if self.schedule.errors:
             raise self.schedule.errors[0]
 
@@ -556,7 +558,6 @@ class EngineRun:
         self._finish()
         for life in list(self._lives.values()):
             self._end(life)
-        self._close()
 
     def _more_actions(self) -> list[Callable[[], None]]:
         return []
@@ -568,6 +569,7 @@ class EngineRun:
             self._take()
 
     def _close(self) -> None:
+        os.close(self._loads.fileno())
         for _, weights in self._runner._ranges._ranges.values():
             weights.close()
         self._memory.close()

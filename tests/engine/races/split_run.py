@@ -13,6 +13,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -636,14 +637,15 @@ class SplitRun(EngineRun):
         super()._settle()
 
     def _close(self) -> None:
-        super()._close()
-        for _, kv in self._runner._kv_ranges._ranges.values():
-            kv.close()
-        self.swaps.close()
-        self.exchange.close()
-        self.other_exchange.close()
-        for fd in self._fds:
-            os.close(fd)
+        with ExitStack() as closes:  # all that can be closed after a fault
+            for fd in self._fds:
+                closes.callback(os.close, fd)
+            closes.callback(self.other_exchange.close)
+            closes.callback(self.exchange.close)
+            closes.callback(self.swaps.close)
+            for _, kv in self._runner._kv_ranges._ranges.values():
+                closes.callback(kv.close)
+            closes.callback(super()._close)
 
 
 class _TorchOfPeers(Torch):
