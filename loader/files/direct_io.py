@@ -62,7 +62,8 @@ def is_cached(fd: int, begin: int, end: int) -> bool:
     pages = _cached_pages(fd, begin, end - begin)
     if pages is not None:
         return 2 * pages * os.sysconf("SC_PAGE_SIZE") >= end - begin
-    found = sum(_page_is_cached(fd, begin + (end - begin) * i // PROBES) for i in range(PROBES))
+    # From the end, because a probe may have the kernel read on behind it, where the next one would find what it read.
+    found = sum(_page_is_cached(fd, begin + (end - begin) * i // PROBES) for i in reversed(range(PROBES)))
     return 2 * found >= PROBES
 
 
