@@ -3,9 +3,8 @@
 Loads are throttled (test_disk_bytes_per_s, test_copy_bytes_per_s) as the scenario says, so that memory is what is tested and not
 this machine's page cache. The models are one checkpoint under several names; those with `num_ranks` in the scenario are split over
 so many devices. Before the trace the node's own speed is measured (seconds of a load beside its bytes, of a decode step, of a
-sequence in it, of a step with a prompt and of its tokens) while another trace like it runs, of whole and of split models, on
-another daemon with as many devices as such a model takes, for a node keeps in mind who was asked for; the prediction is made with
-that.
+sequence in it, of a step with a prompt and of its tokens) while another trace like it runs on all devices, of whole and of split
+models, on another daemon, for a node keeps in mind who was asked for; the prediction is made with that.
 usage: python -m benchmarks.cohost [--scenario docs/simulate/eight.toml] [--trace FILE] [--minutes 20] [--host-tier 1GiB]
        python -m benchmarks.cohost --scenario docs/simulate/eight-split.toml --resident 2 --threads 1 --minutes 10
 """
@@ -193,10 +192,9 @@ class Kind:
         return "" if self.num_ranks == 1 else "split_"
 
 
-def calibrating(shape: TraceShape, num_devices: int) -> list[TraceRequest]:
-    """Returns a trace of the same kind to measure speeds with: the requests of one device."""
-    whole = generate(replace(shape, seed=shape.seed + 1))
-    return [request for request in whole if request.time_s < CALIBRATION_S][::num_devices]
+def calibrating(shape: TraceShape) -> list[TraceRequest]:
+    """Returns a trace of the same kind to measure speeds with."""
+    return [request for request in generate(replace(shape, seed=shape.seed + 1)) if request.time_s < CALIBRATION_S]
 
 
 def kinds_of(models: Mapping[str, ModelFacts]) -> list[Kind]:
@@ -206,8 +204,7 @@ def kinds_of(models: Mapping[str, ModelFacts]) -> list[Kind]:
 
 
 def measure(server: Server, kind: Kind, num_resident: int, trace: list[TraceRequest]) -> None:
-    """Fills in what the kind's loads and steps take. num_resident: models of which steps are measured by turns, all that fit.
-    trace: requests of one device."""
+    """Fills in what the kind's loads and steps take. num_resident: models of which steps are measured, all that fit."""
     client, models = Client(server.url), kind.names[:num_resident]
     uvloop.run(client.ask(kind.names[-1], 16, 16))  # the first model of a kind waits for kernels
     kind.load_s = uvloop.run(client.load_s(models))
@@ -249,7 +246,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     else:
         raise SystemExit(f"{path} has no [trace]: name one with --trace")
     trace = [request for request in trace if request.time_s < 60 * options.minutes]
-    calibration = calibrating(known.trace or TraceShape(tuple(known.models)), len(known.devices))
+    calibration = calibrating(known.trace or TraceShape(tuple(known.models)))
     names = sorted(known.models)
     costs = table["costs"]
     with tempfile.TemporaryDirectory(prefix="hearth-cohost-", dir=STORE.parent) as place:
@@ -267,8 +264,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         devices = [f"{name}={budget_bytes}" for name, budget_bytes in known.devices.items()]
         for kind in kinds:
             config = node_config(folder / f"{kind.num_ranks}.toml", [known.models[name] for name in kind.names])
-            with Server(models, devices[: kind.num_ranks], [*flags, "--config", config]) as server:
-                measure(server, kind, options.resident, calibration)
+            at_once = len(devices) // kind.num_ranks
+            with Server(models, devices, [*flags, "--config", config]) as server:
+                measure(server, kind, at_once * options.resident, calibration[:: kind.num_ranks])
         config = node_config(folder / "node.toml", known.models.values())
         with Server(models, devices, [*flags, "--config", config]) as server:
             client = Client(server.url)

@@ -34,10 +34,11 @@ __all__ = ["stand_in_graphs"]  # a fixture
 LAUNCHED = How(gpu=True, num_stages=2)
 REPLAYED = replace(LAUNCHED, graph_rows=8)
 MIXED = replace(REPLAYED, graph_tokens=16)
-PROMPT, STEPS = 5, 4
+PROMPT, STEPS = 5, 3
 PADDING_TOLERANCE = 1e-4
 # Batches of sequences that decode at the same time. What computes products here may round those of padded steps otherwise.
-BATCHES, PADDED = (range(4), range(4, 12)), (range(3), range(4, 9))
+BATCHES, PADDED = (range(2), range(4, 8)), (range(3), range(4, 9))
+ROWS = [len(slots) for slots in BATCHES]
 
 
 @dataclass
@@ -161,11 +162,11 @@ def test_replayed_steps_are_those_that_are_launched(
     expected = expected_of(family, num_stages)
     pipeline = Pipeline(replace(REPLAYED, num_stages=num_stages), family)
     for share in pipeline.shares:
-        for rows in (4, 8):
+        for rows in ROWS:
             assert share.capture(rows) == rows
     check_same(pipeline.decoded(), expected)
     assert len(replays) == num_stages * len(expected)
-    assert pipeline.captured == [[4, 8]] * num_stages
+    assert pipeline.captured == [ROWS] * num_stages
     pipeline.release()
     assert not any(pipeline.captured)
 
@@ -188,10 +189,10 @@ def test_stages_capture_when_they_lack_a_graph_for_the_second_time(
 ) -> None:
     """So some stages replay a step that others launch: each has graphs of its own."""
     expected, pipeline = expected_of(), Pipeline(REPLAYED)
-    assert pipeline.first.capture(3) == 4
+    assert pipeline.first.capture(2) == 2
     check_same(pipeline.decoded(), expected)
-    assert pipeline.captured == [[4, 8], [4, 8]]
-    assert len(replays) == 2 * len(expected) - 3, "all but the first step of 8 rows, and the last stage's first of 4"
+    assert pipeline.captured == [ROWS, ROWS]
+    assert len(replays) == 2 * len(expected) - 3, "all but the first step of 4 rows, and the last stage's first of 2"
     pipeline.release()
 
 
@@ -238,9 +239,9 @@ def test_a_stage_whose_capture_is_aborted_launches_its_steps(
     share._computed = without_memory  # type: ignore[method-assign]
     with caplog.at_level("WARNING", "engine"):
         check_same(pipeline.decoded(), expected)
-    assert [line for line in caplog.messages if line.startswith("steps of 4 rows have no graph for 60 s")]
+    assert [line for line in caplog.messages if line.startswith("steps of 2 rows have no graph for 60 s")]
     assert pipeline.captured[refuses] == []
-    assert pipeline.captured[1 - refuses] == [4, 8]
+    assert pipeline.captured[1 - refuses] == ROWS
     assert replays
     pipeline.release()
 
@@ -275,7 +276,7 @@ def test_pipelines_on_the_same_engines_share_one_room(
     check_same(found, expected)
     check_same(found_of_other, of_other)
     assert room.num_graphs == 6
-    assert pipeline.captured == [[4, 8], [4, 8]]
+    assert pipeline.captured == [ROWS, ROWS]
     for one in (pipeline, other):
         one.release()
     assert room.num_graphs == 0
@@ -285,7 +286,7 @@ def run_with_late_sends(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
     """Returns what a pipeline tells if the first stage's thread sends no states before the graph of the next step was replayed."""
     pipeline = Pipeline(REPLAYED)
     for share in pipeline.shares:
-        for rows in (4, 8):
+        for rows in ROWS:
             share.capture(rows)
     pipeline.prompts()
     found, may_send, wait = [], threading.Semaphore(0), stages._Buffer.wait
@@ -336,7 +337,7 @@ def test_a_send_from_the_memory_of_graphs_is_found(stand_in_graphs: SimpleNamesp
 def test_a_replay_before_its_states_have_come_is_found(stand_in_graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault is planted: states are received behind the replay."""
     expected, pipeline = expected_of(), Pipeline(REPLAYED)
-    for rows in (4, 8):
+    for rows in ROWS:
         pipeline.last.capture(rows)
     pipeline.prompts()
     link = pipeline.last._links.stages
@@ -351,7 +352,7 @@ def mixed_steps() -> list[BatchPlan]:
     """Returns steps in which some rows decode and others compute pieces of prompts, some of which do not sample."""
     return [
         plan((0, PROMPT, 1), (10, 0, 9), (11, 0, 5), samples=(True, False, True)),
-        plan((1, PROMPT, 1), (2, PROMPT, 1), (12, 0, 6)),
+        plan((1, PROMPT, 1), (4, PROMPT, 1), (12, 0, 6)),
         plan((0, PROMPT + 1, 1), (11, 5, 1), (10, 9, 7)),
         plan((13, 0, 16), samples=(False,)),
         plan((1, PROMPT + 1, 1), (13, 16, 2)),
@@ -386,7 +387,7 @@ def logits_of_ranks(own: Rank, how: How) -> tuple[list[np.ndarray], int]:
         remember_steps(share)
         assert share._links.ranks is not None
         share._links.ranks._lock = threading.RLock()  # type: ignore[assignment]  # the stand-in launches exchanges in a replay
-        share.capture(4)
+        share.capture(ROWS[0])
         table, replays = table_of(share), 0
         run = share.graphs.run
 
@@ -425,8 +426,8 @@ def edited(how: How) -> tuple[list[list[int]], Pipeline]:
     for slot, settings in enumerate(({"repetition_penalty": 1.5}, {"logprobs": 2}, {"logit_bias": {7: 9.0}}, {})):
         params = SamplingParams(max_tokens=60, temperature=0.0, **settings)
         write_sampling(pipeline.table, slot, params, PROMPT, MAX_LEN)
-    pipeline.prompts(BATCHES[:1])
-    return [told.ids for at in range(PROMPT, PROMPT + STEPS) for told in pipeline.decode(at, BATCHES[:1])], pipeline
+    pipeline.prompts([range(4)])
+    return [told.ids for at in range(PROMPT, PROMPT + STEPS) for told in pipeline.decode(at, [range(4)])], pipeline
 
 
 def test_the_last_stage_samples_edited_rows_by_graphs(stand_in_graphs: SimpleNamespace, replays: list[StandInGraph]) -> None:
