@@ -33,11 +33,12 @@ class Proposed:
 class StepResult:
     """The result of one step. ids [N]: the token of each of the plan's N sampling rows, in plan order. bad [N]: whether the row's
     logits or vector were not finite, so that its result is worthless. Both arrays stay unchanged until the model's next step.
-    seconds: device time."""
+    seconds: device time. waited_s: how much of it passed until the other devices of a split model had begun the step."""
 
     ids: IntArray
     bad: BoolArray
     seconds: float
+    waited_s: float = 0.0
     logprobs: TokenLogprobs | None = None  # for the rows that asked for them and are not bad
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # for prompt tokens that this step computed, if wanted
     proposed: Proposed | None = None  # drafts of the predictor, whose time is not in `seconds`; None: it did not see the step

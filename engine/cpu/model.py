@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.contracts.ranks import Ranks
 from engine.contracts.stages import Stages
 from engine.contracts.steps import StepResult
 from engine.cpu.adapters import HostAdapterMemory
@@ -21,6 +20,7 @@ from engine.cpu.ops import CpuOps
 from engine.cpu.predicting import CpuPredicting
 from engine.cpu.programs.program import Scratch
 from engine.cpu.programs.replay import DecodeProgram
+from engine.cpu.ranks import SharedRanks
 from engine.cpu.recording.inputs import StepInputs
 from engine.cpu.recording.recorded import RecordedSteps
 from engine.cpu.sliced import in_slices, slices
@@ -65,7 +65,7 @@ class CpuModel:
         block_tokens: int,
         num_threads: int,
         need_kernels: Callable[[Sequence[KernelSet]], None] = lambda sets: None,
-        ranks: Ranks | None = None,
+        ranks: SharedRanks | None = None,
         kv_memory: Tensor | None = None,
         stages: Stages | None = None,
     ) -> None:
@@ -182,11 +182,15 @@ class CpuModel:
         """Implements HostedModel.execute: stores the new tokens' KV, and samples one id, or computes one vector, for each sampling
         row. In a split model all ranks run the step, the others by `follow`; the result's seconds do not include waits for other
         stages. Raises GroupBroken if the group has lost a device."""
-        stages = self._stages
+        stages, ranks = self._stages, self._ranks
         waited_s = 0.0 if stages is None else stages.waited_s
+        if ranks is not None:
+            ranks.begin()
         result = self._run(plan, table, masks)
         if stages is not None:
             result.seconds -= stages.waited_s - waited_s
+        elif ranks is not None:  # with stages, others may have begun a later step by now
+            result.waited_s = min(ranks.waited_s(), result.seconds)
         return result
 
     def _run(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> StepResult:
@@ -207,6 +211,8 @@ class CpuModel:
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
         """Runs a rank's share of a step that rank 0 executes, up to the logits. `table` is read at the beginning. Raises
         GroupBroken if the group has lost a device."""
+        if self._ranks is not None:
+            self._ranks.begin()
         if not self._loaded().makes_logits:
             if self._decode(plan, table) is None:
                 self._forward(plan, table, every_token=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
-from engine.cpu.kernels.rank_words import GATHER_ROWS, OWN_WORDS, PIECES, PUBLISHED, SLEEPERS, SUM_ROWS
+from engine.cpu.kernels.rank_words import BEGAN, GATHER_ROWS, OWN_WORDS, PIECES, PUBLISHED, SLEEPERS, SUM_ROWS
 from engine.cpu.ops import CpuOps
 from engine.cpu.products import array
 from engine.cpu.programs.program import call, empty
@@ -46,6 +46,16 @@ class SharedRanks:
         self._own = np.zeros(OWN_WORDS, np.int64)
         self._buffers = {dtype: self._memory.view(kind).reshape(2 * size, -1) for dtype, kind in _NUMPY_OF.items()}
         self._fence = Fence()
+
+    def begin(self) -> None:
+        """Notes that this rank begins a step."""
+        self._counters[self.rank, BEGAN] = time.monotonic_ns()
+
+    def waited_s(self) -> float:
+        """Returns how long this rank waited in its latest step for others to begin theirs. Called after the step and before the
+        next one is posted, because the others then note when they begin that one."""
+        began = self._counters[:, BEGAN]
+        return max(0, int(began.max() - began[self.rank])) / 1e9
 
     def count(self, num_tokens: int, num_rows: int) -> None:
         self._own[SUM_ROWS], self._own[GATHER_ROWS] = num_tokens, num_rows

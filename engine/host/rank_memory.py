@@ -1,8 +1,8 @@
 """Defines the layout of the memory through which the devices of a group exchange their shares of a model's results.
 
-It begins with a line for each rank, LINE_BYTES long: how many pieces the rank has published (int64), and how many other ranks sleep
-until that number grows (int64). Then come two buffers for each rank, which it fills alternately. All memory is zero at the
-beginning.
+It begins with a line for each rank, LINE_BYTES long: how many pieces the rank has published (int64), how many other ranks sleep
+until that number grows (int64), and when the rank began its latest step (int64). Then come two buffers for each rank, which it
+fills alternately. All memory is zero at the beginning.
 """
 
 from __future__ import annotations

@@ -319,7 +319,7 @@ class Engine:
     def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
         """Passes the result of a step that has ended to the scheduler, and its tokens to the daemon."""
         name, scheduler = served.spec.model, served.scheduler
-        self.models.charge(served, plan, result.seconds, result.proposed)
+        self.models.charge(served, plan, result.seconds, result.proposed, result.waited_s)
         for told in result.prompt_logprobs:
             self.channel.send(told)
         asked = scheduler.table.request_id[plan.slots[plan.samples]] if served.hosted.embeds else NO_REQUESTS

@@ -174,10 +174,14 @@ class ServedModels:
             return served.captures
         return None
 
-    def charge(self, served: ServedModel, plan: BatchPlan, seconds: float, proposed: Proposed | None = None) -> None:
+    def charge(
+        self, served: ServedModel, plan: BatchPlan, seconds: float, proposed: Proposed | None = None, waited_s: float = 0.0
+    ) -> None:
         """Accounts for a step that took `seconds` of device time: to the model's turn, its learned costs and its tenants. The
-        predictor's time, which is in `proposed`, is not in `seconds` and is added."""
-        served.limits.note(plan, seconds)
+        predictor's time, which is in `proposed`, is not in `seconds` and is added. waited_s: as in StepResult."""
+        served.limits.note(plan, seconds - waited_s)
+        if served.share is not None:
+            served.limits.note_wait(waited_s)
         if proposed is not None:
             if plan.all_decode:
                 served.limits.proposing.note(len(proposed.slots), proposed.tokens.shape[1], proposed.seen_s, proposed.drafting_s)

@@ -11,6 +11,10 @@ not fit stays queued. When
 several of them have more work than fits, they pool their turns: one of them uses all pooled turns in a single step, and the next
 time it is another model's. A neighbour waits as long as before and every model gets as much of the device as before, but a larger
 step computes more, since it reads the weights once for all its rows.
+
+The steps of a split model also wait for its other devices, which run steps of other models. These waits vary, so they are no part
+of the learned costs: sizes that happened to wait longer would be taken for dear ones, and few rows would be left. Their average
+counts as a fixed cost of each step, which more rows share.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from dataclasses import dataclass, field
 
 from scheduler.batch.plan import BatchPlan
 from scheduler.batch.proposing_costs import ProposingCosts
-from scheduler.batch.step_costs import StepCosts
+from scheduler.batch.step_costs import NEWEST, StepCosts
 from scheduler.batch.tenant_time import TenantLoad
 
 # Every step reads all weights, so a step that costs hardly more than the model's cheapest is allowed.
@@ -48,18 +52,24 @@ class StepLimits:
     allowed); 0: unlimited. decoding: costs of steps in which every sequence has one token; their context is the number of positions
     read. prompting: costs of steps with prompt tokens, by all their tokens; their contexts are the positions that decoding rows
     read, the positions that chunks read, and the pairs of a chunk's token with a position. proposing: the time that a model's
-    predictor takes after a step."""
+    predictor takes after a step. wait_s: average wait for other devices of the latest steps, which is not in these costs."""
 
     turn_s: float
     stretch: float
     decoding: StepCosts = field(default_factory=lambda: StepCosts(1))
     prompting: StepCosts = field(default_factory=lambda: StepCosts(3, CHUNK_STEP_TOKENS))
     proposing: ProposingCosts = field(default_factory=ProposingCosts)
+    wait_s: float = 0.0
 
     def note(self, plan: BatchPlan, seconds: float) -> None:
-        """Learns from a step of this plan, which took `seconds` of device time, what such steps cost."""
+        """Learns from a step of this plan, which took `seconds` of device time without waits for other devices, what such steps
+        cost."""
         costs, num_tokens, contexts = self._kind(plan)
         costs.note(num_tokens, seconds, contexts)
+
+    def note_wait(self, seconds: float) -> None:
+        """Learns that a step waited so long for other devices."""
+        self.wait_s += NEWEST * (seconds - self.wait_s)
 
     def forget(self) -> None:
         """Drops all learned costs of steps and of the predictor, because steps will cost something else from then on."""
@@ -73,7 +83,8 @@ class StepLimits:
     def expected_s(self, plan: BatchPlan) -> float:
         """Returns the usual seconds of a step with the plan's tokens and contexts; 0.0 if too few steps of its size have run."""
         costs, num_tokens, contexts = self._kind(plan)
-        return costs.firm_seconds(num_tokens, contexts)
+        seconds = costs.firm_seconds(num_tokens, contexts)
+        return seconds + self.wait_s if seconds else 0.0
 
     def _kind(self, plan: BatchPlan) -> tuple[StepCosts, int, tuple[float, ...]]:
         """Returns the costs that apply to this plan (`decoding` or `prompting`), its number of tokens and its contexts."""
@@ -93,7 +104,7 @@ class StepLimits:
         fewest = self.decoding.fewest_tokens
         if fewest > 1 and self.decoding.least() > self.turn_s:  # whether fewer rows take less time has not been measured yet
             return min(most, fewest // 2)
-        return max(1, self.decoding.tokens_within(self.turns_s(turns), most, lambda rows: (rows * context,), one_more=True))
+        return max(1, self.decoding.tokens_within(self._computing_s(turns), most, lambda rows: (rows * context,), one_more=True))
 
     def rows_beside_prompt(self, most: int, context: float, turns: int, strict: bool = False) -> int:
         """Returns how many of `most` sequences with `context` positions each may decode in a step that also has room for the
@@ -132,7 +143,7 @@ class StepLimits:
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
             return 0
-        longest_s = self.turns_s(turns) if turns else float("inf")
+        longest_s = self._computing_s(turns) if turns else float("inf")
         best, best_rate, expected = 0, num_rows / plain_s, float(num_rows)
         for number, worth in enumerate(worths, 1):
             expected += worth
@@ -158,7 +169,7 @@ class StepLimits:
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
             return min(1, most, spare)
-        longest_s = self.turns_s(turns) if turns else float("inf")
+        longest_s = self._computing_s(turns) if turns else float("inf")
         best, best_rate, expected = 0, num_rows / plain_s, float(num_rows)
         for number in range(1, most + 1):
             verified = min(num_drafting, spare - num_drafting * (number - 1))
@@ -186,13 +197,13 @@ class StepLimits:
         return self.proposing.knows(num_rows) and 0.0 < most * step_s <= self.proposing.seconds(num_rows, most)
 
     def turns_s(self, turns: int) -> float:
-        """Returns the longest time, in seconds, of a step that uses `turns` turns. Where even the model's cheapest step is longer
-        than a turn, that step counts as the turn, with a small margin."""
-        return max(turns * self.turn_s, (turns - 1 + NEARLY_FREE) * self.decoding.least())
+        """Returns the longest time, in seconds, of a step that uses `turns` turns, with its wait. Where even the model's cheapest
+        step is longer than a turn, that step counts as the turn, with a small margin."""
+        return max(turns * self.turn_s, (turns - 1 + NEARLY_FREE) * (self.wait_s + self.decoding.least()))
 
     def longest_s(self, loads: Sequence[TenantLoad], context: float, turns: int, strict: bool = False) -> float | None:
-        """Returns the longest time, in seconds, of a step with prompt tokens in which each decoding row reads `context` positions;
-        None: unlimited.
+        """Returns the longest time, in seconds and without its wait, of a step with prompt tokens in which each decoding row reads
+        `context` positions; None: unlimited.
 
         loads: what each tenant wants computed. turns: as in StepRoom. strict: whether the step keeps within its turns even if the
         smallest chunk of a prompt takes longer."""
@@ -217,8 +228,12 @@ class StepLimits:
             return 0.0
         return NEARLY_FREE * self.prompting.seconds(tokens, (num_rows * context, LEAST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS**2 / 2))
 
+    def _computing_s(self, turns: int) -> float:
+        """Returns the longest time, in seconds, that a step of `turns` turns may compute."""
+        return self.turns_s(turns) - self.wait_s
+
     def _longest_turns_s(self, turns: int, strict: bool) -> float:
-        return self.turns_s(turns) if strict else max(self.turns_s(turns), self._chunk_s())
+        return self._computing_s(turns) if strict else max(self._computing_s(turns), self._chunk_s())
 
     def _longest_s(self, load: TenantLoad, context: float) -> float:
         times = max(self.stretch * max(1.0, load.num_prompts / load.num_rows), 1 / load.share)
@@ -238,4 +253,4 @@ class StepLimits:
         A chunk costs something whatever its size, and many minimal chunks would delay the other models more often."""
         if not 0 < self.prompting.fewest_tokens <= SMALL_CHUNK_TOKENS:
             return 0.0
-        return min(NEARLY_FREE * self.prompting.least(), 2 * self.turns_s(1))
+        return min(NEARLY_FREE * (self.wait_s + self.prompting.least()), 2 * self.turns_s(1)) - self.wait_s

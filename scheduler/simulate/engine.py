@@ -386,7 +386,7 @@ class SimulatedEngine:
         turns_s = hosted.costs.turns_s(step.turns)
         self.turns.charge(hosted.facts.name, step.seconds, turns_s)
         if hosted.followers:
-            hosted.costs.waited(step.wait_s)
+            hosted.costs.note_wait(step.wait_s)
         hosted.steps += step.part
         self._end_decoded(hosted)
         for sequence, tokens in step.chunks:

@@ -1,20 +1,20 @@
 """Computes how long a step of a simulated model takes, and how large the engine's own rules (scheduler/batch/step_limits.py)
 allow it to be.
 
-The cost of contexts is not modelled. The rules are given the true costs from the start, while an engine has to learn them; only the
+The cost of contexts is not modelled. The rules are given the true costs from the start, while an engine has to learn them. The
 waits of a split model's steps are learned as they come.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from scheduler.batch.step_costs import NEWEST, StepCosts
+from scheduler.batch.step_costs import StepCosts
 from scheduler.batch.step_limits import CHUNK_STEP_TOKENS, LEAST_CHUNK_TOKENS, StepLimits
 from scheduler.batch.tenant_time import TenantLoad
 
 _CONTEXT = 1.0  # context of every sequence, so that a step's context is the number of sequences that decode in it
-_MOVED = 0.1  # the known costs are computed again when the wait has changed by this share of a step
+_MOVED = 0.1  # results are computed again when the average wait has changed by this share of a step
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,21 +46,11 @@ class StepSeconds:
 
 class ModelSteps:
     """Computes how large the steps of one model may be, by the engine's own rules and the true costs of steps. In its methods,
-    turns: how many turns of the device (time slices of a model) a step may take; 0: no other model is busy.
-
-    If the model is split, its steps also wait for its other devices. An engine cannot tell these waits from computing, so they are
-    a part of the costs it learns, and make the steps that it allows larger."""
+    turns: how many turns of the device (time slices of a model) a step may take; 0: no other model is busy."""
 
     def __init__(self, settings: StepSettings, seconds: StepSeconds) -> None:
         self.seconds = seconds.of
-        self._settings, self._seconds = settings, seconds
-        self._wait_s = 0.0  # average wait of the latest steps
-        self._learn(0.0)
-
-    def _learn(self, wait_s: float) -> None:
-        """Sets the known costs to those of steps that wait so long."""
-        self._known_wait_s, settings = wait_s, self._settings
-        seconds = replace(self._seconds, fixed_s=self._seconds.fixed_s + wait_s)
+        self._max_tokens, self._fixed_s = settings.max_tokens, seconds.fixed_s
         beyond_token_s = max(0.0, seconds.each_s - seconds.token_s)
         self._limits = StepLimits(
             settings.turn_s,
@@ -68,23 +58,27 @@ class ModelSteps:
             StepCosts.known(seconds.of),
             StepCosts.known(lambda tokens: seconds.of(0, tokens), (beyond_token_s, 0.0, 0.0), CHUNK_STEP_TOKENS),
         )
+        self._known_wait_s = 0.0  # the average wait with which the results below were computed
         self._max_rows: dict[int, int] = {}  # turns -> max_rows
         self._rows_beside_prompt: dict[tuple[int, int, bool], int] = {}  # (turns, rows, strict) -> result
         self._room: dict[tuple[int, int, int, bool], int] = {}  # (turns, rows, prompts, strict) -> result
 
-    def waited(self, wait_s: float) -> None:
+    def note_wait(self, seconds: float) -> None:
         """Learns that a step waited so long for other devices."""
-        self._wait_s += NEWEST * (wait_s - self._wait_s)
-        if abs(self._wait_s - self._known_wait_s) > _MOVED * (self._seconds.fixed_s + self._known_wait_s):
-            self._learn(self._wait_s)
+        self._limits.note_wait(seconds)
+        if abs(self._limits.wait_s - self._known_wait_s) > _MOVED * (self._fixed_s + self._known_wait_s):
+            self._known_wait_s = self._limits.wait_s
+            self._max_rows.clear()
+            self._rows_beside_prompt.clear()
+            self._room.clear()
 
     def max_rows(self, turns: int) -> int:
         """Returns how many sequences may decode in one step that takes `turns` turns."""
         if not turns:
-            return self._settings.max_tokens
+            return self._max_tokens
         found = self._max_rows.get(turns)
         if found is None:
-            found = self._max_rows[turns] = self._limits.max_rows(self._settings.max_tokens, _CONTEXT, turns)
+            found = self._max_rows[turns] = self._limits.max_rows(self._max_tokens, _CONTEXT, turns)
         return found
 
     def turns_s(self, turns: int) -> float | None:
@@ -105,12 +99,12 @@ class ModelSteps:
         key = turns, num_rows, num_prompts, strict
         found = self._room.get(key)
         if found is None:
-            found = self._room[key] = max(min(LEAST_CHUNK_TOKENS, self._settings.max_tokens - num_rows), self._tokens_within(*key))
+            found = self._room[key] = max(min(LEAST_CHUNK_TOKENS, self._max_tokens - num_rows), self._tokens_within(*key))
         return found
 
     def _tokens_within(self, turns: int, num_rows: int, num_prompts: int, strict: bool) -> int:
         longest_s = self._limits.longest_s([TenantLoad(num_rows, num_prompts)], _CONTEXT, turns, strict)
         if longest_s is None:
-            return self._settings.max_tokens - num_rows
+            return self._max_tokens - num_rows
         contexts = (num_rows * _CONTEXT, 0.0, 0.0)
-        return self._limits.prompting.tokens_within(longest_s, self._settings.max_tokens, lambda tokens: contexts) - num_rows
+        return self._limits.prompting.tokens_within(longest_s, self._max_tokens, lambda tokens: contexts) - num_rows

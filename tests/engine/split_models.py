@@ -518,6 +518,25 @@ def results_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool =
     return told, pieces
 
 
+def waits_of_steps(own: Rank, late_s: float) -> list[tuple[float, float]]:
+    """Returns the seconds of a few decode steps and how much of them rank 0 waited, with a follower that begins each so late."""
+    model = load_share(own, "llama", "float32", How())
+    table, told = table_of(model), []
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    write_sampling(table, 0, params, 1, MAX_LEN)
+    for at in range(4):
+        while own.rank and own.ended[0] < at:  # as a step is posted once the one before has ended
+            time.sleep(1e-4)
+        if own.rank:
+            time.sleep(late_s)
+            model.follow(plan((0, at, 1)), table)
+        else:
+            result = model.execute(plan((0, at, 1)), table)
+            own.ended[0] += 1
+            told.append((result.seconds, result.waited_s))
+    return told
+
+
 def _every_third() -> Any:
     allowed = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
     allowed[:VOCAB:3] = 1

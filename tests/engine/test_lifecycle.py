@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import KernelNews, LoadTask
 from engine.lifecycle import kv_transfer
 from engine.lifecycle.first_step import FirstStep
@@ -297,6 +298,21 @@ class Encoder:
 
     def release(self) -> None:
         pass
+
+
+def test_a_split_model_s_waits_are_charged_but_are_no_cost_of_its_steps(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.load("a")
+    node.submit("a", 1, 20)
+    served = node.models.by_name["a"]
+    served.share = cast(GroupShare, object())
+    plan = served.scheduler.plan(0)
+    assert plan is not None
+    for _ in range(9):
+        node.models.charge(served, plan, 0.1, waited_s=0.06)
+    assert served.limits.wait_s == pytest.approx(0.06 * (1 - 0.9**9))
+    assert served.limits.expected_s(plan) == pytest.approx(0.04 + served.limits.wait_s)
+    assert served.unreported_s == pytest.approx(0.9)
 
 
 def test_steps_cost_something_else_once_other_kernels_compute_them(tmp_path: Path) -> None:

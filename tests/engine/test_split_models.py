@@ -19,6 +19,7 @@ from tests.engine.split_models import (
     drawn_copies,
     logits_of_steps,
     shape_of,
+    waits_of_steps,
     write_quantised,
 )
 
@@ -130,6 +131,14 @@ def test_followers_join_whatever_the_leader_executes(two: RankGroup, hows: tuple
 
 def test_several_followers_join_whatever_the_leader_executes(four: RankGroup) -> None:
     check_results(four, (RECORDED, PLAIN, ONE_BY_ONE, RECORDED))
+
+
+def test_a_step_tells_how_long_it_waited_for_a_follower(two: RankGroup) -> None:
+    """So that the model's costs are learned without what other models had the follower do."""
+    two.renew()
+    leader, _ = two.run(waits_of_steps, 0.1)
+    for seconds, waited_s in leader[1:]:  # the first step waits until both have loaded
+        assert 0.05 < waited_s <= seconds
 
 
 @pytest.mark.parametrize("how", [RECORDED, PLAIN_ONE_BY_ONE], ids=["recorded", "plain"])

@@ -199,6 +199,22 @@ def test_python_and_kernels_use_the_same_places() -> None:
     assert kernels.LINE_WORDS * 8 == LINE_BYTES
 
 
+def test_a_rank_knows_how_long_it_waited_for_others_to_begin() -> None:
+    group = Group(True, False, True)
+    for late, waits in ((None, (0.0, 0.0, 0.0)), (2, (0.05, 0.05, 0.0)), (0, (0.0, 0.05, 0.05))):
+
+        def step(ranks: SharedRanks, late: int | None = late) -> None:
+            if ranks.rank == late:
+                time.sleep(0.05)
+            ranks.begin()
+            ranks.count(1, 1)
+            ranks.sum(torch.ones(1, WIDTH))
+
+        group.run(step)
+        for ranks, wait_s in zip(group.ranks, waits, strict=True):
+            assert ranks.waited_s() == pytest.approx(wait_s, abs=0.04)
+
+
 def test_memory_of_another_size_is_refused() -> None:
     assert buffer_bytes_of(rank_memory_bytes(3, BUFFER_BYTES), 3) == BUFFER_BYTES
     with pytest.raises(ValueError, match="not the memory of 3 ranks"):

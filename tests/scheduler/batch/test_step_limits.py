@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from scheduler.batch.plan import BatchPlan
 from scheduler.batch.step_costs import class_tokens
-from scheduler.batch.step_limits import CHUNK_STEP_TOKENS, StepLimits
+from scheduler.batch.step_limits import CHUNK_STEP_TOKENS, NEARLY_FREE, StepLimits
 from scheduler.batch.step_room import LEAST_CHUNK_TOKENS, StepRoom
 from scheduler.batch.tenant_time import TenantLoad
 from tests.scheduler.batch.fake_model import Harness, Params
@@ -132,6 +135,37 @@ def test_a_busy_model_finds_its_batch_from_one_row_on_though_a_turn_hardly_holds
         limits.note(plan_of(rows), 0.0112 + 0.00035 * rows)
         rows = limits.max_rows(32, 100.0)
     assert rows == 8, "14.0 of 14.4 ms"
+
+
+@pytest.mark.parametrize(
+    "wait_s",
+    [lambda draw: 0.045, lambda draw: draw.uniform(0.0, 0.09), lambda draw: draw.choice((0.0, 0.09))],
+    ids=["even", "uneven", "now and then"],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_share_a_wait_for_other_devices_however_uneven_it_is(wait_s: Callable[[random.Random], float], seed: int) -> None:
+    """If waits were a part of the learned costs, the uneven ones would leave 4 to 12 rows of 40."""
+    limits, draw, rows = StepLimits(0.020, 2.0), random.Random(seed), 1
+    allowed = []
+    for wanted in (min(40, 1 + step // 5) for step in range(600)):
+        limits.note(plan_of(rows, context=100), 0.022 + 0.0004 * rows)
+        limits.note_wait(wait_s(draw))
+        rows = limits.max_rows(wanted, 100.0)
+        allowed.append(rows)
+    assert np.mean(allowed[200:]) >= 30
+    assert limits.turns_s(1) == pytest.approx(NEARLY_FREE * (0.022 + limits.wait_s), rel=0.05)
+    assert limits.expected_s(plan_of(1, context=100)) == pytest.approx(0.0224 + limits.wait_s, rel=0.1)
+
+
+def test_a_wait_leaves_room_for_a_chunk() -> None:
+    limits = limits_of(0.010, 2.0, *SIZES)
+    chunk = chunk_of(limits, 0, turns=1)
+    for _ in range(100):
+        limits.note_wait(0.005)
+    assert 16 <= chunk_of(limits, 0, turns=1) < chunk, "half of the turn is left"
+    for _ in range(100):
+        limits.note_wait(1.0)
+    assert chunk_of(limits, 0, turns=1) > chunk, "a quarter of what a step waits is left"
 
 
 def chunks_are_dear(turn_s: float) -> StepLimits:

@@ -207,11 +207,11 @@ def test_waits_for_other_devices_make_steps_larger() -> None:
     steps = ModelSteps(StepSettings(0.02, 2.0, 512), StepSeconds(0.01, 0.001, 0.0, 0.001))
     rows, tokens = steps.max_rows(1), steps.prompt_tokens(1, 1, 1)
     for _ in range(100):
-        steps.waited(0.04)
+        steps.note_wait(0.04)
     assert steps.turns_s(1) == pytest.approx(1.25 * 0.051, rel=0.1), "the cheapest step is longer than a turn now"
     assert steps.max_rows(1) > rows
     assert steps.prompt_tokens(1, 1, 1) >= tokens
     assert steps.seconds(1, 0) == pytest.approx(0.011), "a step itself takes as long as before"
     for _ in range(200):
-        steps.waited(0.0)
+        steps.note_wait(0.0)
     assert abs(steps.max_rows(1) - rows) <= 2
