@@ -203,7 +203,7 @@ def test_a_prompt_goes_on_where_there_is_no_room() -> None:
 
 
 def test_waits_for_other_devices_make_steps_larger() -> None:
-    """As in an engine, which learns what steps cost with their waits."""
+    """The average wait counts as a fixed cost of each step, which more rows share, as in an engine."""
     steps = ModelSteps(StepSettings(0.02, 2.0, 512), StepSeconds(0.01, 0.001, 0.0, 0.001))
     rows, tokens = steps.max_rows(1), steps.prompt_tokens(1, 1, 1)
     for _ in range(100):
