@@ -19,7 +19,7 @@ class Thread(threading.Thread):
 
     threading.Thread.start waits for the first sign of the new thread, and waits for ever where that thread has no memory to give
     one, as in a process that may map no more (https://github.com/python/cpython/issues/140746; found with engines). Such a thread
-    ends, so the system no longer lists it, as it does one that has not had a processor yet."""
+    ends, and the system no longer lists it. A thread that has not had a processor yet is listed."""
 
     def __init__(self, target: Callable[..., object], args: Iterable[Any] = (), name: str | None = None) -> None:
         super().__init__(name=name, daemon=True)
