@@ -48,7 +48,7 @@ class EngineEvents:
         self._kernel_kills = KernelKills()
         self._loaded_s: dict[str, float] = {}  # model -> when its last load ended
         self._measure_prefill_at: dict[str, float] = {}  # model -> when a prefill may be measured again
-        self._post, self._find = dispatcher.post, dispatcher.open.by_id.get
+        self._post, self._by_id = dispatcher.post, dispatcher.open.by_id
         # Set by the node: returns which experts the next loads of a model hold several times; None: it has no such copies.
         self.chosen_copies: Callable[[str], events.CopiesChosen | None] = lambda model: None
         self.is_over = False  # whether messages of engines are dropped, because the next daemon computes their content again
@@ -109,7 +109,7 @@ class EngineEvents:
         if self.is_over:
             return
         if kind is protocol.TokensOut:
-            self._tokens_out(message)
+            self._tokens_out(device, message)
         elif kind is protocol.Stats:
             self.stats[device] = message
             self._post(
@@ -131,13 +131,13 @@ class EngineEvents:
             else:
                 self._answered(device, message)
         elif kind is protocol.EmbeddingsOut:
-            self._embeddings_out(message)
+            self._embeddings_out(device, message)
         elif kind is protocol.PromptLogprobs:
-            self._prompt_logprobs(message)
+            self._prompt_logprobs(device, message)
         elif kind is protocol.AdapterLoaded:
             self._adapter_loaded(device, message)
         elif kind is protocol.RequestFailed:
-            self._request_failed(message)
+            self._request_failed(device, message)
         elif kind is protocol.Probed:
             self.probes.answered(device, message)
         elif kind is protocol.ExpertTokens:
@@ -258,11 +258,18 @@ class EngineEvents:
             )
         )
 
-    def _embeddings_out(self, message: protocol.EmbeddingsOut) -> None:
+    def _find(self, device: str, request_id: int) -> Generation | None:
+        """Returns the sequence with this id if it runs on the device; None if it has ended, or was submitted to another device
+        since. A replica that is paused may still end a step whose sequences go on at another replica: these tokens are computed
+        there again."""
+        generation = self._by_id.get(request_id)
+        return generation if generation is not None and generation.submitted_device == device else None
+
+    def _embeddings_out(self, device: str, message: protocol.EmbeddingsOut) -> None:
         self._metrics.steps[message.model] += message.steps
         self._metrics.step_seconds[message.model] += message.seconds
         for request_id, vector in zip(message.request_ids, message.values, strict=True):
-            generation = self._find(request_id)
+            generation = self._find(device, request_id)
             if generation is None:
                 continue
             generation.vector = vector
@@ -273,8 +280,8 @@ class EngineEvents:
                 self._dispatcher.sink_broke(generation)
             self._dispatcher.finished(request_id)
 
-    def _request_failed(self, message: protocol.RequestFailed) -> None:
-        generation = self._find(message.request_id)
+    def _request_failed(self, device: str, message: protocol.RequestFailed) -> None:
+        generation = self._find(device, message.request_id)
         about = {"model": generation.model.name, "device": generation.submitted_device} if generation is not None else {}
         cause = f"req-{message.request_id}"
         log.warning("a request failed in the engine: %s: %s", message.code, message.error, extra=fields(cause=cause, **about))
@@ -282,16 +289,16 @@ class EngineEvents:
             self._dispatcher.fail(generation, _error(message, generation), "failed")
             self._dispatcher.finished(message.request_id)
 
-    def _logprobs(self, told: protocol.TokenLogprobs) -> None:
+    def _logprobs(self, device: str, told: protocol.TokenLogprobs) -> None:
         start = 0
         for request_id, chosen, count in zip(told.request_ids, told.chosen, told.counts, strict=True):
-            generation = self._find(request_id)
+            generation = self._find(device, request_id)
             if generation is not None and generation.logprobs is not None:
                 generation.logprobs.feed(chosen, told.top_ids[start : start + count], told.top[start : start + count])
             start += count
 
-    def _prompt_logprobs(self, told: protocol.PromptLogprobs) -> None:
-        generation = self._find(told.request_id)
+    def _prompt_logprobs(self, device: str, told: protocol.PromptLogprobs) -> None:
+        generation = self._find(device, told.request_id)
         if generation is None:
             return
         if generation.logprobs is not None:
@@ -301,8 +308,8 @@ class EngineEvents:
 
     # ---- the hot path
 
-    def _tokens_out(self, message: protocol.TokensOut) -> None:
-        find = self._find
+    def _tokens_out(self, device: str, message: protocol.TokensOut) -> None:
+        find = self._by_id.get
         ids, finish = message.ids, message.finish
         metrics, model = self._metrics, message.model
         metrics.steps[model] += message.steps
@@ -312,17 +319,17 @@ class EngineEvents:
             metrics.drafted_tokens[model] += sum(message.drafted)
             metrics.accepted_tokens[model] += len(ids) - len(message.request_ids)
         if message.cached:
-            self._note_cached(message)
+            self._note_cached(device, message)
         if message.resumed:
-            self._note_resumed(message)
+            self._note_resumed(device, message)
         if message.logprobs is not None:
-            self._logprobs(message.logprobs)
+            self._logprobs(device, message.logprobs)
         self._dispatcher.hold_aborts()
         try:
             if not message.counts and not finish:
                 for request_id, token in zip(message.request_ids, ids, strict=True):
                     generation = find(request_id)
-                    if generation is not None:
+                    if generation is not None and generation.submitted_device == device:  # as in _find
                         output = generation.output
                         if not output:
                             self._first_token(generation)
@@ -332,11 +339,11 @@ class EngineEvents:
                         except Exception:  # the step's other sequences must get their tokens
                             self._dispatcher.sink_broke(generation)
             else:
-                self._mixed_rows(message)
+                self._mixed_rows(device, message)
         finally:
             self._dispatcher.release_aborts()
 
-    def _mixed_rows(self, message: protocol.TokensOut) -> None:
+    def _mixed_rows(self, device: str, message: protocol.TokensOut) -> None:
         """Passes the tokens of a step on to the sinks of their sequences, if a sequence has several tokens or ends in this step;
         other steps take a faster way in _tokens_out."""
         start = 0
@@ -346,7 +353,7 @@ class EngineEvents:
         for request_id, count, finish, num_drafted in zip(message.request_ids, counts, finishes, drafted, strict=True):
             row = message.ids[start : start + count]
             start += count
-            generation = self._find(request_id)
+            generation = self._find(device, request_id)
             if generation is None:
                 continue
             if num_drafted:
@@ -375,16 +382,16 @@ class EngineEvents:
                     self._dispatcher.sink_broke(generation)
                 self._dispatcher.finished(request_id)
 
-    def _note_cached(self, message: protocol.TokensOut) -> None:
+    def _note_cached(self, device: str, message: protocol.TokensOut) -> None:
         for request_id, num_cached in message.cached.items():
-            generation = self._find(request_id)
+            generation = self._find(device, request_id)
             if generation is not None and not generation.output:
                 generation.num_cached = num_cached
                 self._metrics.cached_tokens[message.model] += num_cached
 
-    def _note_resumed(self, message: protocol.TokensOut) -> None:
+    def _note_resumed(self, device: str, message: protocol.TokensOut) -> None:
         for request_id, (restored, recomputed) in message.resumed.items():
-            generation = self._find(request_id)
+            generation = self._find(device, request_id)
             if generation is not None:
                 generation.restored_tokens += restored
                 generation.recomputed_tokens += recomputed

@@ -66,7 +66,7 @@ class Sink:
 
 
 class Harness:
-    """One device, models a and b that fit together unless said otherwise."""
+    """One device, or several; models a and b that fit together unless said otherwise. `engine` is that of the first device."""
 
     def __init__(
         self,
@@ -74,9 +74,11 @@ class Harness:
         budget_bytes: int = 64 * MIB,
         weights_bytes: int = 8 * MIB,
         max_wait_s: float = 60.0,
+        devices: Sequence[str] = ("cpu:0",),
     ) -> None:
         config = config or NodeConfig(request_timeout_s=60.0)
-        self.scheduler = NodeScheduler(SchedulerSettings(chunk_bytes=MIB, max_wait_s=max_wait_s), {"cpu:0": budget_bytes})
+        budgets = dict.fromkeys(devices, budget_bytes)
+        self.scheduler = NodeScheduler(SchedulerSettings(chunk_bytes=MIB, max_wait_s=max_wait_s), budgets)
         self.entries = {name: entry(name) for name in ("a", "b")}
         self.metrics = Metrics()
         self.ring = EventRing()
@@ -89,19 +91,21 @@ class Harness:
             LoopWatch(asyncio.get_running_loop()),
         )
         kernels = Kernels(self.ring)
-        self.told = EngineEvents(self.dispatcher, {"cpu:0": budget_bytes}, kernels)
+        self.told = EngineEvents(self.dispatcher, budgets, kernels)
         self.dispatcher.why_slow = kernels.sentence
-        self.engine = Engine()
-        self.dispatcher.engines = {"cpu:0": self.engine}
+        self.engines = {device: Engine() for device in devices}
+        self.engine = self.engines[devices[0]]
+        self.dispatcher.engines = dict(self.engines)
         for name in self.entries:
             facts = events.ModelFacts(
                 name=name, weights_bytes=weights_bytes, kv_bytes_per_token=1024, work_space_bytes=MIB, max_model_len=2048
             )
             self.dispatcher.post(events.ModelRegistered(now=0.0, cause="scan", facts=facts))
-        self.up()
+        for device in devices:
+            self.up(device)
 
-    def up(self) -> None:
-        self.told.engine_up("cpu:0", protocol.EngineReady(pid=1, version=1, num_chunks=64))
+    def up(self, device: str = "cpu:0") -> None:
+        self.told.engine_up(device, protocol.EngineReady(pid=1, version=1, num_chunks=64))
 
     def message(self, message: protocol.Message) -> None:
         self.told.engine_message("cpu:0", message)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from config.schema import NodeConfig
 from daemon.api.generation.usage import usage_of
 from engine import protocol
-from engine.protocol import FINISH_STOP
+from engine.protocol import FINISH_LENGTH, FINISH_STOP
 from scheduler.node import events
 from scheduler.node.host_tier import HostTierAccount
+from scheduler.node.replica_names import further
 from tests.daemon.test_dispatcher import MIB, Harness, until
+
+DEVICES = ("cpu:0", "cpu:1")
 
 
 class Contended(Harness):
@@ -50,6 +57,55 @@ async def test_a_paused_request_goes_on_with_what_it_has_and_its_usage_says_so()
     assert usage_of([generation], 4)["hearth"] == {"preemptions": 1, "restored_tokens": 4, "recomputed_tokens": 1}
     assert node.metrics.swaps.kv_tokens == {("a", "saved"): 0, ("a", "restored"): 4, ("a", "recomputed"): 1}
     assert node.metrics.swaps.paused_requests == {"a": 1}
+    node.scheduler.validate()
+
+
+class Replicated(Harness):
+    """Model a has a replica a#2. Each of the two devices has room for one of a, a#2 and b; b may only use the second one."""
+
+    def __init__(self) -> None:
+        super().__init__(budget_bytes=24 * MIB, weights_bytes=12 * MIB, devices=DEVICES)
+        self.entries["a#2"] = self.entries["a"]
+        model = self.scheduler._node.models["a"].facts
+        alone = replace(self.scheduler._node.models["b"].facts, devices=DEVICES[1:])
+        for facts in (*further(model, 2, by_load=False), alone):
+            self.dispatcher.post(events.ModelRegistered(now=0.0, cause="scan", facts=facts))
+
+    def load_both(self) -> None:
+        for device, model in zip(DEVICES, ("a", "a#2"), strict=True):
+            (load,) = self.engines[device].take(protocol.LoadModel)
+            assert load.model == model
+            self.told.engine_message(device, protocol.LoadDone(load.placement_id, load.model, 0.1, 1))
+
+    def tokens(self, device: str, request_id: int, ids: list[int], **told: Any) -> None:
+        """One step of the device's replica of model a."""
+        message = protocol.TokensOut("a" if device == DEVICES[0] else "a#2", 1, 0.001, [request_id], ids, **told)
+        self.told.engine_message(device, message)
+
+
+@pytest.mark.parametrize("late", [{"ids": [12]}, {"ids": [12, 13], "counts": [2]}, {"ids": [12], "finish": [FINISH_LENGTH]}])
+async def test_a_step_that_a_paused_replica_ends_late_is_computed_again_elsewhere(late: dict[str, Any]) -> None:
+    """The engine of a paused replica learns of its eviction after the daemon has sent the sequences to another replica. It may end
+    steps meanwhile, whose tokens are not the sequences' next ones by the time they arrive."""
+    node = Replicated()
+    requests = [node.request(max_tokens=3)]
+    node.load_both()
+    requests += [node.request(max_tokens=3) for _ in range(2)]
+    generation, sink = next(request for request in requests if request[0].replica == "a#2")
+    request_id = generation.request_id
+    node.tokens("cpu:1", request_id, [10])
+    node.tokens("cpu:1", request_id, [11])
+    node.engine.sent.clear()
+    node.request("b")
+    node.dispatcher.post(events.TimePassed(now=time.monotonic() + 9, cause="time"))  # a#2 may drain no longer
+    assert node.engines["cpu:1"].take(protocol.EvictModel)
+    (submit,) = node.engine.take(protocol.Submit)
+    assert (submit.request_id, submit.output, generation.submitted_device) == (request_id, [10, 11], "cpu:0")
+    node.tokens("cpu:1", request_id, **late)
+    node.told.engine_message("cpu:1", protocol.RequestFailed(request_id, "invalid", "a late failure"))
+    assert (sink.ids, sink.finish, sink.error) == ([10, 11], 0, None)
+    node.tokens("cpu:0", request_id, [12], finish=[FINISH_LENGTH])
+    assert (sink.ids, sink.finish) == ([10, 11, 12], FINISH_LENGTH)
     node.scheduler.validate()
 
 
