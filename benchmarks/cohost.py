@@ -65,7 +65,7 @@ def body(model: str, num_in: int, num_out: int, draw: random.Random) -> dict[str
 
 @dataclass(slots=True, frozen=True)
 class Counted:
-    """What an engine had counted by a moment (time.perf_counter): steps, their device seconds, and generated tokens."""
+    """The counts of an engine at a moment (time.perf_counter): steps, their device seconds, and generated tokens."""
 
     at_s: float
     num_steps: float

@@ -90,7 +90,7 @@ def speed(stamps: list[float], begin_s: float, end_s: float) -> float:
 
 
 def alone_s(folder: Path, cache_dir: Path) -> float:
-    """From ready to the kernels' use, of a daemon that nobody asks for anything."""
+    """Measures the time from ready to the kernels' use, of a daemon that gets no requests."""
     with Server(folder.parent, ["cpu=2GiB"], cache_dir=cache_dir) as server:
         ready_s, was_told = time.perf_counter(), False
         while time.perf_counter() - ready_s < 300:

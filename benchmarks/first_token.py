@@ -30,7 +30,7 @@ MIN_SAVED, RAW_TIMES, RAW_PLUS_S = 0.60, 1.15, 0.3  # the bars
 
 
 def first_token_s(server: Server, model: str, num_tokens: int, rng: random.Random) -> float:
-    """From the request's first byte to the first token's, of a prompt that no cache holds."""
+    """Measures the time from the request's first byte to the first token's, with a prompt that no cache holds."""
     body = {"model": model, "prompt": [rng.randrange(300, VOCAB) for _ in range(num_tokens)], "max_tokens": 2, "stream": True}
     data = json.dumps(body | {"temperature": 0, "ignore_eos": True}).encode()
     asked = urllib.request.Request(server.url + "/v1/completions", data, {"Content-Type": "application/json"})

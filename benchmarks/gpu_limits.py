@@ -75,7 +75,7 @@ def gemm_flops(device: str, tiny: bool) -> float:
 
 
 def host_to_device_bytes_per_s(device: str, tiny: bool) -> float:
-    """From page-locked memory, where there is a GPU."""
+    """Measures copies from host memory, page-locked where there is a GPU."""
     num_bytes = (1 << 20) if tiny else (1 << 30)
     source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)

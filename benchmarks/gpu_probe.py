@@ -1,5 +1,6 @@
-"""Whether the GPU still answers: a context, a small allocation, a fill and a copy back, through the driver alone, so without the
-seconds that importing torch takes. Prints one JSON line; exits 1 if a call is refused. One that hangs is ended by its caller.
+"""Tries whether the GPU still answers: a context, a small allocation, a fill and a copy back, through the driver alone, so
+without the seconds that importing torch takes. Prints one JSON line; exits 1 if a call is refused. One that hangs is ended by its
+caller.
 
 usage: python -m benchmarks.gpu_probe
 """

@@ -53,7 +53,7 @@ class Rank:
 
     @property
     def captures(self) -> bool:
-        """Whether exchanges can be captured in a graph."""
+        """Returns whether exchanges can be captured in a graph."""
         return self.device == "cuda" and self.through == NCCL
 
     @property

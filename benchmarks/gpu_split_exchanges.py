@@ -238,7 +238,7 @@ def _abort(group: Collectives) -> None:
 
 
 def wait_for_lost(own: Rank, captured: bool) -> tuple[float, bool]:
-    """On rank 0: begins an exchange for which the other ranks never come. Returns when the work behind it on the same stream had
+    """Begins an exchange on rank 0 for which the other ranks never come. Returns when the work behind it on the same stream had
     ended (by time.monotonic()), and whether its result was right. captured: the exchange is in a graph."""
     ranks = own.connected()
     x, square = torch.ones(1 << 16, device=own.device), torch.full((64, 64), 2.0, device=own.device)

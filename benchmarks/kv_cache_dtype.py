@@ -39,14 +39,14 @@ E4M3_MAX, SCALE_OF_ONE = 448.0, 127
 
 
 def unscaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """In quantize_fp8's place."""
+    """Quantizes with scales of one; takes quantize_fp8's place."""
     codes = x.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes, torch.full(x.shape[:-1], SCALE_OF_ONE, dtype=torch.uint8)
 
 
 @contextmanager
 def scaled_by(scale: str) -> Iterator[None]:
-    """What is written meanwhile is divided so."""
+    """Has keys and values that are written meanwhile divided by `scale`."""
     original = reference.quantize_fp8
     if scale == "1":
         reference.quantize_fp8 = unscaled

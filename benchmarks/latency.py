@@ -36,7 +36,7 @@ PAUSE_S = 0.3  # from one prompt to the next
 
 
 def gaps_ms(results: list[Result], begin: float = 0.0, end: float = float("inf")) -> list[float]:
-    """Between two reads of one stream, of those that ended in [begin, end]."""
+    """Returns the times between two reads of one stream that ended in [begin, end]."""
     return [
         1e3 * (b - a) for result in results for a, b in zip(result.stamps, result.stamps[1:], strict=False) if begin <= b <= end
     ]
@@ -91,7 +91,7 @@ async def beside_prompts(url: str, model: str, num_out: int) -> dict[str, Any]:
 
 
 async def first_token_ms(url: str, model: str) -> float:
-    """Of such a prompt while nothing else runs."""
+    """Returns the time to the first token of such a prompt while nothing else runs."""
     (result,) = await drive(url, [model], 1, 1, PROMPT_WORDS, 1, seed=9)
     return 1e3 * (result.stamps[0] - result.started)
 

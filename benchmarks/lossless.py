@@ -1,4 +1,5 @@
-"""Whether drafts change anything: `python -m benchmarks.lossless [--requests 200] [--tokens 20000] [--schemas 500] [--model DIR]`.
+"""Measures whether drafts change anything:
+`python -m benchmarks.lossless [--requests 200] [--tokens 20000] [--schemas 500] [--model DIR]`.
 
 The engine's own parts (constraints, grammar process, batch scheduler, model) on a tiny model with random weights, in float32:
 

@@ -19,4 +19,4 @@ class PlainRange:
         return self.memory[offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
 
     def unmap(self) -> None:
-        """Nothing is mapped."""
+        """Does nothing, because nothing is mapped."""

@@ -1,4 +1,4 @@
-"""What counts as prose in a docstring, and its clean text: markup removed, code, tables and grammar dropped."""
+"""Finds the prose in docstrings and cleans it: markup removed, code, tables and grammar dropped."""
 
 import inspect
 import re

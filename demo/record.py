@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Screen:
-    """What a terminal of COLUMNS columns would show that never forgets a line. Only what the demo prints is known: text, line
+    """The screen of a terminal of COLUMNS columns that never forgets a line. Only what the demo prints is known: text, line
     ends, and colours; other sequences raise ValueError."""
 
     lines: list[list[Piece]] = field(default_factory=lambda: [[]])
@@ -168,7 +168,7 @@ def _piece(piece: Piece, y: int) -> str:
 
 
 def _scrolling(lines: list[list[Piece]], rows: int, total_s: float) -> str:
-    """Up a line whenever one begins below the last row."""
+    """Returns the animation that scrolls up a line whenever one begins below the last row."""
     times, places, top = [0.0], [0], 0
     for row, line in enumerate(lines):
         if line and row >= rows + top:

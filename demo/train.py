@@ -132,7 +132,7 @@ def model_config(shape: Shape) -> dict[str, object]:
 
 
 def write_settings(folder: Path, shape: Shape, tokenizer: Tokenizer) -> None:
-    """Everything but the weights."""
+    """Writes all files of the checkpoint but the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     tokenizer_config = {
@@ -257,7 +257,7 @@ def batches(
 
 
 class Schedule:
-    """How far a run is: by steps, or by the clock when `minutes` are given and run out first."""
+    """The progress of a run: by steps, or by the clock when `minutes` are given and run out first."""
 
     def __init__(self, num_steps: int, minutes: float | None) -> None:
         self.num_steps, self.seconds = num_steps, minutes * 60 if minutes else math.inf
@@ -272,7 +272,7 @@ class Schedule:
         return 1.0 if self.stopped else min(1.0, max(self.step / self.num_steps, self.elapsed() / self.seconds))
 
     def lr_factor(self) -> float:
-        """Up in `WARMUP_STEPS`, flat, then down to nothing over the last 85 % of the run."""
+        """Returns the factor of the learning rate: it rises for WARMUP_STEPS, and falls to nothing in the last 85 % of the run."""
         return min(1.0, (self.step + 1) / WARMUP_STEPS, max(0.0, 1 - self.progress()) / 0.85)
 
 

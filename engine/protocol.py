@@ -54,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 
     @property
     def is_limited(self) -> bool:
-        """Whether the request rules out certain tokens (allowed_token_ids) or sequences of tokens (bad_words); see
+        """Returns whether the request rules out certain tokens (allowed_token_ids) or sequences of tokens (bad_words); see
         engine/grammar/token_limits.py."""
         return bool(self.allowed_token_ids or self.bad_words)
 
@@ -141,7 +141,7 @@ class LoadModel(Message, frozen=True):
 
     @property
     def predicts(self) -> bool:
-        """Whether a predictor of further tokens (the checkpoint's own, or an EAGLE-3 head) is loaded with the model."""
+        """Returns whether a predictor of further tokens (the checkpoint's own, or an EAGLE-3 head) is loaded with the model."""
         return self.speculator in (MTP, EAGLE3)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pathlib
 import re
@@ -12,6 +13,12 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("demo/**/*.md")])
+# Words that begin no sentence about what a function or a class is or does.
+FRAGMENTS = re.compile(
+    r"(whether|what|why|where|when|how|if|with|without|for|like|as|by|in|of|from|to|then|at|on|between|behind|beside|after|before|up"
+    r"|it|they|this|these|those|who|nothing|nobody|everything)\b",
+    re.IGNORECASE,
+)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -98,6 +105,19 @@ def test_pages_of_the_design_stay_readable() -> None:
         for paragraph in text.split("\n\n"):
             is_prose = not paragraph.startswith(("|", "```", "- ", "1. "))
             assert not is_prose or len(paragraph.split()) <= 120, f"{name}: {paragraph[:60]}"
+
+
+@pytest.mark.parametrize("folder", ["daemon", "scheduler", "engine", "loader", "config", "benchmarks", "demo"])
+def test_docstrings_begin_with_a_noun_or_a_verb(folder: str) -> None:
+    """CONTRIBUTING.md says so. Words that begin a question or a part of a sentence are found here."""
+    fragments = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node) or ""
+                if FRAGMENTS.match(text):
+                    fragments.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'the file')}: {text[:40]}")
+    assert not fragments
 
 
 def test_changelog_names_the_version() -> None:

@@ -43,7 +43,7 @@ class Speculator:
 
     @property
     def predicts(self) -> bool:
-        """Whether a predictor is loaded together with the model."""
+        """Returns whether a predictor is loaded together with the model."""
         return self.shape.predicts
 
 

@@ -16,8 +16,8 @@ log = logging.getLogger("hearthd")
 
 @dataclass(slots=True, frozen=True)
 class RefusedReload:
-    """Why the settings files, as they are now, are not in use. message: the error. file, line, key: the place of the error. since:
-    Unix time of the first refusal since settings were last applied."""
+    """The refusal of the settings files as they are now. message: the error. file, line, key: the place of the error. since: Unix
+    time of the first refusal since settings were last applied."""
 
     message: str
     file: str

@@ -36,12 +36,12 @@ class Backend(Protocol):
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether files can be read straight into the weights' memory."""
+        """Returns whether files can be read straight into the weights' memory."""
         ...
 
     @property
     def steps_may_overlap(self) -> bool:
-        """Whether a model's first step may run in a thread of its own while steps of other models run."""
+        """Returns whether a model's first step may run in a thread of its own while steps of other models run."""
         ...
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:

@@ -89,7 +89,7 @@ class HostedModel(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def embeds(self) -> bool:
-        """Whether the model computes embeddings of texts instead of generating tokens: each sampling row has a vector in
+        """Returns whether the model computes embeddings of texts instead of generating tokens: each sampling row has a vector in
         StepResult.vectors."""
         ...
 

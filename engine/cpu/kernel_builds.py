@@ -191,7 +191,8 @@ class CpuKernelBuilds:
 
     @property
     def takes_cores(self) -> bool:
-        """Whether kernels are being compiled that do not wait for the engine to be idle, so that steps should leave them cores."""
+        """Returns whether kernels are being compiled that do not wait for the engine to be idle, so that steps should leave them
+        cores."""
         running = self._running
         only_waits = running is not None and all(self._may_wait(one) for one in tuple(running.left))
         return self._builder is not None and not only_waits

@@ -38,8 +38,8 @@ class EditedPart:
 
 @dataclass(slots=True)
 class _Lasting:
-    """What the edits of some rows are, apart from their tokens. It stays the same from step to step, as long as the same requests
-    have the same rows and are, or are not, short of their min_tokens.
+    """The part of some rows' edits that does not depend on their tokens. It stays the same from step to step, as long as the same
+    requests have the same rows and are, or are not, short of their min_tokens.
 
     edits [E, EDIT_WORDS]: the words of the edits, which point at no tokens. penalties [E PENALTIES]. penalised [E]: which of them
     have penalties. words: their biases and banned ids."""

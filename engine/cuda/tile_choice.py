@@ -237,7 +237,7 @@ class TileChoice:
 
 
 class _Kept(NamedTuple):
-    """What a file holds. chosen: the tile of each place. excluded: tiles with wrong results."""
+    """The content of a file. chosen: the tile of each place. excluded: tiles with wrong results."""
 
     chosen: dict[Place, Tile]
     excluded: set[MeasuredTile]

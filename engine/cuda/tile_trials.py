@@ -70,7 +70,7 @@ class Trial(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """What the trial decides."""
+        """The place in the table of tiles that the trial decides."""
         group = self.group if self.kernel == DECODE_KERNEL else 0
         return self.kernel, tiles.padded(self.head_dim), self.item_bytes, self.is_fp8, group
 

@@ -52,7 +52,7 @@ class FirstStep:
 
     @property
     def can_start(self) -> bool:
-        """Whether the step may start now and has requests to run."""
+        """Returns whether the step may start now and has requests to run."""
         is_copied = self.waits_for is not None and not self.waits_for.source_rejected
         return not self.running and not is_copied and self.served.scheduler.runnable
 

@@ -63,7 +63,7 @@ class Lifecycle:
 
     @property
     def busy(self) -> bool:
-        """Whether any model is being loaded, saved or restored, or its first step may run."""
+        """Returns whether any model is being loaded, saved or restored, or its first step may run."""
         return any(life.state is not State.SERVED for life in self.lives.values())
 
     # ---- messages of the daemon

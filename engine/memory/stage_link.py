@@ -58,12 +58,12 @@ class StageLink:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first stage, which takes nothing."""
+        """Returns whether this is the first stage, which takes nothing."""
         return self._stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last stage, which sends nothing."""
+        """Returns whether this is the last stage, which sends nothing."""
         return self._stage == self._num_stages - 1
 
     @property

@@ -254,7 +254,7 @@ class ExpertMatrices:
 
     @property
     def is_part(self) -> bool:
-        """Whether other ranks compute some of the pairs of a token and an expert."""
+        """Returns whether other ranks compute some of the pairs of a token and an expert."""
         return self.turns is not None or self.num_own < self.num_experts
 
 

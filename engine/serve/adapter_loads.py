@@ -133,7 +133,7 @@ class AdapterLoads:
 
     @property
     def under_way(self) -> bool:
-        """Whether adapters are being read, or have been read and are not in the device's memory yet."""
+        """Returns whether adapters are being read, or have been read and are not in the device's memory yet."""
         return any(own.reads for own in self._of.values())
 
     def ended(self, read: AdapterRead) -> None:

@@ -89,8 +89,8 @@ class ServedModel:
 
     @property
     def is_broken(self) -> bool:
-        """Whether this model is split and has lost one of its devices. It then takes no requests and runs no steps until it is
-        evicted."""
+        """Returns whether this model is split and has lost one of its devices. It then takes no requests and runs no steps until it
+        is evicted."""
         return self.share is not None and self.share.is_broken
 
     def take_steps(self) -> tuple[int, float]:
@@ -272,7 +272,7 @@ class ServedModels:
 
     @property
     def may_free_memory(self) -> bool:
-        """Whether memory may become free before long, because sequences run or a model is leaving."""
+        """Returns whether memory may become free before long, because sequences run or a model is leaving."""
         return bool(self.chunks.num_leaving) or any(served.scheduler.num_running for served in self.by_name.values())
 
     def forget_costs(self) -> None:

@@ -109,7 +109,7 @@ class Checkpoint:
 
     @property
     def is_packed_only(self) -> bool:
-        """Whether the folder holds the weights only in packed form."""
+        """Returns whether the folder holds the weights only in packed form."""
         return any(info.name.startswith(f"{PACKED_DIR}/") for info in self.files)
 
 

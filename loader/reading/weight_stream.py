@@ -66,7 +66,7 @@ class OpenCheckpoint:
 
     @property
     def has_plain_files_beside(self) -> bool:
-        """Whether the open files are packed ones and the model has plain files too."""
+        """Returns whether the open files are packed ones and the model has plain files too."""
         return self.is_packed and self.files != self.checkpoint.files
 
     @property

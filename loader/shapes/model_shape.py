@@ -231,12 +231,12 @@ class SplitShape:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the share's stage is the first one, which has the embedding."""
+        """Returns whether the share's stage is the first one, which has the embedding."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the share's stage is the last one, which has the final norm and the head."""
+        """Returns whether the share's stage is the last one, which has the final norm and the head."""
         return self.stage == self.num_stages - 1
 
     def layers_of(self, stage: int) -> range:
@@ -327,7 +327,7 @@ class ModelShape:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the model is an encoder, which keeps no KV."""
+        """Returns whether the model is an encoder, which keeps no KV."""
         return self.pooling not in ("", LAST_TOKEN)
 
     @property

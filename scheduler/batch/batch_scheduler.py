@@ -108,8 +108,8 @@ class BatchScheduler:
 
     @property
     def runnable(self) -> bool:
-        """Whether `plan` may find work: a sequence runs that is not held, or a request waits and memory has changed since the head
-        of the queue found none."""
+        """Returns whether `plan` may find work: a sequence runs that is not held, or a request waits and memory has changed since
+        the head of the queue found none."""
         return len(self.running) > self._num_held or (len(self.waiting) > 0 and self._blocked_version != self.kv.chunks.version)
 
     def submit(self, request: BatchRequest) -> None:
@@ -164,8 +164,8 @@ class BatchScheduler:
 
     @property
     def drafts_masked(self) -> bool:
-        """Whether tokens may be drafted for sequences with a grammar or token limits (`propose`); False for a model with state
-        groups."""
+        """Returns whether tokens may be drafted for sequences with a grammar or token limits (`propose`); False for a model with
+        state groups."""
         return self._drafts is not None
 
     def guess(self, request_id: int) -> IntArray | None:

@@ -100,7 +100,7 @@ class Drafts:
 
     @property
     def are_none(self) -> bool:
-        """Whether nothing can be drafted: there is no drafter, and no masked sequence has a proposal."""
+        """Returns whether nothing can be drafted: there is no drafter, and no masked sequence has a proposal."""
         return self._drafter is None and not len(self._masked)
 
     # ---- masked sequences

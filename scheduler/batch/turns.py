@@ -56,7 +56,7 @@ class Turns:
 
     @property
     def is_over(self) -> bool:
-        """Whether the latest steps together took longer than their turns, so that other models had to wait."""
+        """Returns whether the latest steps together took longer than their turns, so that other models had to wait."""
         return self._over_s > 0
 
     def charge(self, model: str, seconds: float, turn_s: float | None = None) -> None:

@@ -50,12 +50,12 @@ class ModelFacts:
 
     @property
     def is_split(self) -> bool:
-        """Whether the model is split over several devices; it then has no KV beyond its reserve."""
+        """Returns whether the model is split over several devices; it then has no KV beyond its reserve."""
         return self.num_ranks > 1
 
     @property
     def uses_host_tier(self) -> bool:
-        """Whether host memory may hold the model's weights and KV: False for a split model and for a further replica."""
+        """Returns whether host memory may hold the model's weights and KV: False for a split model and for a further replica."""
         return not self.is_split and not self.replica_of
 
     @property

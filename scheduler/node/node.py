@@ -92,8 +92,8 @@ class Copy:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the copy still has its share on each of the devices onto which it was loaded. A model that is not split has one
-        share."""
+        """Returns whether the copy still has its share on each of the devices onto which it was loaded. A model that is not split
+        has one share."""
         return len(self.devices) == self.facts.num_ranks
 
 
@@ -201,34 +201,34 @@ class Model:
 
     @property
     def is_spare(self) -> bool:
-        """Whether another replica goes on serving the model if this one leaves. Of the ready replicas all but the first are spare;
-        a pinned one never is."""
+        """Returns whether another replica goes on serving the model if this one leaves. Of the ready replicas all but the first are
+        spare; a pinned one never is."""
         if not self.primary.others or self.pinned:
             return False
         return next((one for one in self.replicas if one.state == residency.READY and not one.leaves), self) is not self
 
     @property
     def is_used(self) -> bool:
-        """Whether the model has requests, in this replica or in another one."""
+        """Returns whether the model has requests, in this replica or in another one."""
         if not self.primary.others:
             return bool(self.running or self.queue)
         return bool(self.primary.queue) or any(one.running for one in self.replicas)
 
     @property
     def served_elsewhere(self) -> bool:
-        """Whether another replica of the model takes requests."""
+        """Returns whether another replica of the model takes requests."""
         return bool(self.primary.others) and any(one.takes_requests for one in self.replicas if one is not self)
 
     @property
     def takes_requests(self) -> bool:
-        """Whether requests can be submitted to the engine of this replica: it is ready, or it is loading and prompts run as weights
-        arrive."""
+        """Returns whether requests can be submitted to the engine of this replica: it is ready, or it is loading and prompts run as
+        weights arrive."""
         streams = self.state == residency.LOADING and self.copy is not None and self.copy.streams
         return self.state == residency.READY or streams
 
     @property
     def leaves(self) -> bool:
-        """Whether the model is to leave its device because its folder is gone or the operator has disabled it."""
+        """Returns whether the model is to leave its device because its folder is gone or the operator has disabled it."""
         return self.removed or not self.enabled
 
     def enqueue(self, request: Request, first: bool = False) -> None:
@@ -305,8 +305,8 @@ class Device:
 
     @property
     def available(self) -> bool:
-        """Whether a placement may begin on the device: its engine is up, and all placements under way there still wait for busy
-        models to drain."""
+        """Returns whether a placement may begin on the device: its engine is up, and all placements under way there still wait for
+        busy models to drain."""
         return self.up and all(placement.stage == VICTIMS_DRAIN for placement in self.placements.values())
 
 

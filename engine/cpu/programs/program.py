@@ -89,7 +89,8 @@ class Recorder:
 
     @property
     def is_open(self) -> bool:
-        """Whether a call of the calling thread is to be recorded now. Calls within a recorded call are part of that call."""
+        """Returns whether a call of the calling thread is to be recorded now. Calls within a recorded call are part of that
+        call."""
         return not self._calling and self._thread == threading.get_ident()
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:

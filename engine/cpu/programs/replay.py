@@ -108,7 +108,7 @@ class Replay:
 
     @property
     def is_native(self) -> bool:
-        """Whether all calls are of compiled kernels and made without Python between them."""
+        """Returns whether all calls are of compiled kernels and made without Python between them."""
         if not self._parts:
             self.lay_out()
         return self._is_native

@@ -176,12 +176,13 @@ class StepInputs:
 
     @property
     def all_greedy(self) -> bool:
-        """Whether all rows that sample in the latest step take their most likely token."""
+        """Returns whether all rows that sample in the latest step take their most likely token."""
         return self._told[GREEDY] == self._told[SAMPLING]
 
     @property
     def settings_suffice(self) -> bool:
-        """Whether the latest step's tokens depend only on `settings`: no row edits its logits or wants log-probabilities."""
+        """Returns whether the latest step's tokens depend only on `settings`: no row edits its logits or wants
+        log-probabilities."""
         return self._told[APART] == 0
 
     def _fill_from(self, table: SequenceTable) -> Replay:

@@ -44,8 +44,8 @@ class Entry(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What an entry is for. architecture: see `architecture`. head_dim: padded to a power of two, from 64 to 512. item_bytes: bytes
-    of a number of the queries. fp8: keys and values are stored as FP8 codes."""
+    """The case that an entry is for. architecture: see `architecture`. head_dim: padded to a power of two, from 64 to 512.
+    item_bytes: bytes of a number of the queries. fp8: keys and values are stored as FP8 codes."""
 
     architecture: int
     head_dim: int
