@@ -46,7 +46,7 @@ def unscaled(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def scaled_by(scale: str) -> Iterator[None]:
-    """Has keys and values that are written meanwhile divided by `scale`."""
+    """Has keys and values that are written meanwhile divided by what `scale` says: "head" or "1", see above."""
     original = reference.quantize_fp8
     if scale == "1":
         reference.quantize_fp8 = unscaled

@@ -78,7 +78,7 @@ class Replicated(Harness):
             self.told.engine_message(device, protocol.LoadDone(load.placement_id, load.model, 0.1, 1))
 
     def tokens(self, device: str, request_id: int, ids: list[int], **told: Any) -> None:
-        """One step of the device's replica of model a."""
+        """Reports the tokens of one step of the device's replica of model a."""
         message = protocol.TokensOut("a" if device == DEVICES[0] else "a#2", 1, 0.001, [request_id], ids, **told)
         self.told.engine_message(device, message)
 
