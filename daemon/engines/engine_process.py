@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import IO, Protocol
 
-from engine.host.child_process import child_environment
+from engine.host.child_process import child_environment, end_before_daemon
 from engine.protocol import JOURNAL_BYTES
 
 
@@ -82,6 +82,7 @@ class Spawned:
             pass_fds=descriptors,
             process_group=0,
         )
+        end_before_daemon(self._process.pid)
         assert self._process.stderr is not None
         self.pid, self.stderr = self._process.pid, self._process.stderr
         self.pidfd = os.pidfd_open(self.pid)

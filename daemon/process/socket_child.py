@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from engine.host.child_process import end_before_daemon
+
 
 def spawn(
     module: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str], **own: Any
@@ -30,6 +32,7 @@ def spawn(
     except BaseException:
         ours.close()
         raise
+    end_before_daemon(process.pid)
     return process, ours
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daemon.scanning.messages import Finished, Found, FromScanner, Looking, Same, Scan
-from engine.host.child_process import child_environment, malloc_tunables
+from engine.host.child_process import child_environment, end_before_daemon, malloc_tunables
 from engine.protocol import FrameReader, encode
 from loader.models.adapter import Adapter
 from loader.models.catalog import Checkpoint, Seen, merged
@@ -311,7 +311,7 @@ def _spawn(fd: int) -> subprocess.Popen[bytes]:
     """Starts the scanning process. fd: its socket to the daemon. Its malloc has a fixed mmap threshold, so that the blocks of
     megabytes for long headers and lists return to the kernel when they are freed; by default glibc soon places such blocks on its
     heap, which cannot shrink while small blocks remain behind them."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-P", "-m", "daemon.scanning", str(fd)],
         cwd="/",
         env=child_environment(GLIBC_TUNABLES=malloc_tunables(mmap_threshold=64 << 10, trim_threshold=64 << 10)),
@@ -320,3 +320,5 @@ def _spawn(fd: int) -> subprocess.Popen[bytes]:
         pass_fds=(fd,),
         start_new_session=True,
     )
+    end_before_daemon(process.pid)
+    return process

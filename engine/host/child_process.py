@@ -1,4 +1,5 @@
-"""Prepares the daemon's child processes: an environment in which they find hearthd's packages, and a limit on their memory."""
+"""Prepares the daemon's child processes: an environment in which they find hearthd's packages, a limit on their memory, and the
+order in which the kernel ends processes when memory runs out."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from pathlib import Path
 # (1,099 MiB were measured for two on cpu, 343 for one on cuda). More than four gain nothing: the longest unit takes as long as all
 # the others do in four processes.
 MOST_COMPILERS, COMPILER_BYTES = 4, 640 << 20
+# How much higher the oom_score_adj of the daemon's children is than its own. The unit gives the daemon -500, so engines have 0, as
+# other processes of the machine do.
+OOM_SCORE_ADJ_OVER_DAEMON = 500
 PACKAGES = Path(__file__).resolve().parents[2]  # the folder that contains the five packages
 
 
@@ -40,3 +44,16 @@ def limit_memory(num_bytes: int, oom_score_adj: int) -> None:
             file.write(str(oom_score_adj))
     except OSError:
         pass  # the value was higher already, and this process may not lower it
+
+
+def end_before_daemon(pid: int) -> None:
+    """Has the kernel end a child of the daemon, and what that starts, before the daemon when memory runs out: an ended engine is
+    started again and its requests go on, while the daemon's end cuts all connections. Called in the daemon, so that it holds from
+    the child's first allocations on."""
+    adj = Path(f"/proc/{pid}/oom_score_adj")
+    try:
+        wanted = min(1000, int(Path("/proc/self/oom_score_adj").read_text()) + OOM_SCORE_ADJ_OVER_DAEMON)
+        if int(adj.read_text()) < wanted:  # the child may have set a higher one already
+            adj.write_text(str(wanted))
+    except OSError:
+        pass  # the child has ended already

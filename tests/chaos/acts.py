@@ -19,7 +19,7 @@ from loader import threads
 from tests.chaos import adapters
 from tests.chaos.cast import SPARE
 from tests.chaos.clients import KILLED, NO_MEMORY, drawn, hang_up, send_garbage
-from tests.chaos.memory import ended_last, no_more_mappings
+from tests.chaos.memory import no_more_mappings
 from tests.chaos.mounts import mount_that_hangs, slow_mount
 from tests.chaos.world import DEVICES, SCANNING, SMALLER_DEVICES, STALL_S, TEXT, World
 from tests.e2e import processes
@@ -149,14 +149,15 @@ def smaller_budgets(world: World) -> None:
 
 
 def short_memory(world: World) -> None:
-    """The node and a process that the kernel ends before the daemon use up their control group's memory together."""
+    """The node and a process that takes all there is use up their control group's memory together. The kernel ends what the daemon
+    has started, and never the daemon."""
     if world.groups is None:
         return
     daemon = psutil.Process(world.pid)
     pids = [daemon.pid, *(child.pid for child in daemon.children(recursive=True))]
     told = world.clients.changed("memory is short", {*world.cast.names}, NO_MEMORY)
     with told:
-        with ended_last(daemon), world.groups.short_of_memory(pids, world.draw.choice((64 << 20, 128 << 20))):
+        with world.groups.short_of_memory(pids, world.draw.choice((64 << 20, 128 << 20))):
             time.sleep(1 + world.draw.random() * 3)
         time.sleep(LAST_TOLD_S)
 

@@ -21,7 +21,17 @@ import psutil
 GROUPS = Path("/sys/fs/cgroup")
 # of version 1 and 2: where groups are, the name of that hierarchy in /proc/self/cgroup, and the file that limits memory
 KINDS = ((GROUPS / "memory", "memory", "memory.limit_in_bytes"), (GROUPS, "", "memory.max"))
-LATE = "-500"
+# Memory of the group that no process holds. A process with an oom_score_adj of 500 counts as if it held half the group besides,
+# which has to be more than the daemon holds, as it is on any machine.
+BALLAST_BYTES = 512 << 20
+BALLAST = """
+import sys
+with open(sys.argv[1], "w") as file:
+    file.write("0")
+with open(int(sys.argv[2]), "wb", closefd=False) as file:
+    for _ in range(int(sys.argv[3]) >> 20):
+        file.write(bytes(1 << 20))
+"""
 FILLED_FIRST = """
 import sys
 with open("/proc/self/oom_score_adj", "w") as file:
@@ -65,17 +75,22 @@ class Groups:
     def short_of_memory(self, pids: Iterable[int], num_bytes: int) -> Iterator[None]:
         """A context in which these processes and their children share `num_bytes` more with one that takes all of them, over and
         over: the kernel ends it, and it begins again. The group is a new one: what was allocated in an earlier one counts there."""
-        folder = self._make(num_bytes)
+        folder = self._make(BALLAST_BYTES + num_bytes)
+        ballast = os.memfd_create("ballast")
         filling: subprocess.Popen[bytes] | None = None
         try:
+            procs = str(folder / "cgroup.procs")
+            weighing = [sys.executable, "-S", "-c", BALLAST, procs, str(ballast), str(BALLAST_BYTES)]
+            subprocess.run(weighing, pass_fds=(ballast,), check=True)
             _move(folder, pids)
-            filler = [sys.executable, "-S", "-c", FILLED_FIRST, str(folder / "cgroup.procs")]
+            filler = [sys.executable, "-S", "-c", FILLED_FIRST, procs]
             filling = subprocess.Popen(["sh", "-c", 'while :; do "$@"; done', "sh", *filler], stderr=subprocess.DEVNULL)
             yield
         finally:
             if filling is not None:
                 filling.kill()
                 filling.wait()
+            os.close(ballast)
             self._leave(folder)
 
     def _leave(self, folder: Path) -> None:
@@ -122,26 +137,6 @@ def _move(folder: Path, pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError), (folder / "cgroup.procs").open("w") as file:
             file.write(str(pid))
-
-
-@contextlib.contextmanager
-def ended_last(process: psutil.Process) -> Iterator[None]:
-    """A context in which the kernel, where memory is short, ends this process after those that fill it up: what counts is what a
-    process holds, wherever that was allocated, and in a small group that outweighs all that they may ask for. Who may not ask for
-    this has it as it is."""
-    try:
-        _change_rank(process, "0", LATE)
-        yield
-    finally:
-        for each in (process, *process.children(recursive=True)):  # what it has started meanwhile has it from it
-            _change_rank(each, LATE, "0")
-
-
-def _change_rank(process: psutil.Process, before: str, after: str) -> None:
-    file = Path(f"/proc/{process.pid}/oom_score_adj")
-    with contextlib.suppress(PermissionError, FileNotFoundError, ProcessLookupError):
-        if file.read_text().strip() == before:
-            file.write_text(after)
 
 
 @contextlib.contextmanager

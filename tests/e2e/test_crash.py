@@ -7,11 +7,16 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
+from engine.host.child_process import OOM_SCORE_ADJ_OVER_DAEMON
+from tests.chaos.world import TEXT
+from tests.e2e import processes
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, without_drafts
+from tests.oom import oom_score_adj
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +47,18 @@ def kill(node: Node, device: str) -> None:
 
 def run_all(node: Node, requests: list[dict[str, Any]]) -> list[Stream]:
     return [Stream(node, request["model"], request["prompt"], 300, **request["options"]) for request in requests]
+
+
+def test_the_kernel_ends_the_daemon_after_all_that_it_has_started_when_memory_is_short(node: Node) -> None:
+    Stream(node, "oak", "so that there is a text worker", 1).join()
+    assert node.process is not None
+    daemon = node.process.pid
+    told = {process: oom_score_adj(process.pid) for process in psutil.Process(daemon).children(recursive=True)}
+    assert processes.engines(daemon)
+    assert processes.fork_servers(daemon)
+    assert len(processes.with_word(daemon, TEXT)) > 1  # the helper and a worker
+    floor = min(1000, oom_score_adj(daemon) + OOM_SCORE_ADJ_OVER_DAEMON)
+    assert {process: adj for process, adj in told.items() if adj < floor} == {}
 
 
 def test_killed_under_streams_all_go_on_with_the_same_text(node: Node) -> None:

@@ -14,6 +14,7 @@ from config import paths
 from config.schema import NodeConfig
 from daemon import lifecycle
 from daemon.http import sockets
+from engine.host import child_process
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = ROOT / "systemd"
@@ -78,6 +79,7 @@ def test_the_service_is_in_step_with_the_daemon() -> None:
     assert float(service["TimeoutStopSec"]) == NodeConfig().drain_timeout_s + lifecycle.TEAR_DOWN_S
     assert (service["Type"], service["NotifyAccess"], service["KillMode"]) == ("notify", "main", "mixed")
     assert service["OOMPolicy"] == "continue"
+    assert int(service["OOMScoreAdjust"]) == -child_process.OOM_SCORE_ADJ_OVER_DAEMON
     assert float(service["WatchdogSec"]) > 0
     assert service["RestartPreventExitStatus"] == "2"
     assert paths.SERVICE_CONTROL in service["ExecReload"]

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +30,7 @@ from daemon.text.service import TextService
 from daemon.text.worker import OOM_SCORE_ADJ, TextWorker
 from tests.daemon.no_thread import no_thread
 from tests.daemon.text.tokenizers_made import CHATML, byte_level, checkpoint, model
+from tests.oom import oom_score_adj
 
 MESSAGES = msgspec.msgpack.encode([{"role": "user", "content": "The fox"}])
 SPIN = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -190,10 +190,6 @@ async def test_a_template_that_doubles_its_text_is_refused_and_its_worker_lives(
     with pytest.raises(BadRequest, match="chat template: used too much memory"):
         await within(service.encode_chat(evil, MESSAGES, {}))
     assert service.num_deaths == {}
-
-
-def oom_score_adj(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
 async def test_a_worker_is_limited_and_is_ended_before_others_when_memory_is_short(service, tmp_path):
