@@ -10,7 +10,7 @@ from scheduler.node import actions, events, leave_rules
 from scheduler.node.events import ModelFacts, RequestFacts
 from scheduler.node.groups import host_of, kind_of
 from scheduler.node.node_scheduler import NodeScheduler, SchedulerSettings
-from scheduler.node.views import ModelView
+from scheduler.node.views import DeviceView, ModelView
 
 MIB = 1024 * 1024
 CHECKSUM = 4711
@@ -101,8 +101,9 @@ class FakeNode:
         done = self.scheduler.handle(kind(now=self.now, cause=cause, **fields))
         for action in done:
             self.carry_out(action, kind, fields)
+        views = self.device_views()
         for device in self.up:
-            self.check_memory(device)
+            self.check_memory(views[device])
         self.scheduler.validate()
         return done
 
@@ -353,8 +354,9 @@ class FakeNode:
         assert not occupied & set(members), f"two loads on one device: {load}"
         assert all(other.model != load.model for other in self.copies.values()), f"loads twice: {load}"
         assert all(evict.model != load.model for evict in self.evicts.values()), f"loads while its old copy leaves: {load}"
+        views = self.device_views()
         for device, lease_chunks in ((load.device, load.lease_chunks), *load.further):
-            view = next(view for view in self.scheduler.devices() if view.name == device)
+            view = views[device]
             held = sum(held.get(device, 0) for held in self.memory.values())
             needed = held + load.weights_chunks + load.kv_reserved_chunks + view.work_space_chunks + lease_chunks
             assert needed <= view.total_chunks, f"overdraws {device}: {needed} of {view.total_chunks} chunks"
@@ -383,11 +385,10 @@ class FakeNode:
         if slots:
             self.writing[placement_id] = slots
 
-    def check_memory(self, device: str) -> None:
+    def check_memory(self, view: DeviceView) -> None:
         """What the engine was last told is all it may use, once what it was told to evict is gone."""
-        view = next(view for view in self.scheduler.devices() if view.name == device)
-        held = sum(held.get(device, 0) for placement, held in self.memory.items() if placement not in self.evicts)
-        assert held + view.work_space_chunks + self.lease[device] <= view.total_chunks, f"{device} is overdrawn"
+        held = sum(held.get(view.name, 0) for placement, held in self.memory.items() if placement not in self.evicts)
+        assert held + view.work_space_chunks + self.lease[view.name] <= view.total_chunks, f"{view.name} is overdrawn"
 
     def end(self, request_id: int, how: str) -> None:
         assert request_id in self.open, f"request {request_id} ends twice: {self.ends.get(request_id)} and {how}"
@@ -395,6 +396,10 @@ class FakeNode:
         self.ends[request_id] = how
 
     # ---- looking
+
+    def device_views(self) -> dict[str, DeviceView]:
+        """Returns what the scheduler tells of each device, by name."""
+        return {view.name: view for view in self.scheduler.devices()}
 
     def view(self, name: str) -> ModelView:
         view = self.scheduler.model(name)
