@@ -19,7 +19,7 @@ from engine.cuda.graph_room import GraphRoom
 from engine.cuda.model import CudaModel
 from engine.grammar.row_masks import RowMasks
 from engine.protocol import SamplingParams
-from scheduler.batch.plan import write_sampling
+from scheduler.batch.plan import BatchPlan, write_sampling
 from tests.engine.cuda_bench import INTERPRETED, PROMPT, load_cuda_model
 from tests.engine.model_bench import MAX_LEN, make_checkpoint, make_table, plan, put
 from tests.engine.stand_in_graphs import StandInGraph, remember_steps, stand_in_graphs
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def results(model: CudaModel, mix: list[str], with_prompts: bool, num_steps: int = 3) -> list[Any]:
+def results(model: CudaModel, mix: list[str], with_prompts: bool = False, num_steps: int = 3) -> list[Any]:
     """Returns the ids, flags and log-probabilities of steps in which the rows ask for what `mix` names. with_prompts: every second
     step has a piece of one more prompt."""
     random_bits, table = np.random.default_rng(7), make_table(groups=model.kv_groups)
@@ -82,31 +82,36 @@ MIXES = [
 ]
 
 
-@pytest.mark.parametrize("with_prompts", [False, True], ids=["decode", "mixed"])
-def test_replays_give_what_launches_give(folder: Path, stand_in_graphs: None, with_prompts: bool) -> None:
+def test_replays_give_what_launches_give(folder: Path, stand_in_graphs: None) -> None:
+    """In steps of decoding alone, and in steps with a piece of a prompt, both behind a capture."""
     launched = load_cuda_model(folder, max_graph_rows=8, max_graph_tokens=16)
     model = load_cuda_model(folder, max_graph_rows=8, max_graph_tokens=16)
-    replayed: list[int] = []
+    replayed: list[tuple[int, bool]] = []
     launched.edited_graphs._most_rows = 0
     for each in (launched, model):
         remember_steps(each)
         while each.num_uncaptured:
             each.capture_next()
-    replay = model.edited_graphs.replay
+    replay, execute, steps = model.edited_graphs.replay, model.execute, list[BatchPlan]()
 
     def counted(size: int, *arguments: Any) -> Any:
-        replayed.append(size)
+        replayed.append((size, len(steps[-1].slots) > len(mix)))
         return replay(size, *arguments)
 
+    def noted(step: BatchPlan, *arguments: Any) -> Any:
+        steps.append(step)
+        return execute(step, *arguments)
+
     model.edited_graphs.replay = counted  # type: ignore[method-assign]
+    model.execute = noted  # type: ignore[method-assign]
     for mix in MIXES:
         replayed.clear()
-        assert results(model, mix, with_prompts) == results(launched, mix, with_prompts), mix
+        assert results(model, mix, True) == results(launched, mix, True), mix
         asking = len(mix) - mix.count("nothing")
-        assert len(replayed) >= 2 * (asking > 0), "a size is captured when a step needs it for the second time"
+        # a size is captured when a step needs it for the second time
+        assert {with_prompt for _, with_prompt in replayed} == ({False, True} if asking else set())
         # a step without a graph of its own samples none of its rows, and all of them are edited then
-        assert set(replayed) <= {edited_graphs.edited_rows(asking), edited_graphs.edited_rows(len(mix))}
-        assert bool(replayed) == bool(asking)
+        assert {size for size, _ in replayed} <= {edited_graphs.edited_rows(asking), edited_graphs.edited_rows(len(mix))}
 
 
 def test_idle_time_captures_once_a_step_had_edits(folder: Path, stand_in_graphs: None) -> None:
@@ -115,7 +120,7 @@ def test_idle_time_captures_once_a_step_had_edits(folder: Path, stand_in_graphs:
     while model.num_uncaptured:
         model.capture_next()
     assert not model.edited_graphs.captured
-    results(model, ["penalties"], False, 1)
+    results(model, ["penalties"], num_steps=1)
     assert list(model.edited_graphs.captured) == [1], "it was needed twice, by the prompt's end and by the step after it"
     while model.num_uncaptured:
         model.capture_next()
@@ -133,7 +138,7 @@ def test_what_is_too_much_for_a_graph_is_launched(folder: Path, stand_in_graphs:
     monkeypatch.setattr(edited_graphs, "MOST_TOP", 2)
     model.edited_graphs._num_words = 3
     for mix in (["penalties"] * 3, ["mask"] * 2):
-        assert [each[0] for each in results(model, mix, False)] == [each[0] for each in results(plain, mix, False)]
+        assert [each[0] for each in results(model, mix)] == [each[0] for each in results(plain, mix)]
     assert not model.edited_graphs.captured
 
 
@@ -147,8 +152,8 @@ def test_a_capture_without_memory_leaves_the_launches(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     model.edited_graphs._step = refuse
-    told = results(model, ["many", "bias"], False)
-    assert [each[0] for each in told] == [each[0] for each in results(plain, ["many", "bias"], False)]
+    told = results(model, ["many", "bias"])
+    assert [each[0] for each in told] == [each[0] for each in results(plain, ["many", "bias"])]
     assert not model.edited_graphs.captured
     assert "steps of 2 rows with edited logits or log-probabilities have no graph" in caplog.text
 
