@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +25,7 @@ import triton
 import triton.language as tl
 
 from engine.cuda import tile_choice, tile_trials
+from engine.cuda.compile_process import CompileJob
 from engine.cuda.kernel_builds import CudaKernelBuilds
 from engine.cuda.kernels import linear_choice, tiles, triton_decode
 from engine.cuda.kernels.linear_choice import MEASURE_TRIES
@@ -33,6 +37,21 @@ from tests.engine.kernels.key_cases import BLOCK_TOKENS, CASES, KeyCase
 CASE: KeyCase = CASES[0]  # 4 heads of 64 in bfloat16
 ADA = 89
 KEPT = '{"kept": [%s], "excluded": []}'
+ROOT = Path(__file__).parents[2]
+OF_DECODE_STEPS = {"_piece_kernel", "_combine_kernel", "_in_order_kernel", "_split_kernel"}
+# prints for each kernel that a process would compile to compare tiles its name and the fields of its tile
+LAUNCHES = """
+import json, sys
+import msgspec
+from engine.cuda import compile_process
+from engine.cuda.launches import recorded
+job = msgspec.json.decode(sys.stdin.buffer.read(), type=compile_process.CompileJob)
+with recorded(job.capability) as launches:
+    compile_process.launch_trials(job)
+for launch in launches.values():
+    sizes = [launch.options.get(name, 0) for name in ("M", "N", "num_warps", "num_stages")]
+    print(json.dumps([launch.name, *sizes, launch.options.get("JOINS", False)]))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -380,7 +399,7 @@ def test_a_bit_of_one_launch_excludes(tmp_path: Path, monkeypatch: pytest.Monkey
     """The real comparison runs interpreted, with few pieces and launches. Other tiles may round otherwise, but not differ else."""
     compare_little(monkeypatch, (0, 1, 2, 17))
     compare = tile_choice.compared_on(torch.device("cpu"), 1)
-    trial = Trial(DECODE_KERNEL, 4, 2, 64, "float16", "float16", BLOCK_TOKENS)
+    trial = Trial(DECODE_KERNEL, 2, 1, 64, "float16", "float16", BLOCK_TOKENS)
     tile = trial.tiles[0]._replace(joins=True)
     assert tile in trial.tiles
     assert compare(trial, tile) is True
@@ -493,19 +512,35 @@ def test_what_is_measured_is_attention_with_each_tile(monkeypatch: pytest.Monkey
     assert measure(trial, trial.tiles) is None
 
 
+def test_each_tile_to_compare_is_among_what_is_compiled(tmp_path: Path) -> None:
+    job = msgspec.json.encode(CompileJob(CASE.spec, CASE.shape, BLOCK_TOKENS, ADA, str(tmp_path), trials=True))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", LAUNCHES]
+    told = subprocess.run(command, cwd=ROOT, env=environment, input=job, capture_output=True, timeout=100, check=True).stdout
+    launched = [(name, Tile(*sizes)) for name, *sizes in map(json.loads, told.splitlines())]
+    assert {name for name, _ in launched} == {"_extend_kernel", *OF_DECODE_STEPS}
+    for kernel, name in ((EXTEND_KERNEL, "_extend_kernel"), (DECODE_KERNEL, "_piece_kernel")):
+        (trial,) = (each for each in trials_of(CASE.spec, CASE.shape, BLOCK_TOKENS) if each.kernel == kernel)
+        own = [tile if kernel == EXTEND_KERNEL else tile._replace(tokens=1) for of, tile in launched if of == name]
+        assert sorted(own) == sorted(trial.tiles), "each once"
+        assert len(own) > 2
+
+
 def test_tiles_to_compare_are_compiled_by_one_process_without_the_loads_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Of a model with the fewest of them: on Hopper heads of 128 compare one tile, in both of its forms."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    builds = CudaKernelBuilds(str(tmp_path), ADA, BLOCK_TOKENS, 2, lambda news: pytest.fail("loads do not wait for it"))
-    few = CASE.shape
+    monkeypatch.setattr(tiles, "capability", lambda: HOPPER)
+    case = next(case for case in CASES if case.name == "qwen3 norms at odd places")
+    builds = CudaKernelBuilds(str(tmp_path), HOPPER, BLOCK_TOKENS, 2, lambda news: pytest.fail("loads do not wait for it"))
     with open(tmp_path / "compiling", "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert builds.build_trials(CASE.spec, few)
-    made = {path.stem for path in tmp_path.glob("*/*.cubin")}
-    assert {"_extend_kernel", "_piece_kernel", "_combine_kernel", "_in_order_kernel", "_split_kernel"} <= made
-    num_tiles = sum(len(trial.tiles) for trial in trials_of(CASE.spec, few, BLOCK_TOKENS))
-    assert len([path for path in tmp_path.glob("*/*.cubin") if path.stem in ("_extend_kernel", "_piece_kernel")]) == num_tiles
-    broken = msgspec.structs.replace(CASE.spec, dtype="no dtype")
-    assert not builds.build_trials(broken, few)
+        assert builds.build_trials(case.spec, case.shape)
+    made = [path.stem for path in tmp_path.glob("*/*.cubin")]
+    assert set(made) == OF_DECODE_STEPS
+    (trial,) = trials_of(case.spec, case.shape, BLOCK_TOKENS)
+    assert made.count("_piece_kernel") == len(trial.tiles) == 2
+    broken = msgspec.structs.replace(case.spec, dtype="no dtype")
+    assert not builds.build_trials(broken, case.shape)
     assert "the tiles to compare are not all compiled: a compiler ended with 1" in caplog.text
