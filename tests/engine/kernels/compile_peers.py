@@ -1,7 +1,7 @@
-"""Compiles the kernel of sums over the GPUs' memory for a GPU, on a machine without one. Prints a JSON line with the number of
-keys that sums of other sizes and ranks add to those that are compiled before a load, then one for each form that is compiled.
+"""Compiles the kernel of sums over the GPUs' memory for GPUs, on a machine without any. Prints for each a JSON line with the number
+of keys that sums of other sizes and ranks add to those that are compiled before a load, then one for each form that is compiled.
 
-usage: python -m tests.engine.kernels.compile_peers CAPABILITY (90 for 9.0; not under TRITON_INTERPRET)
+usage: python -m tests.engine.kernels.compile_peers CAPABILITY… (90 for 9.0; not under TRITON_INTERPRET)
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ SIZES = (2, triton_peers.MOST_RANKS)  # of groups
 
 
 def main(capability: int) -> None:
+    triton_peers._sum_kernel.device_caches.clear()  # which do not know the capability
     with recorded(capability) as launches:
         for size in SIZES:
             launch_sums(size)
@@ -31,11 +32,13 @@ def main(capability: int) -> None:
                 for num_values in (1, 2, 15, 16, 4096, 4097, triton_peers.MOST_BYTES // dtype.itemsize):
                     for rank in range(size):
                         triton_peers.sum_over_ranks(torch.zeros(num_values, dtype=dtype), regions, stop, rank, False)
-        print(json.dumps({"compiled": len(compiled), "added": len(launches) - len(compiled)}), flush=True)
+        print(json.dumps({"capability": capability, "compiled": len(compiled), "added": len(launches) - len(compiled)}), flush=True)
     for launch in compiled:
         made = launch.compile()
         ptx = made.asm["ptx"]
         told = {
+            "capability": capability,
+            "target": "".join(re.findall(r"\.target sm_(\d+)", ptx)),
             "ranks": launch.options["SIZE"],
             "dtype": str(launch.args[0].dtype),
             "whole": launch.options["WHOLE"],
@@ -46,4 +49,5 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    for asked in sys.argv[1:]:
+        main(int(asked))
