@@ -152,6 +152,9 @@ class Constraints:
         """Forgets all requests of a model that is evicted, and ends its grammar process."""
         for request_id in [request_id for request_id, limits in self._limits.items() if limits.model == model]:
             self.drop(model, request_id)
+        self._end_process(model)
+
+    def _end_process(self, model: str) -> None:
         grammars = self._models.pop(model, None)
         if grammars is not None:
             self._poller.unregister(grammars.port.fileno())
@@ -314,7 +317,7 @@ class Constraints:
                 case Opened():
                     if message.error:
                         ends += self._fail(model, grammars, list(grammars.by_id.values()), message.error)
-                        self.close(model)  # the next request tries again: the files may have changed by then
+                        self._end_process(model)  # the next request tries again: the files may have changed by then
                         return
                     grammars.opened = True
                     self._start_parked(grammars)
@@ -376,7 +379,7 @@ class Constraints:
         grammars.opened = False
         ends = self._fail(model, grammars, hopeless, "following this grammar ended the grammar process twice")
         if not grammars.by_id:
-            self.close(model)
+            self._end_process(model)
             return ends
         log.warning("grammar process of %s: %s; it is started again", model, reason)
         self._poller.unregister(grammars.port.fileno())

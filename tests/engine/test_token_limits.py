@@ -204,3 +204,18 @@ def test_an_aborted_one_leaves_nothing_behind(engine: EngineProcess) -> None:
     engine.send(Abort([1]), submit_message(1, max_tokens=5, allowed_token_ids=[33]))
     engine.wait_finished(1)
     assert engine.output()[1][-5:] == [33] * 5
+
+
+def test_limits_hold_when_the_models_grammar_process_gives_up(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", max_position_embeddings=4096)
+    (folder / "tokenizer.json").write_text("{}")
+    with EngineProcess(null_configure(null_step_ms=0.2)) as engine:
+        engine.send(load_message(str(folder), eos_token_ids=[END_ID], max_model_len=4096, max_sequences=2, lease_chunks=60))
+        engine.wait_for(LoadDone)
+        engine.send(submit_message(1, max_tokens=4000, allowed_token_ids=DIGITS))
+        engine.until(lambda: len(engine.output().get(1, [])) > 2)
+        engine.send(submit_message(2, max_tokens=5, grammar="regex:x"))
+        engine.wait_for(RequestFailed)
+        told = len(engine.output()[1])
+        engine.until(lambda: len(engine.output()[1]) > told + 50)
+        assert set(engine.output()[1]) <= set(DIGITS)
