@@ -138,9 +138,10 @@ class Engine:
         with Configure."""
         self._collector.start()
         poller = select.epoll()
+        lifecycle_fd, constraints_fd = self.lifecycle.fileno(), self.constraints.fileno()
         poller.register(self.channel.fileno(), select.EPOLLIN)
-        poller.register(self.lifecycle.fileno(), select.EPOLLIN)
-        poller.register(self.constraints.fileno(), select.EPOLLIN)
+        poller.register(lifecycle_fd, select.EPOLLIN)
+        poller.register(constraints_fd, select.EPOLLIN)
         if (groups := self.groups) is not None:
             poller.register(groups.fileno(), select.EPOLLIN)
             groups.watch(self.channel.fileno())
@@ -167,11 +168,11 @@ class Engine:
                 ready = poller.poll(BEAT_EVERY_S if wait_s is None else min(wait_s, BEAT_EVERY_S))
                 for fd, events in ready:
                     self.journal.beat(Doing.TURN)
-                    if fd == self.lifecycle.fileno():
+                    if fd == lifecycle_fd:
                         self._finish_launched()
                         self.lifecycle.take()
                         self._stats_dirty = True
-                    elif fd == self.constraints.fileno():
+                    elif fd == constraints_fd:
                         self._finish_launched()
                         self._end_constrained(self.constraints.receive())
                     elif groups is not None and fd == groups.fileno():
@@ -183,7 +184,8 @@ class Engine:
                         if events & ~select.EPOLLOUT:
                             for message in self.channel.receive():
                                 self._handle(message)
-                self._look_after_adapters()
+                if self.adapters.by_model:
+                    self._look_after_adapters()
                 if self.lifecycle.first_steps:
                     self._start_first_steps()
                 if self.preparer is not None and (busy or ready):
@@ -218,7 +220,9 @@ class Engine:
         if served.most_under_way == 0 and self._under_way and self._under_way[0].served.share is None:
             self._finish_launched()
         scheduler = served.scheduler
-        self._end_constrained(self.constraints.ready(served))
+        constrained = name in self.constraints.concerned
+        if constrained:
+            self._end_constrained(self.constraints.ready(served))
         room = self.models.room_of(served, busy)
         try:
             plan = scheduler.plan(self.num_steps + 1, room)
@@ -243,12 +247,12 @@ class Engine:
         request_ids, expected_s = scheduler.table.request_id[plan.slots], served.limits.expected_s(plan)
         if posted is None and served.ahead is None:
             self.journal.note(request_ids, expected_s)
-            masks = self.constraints.masks(served, plan)
+            masks = self.constraints.masks(served, plan) if constrained else None
             result = self.models.threads.run(lambda: served.hosted.execute(plan, scheduler.table, masks))
             self._take_in(served, plan, masks, result)
             return
         self._note_with_those_under_way(request_ids, expected_s)
-        masks = self.constraints.masks(served, plan)
+        masks = self.constraints.masks(served, plan) if constrained else None
         launched: Launched
         if posted is not None:
             launched, posted.masks = posted, masks
@@ -516,9 +520,11 @@ class Engine:
         if request_id in self._model_of:
             self.channel.send(RequestFailed(request_id, "internal", f"request {request_id} is here already"))
             return
-        if message.adapter is not None and (why_not := self.adapters.why_not(served)):
-            self.channel.send(RequestFailed(request_id, "adapter_unusable", f"adapter {message.adapter.name}: {why_not}"))
-            return
+        if message.adapter is not None:
+            if why_not := self.adapters.why_not(served):
+                self.channel.send(RequestFailed(request_id, "adapter_unusable", f"adapter {message.adapter.name}: {why_not}"))
+                return
+            self.adapters.expect(served)
         if embeds:
             message = msgspec.structs.replace(message, params=VECTOR_PARAMS)
         request = batch_request(message, served.spec, served.hosted.vocab_size)
@@ -534,7 +540,10 @@ class Engine:
         else:
             first.weight = weight
         self._model_of[request_id] = message.model
-        self._end_constrained(self.constraints.submit(served, request, message.params, message.output))
+        if message.params.grammar or message.params.is_limited:
+            self._end_constrained(self.constraints.submit(served, request, message.params, message.output))
+        else:
+            served.scheduler.submit(request)
 
     def _forget(self, name: str) -> None:
         """Drops what the loop knows about the requests and adapters of a model that is evicted."""

@@ -92,7 +92,7 @@ class AdapterLoads:
     ) -> None:
         self._models, self._memory, self._reads = models, memory, reads
         self._send, self._fail, self._await_steps = send, fail, await_steps
-        self._of: dict[str, _OfModel] = {}
+        self.by_model: dict[str, _OfModel] = {}  # models asked for adapters, kept for the loop, which looks before every step
         self._outlived: list[AdapterRead] = []  # reads under way whose model has left the device
         self._tried_version = -1  # the chunk pool's version when an adapter last found no room
 
@@ -101,6 +101,13 @@ class AdapterLoads:
         if served.hosted.adapter_memory is None or self._memory is None:
             return f"model {served.spec.model} takes no adapters"
         return ""
+
+    def expect(self, served: ServedModel) -> None:
+        """Notes that requests with adapters of this model come, for which adapters may have to be loaded."""
+        self._own(served)
+
+    def _own(self, served: ServedModel) -> _OfModel:
+        return self.by_model.setdefault(served.spec.model, _OfModel())
 
     def bring(self, served: ServedModel, source: AdapterSource) -> None:
         """Has an adapter loaded before a request names it. If it cannot be read, or there is no room for it, that is only
@@ -111,30 +118,30 @@ class AdapterLoads:
         if why_not := self.why_not(served):
             log.warning("%s: adapter %s is not read ahead: %s", served.spec.model, source.name, why_not)
         else:
-            self._of.setdefault(served.spec.model, _OfModel()).ahead[key] = None
+            self._own(served).ahead[key] = None
 
     def retire(self, served: ServedModel, source: AdapterSource) -> None:
         """Drops an adapter from the device's memory once the requests that run with it have ended."""
         key = adapter_identity(source)
-        if (own := self._of.get(served.spec.model)) is not None:
+        if (own := self.by_model.get(served.spec.model)) is not None:
             own.ahead.pop(key, None)
         served.scheduler.adapters.retire(key)
         self._models.discard_returned()
 
     def is_wanted(self, served: ServedModel) -> bool:
         """Returns whether any adapter of the model has yet to be loaded, for requests that wait or ahead of requests."""
-        own = self._of.get(served.spec.model)
+        own = self.by_model.get(served.spec.model)
         return bool(served.scheduler.adapters.num_waiting or (own is not None and own.ahead))
 
     def forget(self, model: str) -> None:
         """Drops what is known about the adapters of a model that has left the device, but for the threads that read them."""
-        if (own := self._of.pop(model, None)) is not None:
+        if (own := self.by_model.pop(model, None)) is not None:
             self._outlived += [read for read in own.reads.values() if not read.is_over]
 
     @property
     def under_way(self) -> bool:
         """Returns whether adapters are being read, or have been read and are not in the device's memory yet."""
-        return any(own.reads for own in self._of.values())
+        return any(own.reads for own in self.by_model.values())
 
     def ended(self, read: AdapterRead) -> None:
         """Marks a read as ended. The next `look_after` copies its adapter to the device, or fails the requests that wait for it."""
@@ -149,7 +156,7 @@ class AdapterLoads:
         now, retry = time.monotonic(), self._tried_version != self._models.chunks.version
         self._forget_unwanted(waiting)
         for served in waiting:
-            own = self._of.setdefault(served.spec.model, _OfModel())
+            own = self._own(served)
             wanted = served.scheduler.adapters.wanted
             for key, read in list(own.reads.items()):
                 if key not in wanted and key not in own.ahead:
@@ -175,7 +182,7 @@ class AdapterLoads:
     def _forget_unwanted(self, waiting: Collection[ServedModel]) -> None:
         """Drops adapters that were read for requests that have ended meanwhile."""
         wanted = {served.spec.model: served.scheduler.adapters.wanted for served in waiting}
-        for model, own in self._of.items():
+        for model, own in self.by_model.items():
             for key in [key for key, read in own.reads.items() if read.is_over]:
                 if key not in own.ahead and key not in wanted.get(model, ()):
                     del own.reads[key]
@@ -186,7 +193,7 @@ class AdapterLoads:
         for."""
         memory = served.hosted.adapter_memory
         assert memory is not None
-        reads = [read for each in self._of.values() for read in each.reads.values()]
+        reads = [read for each in self.by_model.values() for read in each.reads.values()]
         num_overdue = sum(read.overdue for read in reads) + len(self._outlived)
         if num_overdue >= MAX_OVERDUE:
             why = f"not read, because the files of {num_overdue} other adapters do not answer"
@@ -250,7 +257,7 @@ class AdapterLoads:
 
     def _give_up(self, served: ServedModel, key: str, code: str, why: str) -> None:
         """Fails all requests that wait for an adapter, with this code and reason, and stops loading it ahead of requests."""
-        own = self._of[served.spec.model]
+        own = self.by_model[served.spec.model]
         own.ahead.pop(key, None)
         name = adapter_source(key).name
         log.warning("%s: adapter %s: %s", served.spec.model, name, why)

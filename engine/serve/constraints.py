@@ -94,6 +94,7 @@ class Constraints:
     may be called while a step runs."""
 
     def __init__(self) -> None:
+        self.concerned: set[str] = set()  # models that have had such requests, kept for the loop, which looks before every step
         self._models: dict[str, ModelGrammars] = {}
         self._limits: dict[int, TokenLimits] = {}  # by id, requests that rule out tokens, with or without a grammar
         self._stuck: dict[int, str] = {}  # request id -> model, for requests without a grammar for which no token is left
@@ -107,10 +108,11 @@ class Constraints:
     # ---- requests
 
     def submit(self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int]) -> list[End]:
-        """Takes a request that is not in the batch scheduler yet. One without a grammar is passed on to the scheduler at once, one
-        with a grammar when its first mask is ready. output: tokens that it produced before, if it is submitted again. Returns the
+        """Takes a constrained request that is not in the batch scheduler yet. It is passed on to the scheduler at once or, if it
+        has a grammar, when its first mask is ready. output: tokens that it produced before, if it is submitted again. Returns the
         request's end if its limits allow no next token, otherwise an empty list."""
         name = served.spec.model
+        self.concerned.add(name)
         if params.is_limited:
             limits = TokenLimits(name, params, served.hosted.vocab_size, output)
             if not limits.bits.any():
@@ -150,6 +152,7 @@ class Constraints:
 
     def close(self, model: str) -> None:
         """Forgets all requests of a model that is evicted, and ends its grammar process."""
+        self.concerned.discard(model)
         for request_id in [request_id for request_id, limits in self._limits.items() if limits.model == model]:
             self.drop(model, request_id)
         self._end_process(model)

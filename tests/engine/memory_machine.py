@@ -494,7 +494,7 @@ class MemoryMachine(RuleBasedStateMachine):
         reads = [read for read in self.reads if read not in self.adapter_loads._outlived]
         under_way = {(read.model, adapter_identity(read.source)) for read in reads}
         assert len(under_way) == len(reads) <= MAX_READS, "an adapter is read once for all that want it"
-        assert self.adapter_loads._of.keys() <= self.models.by_name.keys()
+        assert self.adapter_loads.by_model.keys() <= self.models.by_name.keys()
         assert owned.max(initial=0) <= 1, "a chunk has two owners"
         assert (owned == 0).sum() == np.count_nonzero(chunks.free)
         assert (chunks.num_drawn, chunks.num_reserved, chunks.num_weights, chunks.num_leaving) == (drawn, reserved, weights, 0)
