@@ -59,7 +59,8 @@ class BatchScheduler:
         self.block_tokens = kv.block_tokens
         slots = limits.max_sequences
         max_blocks = -(-limits.max_model_len // kv.block_tokens)
-        self.table = make_sequence_table(slots, limits.max_tokens, max_blocks, len(kv.groups)) if table is None else table
+        self._max_tokens = limits.max_tokens
+        self.table = make_sequence_table(slots, self._max_tokens, max_blocks, len(kv.groups)) if table is None else table
         self.blocks = SequenceBlocks(kv, self.table.block_tables, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue()
         self.adapters = Adapters(kv.chunks)
@@ -477,7 +478,7 @@ class BatchScheduler:
         table.num_prompt[slot] = request.num_prompt
         num_cached = table.num_computed[slot] = admission.num_shared * self.block_tokens + admission.num_tail_tokens
         self.blocks.join(slot, admission)
-        write_sampling(table, slot, params, request.num_prompt, self.limits.max_tokens)
+        write_sampling(table, slot, params, request.num_prompt, self._max_tokens)
         table.prompt_logprobs[slot] = params.prompt_logprobs >= 0 and not request.has_first_token
         table.constrained[slot] = request.constrained
         table.adapter[slot] = adapter

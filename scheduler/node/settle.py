@@ -17,7 +17,8 @@ def settle(node: Node) -> None:
         if node.stirred:
             name, _ = node.stirred.popitem()
             placements.place_next(node, node.devices[name])
-            replicas.look_again(node)
+            if node.crowded_replicas:
+                replicas.look_again(node)
         elif node.newcomers:
             name, _ = node.newcomers.popitem()
             if name in node.models:
