@@ -84,6 +84,7 @@ def head_of_chat(fields: ChatBody) -> tuple[Head, bytes]:
     worker. Raises BadRequest naming the field."""
     tools, shown = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     messages = pack_messages(fields.messages)
+    history_calls = hold_calls(fields.messages)
     options: dict[str, Any] = {
         "add_generation_prompt": fields.add_generation_prompt is not False and not fields.continue_final_message,
         "continue_final_message": _continues(fields),
@@ -91,8 +92,8 @@ def head_of_chat(fields: ChatBody) -> tuple[Head, bytes]:
         "tools": shown,
         "documents": checked_documents(bytes(fields.documents)),
         "forced": None if tools is None or tools.choice == AUTO else {"name": tools.name, "many": tools.many},
-        "history_calls": hold_calls(fields.messages),
-        "next_call": next_call_number(fields.messages),
+        "history_calls": history_calls,
+        "next_call": next_call_number(fields.messages) if history_calls else 0,
     }
     head = head_of(
         fields,

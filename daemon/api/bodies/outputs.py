@@ -58,7 +58,7 @@ def outputs_of(fields: Any, logprobs: int, echo: bool = False) -> Outputs:
         logprobs=logprobs,
         echo=echo,
         allowed_token_ids=fields.allowed_token_ids or [],
-        bad_words=checked_words(fields.bad_words or []),
+        bad_words=checked_words(fields.bad_words) if fields.bad_words else [],
         prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
     )
 

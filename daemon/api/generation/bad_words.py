@@ -14,8 +14,6 @@ from daemon.text.port import TextPort
 async def bad_word_ids(text: TextPort, model: ModelEntry, words: Sequence[str]) -> list[list[int]]:
     """Returns the token ids of each word, once as at the beginning of a text and once as after a space, without duplicates; leading
     blanks of a word are ignored. Raises BadRequest for a word without tokens, and the errors of TextPort.encode."""
-    if not words:
-        return []
     bare = [word.lstrip(" ") or word for word in words]
     both = [each for word in bare for each in (word, f" {word}")]
     encoded = await text.encode(model, msgspec.msgpack.encode(both), add_special_tokens=False, field="bad_words")

@@ -65,7 +65,8 @@ class Chunks:
     def rest_of_choice(self, index: int, reason: bytes = NULL) -> bytes:
         """Returns the end of a choice, after the delta or the text, with the log-probabilities of the tokens since the last chunk.
         reason: the finish_reason as JSON."""
-        logprobs = logprobs_json(self.answer.generations[index].logprobs, self.format.logprobs)
+        trail = self.answer.generations[index].logprobs
+        logprobs = NULL if trail is None else logprobs_json(trail, self.format.logprobs)
         return b',"logprobs":%b,"finish_reason":%b}' % (logprobs, reason)
 
     def frames(self, index: int) -> Frames:

@@ -21,7 +21,7 @@ from daemon.api.generation.bad_words import bad_word_ids
 from daemon.api.generation.event_stream import EventStream
 from daemon.api.generation.logprobs import whole_logprobs_json
 from daemon.api.generation.prompt_first import PromptFirst, prompt_first
-from daemon.api.generation.prompt_logprobs import check_size, prompt_logprobs_json, prompt_trail
+from daemon.api.generation.prompt_logprobs import check_size, prompt_logprobs_json
 from daemon.api.generation.reply_format import ReplyFormat, plain_format, reply_format
 from daemon.api.generation.sampling import check_n, nth, sampling_params
 from daemon.api.generation.texts import texts_of, written_prompts
@@ -30,6 +30,7 @@ from daemon.contracts import Generation
 from daemon.errors import BadRequest, HearthError
 from daemon.http.answers import json_response
 from daemon.models.entry import ModelEntry
+from daemon.streams.prompt_trail import PromptTrail
 from daemon.streams.stream import Collector, CollectorGroup, Stream, StreamGroup
 from daemon.streams.tool_stream import ToolStream
 from daemon.text.token_table import TokenTable
@@ -65,7 +66,8 @@ async def answer(
         head.grammar = reply.grammar
     if reply is not None and not head.ignore_eos:
         head.stop_token_ids += reply.end_ids
-    bad_words = await bad_word_ids(context.text, model, head.outputs.bad_words)
+    words = head.outputs.bad_words
+    bad_words = await bad_word_ids(context.text, model, words) if words else []
     generations = await _generations(form, head, call, model, prompts, public_id, bad_words)
     if head.prediction and model.speculator != "none":
         (expected,) = await context.text.encode(model, head.prediction, False, "prediction")
@@ -95,7 +97,9 @@ async def _generations(
     not set yet. prompts: the token ids of each prompt. bad_words: the result of bad_word_ids. Raises BadRequest."""
     num_each = head.outputs.n
     check_n(num_each, len(prompts), model)
-    check_size(head.outputs, sum(map(len, prompts)), form.one_prompt_report)
+    num_top = head.outputs.prompt_logprobs
+    if num_top >= 0:
+        check_size(head.outputs, sum(map(len, prompts)), form.one_prompt_report)
     priority = call.context.sender.priority(head.priority)
     generations: list[Generation] = []
     arrived_s = asyncio.get_running_loop().time()
@@ -115,7 +119,7 @@ async def _generations(
                 cache_salt=head.cache_salt,
                 arrived_s=arrived_s,
                 is_copy=number > 0,
-                prompt_logprobs=prompt_trail(head.outputs) if number == 0 else None,
+                prompt_logprobs=PromptTrail(num_top) if num_top >= 0 and number == 0 else None,
             )
             for number in range(num_each)
         ]

@@ -16,11 +16,11 @@ _BY_ID = "token_id:"
 RENDERED_AT_ONCE = 2048  # numbers rendered before the event loop may do other work: a few milliseconds
 
 
-def logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
+def logprobs_json(trail: LogprobTrail, new: Callable[[LogprobTrail], Rendering]) -> bytes:
     """Returns the JSON of a choice's `logprobs` for the tokens that have come since the last call, null if there are none. trail:
-    collects the tokens' log-probabilities; None: they are not wanted. new: ChatLogprobs or CompletionLogprobs."""
-    entries = trail.take() if trail is not None else []
-    if trail is None or not (entries or trail.rendering is not None):
+    collects the tokens' log-probabilities. new: ChatLogprobs or CompletionLogprobs."""
+    entries = trail.take()
+    if not (entries or trail.rendering is not None):
         return NULL
     rendering = _rendering(trail, new)
     rendering.add(entries)
@@ -42,8 +42,8 @@ def _rendering(trail: LogprobTrail, new: Callable[[LogprobTrail], Rendering]) ->
 
 
 async def whole_logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
-    """Returns the `logprobs` of a choice of an answer without streaming, as logprobs_json does. It renders piece by piece and lets
-    the event loop run in between, because the trail may hold a long prompt."""
+    """Returns the `logprobs` of a choice of an answer without streaming, as logprobs_json does; null if `trail` is None. It renders
+    piece by piece and lets the event loop run in between, because the trail may hold a long prompt."""
     if trail is None:
         return NULL
     rendering = _rendering(trail, new)

@@ -21,18 +21,12 @@ MAX_NUMBERS = 1 << 21
 _json = msgspec.json.encode
 
 
-def prompt_trail(outputs: Outputs) -> PromptTrail | None:
-    """Returns an object that collects the log-probabilities of a prompt, for the first of the prompt's sequences; None if the
-    request does not ask for them."""
-    return PromptTrail(outputs.prompt_logprobs) if outputs.prompt_logprobs >= 0 else None
-
-
 def check_size(outputs: Outputs, num_tokens: int, one_report: bool) -> None:
-    """Raises BadRequest if the log-probabilities of the prompts would make the answer too large for memory. num_tokens: the tokens
-    of all prompts. one_report: whether the answer contains them once, not with each choice."""
+    """Raises BadRequest if the log-probabilities of the prompts, for which the request asks, would make the answer too large for
+    memory. num_tokens: the tokens of all prompts. one_report: whether the answer contains them once, not with each choice."""
     num_copies = 1 if one_report else outputs.n
     num = num_tokens * (1 + outputs.prompt_logprobs) * num_copies
-    if outputs.prompt_logprobs >= 0 and num > MAX_NUMBERS:
+    if num > MAX_NUMBERS:
         copies = f", for each of {num_copies} choices," if num_copies > 1 else ""
         raise invalid(
             "prompt_logprobs",
