@@ -177,18 +177,23 @@ def test_allowed_origins_come_in_from_the_next_reading_on(tmp_path: Path) -> Non
 def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
     """The whole process group gets it, engines included, as from systemd or a terminal."""
     make_model(tmp_path / "n" / "models" / "a")
-    with Node(tmp_path / "n", devices=["cpu:0=64MiB", "cpu:1=64MiB"], null_step_ms=20) as node:
-        streams = [Stream(node, "a", f"{i}", 250) for i in range(8)]  # 5 s: still there when the last question is asked
+    devices = ["cpu:0=64MiB", "cpu:1=64MiB"]
+    with Node(tmp_path / "n", devices=devices, null_step_ms=20, config="engine_stall_s = 0\n") as node:
+        streams = [Stream(node, "a", f"{i}", 250) for i in range(8)]
         for stream in streams:
             stream.wait_for_chunks(3)
         engines = node.engine_pids()
         assert len(engines) == 2
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)  # the streams are there when the last question is asked
         node.signal(number, group=True)
         for pid in engines:
             os.kill(pid, number)
         node.wait_for(lambda: node.json("status")["draining"], "draining")
         assert node.get("/readyz")[0] == 503
         assert "takes no new requests" in Stream(node, "a", "late", 3).join().error
+        for pid in engines:
+            os.kill(pid, signal.SIGCONT)
         for stream in streams:
             assert (stream.join().error, stream.finish_reason) == ("", "length")
         assert node.process is not None
