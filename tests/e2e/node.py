@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import json
 import os
@@ -236,6 +237,17 @@ class Node:
                 raise AssertionError(f"hearthd ended with {self.process.returncode} before {what}:\n{self.log_text()}")
             time.sleep(0.02 if waited_s < 1 else 0.05)
         raise AssertionError(f"no {what} within {SAFETY_S} s:\n{self.log_text()}")
+
+
+def program_with(constants: Mapping[str, float]) -> tuple[str, ...]:
+    """Returns Node's program with other values of some of the daemon's constants, which are given by module and name. What is quick
+    or early by the usual ones may take longer on a machine whose processors others have."""
+    lines = ["import importlib, sys", "from daemon.main import main"]
+    for path, value in constants.items():
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path
+        lines.append(f"importlib.import_module({module!r}).{name} = {value!r}")
+    return ("-P", "-c", "\n".join([*lines, "sys.exit(main())"]))
 
 
 def without_drafts(*models: str) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
-from tests.e2e.node import Node, without_drafts
+from tests.e2e.node import Node, program_with, without_drafts
 from tests.e2e.test_host_tier import MIB, NAMES, at_work, go_on_undisturbed, loads, read_chars
 
 
@@ -22,7 +23,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         make_model(folder / "models" / name, seed=seed, weights_bytes=12 * MIB)
     flags = ["--dtype", "float32", "--threads", "1", "--max-num-batched-tokens", "128", "--adopt-weights", "true"]
     flags += ["--load-deadline-s", "80", "--max-wait-s", "80"]  # the first load waits for kernels to be compiled
-    with Node(folder, devices=["cpu:0=96MiB"], runner="torch", config=without_drafts(*NAMES), flags=flags) as running:
+    # all that an engine lives in these tests is early
+    early: dict[str, Any] = {"program": program_with({"daemon.engines.left_memory.EARLY_S": 600.0})}
+    with Node(folder, devices=["cpu:0=96MiB"], runner="torch", config=without_drafts(*NAMES), flags=flags, **early) as running:
         yield running
 
 
