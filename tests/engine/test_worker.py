@@ -405,7 +405,7 @@ def test_a_daemon_that_does_not_read_stops_the_steps(tmp_path: Path) -> None:
             return process.cpu_times().user - before <= 0.02
 
         deadline_s = time.monotonic() + SAFETY_TIMEOUT_S
-        while not stalled():
+        while not (engine.running() == () and all(stalled() for _ in range(3))):  # others may have the processors for a while
             assert time.monotonic() < deadline_s
         assert engine.running() == ()
         kept, others = requests[0], requests[1:]
