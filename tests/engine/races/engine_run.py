@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -531,9 +531,11 @@ class EngineRun:
             self.schedule.end_all()
             self.device.memory.fault(f"nothing goes on: {error}")
         finally:
-            self._close()
-        if self.schedule.errors:
-            raise self.schedule.errors[0]
+            with suppress(Exception) if self.schedule.stuck else nullcontext():  # who cannot go on keeps what it uses
+                self._close()
+        for error in self.schedule.errors:
+            if not isinstance(error, Stuck):
+                raise error
 
     def _run(self, num_actions: int) -> None:
         actions: list[Callable[[], None]] = [

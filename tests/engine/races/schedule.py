@@ -13,7 +13,7 @@ from tests.engine.races.clocks import Clock
 
 SWITCH = 0.3  # the probability that another thread goes on at a point
 LATE = 0.002  # the probability that a wait with a limit ends at its limit, each time that another thread is to go on
-
+LATER_TURNS = 500  # turns of a thread that waits for what others do, after each of which LATE is added to that probability
 
 MOST_LATE = 200  # waits in a row that end at their limits while no other thread can go on
 MOST_TURNS = 20_000  # of a thread that waits for what others do
@@ -57,6 +57,7 @@ class Schedule:
         self.errors: list[BaseException] = []
         self.stuck = ""  # what each thread waits for, once none can go on
         self._num_started = self._num_late = 0
+        self._late = LATE
 
     @property
     def host(self) -> Host:
@@ -124,7 +125,7 @@ class Schedule:
         can_go_on = [host for host in self._hosts if host.awaits is None or host.awaits()]
         limited = [host for host in self._hosts if host.awaits is not None and host.is_limited]
         self._num_late = 0 if can_go_on else self._num_late + 1
-        if limited and (self._num_late in range(1, MOST_LATE) or self.random.random() < LATE):
+        if limited and (self._num_late in range(1, MOST_LATE) or self.random.random() < self._late):
             return self.random.choice(limited)
         if can_go_on:
             return self.random.choice(can_go_on)
@@ -132,11 +133,13 @@ class Schedule:
         return self.random.choice(self._hosts)
 
     def go_on_until(self, is_over: Callable[[], bool], turn: Callable[[], None]) -> None:
-        """Takes turns beside the other threads until is_over(). Raises Stuck if it is not for so long that the others wait for
-        each other."""
-        for _ in range(MOST_TURNS):
+        """Takes turns beside the other threads until is_over(). The longer it takes, the more often waits with a limit end. Raises
+        Stuck if it takes so long that the others wait for each other."""
+        for num_turns in range(MOST_TURNS):
             if is_over():
+                self._late = LATE
                 return
+            self._late = LATE * (1 + num_turns // LATER_TURNS)
             self.point()
             turn()
         self._give_up()

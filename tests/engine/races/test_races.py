@@ -18,10 +18,33 @@ from engine.cuda.kernels import linear_choice
 from tests.engine.cuda_stand_in import Refused
 from tests.engine.races.device import TORCH
 from tests.engine.races.engine_run import EngineRun, run_of
-from tests.engine.races.schedule import Lock
+from tests.engine.races.schedule import KeptEvent, Lock, Schedule, Stuck
 
 NUM_SEEDS = 50  # of each version of torch
 MOST_SEEDS = 100  # in which a fault that was put back is found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_waits_with_limits_end_while_another_thread_turns(seed: int) -> None:
+    """A connection that was broken is given up behind waits with limits, beside which other groups' threads wait and wait."""
+    schedule = Schedule(seed)
+    schedule.first.device = SimpleNamespace(prefix="")
+    never = KeptEvent(schedule)
+
+    def wait_often() -> None:
+        for _ in range(20):
+            assert not never.wait(1.0)
+
+    threads = [schedule.thread(wait_often, name="late") for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    schedule.go_on_until(lambda: not any(thread.is_alive() for thread in threads), lambda: None)
+    assert not schedule.errors
+    waits = schedule.thread(lambda: schedule.wait(lambda: False, "what never comes") and None, name="stuck")
+    waits.start()
+    with pytest.raises(Stuck, match="stuck 6 waits for what never comes"):
+        schedule.go_on_until(lambda: not waits.is_alive(), lambda: None)
+    schedule.end_all()
 
 
 @pytest.mark.parametrize("version", TORCH)
