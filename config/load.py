@@ -365,9 +365,18 @@ def _convert(source: str, where: str, kind: Any, value: Any, key: str) -> Any:
         try:
             check(converted)
         except ValueError as error:
-            shown = value[0] if isinstance(value, list) and len(value) == 1 else value
-            raise ConfigError(source, where, str(error) if key in _NOT_QUOTED else f"{shown!r} {error}") from None
+            raise ConfigError(source, where, str(error) if key in _NOT_QUOTED else f"{_refused(value, check)!r} {error}") from None
     return converted
+
+
+def _refused(value: Any, check: Callable[[Any], None]) -> Any:
+    """Returns what of a setting's value `check` refuses: the first entry of a list that it refuses alone, else the whole value."""
+    for entry in value if isinstance(value, list) else ():
+        try:
+            check([entry])
+        except ValueError:
+            return entry
+    return value
 
 
 def _plain_kinds(kind: Any) -> set[Any]:
@@ -410,7 +419,9 @@ def _between(least: float, most: float = math.inf) -> Callable[[Any], None]:
 
 
 def _above_zero(value: Any) -> None:
-    if not (value > 0 and math.isfinite(value)):
+    if math.isnan(value) or math.isinf(value):
+        raise ValueError("must be a finite number above 0")
+    if value <= 0:
         raise ValueError("must be above 0")
 
 

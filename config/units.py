@@ -99,7 +99,7 @@ def parse_budget(text: str, memory_bytes: int) -> int:
             raise ValueError(f'{error}, or a percentage such as "50%"') from None
     percent = float(match[1])
     if not 0 < percent <= 100:
-        raise ValueError("a percentage must be above 0 and at most 100")
+        raise ValueError("must be a percentage above 0 and at most 100")
     return int(memory_bytes * percent / 100)
 
 

@@ -23,7 +23,7 @@ GPUS = [GpuMemory(0, "GPU-3f1a-77", 80 * GIB), GpuMemory(1, "GPU-3f1b-78", 140 *
         (["cuda:0", "cuda:GPU-3f1a"], "'cuda:GPU-3f1a' is the same GPU as cuda:0, GPU-3f1a-77"),
         (["cuda:0=81GiB"], "the budget is 81.0 GiB, the GPU has 80.0 GiB"),
         (["cuda:0=64MiB"], "at least 8 chunks of chunk_bytes, 128.0 MiB"),
-        (["cuda:0=120%"], "a percentage must be above 0"),
+        (["cuda:0=120%"], "must be a percentage above 0"),
     ],
 )
 def test_device_errors(devices: list[str], message: str) -> None:

@@ -113,6 +113,24 @@ def test_errors_name_file_key_and_what_is_allowed(tmp_path: Path, text: str, wor
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "given", "said"),
+    [
+        ("max_wait_s", "inf", "--max-wait-s: inf must be a finite number above 0"),
+        ("max_wait_s", "nan", "--max-wait-s: nan must be a finite number above 0"),
+        ("max_wait_s", "0", "--max-wait-s: 0.0 must be above 0"),
+        ("host_tier_bytes", "200%", "--host-tier-bytes: '200%' must be a percentage above 0 and at most 100"),
+        ("device", ["cpu=1GiB", "cpu:1=200%"], "--device: 'cpu:1=200%' must be a percentage above 0 and at most 100"),
+        ("device", ["cpu=1GiB", "tpu=1GiB"], "--device: 'tpu=1GiB' must be NAME=BUDGET"),
+        ("allowed_origins", ["*", "https://a.org"], "--allowed-origins: ['*', 'https://a.org'] "),
+    ],
+)
+def test_what_is_told_is_true_of_the_value_that_is_shown(key: str, given: object, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, {key: given})
+    assert str(caught.value).startswith(f"flags: {said}")
+
+
 def test_missing_file_and_bad_flag() -> None:
     with pytest.raises(ConfigError, match=r"/nowhere/x.toml: cannot be read: No such file"):
         load("/nowhere/x.toml")
