@@ -25,24 +25,29 @@ VERDICTS = {
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--config",
         metavar="FOLDER",
         default="",
         help="what the model in this folder would take, by its config.json; no daemon is asked",
     )
-    add("--devices", metavar="KIND=[Nx]BYTES", default="", help="with --config: on these devices, as in cuda=8x80GiB or cpu=64GiB")
-    add("--tensor", metavar="N", type=int, default=None, help="with --devices: the tensor of the model's parallel")
-    add("--expert", metavar="N", type=int, default=None, help="with --devices: the expert of the model's parallel")
-    add("--pipeline", metavar="N", type=int, default=None, help="with --devices: the pipeline of the model's parallel")
-    add("--dtype", metavar="DTYPE", default="auto", help="with --config: the model's dtype (default: the checkpoint's)")
-    add("--quantize", metavar="FORMAT", default=None, help="with --config: the model's quantize")
-    add("--resident", metavar="FORM", default="plain", help="with --config: the model's resident")
-    add("--kv-cache-dtype", metavar="DTYPE", default="auto", help="with --config: the model's kv_cache_dtype")
-    add("--speculator", metavar="NAME", default="auto", help="with --config: the model's speculator")
-    add("--max-model-len", metavar="TOKENS", type=int, default=None, help="with --config: default: the checkpoint's")
-    add("--max-sequences", metavar="N", type=int, default=None, help="with --config: in one batch (default 256)")
+    defaults: dict[str, tuple[str, object]] = {}  # of the options that only --config has a use for: flag and default, by attribute
+
+    def add(flag: str, default: str | int | None, **words: Any) -> None:
+        defaults[parser.add_argument(flag, default=default, **words).dest] = flag, default
+
+    add("--devices", "", metavar="KIND=[Nx]BYTES", help="with --config: on these devices, as in cuda=8x80GiB or cpu=64GiB")
+    add("--tensor", None, metavar="N", type=int, help="with --devices: the tensor of the model's parallel")
+    add("--expert", None, metavar="N", type=int, help="with --devices: the expert of the model's parallel")
+    add("--pipeline", None, metavar="N", type=int, help="with --devices: the pipeline of the model's parallel")
+    add("--dtype", "auto", metavar="DTYPE", help="with --config: the model's dtype (default: the checkpoint's)")
+    add("--quantize", None, metavar="FORMAT", help="with --config: the model's quantize")
+    add("--resident", "plain", metavar="FORM", help="with --config: the model's resident")
+    add("--kv-cache-dtype", "auto", metavar="DTYPE", help="with --config: the model's kv_cache_dtype")
+    add("--speculator", "auto", metavar="NAME", help="with --config: the model's speculator")
+    add("--max-model-len", None, metavar="TOKENS", type=int, help="with --config: default: the checkpoint's")
+    add("--max-sequences", None, metavar="N", type=int, help="with --config: in one batch (default 256)")
+    parser.set_defaults(for_config=defaults)
 
 
 def plan(client: Client, options: argparse.Namespace) -> int | None:
@@ -52,6 +57,9 @@ def plan(client: Client, options: argparse.Namespace) -> int | None:
         from daemon.cli.capacity import capacity_plan  # imported here, because loading code for checkpoints takes time
 
         return capacity_plan(options)
+    for attribute, (flag, default) in options.for_config.items():
+        if getattr(options, attribute) != default:
+            raise _usage(f"{flag}: goes with --config FOLDER")
     if not options.name:
         raise _usage("which model? Name it, or a folder with --config")
     value = client.get(f"/control/v1/plan/{quote(options.name)}")
@@ -76,6 +84,8 @@ def evict(client: Client, options: argparse.Namespace) -> None:
         raise _usage("give NAME or --bytes, not both")
     if not (options.bytes or options.name):
         raise _usage("which model? Name it, or use --dry-run --bytes to see who would leave")
+    if options.device and not options.bytes:
+        raise _usage("--device: goes with --bytes")
     if not options.dry_run:
         if options.bytes:
             raise _usage("--bytes needs --dry-run: models are evicted by name")

@@ -64,6 +64,20 @@ def test_alone_it_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> Non
     assert "load a model and wait until it is ready" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("plan", "m", "--devices", "cpu=1GiB"), "--devices: goes with --config FOLDER"),
+        (("plan", "m", "--kv-cache-dtype", "fp8"), "--kv-cache-dtype: goes with --config FOLDER"),
+        (("plan", "m", "--max-sequences", "1"), "--max-sequences: goes with --config FOLDER"),
+        (("evict", "m", "--dry-run", "--device", "cpu:0"), "--device: goes with --bytes"),
+    ],
+)
+def test_no_option_is_ignored(args: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--control", str(tmp_path / "c.sock"), *args]) == 2
+    assert capsys.readouterr().err == f"hearth: {said}\n"
+
+
 def test_default_socket(tmp_path: Path) -> None:
     if os.path.exists("/run/hearthd/control.sock"):
         pytest.skip("a hearthd service runs on this machine")
