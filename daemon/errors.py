@@ -16,7 +16,7 @@ from typing import Any
 from scheduler.node.actions import Refusal
 
 # exit codes of the command line; the control API groups its error codes by them
-EXIT_OK, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_NO_FIT, EXIT_BUSY, EXIT_DENIED = 0, 2, 3, 4, 5, 6
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_NO_FIT, EXIT_BUSY, EXIT_DENIED = range(7)
 EXIT_NOT_SAVED = 7  # the command took effect, but a restart would forget it
 
 

@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stderr
 
 from config.paths import client_control_path, daemon_status_path
 from daemon.cli import (
@@ -32,11 +35,14 @@ from daemon.cli.client import Client, CommandError
 from daemon.cli.doctor import command as doctor
 from daemon.cli.packing import command as packing
 from daemon.cli.pull import command as pull
-from daemon.errors import EXIT_OK, EXIT_USAGE
+from daemon.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from daemon.process.arguments import ArgumentParser
 
 # functions that run a command; they return its exit code if that is not 0 although there was no error
 Command = Callable[[Client, argparse.Namespace], int | None]
+
+# what writing to standard output may fail with: its disk is full, its owner's share of it is used up, or the device is broken
+_NOT_WRITTEN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -50,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text, description=text, parents=[common])
         one.set_defaults(run=run, goes_on=False)
         if argument:
-            one.add_argument("name", metavar=argument, nargs="?" if optional else None, default="")
+            one.add_argument("name", metavar=argument, nargs="?" if optional else None, type=_name)
         return one
 
     add("ps", models.ps, "what is loaded, where, and how busy")
@@ -126,33 +132,79 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
+    # a process may be started with these closed; what is printed is then lost, as it is in /dev/null
+    sys.stdout, sys.stderr = (one or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") for one in (sys.stdout, sys.stderr))
+    code = EXIT_OK
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # the reader of the pipe (a pager, head) has closed it
+        _drop_output()
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN or error.filename is not None:
+            raise
+        print(f"hearth: the output cannot be written: {error.strerror}", file=sys.stderr)
+        _drop_output()
+        return EXIT_FAILED
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = make_parser()
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help(sys.stderr)
         return EXIT_USAGE
-    options = parser.parse_args(argv)
+    options = _parsed(parser, sys.argv[1:] if argv is None else argv)
+    if options is None:
+        return EXIT_USAGE
     options.json = getattr(options, "json", False)
+    if getattr(options, "name", "") is None:  # a command whose NAME may be left out
+        options.name = ""
     control = getattr(options, "control", None) or client_control_path()
     client = Client(control, daemon_status_path(control))
     try:
         exit_code: int | None = options.run(client, options)
-        sys.stdout.flush()
     except CommandError as error:
         if options.json:
             print(json.dumps(error.error))
         else:
             print(f"hearth: {error}{meant(client, error, options)}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        # the reader of the pipe (a pager, head) has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         if options.goes_on:
             print("hearth: interrupted; the same command goes on where it was", file=sys.stderr)
         return 130
-    else:
-        return exit_code or EXIT_OK
-    return EXIT_OK
+    return exit_code or EXIT_OK
+
+
+def _name(text: str) -> str:
+    """Returns the name of a model as it is given. Raises ArgumentTypeError for "", which a script's unset variable leaves: without
+    a name some commands are for the whole node."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return text
+
+
+def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace | None:
+    """Returns the parsed words of a command line. If they are not accepted, prints why, as JSON if --json is one of them, and
+    returns None. Raises SystemExit after printing help that was asked for."""
+    as_json, told = "--json" in words, io.StringIO()
+    try:
+        with redirect_stderr(told) if as_json else nullcontext():
+            return parser.parse_args(words)
+    except SystemExit as ended:
+        if ended.code != EXIT_USAGE:
+            raise
+    if as_json:
+        message = told.getvalue().strip().partition(": ")[2]  # without the program's name
+        print(json.dumps({"code": "invalid_request", "message": message, "details": {}}))
+    return None
+
+
+def _drop_output() -> None:
+    """Has whatever is still written to standard output lost, also what the interpreter writes as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def meant(client: Client, error: CommandError, options: argparse.Namespace) -> str:

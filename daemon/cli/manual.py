@@ -18,7 +18,7 @@ from daemon.process.version import VERSION
 
 EXITS = {
     0: "done",
-    1: "hearthd failed on the command; its log says how; doctor, verify: a check failed",
+    1: "hearthd failed on the command; its log says how; doctor, verify: a check failed; the output could not be written",
     2: "usage, or a configuration that is not valid",
     3: "no such model or request",
     4: "it would not fit, or the model is of a kind that is not served",

@@ -10,13 +10,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from daemon.cli.client import Client
-from daemon.errors import EXIT_OK
+from daemon.errors import EXIT_FAILED, EXIT_OK
 
 if TYPE_CHECKING:
     from daemon.cli.doctor.finding import Finding
     from daemon.cli.doctor.settings import Settings
-
-EXIT_FAILED = 1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -48,6 +48,8 @@ def test_usage() -> None:
         (("unpin", "a", "--no-wait"), "hearth unpin: there is no --no-wait; `hearth unpin --help` lists what there is"),
         (("load", "a", "--no-wiat"), "hearth load: there is no --no-wiat; did you mean --no-wait?"),
         (("ps", "extra"), "hearth ps: 'extra' is one word too many"),
+        (("drain", ""), "hearth drain: NAME: is empty; `hearth drain --help` tells what it takes"),
+        (("load", ""), "hearth load: NAME: is empty"),
     ],
 )
 def test_only_what_is_there_is_proposed(args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +66,17 @@ def test_alone_it_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> Non
     assert "load a model and wait until it is ready" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("args", [("--json", "bogus"), ("load", "--json"), ("ps", "--frob", "--json"), ("drain", "", "--json")])
+def test_wrong_usage_is_json_where_json_was_asked_for(args: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([word for word in args if word != "--json"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert run(args) == 2
+    out, err = capsys.readouterr()
+    assert err == ""
+    message = said.partition(": ")[2]
+    assert json.loads(out) == {"code": "invalid_request", "message": message, "details": {}}
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -76,6 +89,24 @@ def test_alone_it_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> Non
 def test_no_option_is_ignored(args: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--control", str(tmp_path / "c.sock"), *args]) == 2
     assert capsys.readouterr().err == f"hearth: {said}\n"
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("args", [("completion", "bash"), ("hash-key", "--generate", "--json"), ("--json", "bogus")])
+def test_output_that_cannot_be_written_is_one_line(args: tuple[str, ...], buffered: bool) -> None:
+    command = [sys.executable, "-P", *(() if buffered else ("-u",)), "-m", "daemon.cli", *args]
+    variables = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=variables)
+    assert result.stderr == "hearth: the output cannot be written: No space left on device\n"
+    assert result.returncode == 1
+
+
+def test_closed_streams_lose_what_is_printed() -> None:
+    command = f"{sys.executable} -P -m daemon.cli hash-key --generate"
+    for closed in (">&-", "2>&- >&-"):
+        result = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, timeout=60, env=environment())
+        assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_default_socket(tmp_path: Path) -> None:
