@@ -29,10 +29,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class SlowMount:
     """Shows `source`, for reading, in the folder `at`. read_s: how long each read of a file takes. hang(): all of it stands still.
-    Raises OSError if it cannot be mounted."""
+    hangs_at: so it does from the first read of a file at this position or behind it until hang() ends. Raises OSError if it cannot
+    be mounted."""
 
     def __init__(self, source: Path, at: Path) -> None:
         self._at, self.read_s = at, 0.0
+        self.hangs_at: int | None = None
         self._goes_on, self._closed = threading.Event(), False
         self._goes_on.set()
         self._paths = {ROOT_NODE: source}
@@ -50,6 +52,10 @@ class SlowMount:
         self._goes_on.clear()
         yield
         self._goes_on.set()
+
+    @property
+    def hangs(self) -> bool:
+        return not self._goes_on.is_set()
 
     def close(self) -> None:
         """Takes the mount away; who reads from it gets an error."""
@@ -117,6 +123,10 @@ class SlowMount:
 
     def _read(self, path: Path, offset: int, num_bytes: int) -> bytes:
         time.sleep(self.read_s)
+        if self.hangs_at is not None and offset >= self.hangs_at:
+            self.hangs_at = None
+            self._goes_on.clear()
+            self._goes_on.wait()
         with path.open("rb") as file:
             file.seek(offset)
             return file.read(num_bytes)
