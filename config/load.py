@@ -419,7 +419,7 @@ def _between(least: float, most: float = math.inf) -> Callable[[Any], None]:
 
 
 def _above_zero(value: Any) -> None:
-    if math.isnan(value) or math.isinf(value):
+    if not math.isfinite(value):
         raise ValueError("must be a finite number above 0")
     if value <= 0:
         raise ValueError("must be above 0")

@@ -39,21 +39,22 @@ def limit_memory(num_bytes: int, oom_score_adj: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = num_bytes if hard == resource.RLIM_INFINITY else min(hard, num_bytes)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write(str(oom_score_adj))
-    except OSError:
-        pass  # the value was higher already, and this process may not lower it
+    _raise_oom_score_adj(os.getpid(), oom_score_adj)
 
 
 def end_before_daemon(pid: int) -> None:
     """Has the kernel end a child of the daemon, and what that starts, before the daemon when memory runs out: an ended engine is
     started again and its requests go on, while the daemon's end cuts all connections. Called in the daemon, so that it holds from
     the child's first allocations on."""
-    adj = Path(f"/proc/{pid}/oom_score_adj")
+    own = int(Path("/proc/self/oom_score_adj").read_text())
+    _raise_oom_score_adj(pid, min(1000, own + OOM_SCORE_ADJ_OVER_DAEMON))
+
+
+def _raise_oom_score_adj(pid: int, value: int) -> None:
+    """Sets the oom_score_adj of a process, unless it is higher already or the process has ended."""
+    file = Path(f"/proc/{pid}/oom_score_adj")
     try:
-        wanted = min(1000, int(Path("/proc/self/oom_score_adj").read_text()) + OOM_SCORE_ADJ_OVER_DAEMON)
-        if int(adj.read_text()) < wanted:  # the child may have set a higher one already
-            adj.write_text(str(wanted))
+        if int(file.read_text()) < value:
+            file.write_text(str(value))
     except OSError:
-        pass  # the child has ended already
+        pass

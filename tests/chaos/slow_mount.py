@@ -29,8 +29,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class SlowMount:
     """Shows `source`, for reading, in the folder `at`. read_s: how long each read of a file takes. hang(): all of it stands still.
-    hangs_at: so it does from the first read of a file at this position or behind it until hang() ends. Raises OSError if it cannot
-    be mounted."""
+    hangs_at: a position in a file; the first read there or behind it has all of it stand still until a hang() ends. Raises OSError
+    if it cannot be mounted."""
 
     def __init__(self, source: Path, at: Path) -> None:
         self._at, self.read_s = at, 0.0

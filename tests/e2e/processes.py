@@ -1,4 +1,4 @@
-"""Tells apart the processes below a daemon, and what they take from what they wait."""
+"""Tells apart the processes below a daemon, and measures what they compute."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 def first(node: Node, name: str, prompt: str) -> tuple[float, int]:
-    """(seconds that the node computes up to the first token, prompt tokens said to be cached)."""
+    """Returns (seconds that the node computes up to the first token, prompt tokens said to be cached)."""
     body = {"model": "m", "prompt": prompt, "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}
     headers = {"Content-Type": "application/json", **bearer(name)}
     request = urllib.request.Request(node.url + "/v1/completions", json.dumps(body | {"ignore_eos": True}).encode(), headers)

@@ -83,7 +83,7 @@ MIXES = [
 
 
 def test_replays_give_what_launches_give(folder: Path, stand_in_graphs: None) -> None:
-    """In steps of decoding alone, and in steps with a piece of a prompt, both behind a capture."""
+    """Graphs replay steps of decoding alone and steps with a piece of a prompt, both after a capture."""
     launched = load_cuda_model(folder, max_graph_rows=8, max_graph_tokens=16)
     model = load_cuda_model(folder, max_graph_rows=8, max_graph_tokens=16)
     replayed: list[tuple[int, bool]] = []

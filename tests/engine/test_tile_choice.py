@@ -529,7 +529,7 @@ def test_each_tile_to_compare_is_among_what_is_compiled(tmp_path: Path) -> None:
 def test_tiles_to_compare_are_compiled_by_one_process_without_the_loads_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a model with the fewest of them: on Hopper heads of 128 compare one tile, in both of its forms."""
+    """The model is one with the fewest tiles: on Hopper, attention with heads of 128 compares one tile, in both of its forms."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(tiles, "capability", lambda: HOPPER)
     case = next(case for case in CASES if case.name == "qwen3 norms at odd places")
