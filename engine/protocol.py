@@ -58,6 +58,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
         engine/grammar/token_limits.py."""
         return bool(self.allowed_token_ids or self.bad_words)
 
+    @property
+    def is_constrained(self) -> bool:
+        """Returns whether the request's steps need masks: it has a grammar, or rules out tokens."""
+        return bool(self.grammar) or self.is_limited
+
 
 # ---- daemon -> engine -------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class FirstStep:
     def put_aside(self, message: Submit) -> bool:
         """Defers a request if it cannot be in this step, because the step runs or the request needs masks. Returns whether it was
         deferred."""
-        wait = self.running or bool(message.params.grammar) or message.params.is_limited  # this step applies no masks
+        wait = self.running or message.params.is_constrained  # this step applies no masks
         if wait:
             self.deferred.append(message)
         return wait

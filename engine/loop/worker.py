@@ -540,7 +540,7 @@ class Engine:
         else:
             first.weight = weight
         self._model_of[request_id] = message.model
-        if message.params.grammar or message.params.is_limited:
+        if message.params.is_constrained:
             self._end_constrained(self.constraints.submit(served, request, message.params, message.output))
         else:
             served.scheduler.submit(request)
