@@ -1,9 +1,10 @@
 """Compares this checkout with another one of this project, in alternating runs of each: start to ready, the first token of a model
-that is not loaded, its load without a server, and decode steps.
+that is not loaded, its load without a server, decode steps, and the processor time of all processes per streamed token with the
+null runner (a step every 10 ms, no model).
 
 All runs are processes of their own, with the files in the page cache. Within a round both checkouts run one after the other, in an
 order that is drawn anew; ratios are of such neighbours, ours over the other's, as the median with the smallest and the largest.
-usage: python -m benchmarks.checkouts FOLDER [--rounds 8] [--only ready,first_token,load,step]
+usage: python -m benchmarks.checkouts FOLDER [--rounds 8] [--only ready,first_token,load,step,serving]
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import uvloop
+
+from benchmarks import load
 from benchmarks.checkpoints import make
 from benchmarks.cpu import STORE, server_of
 from benchmarks.run import commit_of, machine, table
 from benchmarks.server import ROOT
 
-LOADED, STEPPED = "one-b", "mid"  # checkpoints of benchmarks.checkpoints
+LOADED, STEPPED, SERVED = "one-b", "mid", "feather"  # checkpoints of benchmarks.checkpoints
 ROWS = (1, 8, 32)
+STREAMS, WAVES = (64, 200), 6  # at a time, and requests of each
+NUM_IN, NUM_OUT = 128, 128  # words of a prompt, tokens of an answer
 
 
 def forward(checkout: pathlib.Path, model: str, rows: int, steps: int, prompt: int) -> dict[str, float]:
@@ -55,6 +61,20 @@ def served(checkout: pathlib.Path) -> dict[str, float]:
         return {"ready_s": ready_s, "first_token_s": time.perf_counter() - start_s}
 
 
+def serving(checkout: pathlib.Path) -> Iterator[tuple[str, float]]:
+    """Starts the checkout's daemon with the null runner. Yields the microseconds of processor time per streamed token of the whole
+    process tree, by the number of streams. Raises RuntimeError if requests failed or if tokens did not come in events of their
+    own."""
+    with ExitStack() as stack:
+        server = stack.enter_context(server_of(checkout, ["cpu=2GiB"], stack, ["--runner", "null", "--null-step-ms", "10"]))
+        uvloop.run(load.measure(server.url, [SERVED], server.pid, 8, 8, NUM_IN, 16))  # loads the model and its tokenizer
+        for streams in STREAMS:
+            found = uvloop.run(load.measure(server.url, [SERVED], server.pid, WAVES * streams, streams, NUM_IN, NUM_OUT))
+            if found["failed"] or float(str(found["events_per_token"])) < 0.99:
+                raise RuntimeError(f"{checkout}: not a run that counts: {found}")
+            yield f"serving_{streams}_streams_us", float(str(found["cpu_us_per_out_token"]))
+
+
 def figures(checkout: pathlib.Path, only: set[str]) -> Iterator[tuple[str, float]]:
     """Yields the name and value of each figure of one run."""
     if only & {"ready", "first_token"}:
@@ -64,6 +84,8 @@ def figures(checkout: pathlib.Path, only: set[str]) -> Iterator[tuple[str, float
     if "step" in only:
         for rows in ROWS:
             yield f"step_{rows}_rows_ms", forward(checkout, STEPPED, rows, 60, 64)["step_ms"]
+    if "serving" in only:
+        yield from serving(checkout)
 
 
 def measure(other: pathlib.Path, rounds: int, only: set[str]) -> list[dict[str, object]]:
@@ -92,10 +114,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=pathlib.Path, metavar="FOLDER")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--only", default="ready,first_token,load,step")
+    parser.add_argument("--only", default="ready,first_token,load,step,serving")
     args = parser.parse_args()
     other = args.other.resolve()
-    for name in (LOADED, STEPPED):
+    for name in (LOADED, STEPPED, SERVED):
         make(STORE, name)
     lines = measure(other, args.rounds, set(args.only.split(",")))
     about = {"benchmark": "checkouts", "this": commit_of(ROOT), "other": commit_of(other), "rounds": args.rounds}

@@ -23,6 +23,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Protocol
@@ -149,9 +150,9 @@ def generate(folder: str, streams: int, num_in: int, num_out: int) -> dict[str, 
     return {"out_tok_s": round(streams * num_out / wall, 1), "itl_p50_ms": round(1e3 * wall / num_out, 2), "failed": 0}
 
 
-def server_of(folder: pathlib.Path, devices: list[str], stack: ExitStack) -> Process:
+def server_of(folder: pathlib.Path, devices: list[str], stack: ExitStack, flags: Sequence[str] = ()) -> Process:
     """The server of another checkout of this project, its kernels compiled, with the defaults of its configuration. It runs once it
-    is entered; `stack` removes its state."""
+    is entered; `stack` removes its state. flags: further arguments of hearthd."""
     cache, port = str(folder / ".cache"), free_port()
     subprocess.run([sys.executable, "-m", "engine.warm", cache], cwd=folder, check=True, stdout=subprocess.DEVNULL)
     state = stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-bench-"))
@@ -159,7 +160,7 @@ def server_of(folder: pathlib.Path, devices: list[str], stack: ExitStack) -> Pro
     command += ["--control", f"{state}/control.sock", "--state-dir", state]
     for device in devices:
         command += ["--device", device]
-    return Process(command, port, "/readyz", 120, folder)
+    return Process([*command, *flags], port, "/readyz", 120, folder)
 
 
 def free_port() -> int:
