@@ -4,8 +4,9 @@ Step sizes form classes, four between a size and its double, because matrix prod
 rows. Each class has the average seconds of its steps and the average contexts they had. Between known classes the cost is
 interpolated, and extrapolated up to twice the largest. A larger step never costs less than a smaller one, so a class above a larger
 class (the set-up of a first product, a stall) counts as that one. The cost of contexts is learned from differences within a class,
-where size plays no part. A factor follows the latest steps; it stands for what currently makes all steps slower than the known
-costs.
+where size plays no part. A fit of the latest differences varies by chance where steps take longer now and then, as on a busy
+machine, so what is used is its average. A factor follows the latest steps; it stands for what currently makes all steps slower than
+the known costs.
 
 Callers only ask for steps whose cost is known, so a size believed too expensive would never run again. Therefore a class is
 hardly judged by its first two steps, which set up products and record calls (1.3 to 3 times a step, as measured), nor by a stall
@@ -24,6 +25,7 @@ NEWEST = 0.1  # weight of a new measurement in an average
 _NEWEST_DRIFT = 0.2  # weight of a new measurement in the factor of the latest steps
 _KEPT = 0.98  # share of the statistics of contexts that is kept with each new measurement
 _UNMOVED = 0.1  # contexts that differ by less than this share of their size teach little
+_NEWS = 4.0  # weight of a new fit in the average, relative to the step's share of what the fit goes by
 _MOST_AT_ONCE = 1.25  # a measurement counts as at most so many times the expected cost, because it may include a stall
 _MOST_DRIFT_AT_ONCE, _MOST_DRIFT = 1.5, 4.0
 _FORGOTTEN = 250  # a class is forgotten after so many measurements of others: some seconds, while several models are busy
@@ -41,6 +43,13 @@ def class_tokens(num_tokens: int, least_step: int = 1) -> int:
 @cache
 def _classes(least_step: int) -> list[int]:
     return sorted({class_tokens(tokens, least_step) for tokens in range(1, 1 << 15)})
+
+
+def _product(ones: Sequence[float], others: Sequence[float]) -> float:
+    total = 0.0
+    for one, other in zip(ones, others, strict=False):  # a sum over a generator takes twice as long
+        total += one * other
+    return total
 
 
 @dataclass(slots=True)
@@ -66,6 +75,7 @@ class StepCosts:
         self._num = 0  # measurements so far
         self._curve: list[tuple[int, float]] | None = []  # (tokens, seconds without contexts) in order; None: to be made again
         self._each_s = [0.0] * num_contexts  # seconds for one unit of each context
+        self._fitted_s = [0.0] * num_contexts  # the same by the latest fit
         self._together = [[0.0] * num_contexts for _ in range(num_contexts)]  # covariance of contexts within classes
         self._with_s = [0.0] * num_contexts  # covariance of seconds with each context
         self._drift = 1.0  # what the latest steps took, divided by their known costs
@@ -75,7 +85,7 @@ class StepCosts:
         """Returns costs as if steps of all sizes had run, for simulations. seconds(tokens): a step's cost without contexts. each_s:
         seconds for one unit of each context."""
         costs = cls(len(each_s), least_step)
-        costs._each_s = list(each_s)
+        costs._each_s, costs._fitted_s = list(each_s), list(each_s)
         nothing = [0.0] * len(each_s)
         costs._classes = {tokens: _Class(_FIRM, nothing, seconds(tokens), 0) for tokens in costs._all_classes}
         costs._curve = None
@@ -126,10 +136,12 @@ class StepCosts:
         return self._base_s(curve, num_tokens) + self._contexts_s(contexts) if curve else 0.0
 
     def firm_seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Returns what `seconds` does, but 0.0 until three steps of that size have run, because the first ones include set-up
-        work."""
+        """Returns the usual seconds of a step of num_tokens with these contexts, by the steps of its own class alone; 0.0 until
+        three of them have run, because the first ones include set-up work."""
         known = self._classes.get(self.filled(num_tokens))
-        return self.seconds(num_tokens, contexts) if known is not None and known.num >= _FIRM else 0.0
+        if known is None or known.num < _FIRM:
+            return 0.0
+        return max(0.0, known.seconds - self._contexts_s(known.contexts) + self._contexts_s(contexts))
 
     def hoped(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
         """Returns what `seconds` does, except that a size that has hardly run is taken to cost little more than the next smaller
@@ -193,7 +205,7 @@ class StepCosts:
         """Learns what contexts cost from how one step differs from the averages of its class: one pass of coordinate descent on
         least squares, no cost below zero. apart: the differences of its contexts. seconds: the difference of its time. weight: the
         step's weight. size: the average contexts of the class."""
-        each, together, with_s = self._each_s, self._together, self._with_s
+        each, together, with_s = self._fitted_s, self._together, self._with_s
         for i, difference in enumerate(apart):
             row = together[i]
             for j, other in enumerate(apart):
@@ -202,11 +214,12 @@ class StepCosts:
         for i, row in enumerate(together):
             firm = row[i] + (_UNMOVED * size[i]) ** 2
             if firm > 0:
-                left = with_s[i] - sum(one * other for one, other in zip(row, each, strict=True))
-                each[i] = max(0.0, each[i] + left / firm)
+                each[i] = max(0.0, each[i] + (with_s[i] - _product(row, each)) / firm)
+                news = min(1.0, _NEWS * weight * apart[i] ** 2 / firm)  # costs of contexts that stay the same are not forgotten
+                self._each_s[i] += news * (each[i] * row[i] / firm - self._each_s[i])
 
     def _contexts_s(self, contexts: Sequence[float]) -> float:
-        return sum(one * context for one, context in zip(self._each_s, contexts, strict=False))
+        return _product(self._each_s, contexts)
 
     def _base_s(self, curve: list[tuple[int, float]], num_tokens: int) -> float:
         num_tokens = self.filled(num_tokens)

@@ -200,3 +200,29 @@ def test_only_sizes_that_were_seen_three_times_are_firm() -> None:
     costs.note(8, 0.010, (0.0,))
     assert costs.firm_seconds(8, (0.0,)) == pytest.approx(0.010)
     assert costs.firm_seconds(512, (0.0,)) == 0.0, "a size nobody has seen"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_times_that_vary_by_chance_are_no_cost_of_contexts(seed: int) -> None:
+    """Lets steps take 10 ms whatever they read, give or take a fifth, and up to three times that for one in twenty, as on a busy
+    machine. By the latest fit alone, contexts seem to cost up to all of a step, and steps twice what they do."""
+    draw = random.Random(seed)
+    costs = StepCosts(2, 16)
+    for number in range(1500):
+        chunk = draw.choice((16, 32, 64, 128))
+        stall = draw.uniform(1.5, 3) if draw.random() < 0.05 else 1.0
+        costs.note(64 + chunk, 0.010 * max(0.5, draw.gauss(1, 0.2)) * stall, (12_000.0 + 10 * (number % 60), chunk * chunk / 2))
+        if number > 500:
+            assert costs.seconds(64 + 16, (12_000.0, 16 * 8.0)) == pytest.approx(0.010, rel=0.4)
+            assert costs.seconds(64 + 256, (12_000.0, 256 * 128.0)) < 0.016
+
+
+def test_what_contexts_cost_is_not_forgotten_while_they_stay_the_same() -> None:
+    draw = random.Random(0)
+    costs = StepCosts(1)
+    for number in range(300):
+        context = 1000.0 * (number % 50)
+        costs.note(8, (0.005 + 1e-7 * context) * draw.gauss(1, 0.01), (context,))
+    for _ in range(2000):
+        costs.note(8, (0.005 + 1e-7 * 5000) * draw.gauss(1, 0.05), (5000.0,))
+    assert costs.seconds(8, (50_000.0,)) == pytest.approx(0.010, rel=0.05)
