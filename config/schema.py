@@ -205,7 +205,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "auto"
     sampling: Annotated[SamplingDefaults, key("defaults where a request names none", reload=LIVE)] = SamplingDefaults()
-    chat_template: Annotated[str | None, key("a Jinja file used instead of the checkpoint's template", reload=LIVE)] = None
+    chat_template: Annotated[
+        str | None,
+        key("a Jinja file used instead of the checkpoint's template; new requests use it as soon as it changes", reload=LIVE),
+    ] = None
     tool_parser: Annotated[
         str | None,
         key(

@@ -43,6 +43,7 @@ from daemon.http.client_addresses import ClientAddresses, too_many
 from daemon.http.connection import Runner
 from daemon.http.last_bytes import LastBytes
 from daemon.http.serving import listen, refuse_request
+from daemon.models.template_files import template_files
 from daemon.node.node import NodeParts, scheduler_settings
 from daemon.operate import handover, named_files
 from daemon.operate.control import make_control_runner
@@ -107,6 +108,7 @@ class DaemonRun:
         self._notify = Notifier()
         self._watch: FileWatch | None = None
         self._folder_watch: FolderWatch | None = None
+        self._model_folders: list[str] = []  # those that the last scan has looked into
         self._own_sockets: list[str] = []  # paths to remove at the end; systemd removes those that it made
         self._read = self._present()  # the files at the last reading
         self._expiries = ExpiryLog()
@@ -166,7 +168,7 @@ class DaemonRun:
         try:
             rescans = Rescans(node.rescan, scanner)
             self._folder_watch = FolderWatch(rescans.changed)
-            scanner.looked_into = self._folder_watch.look_at
+            scanner.looked_into = self._looked_into
             node.adapters.changed = rescans.changed
             await node.rescan()
             node.registry.unknown_models()
@@ -297,6 +299,17 @@ class DaemonRun:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
+    def _looked_into(self, folders: list[str]) -> None:
+        self._model_folders = folders
+        self._follow_models()
+
+    def _follow_models(self) -> None:
+        """Watches the folders that the last scan has looked into, and those of the chat templates that settings name, so that a
+        changed file makes the node scan again."""
+        if self._folder_watch is not None:
+            templates = template_files(self._config, self._config.models)
+            self._folder_watch.look_at([*self._model_folders, *map(os.path.dirname, templates)])
+
     async def _checkpoints_to_isolate(self, scanner: ModelScanner) -> dict[str, Checkpoint]:
         """Returns the checkpoints in the models folder by name, if some model is isolated, because the part of the device's budget
         for it is sized by its files; else {}. A folder that cannot be read counts as empty here; the first regular scan reports
@@ -402,6 +415,7 @@ class DaemonRun:
             refused = config_load.ConfigError(source, "models_dir", f"{folder} cannot be read: {error.strerror}")
             raise node.reloads.refuse(config_load.located_setting(refused)) from None
         node.settings.config = node.dispatcher.config = self._config = plan.effective
+        self._follow_models()
         node.settings.sources = Sources(self._config_path, self._flags)
         node.settings.needs_restart = plan.needs_restart
         known, pair = files.keys, files.tls

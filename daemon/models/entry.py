@@ -37,6 +37,7 @@ class ModelEntry:
     bos_token_id: int | None
     created: int  # Unix seconds: mtime of config.json
     fingerprint: str
+    text_id: str = ""  # changes whenever the tokenizer's files or the chat template change
     generation_defaults: dict[str, float | int] = field(default_factory=dict)  # generation_config.json, overridden by `sampling`
     chat_template: str | None = None  # set in the config (a file path or text); None: the checkpoint's
     max_sequences: int = 256

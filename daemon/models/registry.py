@@ -28,6 +28,8 @@ from daemon.models.model_names import ModelNames
 from daemon.models.planning import IS_HEAD, Planner
 from daemon.models.registered import Registered
 from daemon.models.sizing import Sizing
+from daemon.models.template_files import template_files
+from daemon.process.file_watch import signature
 from daemon.record.state import NodeState
 from engine.exchange import GroupForm
 from loader.errors import shortened
@@ -276,7 +278,8 @@ class Registry:
             if checkpoint.is_adapter:
                 continue
             known = before.get(name)
-            if known is not None and known.checkpoint is checkpoint and config is self.config and same_heads:
+            is_known = known is not None and known.checkpoint is checkpoint and config is self.config and same_heads
+            if known is not None and is_known and (known.entry is None or known.entry.text_id == _text_id(config, checkpoint)):
                 result[name] = known
                 continue
             try:
@@ -337,6 +340,7 @@ class Registry:
             bos_token_id=generation.bos_token_id,
             created=checkpoint.created,
             fingerprint=speculator.fingerprint,
+            text_id=_text_id(config, checkpoint),
             generation_defaults={key: value for key, value in defaults.items() if value is not None},
             chat_template=settings.chat_template,
             max_sequences=settings.max_sequences,
@@ -363,6 +367,10 @@ class Registry:
 
     def _swap(self, config: NodeConfig, found: dict[str, Registered], adapters: dict[str, AdapterRecord]) -> list[events.Event]:
         before, after = _all_facts(self.models), _all_facts(found)
+        for name, one in found.items():
+            known_entry = self.models[name].entry if name in self.models else None
+            if known_entry is not None and one.entry is not None and known_entry.text_id != one.entry.text_id:
+                log.info("%s: its files have changed; new requests read its tokenizer and chat template anew", name)
         self.models, self.config = found, config
         self._take_adapters(adapters)
         now = time.monotonic()
@@ -464,6 +472,13 @@ def _all_facts(models: Mapping[str, Registered]) -> dict[str, events.ModelFacts]
         found[name] = registered.facts
         found |= {one.name: one for one in registered.replicas if one.name not in models}
     return found
+
+
+def _text_id(config: NodeConfig, checkpoint: catalog.Checkpoint) -> str:
+    """Returns the model's ModelEntry.text_id, from names, sizes and times of the files in its folder and of the file that its
+    setting chat_template names."""
+    files = template_files(config, [checkpoint.name])
+    return f"{checkpoint.signature}{signature(files) if files else ''}"
 
 
 def _unserved(what: str, problem: str, is_incomplete: bool) -> HearthError:

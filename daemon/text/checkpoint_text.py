@@ -11,9 +11,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from daemon.errors import BadRequest
+from daemon.models.template_files import is_template_text
 from daemon.text.chat_template import ChatTemplate
 from daemon.text.fill_in_middle import fill_in_middle
-from daemon.text.jobs import EncodePairs, TextFacts, is_template_text
+from daemon.text.jobs import EncodePairs, TextFacts
 from daemon.text.reasoning import TAGS, detect_reasoning
 from daemon.text.table_builder import build_table, read_tokenizer_file, unsupported
 from daemon.text.token_lower_bound import TokenLowerBound

@@ -158,8 +158,3 @@ class TextFacts(Struct, frozen=True, array_like=True):
     reasoning_parser: str = "none"
     markers: dict[int, str] = {}  # id -> a special token that a parser searches for; without this it would be left out of texts
     harmony_marks: dict[int, str] = {}  # id -> the character that stands for this special token in texts for Harmony's parser
-
-
-def is_template_text(chat_template: str) -> bool:
-    """Returns whether a configured chat template is Jinja text; otherwise it is the path of a file."""
-    return "{" in chat_template or "\n" in chat_template

@@ -21,6 +21,7 @@ import msgspec
 
 from daemon.errors import BadRequest, HearthError, NotNow
 from daemon.models.entry import ModelEntry
+from daemon.models.template_files import is_template_text
 from daemon.process.long_tasks import LongTasks
 from daemon.text.connection import WorkerConnection, WorkerDied
 from daemon.text.deaths import HELPER, Death
@@ -38,7 +39,6 @@ from daemon.text.jobs import (
     ParseBody,
     TextFacts,
     Tokenize,
-    is_template_text,
 )
 from daemon.text.repeated_deaths import RepeatedDeaths
 from daemon.text.token_table import PackedTable, TokenTable
@@ -55,7 +55,7 @@ ALONE_AT_A_TIME = 2
 SHOWN_AFTER_S = 1.0
 RECENT_S, MAX_RECENT = 600.0, 16  # deaths are reported for this long, and at most this many
 
-_Key = tuple[str, str, str | None]  # path, fingerprint, chat template: a model whose files changed has another key
+_Key = tuple[str, str, str | None]  # path, ModelEntry.text_id, chat template: a model whose files changed has another key
 _NO_MODEL: _Key = ("", "", None)
 _GRAMMARS: _Key = ("", "grammars", None)
 # what `hearth queue` calls a job
@@ -315,12 +315,12 @@ class TextService:
         return task.result() if task.done() else await asyncio.shield(task)
 
     def _end_idle(self, but: _Key) -> None:
-        """Ends workers that have no job, the least recently used first, until at most max_workers are left; workers for request
-        bodies and grammars do not count and stay. but: the key of a worker that is kept in any case."""
+        """Ends workers that have no job: those that hold earlier files of the same model, and of the others the least recently used
+        until at most max_workers are left. Workers for request bodies and grammars do not count and stay. but: the key of a worker
+        that is kept in any case."""
         for key, task in list(self._workers.items()):
-            if len(self._workers.keys() - {_NO_MODEL, _GRAMMARS}) <= self._max_workers:
-                return
-            if key in (but, _NO_MODEL, _GRAMMARS) or not task.done():
+            is_needed = key[0] != but[0] and len(self._workers.keys() - {_NO_MODEL, _GRAMMARS}) <= self._max_workers
+            if is_needed or key in (but, _NO_MODEL, _GRAMMARS) or not task.done():
                 continue
             if task.cancelled() or task.exception() is not None:
                 del self._workers[key]
@@ -342,16 +342,16 @@ def _about(opening: Open) -> str:
 
 
 def _open(model: ModelEntry) -> tuple[_Key, Open]:
-    return _opening(model.name, model.path, model.fingerprint, model.chat_template)
+    return _opening(model.name, model.path, model.text_id, model.chat_template)
 
 
 @lru_cache(maxsize=MAX_FACTS)
-def _opening(name: str, path: str, fingerprint: str, template: str | None) -> tuple[_Key, Open]:
+def _opening(name: str, path: str, text_id: str, template: str | None) -> tuple[_Key, Open]:
     # absolute, because the helper's working folder is /
     path = os.path.abspath(path)
     if template is not None and not is_template_text(template):
         template = os.path.abspath(template)
-    return (path, fingerprint, template), Open(name, path, template)
+    return (path, text_id, template), Open(name, path, template)
 
 
 def _unpacked(part: bytes) -> array[int]:

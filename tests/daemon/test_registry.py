@@ -93,6 +93,22 @@ async def test_folders_come_change_and_go(tmp_path: Path) -> None:
     assert (caught.value.code, caught.value.status, caught.value.param) == ("model_not_found", 404, "model")
 
 
+async def test_an_edited_tokenizer_or_template_gives_requests_another_text_id(tmp_path: Path) -> None:
+    """The weights stay, so the scheduler is told of no change."""
+    folder, named = make_model(tmp_path / "models" / "a"), tmp_path / "own.jinja"
+    make_model(tmp_path / "models" / "b")
+    named.write_text("{{ 1 }}")
+    registry = make_registry(tmp_path / "models", a=ModelConfig(chat_template=str(named)))
+    await registry.rescan()
+    seen = {registry.resolve("a").text_id}
+    other, fingerprint = registry.resolve("b").text_id, registry.resolve("a").fingerprint
+    for file in (folder / "tokenizer_config.json", folder / "tokenizer.json", folder / "chat_template.jinja", named):
+        file.write_text(file.read_text() + " " if file.exists() else "{{ 2 }}")
+        assert await registry.rescan() == []
+        seen.add(registry.resolve("a").text_id)
+    assert (len(seen), registry.resolve("a").fingerprint, registry.resolve("b").text_id) == (5, fingerprint, other)
+
+
 async def test_incomplete_models_are_listed_with_the_reason(tmp_path: Path) -> None:
     make_model(tmp_path / "a")
     weights = tmp_path / "a" / "model.safetensors"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import urllib.request
 from collections.abc import Iterator
 
 import psutil
@@ -18,8 +20,32 @@ from tests.e2e.node import Node, wait_gone
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("text_workers")
     make_model(folder / "models" / "a")
-    with Node(folder, config="text_stall_s = 10\n", null_step_ms=20) as running:
+    make_model(folder / "models" / "b")
+    (folder / "templates").mkdir()
+    (folder / "templates" / "b.jinja").write_text("old {{ messages[0].content }}")
+    config = f'text_stall_s = 10\n[models.b]\nchat_template = "{folder}/templates/b.jinja"\n'
+    with Node(folder, config=config, null_step_ms=20) as running:
         yield running
+
+
+def shown(node: Node, model: str) -> str:
+    """Returns the prompt that a chat with the message "x" has, as text; the tokenizer's ids are bytes."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "x"}]}).encode()
+    request = urllib.request.Request(f"{node.url}/tokenize", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return bytes(each for each in json.load(answer)["tokens"] if each < 256).decode()
+
+
+@pytest.mark.parametrize(("model", "file"), [("a", "models/a/chat_template.jinja"), ("b", "templates/b.jinja")])
+def test_an_edited_chat_template_is_used_while_the_model_is_loaded(node: Node, model: str, file: str) -> None:
+    """The stream that runs meanwhile ends as it would have."""
+    running = Stream(node, model, "hello", 100)
+    running.wait_for_chunks(3)
+    assert not shown(node, model).startswith("new ")
+    (node.folder / file).write_text("new {{ messages[0].content }}")
+    node.wait_for(lambda: shown(node, model) == "new x", "the new template")
+    assert f"{model}: its files have changed" in node.log_text()
+    assert running.join().finish_reason == "length"
 
 
 def helper_of(node: Node) -> psutil.Process:

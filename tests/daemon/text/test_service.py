@@ -319,6 +319,22 @@ async def test_what_goes_wrong_ahead_of_requests_is_logged(service, tmp_path, mo
     assert "RecursionError: too deep" in caplog.text
 
 
+async def test_a_model_with_another_text_id_has_its_files_read_anew(service, tmp_path):
+    before, after = "old {{ messages[0].content }}", "new <think></think> {{ messages[0].content }}"
+    folder = checkpoint(tmp_path / "m", byte_level(), chat_template=before)
+    tiny = model(folder, text_id="1")
+    message = packed([{"role": "user", "content": "hi"}])
+    table = await service.table(tiny)
+    assert decode(table, await service.encode_chat(tiny, message, {})) == "old hi"
+    facts = await service.facts(tiny)
+    checkpoint(folder, byte_level(300), chat_template=after)
+    assert await service.table(tiny) is table, "a request that began before the change goes on with the same files"
+    changed = replace(tiny, text_id="2")
+    assert decode(await service.table(changed), await service.encode_chat(changed, message, {})) == "new <think></think> hi"
+    assert (await service.facts(changed)).reasoning_parser != facts.reasoning_parser
+    assert [worker.model for worker in service._helper.workers.values()] == ["m"], "no worker keeps the earlier files"
+
+
 async def test_only_a_few_tokenizers_stay(tmp_path):
     service = TextService(LongTasks(), max_workers=2)
     try:

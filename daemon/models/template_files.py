@@ -1,0 +1,20 @@
+"""The files that the setting `chat_template` of models names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from config.schema import NodeConfig
+
+
+def is_template_text(chat_template: str) -> bool:
+    """Returns whether a configured chat template is Jinja text; otherwise it is the path of a file."""
+    return "{" in chat_template or "\n" in chat_template
+
+
+def template_files(config: NodeConfig, names: Iterable[str]) -> list[str]:
+    """Returns the absolute paths of the files that the settings of some models name as chat templates. names: the models; those
+    without settings count as well."""
+    settings = [config.models[name].chat_template for name in names if name in config.models]
+    return [os.path.abspath(each) for each in settings if each is not None and not is_template_text(each)]
