@@ -26,6 +26,7 @@ from config import (
     upstream,
     warm,
 )
+from config.chat_templates import is_template_text
 from config.device_names import host_of, is_local
 from config.nearest import nearest
 from config.schema import HostConfig, ModelConfig, NodeConfig, ParallelConfig, SamplingDefaults, TracesConfig
@@ -177,7 +178,8 @@ def _table_of(path: str) -> dict[str, Any]:
     for name, model in config.models.items():
         for key in _MODEL_PATHS:
             value = getattr(model, key)
-            if value and not value.startswith(CREDENTIAL):
+            is_text = key == "chat_template" and is_template_text(value or "")
+            if value and not is_text and not value.startswith(CREDENTIAL):
                 table["models"][name][key] = os.path.join(folder, value)
     headers_file = str(traces.get("headers_file", ""))
     if headers_file and not headers_file.startswith(CREDENTIAL):

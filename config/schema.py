@@ -207,7 +207,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling: Annotated[SamplingDefaults, key("defaults where a request names none", reload=LIVE)] = SamplingDefaults()
     chat_template: Annotated[
         str | None,
-        key("a Jinja file used instead of the checkpoint's template; new requests use it as soon as it changes", reload=LIVE),
+        key(
+            "a Jinja file, or a template's text, used instead of the checkpoint's; new requests use it as soon as it changes",
+            reload=LIVE,
+        ),
     ] = None
     tool_parser: Annotated[
         str | None,

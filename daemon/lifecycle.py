@@ -22,6 +22,7 @@ from aiohttp import web
 from config import host_tier
 from config import load as config_load
 from config import reload as config_reload
+from config.chat_templates import template_files
 from config.devices import device_budgets
 from config.provenance import Sources
 from config.schema import DeviceBudget, NodeConfig
@@ -43,7 +44,6 @@ from daemon.http.client_addresses import ClientAddresses, too_many
 from daemon.http.connection import Runner
 from daemon.http.last_bytes import LastBytes
 from daemon.http.serving import listen, refuse_request
-from daemon.models.template_files import template_files
 from daemon.node.node import NodeParts, scheduler_settings
 from daemon.operate import handover, named_files
 from daemon.operate.control import make_control_runner

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from config import replicas as config_replicas
+from config.chat_templates import template_files
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes
 from config.upstream import host_of
@@ -28,7 +29,6 @@ from daemon.models.model_names import ModelNames
 from daemon.models.planning import IS_HEAD, Planner
 from daemon.models.registered import Registered
 from daemon.models.sizing import Sizing
-from daemon.models.template_files import template_files
 from daemon.process.file_watch import signature
 from daemon.record.state import NodeState
 from engine.exchange import GroupForm

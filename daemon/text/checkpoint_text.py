@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from config.chat_templates import is_template_text
 from daemon.errors import BadRequest
-from daemon.models.template_files import is_template_text
 from daemon.text.chat_template import ChatTemplate
 from daemon.text.fill_in_middle import fill_in_middle
 from daemon.text.jobs import EncodePairs, TextFacts

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
+from config.chat_templates import is_template_text
 from daemon.errors import BadRequest, HearthError, NotNow
 from daemon.models.entry import ModelEntry
-from daemon.models.template_files import is_template_text
 from daemon.process.long_tasks import LongTasks
 from daemon.text.connection import WorkerConnection, WorkerDied
 from daemon.text.deaths import HELPER, Death

@@ -184,3 +184,10 @@ def test_paths_come_out_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert loaded.state_dir == "/var/state"
     assert loaded.control == str(tmp_path / "run" / "c.sock")
     assert load(None, {"models_dir": "here"}).models_dir == str(tmp_path / "here")
+
+
+def test_a_template_in_the_file_itself_stays_as_it_is(tmp_path: Path) -> None:
+    """A template's path is taken from the file's folder, as any other."""
+    text = '[models.a]\nchat_template = "{{ messages }}"\n[models.b]\nchat_template = "b.jinja"\n'
+    models = load(write(tmp_path, text)).models
+    assert (models["a"].chat_template, models["b"].chat_template) == ("{{ messages }}", f"{tmp_path}/b.jinja")

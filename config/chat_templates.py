@@ -1,11 +1,13 @@
-"""The files that the setting `chat_template` of models names."""
+"""The setting `chat_template` of models: a file, or the template's text."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from config.schema import NodeConfig
+if TYPE_CHECKING:
+    from config.schema import NodeConfig
 
 
 def is_template_text(chat_template: str) -> bool:
