@@ -67,4 +67,6 @@ async def _come(request: web.Request, max_bytes: int, timeout_s: float, body: by
 
 
 def _too_large(max_bytes: int) -> BadRequest:
-    return BadRequest("body_too_large", f"the request body is larger than max_body_bytes ({max_bytes})", status=413)
+    return BadRequest(
+        "body_too_large", f"the request body is larger than {max_bytes} bytes, the limit that max_body_bytes sets", status=413
+    )

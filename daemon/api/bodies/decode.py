@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from daemon.api.bodies.expected import in_words, with_key
 from daemon.errors import BadRequest
 
 _INTEGER_IS_FLOAT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
@@ -24,14 +25,14 @@ def decode(decoder: msgspec.json.Decoder[Any], data: bytes, base: str) -> Any:
     except msgspec.ValidationError as error:
         text = str(error)
         match = _PATH.search(text)
-        path = base + (match[1] if match else "")
+        path = base + (with_key(decoder.type, match[1], data) if match else "")
         param = path.lstrip(".") or None
         if missing := re.search(r"missing required field `(\w+)`", text):
             param = f"{param}.{missing[1]}" if param else missing[1]
         if missing:
             raise invalid(param, f"{param} is missing") from None
-        message = (text[: match.start()] if match else text).replace(" | null`", "`")
-        raise invalid(param, f"{param}: {message}" if param else f"the request body: {message}") from None
+        problem = in_words(text[: match.start()] if match else text, decoder.type, match[1] if match else "")
+        raise invalid(param, f"{param or 'the request body'}{problem}") from None
     except RecursionError:
         raise BadRequest("invalid_json", "the request body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

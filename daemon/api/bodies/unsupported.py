@@ -67,7 +67,8 @@ def refuse_unsupported(fields: Struct, within: str = "") -> None:
             continue
         path = within + name
         if len(data) > _MAX_NEUTRAL_BYTES or not any(_same(_decoded(path, data), msgspec.json.decode(value)) for value in values):
-            raise BadRequest("unsupported_parameter", f"{path} is not supported by this server", param=path)
+            only = f", only {' or '.join(values)}" if values else ""
+            raise BadRequest("unsupported_parameter", f"{path} is not supported by this server{only}", param=path)
 
 
 def _no_calls(fields: Any) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from daemon.api.bodies import chat, completions, embeddings, messages_api, rerank, score
+from daemon.api.bodies import chat, completions, embeddings, messages_api, ollama_chat, rerank, responses_api, score
 from daemon.api.bodies.unsupported import neutral_values
 from daemon.errors import BadRequest
 from tests.daemon.api.fakes import serve
@@ -55,8 +55,8 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
     *[(path, {"min_p": value}, "min_p") for path in (CHAT, TEXT) for value in (-0.1, 1.1, "0", True)],
     *[(path, {"logit_bias": value}, param) for path in (CHAT, TEXT) for value, param in (
         ([], "logit_bias"), ({"a": 1}, "logit_bias"), ({"-1": 1}, "logit_bias"), ({"1.5": 1}, "logit_bias"), ({"": 1}, "logit_bias"),
-        ({"99999": 1}, "logit_bias"), ({"1": 101}, "logit_bias[...]"), ({"1": -100.5}, "logit_bias[...]"),
-        ({"1": "a"}, "logit_bias[...]"), ({"²": 1}, "logit_bias"), ({str(i): 0 for i in range(1025)}, "logit_bias"),
+        ({"99999": 1}, "logit_bias"), ({"1": 101}, 'logit_bias["1"]'), ({"7": 1, "1": -100.5}, 'logit_bias["1"]'),
+        ({"1": "a"}, 'logit_bias["1"]'), ({"²": 1}, "logit_bias"), ({str(i): 0 for i in range(1025)}, "logit_bias"),
     )],
     *[(CHAT, {"logprobs": value}, "logprobs") for value in (5, 0, "true", [])],
     *[(CHAT, {"logprobs": True, "top_logprobs": value}, "top_logprobs") for value in (21, -1, "1", 1.5, True)],
@@ -350,6 +350,38 @@ def test_any_json_parses_or_names_what_is_wrong(fields, parse):
     if error is not None and error.code != "invalid_json":
         assert error.code in ("invalid_request", "unsupported_parameter")
         assert error.param
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields", "says"),
+    [
+        (
+            messages_api.parse,
+            {"messages": [{"role": "system", "content": "a"}]},
+            "messages[0].role must be one of user, assistant, not 'system'",
+        ),
+        (
+            messages_api.parse,
+            {"thinking": {"type": "x" * 999}},
+            f"thinking.type must be one of enabled, disabled, adaptive, not '{'x' * 63}",
+        ),
+        (embeddings.parse, {"encoding_format": "x"}, "encoding_format must be one of float, base64, not 'x'"),
+        (chat.parse, {"tools": [{"type": "x"}]}, "tools[0].type must be function, not 'x'"),
+        (ollama_chat.parse, {"think": "x"}, "think must be one of low, medium, high, or a boolean, not 'x'"),
+        (responses_api.parse, {"tool_choice": "x"}, "tool_choice must be one of none, auto, required, or an object, not 'x'"),
+        (responses_api.parse, {"truncation": "auto"}, 'truncation is not supported by this server, only "disabled"'),
+        (responses_api.parse, {"metadata": {"a": "b", "c": 5}}, 'metadata["c"]: Expected `string`, got `integer`'),
+        (chat.parse, {"modalities": ["audio"]}, 'modalities is not supported by this server, only [] or ["text"]'),
+        (chat.parse, {"stop": 5}, "stop: Expected `string | array`, got `integer`"),
+        (chat.parse, {"stream": 1}, "stream: Expected `boolean`, got `integer`"),
+        (chat.parse, {"logit_bias": {"7": 1, "1": 101}}, 'logit_bias["1"]: Expected `number` <= 100.0'),
+    ],
+)
+def test_a_refused_field_is_told_what_it_may_be(parse: Parse, fields: dict[str, object], says: str) -> None:
+    good = {"input": "a"} if parse is responses_api.parse else {"max_tokens": 1, "input": "a", **GOOD_CHAT}
+    error = refusal(parse, json.dumps(good | fields).encode())
+    assert error is not None
+    assert error.message == says
 
 
 def refusal(parse: Parse, body: bytes) -> BadRequest | None:

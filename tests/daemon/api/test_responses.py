@@ -456,7 +456,7 @@ def test_the_fields_become_a_chats() -> None:
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"temperature": 2.5}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"metadata": {"a": 5}}, "metadata[...]"),
+        ({"metadata": {"a": 5}}, 'metadata["a"]'),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"truncation": "auto"}, "truncation"),
