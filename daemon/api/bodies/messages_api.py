@@ -154,7 +154,7 @@ def _chat(fields: TokenCountBody) -> chat.ChatBody:
         chat_template_kwargs=None if thinking == "adaptive" else {"enable_thinking": thinking == "enabled"},
         response_format=Raw() if config.format is None else following(config.format.schema),
         tools=_tools(fields.tools or []),
-        tool_choice=_tool_choice(choice) if fields.tools else Raw(),
+        tool_choice=_tool_choice(choice, fields.tools or []),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
     )
 
@@ -252,7 +252,9 @@ def _tools(tools: list[Tool]) -> Raw:
     return Raw(_json(shown)) if shown else Raw()
 
 
-def _tool_choice(choice: ToolChoice) -> Raw:
+def _tool_choice(choice: ToolChoice, tools: list[Tool]) -> Raw:
+    if not tools and choice.type in ("any", "tool"):
+        raise invalid("tool_choice", f"tool_choice: {choice.type} needs tools")
     if choice.type == "tool":
         if choice.name is None:
             raise invalid("tool_choice.name", "tool_choice.name is missing")

@@ -260,3 +260,6 @@ def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as error:
         read(**fields)
     assert error.value.param == param
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "stop"}}, "tool_choice"),
+        ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice"),
