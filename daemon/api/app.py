@@ -18,6 +18,7 @@ from daemon.api import audited, router
 from daemon.api.background import BackgroundRuns
 from daemon.api.context import ApiContext
 from daemon.api.endpoint import Call, Endpoint
+from daemon.api.endpoints.models import is_of_anthropic
 from daemon.api.forwarding import answer_elsewhere
 from daemon.api.progress import Progress
 from daemon.api.request_scope import RequestScope
@@ -169,7 +170,7 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
     except HearthError as error:
         if progress.run is not None:
             progress.run.fail(error)
-        response = _error(error, endpoint)
+        response = _error(error, endpoint, request)
         status, code = error.status, error.code
         if context.audit.is_on:
             audited.refused(context.audit, error, request, name, endpoint.name if endpoint is not None else "", scope)
@@ -190,7 +191,7 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
             answer = ServerFault("internal_error", f"the server failed on this request ({name})")
         if progress.run is not None:
             progress.run.fail(answer)
-        response = _error(answer, endpoint)
+        response = _error(answer, endpoint, request)
         status, code = response.status, answer.code
     finally:
         if progress.run is None:  # the client of a background response was counted when the request was accepted
@@ -242,8 +243,8 @@ def _progress(request: web.Request) -> Progress:
     return progress
 
 
-def _error(error: HearthError, endpoint: Endpoint | None) -> web.Response:
-    return error_response(error, endpoint.error_body(error) if endpoint is not None else None)
+def _error(error: HearthError, endpoint: Endpoint | None, request: web.Request) -> web.Response:
+    return error_response(error, router.error_form(endpoint, request.rel_url.raw_path, is_of_anthropic(request))(error))
 
 
 async def _handle(
@@ -259,12 +260,12 @@ async def _handle(
         elif near := router.nearest(raw_path):
             hint = f"did you mean {near}?"
         else:
-            hint = "chats go to /v1/chat/completions, and /v1/models lists what there is"
+            hint = f"chats go to {router.chats_path(raw_path)}, and /v1/models lists what there is"
         raise BadRequest("not_found", f"no such path: {raw_path}; {hint}", status=404)
     endpoint = target.endpoint
     if request.method not in endpoint.methods:
         error = BadRequest("method_not_allowed", f"use {endpoint.methods[0]} for this path, not {request.method[:32]}", status=405)
-        response = _error(error, endpoint)
+        response = _error(error, endpoint, request)
         response.headers["Allow"] = ", ".join(endpoint.methods)
         return response
     sender = "" if key is None else key.tenant.name

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from daemon.api.endpoint import Endpoint
+from daemon.api.endpoints.chat import CHAT
+from daemon.api.endpoints.messages import MESSAGES
+from daemon.api.endpoints.ollama import OLLAMA_CHAT
 from daemon.api.endpoints.registry import ENDPOINTS
+from daemon.errors import HearthError
 
 _ID = "{id}"
 _PATHS = [(path, endpoint) for endpoint in ENDPOINTS for path in endpoint.paths]
@@ -48,6 +53,30 @@ def target(raw_path: str) -> Target | None:
             path_id = _unquote(raw_path[len(before) : len(raw_path) - len(after)])
             return None if path_id is None else Target(endpoint, scope, path_id)
     return None
+
+
+def error_form(endpoint: Endpoint | None, raw_path: str, is_anthropic: bool) -> Callable[[HearthError], Mapping[str, Any]]:
+    """Returns the function that renders an error as a request's client expects it. endpoint: None for an unknown path, which
+    belongs to the API below whose paths it lies. is_anthropic: whether a client of Anthropic's API sent the request."""
+    if endpoint is None:
+        endpoint = _api_of(raw_path)
+    if endpoint is not None and endpoint.error_body is not HearthError.body:
+        return endpoint.error_body
+    return MESSAGES.error_body if is_anthropic else HearthError.body
+
+
+def _api_of(raw_path: str) -> Endpoint | None:
+    """Returns the main endpoint of the API below whose paths an unknown one lies; None for OpenAI's."""
+    for root, endpoint in (("/v1/messages/", MESSAGES), ("/api/", OLLAMA_CHAT)):
+        if raw_path.startswith(root) or (raw_path.startswith("/m/") and root in raw_path):
+            return endpoint
+    return None
+
+
+def chats_path(raw_path: str) -> str:
+    """Returns the path of chats in the API to which an unknown path belongs."""
+    endpoint = _api_of(raw_path)
+    return CHAT.paths[0] if endpoint is None else endpoint.paths[0]
 
 
 def nearest(raw_path: str) -> str:

@@ -67,6 +67,11 @@ class ModelEntry:
         return self.aliases if self.adapter is None else self.adapter.aliases
 
     @property
+    def own_created(self) -> int:
+        """The Unix time, in seconds, at which the configuration of the model, or of its adapter, was written."""
+        return self.created if self.adapter is None else self.adapter.created
+
+    @property
     def identity(self) -> tuple[str, str]:
         """The name that clients see, and a text (fingerprint) that changes whenever the files from which answers are computed
         change."""

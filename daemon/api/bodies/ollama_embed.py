@@ -1,4 +1,4 @@
-"""The body of Ollama's /api/embed, converted to the body of /v1/embeddings."""
+"""The bodies of Ollama's /api/embed and /api/embeddings, converted to the body of /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from daemon.api.bodies import ollama
-from daemon.api.bodies.decode import decode, invalid
+from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.api.bodies.embeddings import EmbeddingsHead
+from daemon.api.bodies.messages import packed
 from daemon.api.bodies.prompts import MAX_INPUTS, prompts
 
 
@@ -30,16 +31,38 @@ MEANINGS = {
     "options": "read and not used",
     "keep_alive": ollama.MEANINGS["keep_alive"],
 }
+
+
+class OllamaEmbeddingsBody(Struct):
+    prompt: str
+    model: str | None = None
+    options: Any = None
+    keep_alive: float | str | None = None
+
+
+EMBEDDINGS_MEANINGS = {
+    "prompt": "a text",
+    **{name: MEANINGS[name] for name in ("model", "options", "keep_alive")},
+}
 _decoder = msgspec.json.Decoder(OllamaEmbedBody)
+_embeddings_decoder = msgspec.json.Decoder(OllamaEmbeddingsBody)
 
 
 def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
     """Parses a body. Returns the fields that the daemon needs, as those of /v1/embeddings, and the texts as msgpack (see
     `prompts`). Raises BadRequest (400) naming the field."""
     fields: OllamaEmbedBody = decode(_decoder, body, "")
-    kind, packed, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
+    kind, texts, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
     if kind != "text":
         raise invalid("input", "input must be a string or a list of strings")
     return EmbeddingsHead(
         fields.model, kind, False, fields.dimensions, None, keep_alive_s=ollama.keep_alive_s(fields.keep_alive)
-    ), packed
+    ), texts
+
+
+def parse_embeddings(body: bytes) -> tuple[EmbeddingsHead, bytes]:
+    """Parses a body of /api/embeddings. Returns what `parse` returns. Raises BadRequest (400) naming the field."""
+    fields: OllamaEmbeddingsBody = decode(_embeddings_decoder, body, "")
+    check_text(fields.prompt, "prompt")
+    keep_alive_s = ollama.keep_alive_s(fields.keep_alive)
+    return EmbeddingsHead(fields.model, "text", False, None, None, keep_alive_s=keep_alive_s), packed([fields.prompt], "prompt")

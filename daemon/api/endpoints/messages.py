@@ -16,10 +16,11 @@ from daemon.access import limit_headers
 from daemon.api.bodies import common, messages_api
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
+from daemon.api.endpoints.tokenize import num_prompt_tokens
 from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished
 from daemon.api.generation.generate import generate
 from daemon.api.generation.logprobs import ChatLogprobs
-from daemon.api.generation.tool_dialect import allow_plain_calls
+from daemon.api.generation.tool_dialect import CHOICE_HINT
 from daemon.errors import HearthError
 from daemon.http.answers import json_response
 from daemon.streams.stream_parts import Frames
@@ -37,11 +38,16 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_NAMES = ((".function.parameters", ".input_schema"), (".function.", "."))  # (a chat's name of a field, its name here)
+# (a chat's name of a field, its name here)
+_NAMES = (
+    (CHOICE_HINT, "; tool_choice any or tool makes it call, none ignores the tools"),
+    (".function.parameters", ".input_schema"),
+    (".function.", "."),
+)
 _CONTENT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 
 
-def _error_body(error: HearthError) -> dict[str, Any]:
+def error_body(error: HearthError) -> dict[str, Any]:
     """Returns Anthropic's error object. Its message names fields as Anthropic's API does, because the body was converted to a
     chat's before it was checked."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
@@ -170,7 +176,7 @@ class _Events:
         return _event("message_stop")
 
     def error(self, error: HearthError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % _json(_error_body(error))
+        return b"event: error\ndata: %b\n\n" % _json(error_body(error))
 
 
 _FORMAT = AnswerFormat(
@@ -197,10 +203,7 @@ async def _handle(call: Call) -> web.StreamResponse:
 
 async def _count(call: Call) -> web.Response:
     head, messages, model = await read_parts(call, _COUNT_BODY)
-    await allow_plain_calls(call.context, model, head.options)
-    options = head.options | {"add_special_tokens": False, "token_strings": False}
-    count, _, _ = await call.context.text.tokenize(model, "messages", messages, options)
-    return json_response({"input_tokens": int(count)})
+    return json_response({"input_tokens": await num_prompt_tokens(call, head, messages, model)})
 
 
 MESSAGES = Endpoint(
@@ -211,7 +214,7 @@ MESSAGES = Endpoint(
     about="Anthropic's messages, streamed as they stream; errors in Anthropic's form",
     handle=_handle,
     body=_BODY,
-    error_body=_error_body,
+    error_body=error_body,
     limit_headers=limit_headers.anthropic,
 )
 COUNT_TOKENS = Endpoint(
@@ -221,5 +224,5 @@ COUNT_TOKENS = Endpoint(
     about="the tokens that such a message's prompt has",
     handle=_count,
     body=_COUNT_BODY,
-    error_body=_error_body,
+    error_body=error_body,
 )

@@ -1,4 +1,7 @@
-"""GET /v1/models and /v1/models/ID, OpenAI's list of models."""
+"""GET /v1/models and /v1/models/ID: the list of models, in the form of OpenAI's API or, for its clients, Anthropic's.
+
+Source of the latter: https://platform.claude.com/docs/en/api/models/list.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,26 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from daemon.api.endpoint import Call, Endpoint
+from daemon.api.endpoints.ollama import rfc3339
 from daemon.contracts import ModelPort
 from daemon.http.answers import json_response
 from daemon.models.entry import ModelEntry
 from daemon.upstreams import via
 
 
+def is_of_anthropic(request: web.Request) -> bool:
+    """Returns whether a client of Anthropic's API sent the request: all of them say a version of it."""
+    return "anthropic-version" in request.headers
+
+
 async def _list(call: Call) -> web.Response:
     via.onward(call.request.headers.getall("Via", ()))  # raises an error if the request came from this node itself
     models = call.context.models
     entries = models.entries() if call.scope is None else [models.resolve(call.scope)]
+    if is_of_anthropic(call.request):
+        data = [_anthropic_object(entry) for entry in entries]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return json_response({"data": data, "has_more": False, **ends})
     further = models.further_names()
     return json_response(
         {"object": "list", "data": [_model_object(call, entry, further.get(entry.own_name, ())) for entry in entries]}
@@ -28,6 +41,8 @@ async def _one(call: Call) -> web.Response:
         call.context.models.resolve(call.scope)
     assert call.path_id is not None
     entry = _find(call.context.models, call.path_id)
+    if is_of_anthropic(call.request):
+        return json_response(_anthropic_object(entry))
     return json_response(_model_object(call, entry, call.context.models.further_names().get(entry.own_name, ())))
 
 
@@ -40,13 +55,19 @@ def _find(models: ModelPort, name: str) -> ModelEntry:
     return models.resolve(name)
 
 
+def _anthropic_object(entry: ModelEntry) -> dict[str, str]:
+    """Returns the object that describes a model in Anthropic's list of models."""
+    name = entry.own_name
+    return {"type": "model", "id": name, "display_name": name, "created_at": rfc3339(entry.own_created)}
+
+
 def _model_object(call: Call, entry: ModelEntry, further_names: Sequence[str]) -> dict[str, object]:
     """Returns the object that describes a model in OpenAI's list of models. further_names: names in the settings' table [names]
     that lead to this model."""
     told: dict[str, object] = {
         "id": entry.own_name,
         "object": "model",
-        "created": entry.created if entry.adapter is None else entry.adapter.created,
+        "created": entry.own_created,
         "owned_by": "hearthd",
         "max_model_len": entry.max_model_len,
         "aliases": [*entry.own_aliases, *further_names],
@@ -65,7 +86,7 @@ def _model_object(call: Call, entry: ModelEntry, further_names: Sequence[str]) -
 MODELS = Endpoint(
     name="models",
     paths=("/v1/models",),
-    about="OpenAI's list of models; below `/m/MODEL` that one alone",
+    about="OpenAI's list of models, or Anthropic's for its clients (header `anthropic-version`); below `/m/MODEL` that one alone",
     handle=_list,
 )
 MODEL = Endpoint(

@@ -23,6 +23,7 @@ from daemon.api.endpoints.embeddings import Waiting
 from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished
 from daemon.api.generation.generate import answer
 from daemon.api.generation.logprobs import ChatLogprobs
+from daemon.api.generation.tool_dialect import CHOICE_HINT
 from daemon.contracts import Generation
 from daemon.errors import BadRequest, HearthError
 from daemon.models.entry import ModelEntry
@@ -37,7 +38,7 @@ _json = msgspec.json.encode
 _ID_PREFIX = "ollama-"
 _NDJSON = "application/x-ndjson"
 # the shared code's name of a field -> its name in these bodies
-_NAMES = (("response_format.json_schema.schema", "format"), ("response_format", "format"))
+_NAMES = ((CHOICE_HINT, ""), ("response_format.json_schema.schema", "format"), ("response_format", "format"))
 
 
 def error_body(error: HearthError) -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""POST /api/embed of Ollama's API."""
+"""POST /api/embed of Ollama's API, and /api/embeddings, which came before it and takes one text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Call, Endpoint, FieldTable
 from daemon.api.endpoints.embeddings import as_numbers, embedded, in_turns
 from daemon.api.endpoints.ollama import body_of, durations, error_body
+from daemon.errors import HearthError
 from daemon.http.answers import json_response
 
 _FIELDS = FieldTable("`/api/embed`", ollama_embed.OllamaEmbedBody, ollama_embed.MEANINGS)
+_EMBEDDINGS_FIELDS = FieldTable("`/api/embeddings`", ollama_embed.OllamaEmbeddingsBody, ollama_embed.EMBEDDINGS_MEANINGS)
 _BODY = body_of(ollama_embed.parse, embeddings.EmbeddingsHead, (_FIELDS,))
+
+_EMBEDDINGS_BODY = body_of(ollama_embed.parse_embeddings, embeddings.EmbeddingsHead, (_EMBEDDINGS_FIELDS,))
+
+
+def _embeddings_error_body(error: HearthError) -> dict[str, str | None]:
+    """Returns Ollama's error object, with the name that /api/embeddings has for the text."""
+    return {"error": error.renamed([("input", "prompt")])["message"]} if error.param == "input" else error_body(error)
 
 
 async def _handle(call: Call) -> web.Response:
@@ -26,6 +35,12 @@ async def _handle(call: Call) -> web.Response:
     return json_response({"model": model.own_name, "embeddings": vectors, **counts})
 
 
+async def _handle_one(call: Call) -> web.Response:
+    told = await embedded(call, *await read_parts(call, _EMBEDDINGS_BODY))
+    (vector,) = await in_turns(told, as_numbers)
+    return json_response({"embedding": vector})
+
+
 OLLAMA_EMBED = Endpoint(
     name="ollama_embed",
     operation="embeddings",
@@ -35,4 +50,14 @@ OLLAMA_EMBED = Endpoint(
     handle=_handle,
     body=_BODY,
     error_body=error_body,
+)
+OLLAMA_EMBEDDINGS = Endpoint(
+    name="ollama_embeddings",
+    operation="embeddings",
+    paths=("/api/embeddings",),
+    methods=("POST",),
+    about="Ollama's embedding of one text, as its older clients ask for it",
+    handle=_handle_one,
+    body=_EMBEDDINGS_BODY,
+    error_body=_embeddings_error_body,
 )

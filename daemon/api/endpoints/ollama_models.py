@@ -44,7 +44,7 @@ def _named(entry: ModelEntry) -> dict[str, object]:
 
 
 def _modified_at(entry: ModelEntry) -> str:
-    return rfc3339(entry.created if entry.adapter is None else entry.adapter.created)
+    return rfc3339(entry.own_created)
 
 
 def _size(entry: ModelEntry) -> int | None:

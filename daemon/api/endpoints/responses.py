@@ -23,6 +23,7 @@ from daemon.api.bodies.responses_api import ResponsesHead
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
 from daemon.api.endpoints.chat import SAMPLING_FIELDS
+from daemon.api.endpoints.tokenize import num_prompt_tokens
 from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished
 from daemon.api.generation.generate import answer
 from daemon.api.generation.logprobs import ChatLogprobs
@@ -323,16 +324,7 @@ async def _handle(call: Call) -> web.StreamResponse:
     run = call.progress.run
     if head.background and run is None:
         return await _in_background(call, head, public_id)
-    store = call.context.stored
-    if head.previous and call.context.background.find(call.tenant, head.previous) is not None:
-        message = f"previous_response_id: {head.previous!r} is still in the making"
-        raise BadRequest("previous_response_not_completed", message, param="previous_response_id")
-    before = store.conversation(call.tenant, head.previous) if head.previous else []
-    prompt = messages
-    if before:
-        prompt = with_conversation(messages, head.num_instructions, before, call.context.max_body_bytes)
-        head.options["history_calls"] |= any(each.has_calls for each in before)
-        head.options["next_call"] += before[-1].next_call
+    prompt = _prompt(call, head, messages)
 
     def keep(shown: bytes, output: list[dict[str, Any]] | None) -> None:
         if not head.store:
@@ -346,12 +338,33 @@ async def _handle(call: Call) -> web.StreamResponse:
                 numbers.id_of(each["function"]["name"], each["id"])
         response = StoredResponse(public_id, call.tenant, head.previous, turn, shown, has_calls, numbers.next, head.background)
         if run is None:
-            store.add(response)
+            call.context.stored.add(response)
         else:
             run.result(response)
 
     head.stream = head.stream or run is not None
     return await answer(call, head, prompt, model, _format(partial(_Response, head, keep, run)), public_id)
+
+
+def _prompt(call: Call, head: ResponsesHead, messages: bytes) -> bytes:
+    """Returns the messages of a response's prompt: those of the kept response that it follows, if any, and its own. head, messages:
+    the two parts of its body; `head.options` is changed to fit. Raises HearthError if what it follows is not kept, or not yet
+    made."""
+    if head.previous and call.context.background.find(call.tenant, head.previous) is not None:
+        message = f"previous_response_id: {head.previous!r} is still in the making"
+        raise BadRequest("previous_response_not_completed", message, param="previous_response_id")
+    before = call.context.stored.conversation(call.tenant, head.previous) if head.previous else []
+    if not before:
+        return messages
+    head.options["history_calls"] |= any(each.has_calls for each in before)
+    head.options["next_call"] += before[-1].next_call
+    return with_conversation(messages, head.num_instructions, before, call.context.max_body_bytes)
+
+
+async def _count(call: Call) -> web.Response:
+    head, messages, model = await read_parts(call, _BODY)
+    num_tokens = await num_prompt_tokens(call, head, _prompt(call, head, messages), model)
+    return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
 async def _in_background(call: Call, head: ResponsesHead, public_id: str) -> web.StreamResponse:
@@ -446,6 +459,15 @@ RESPONSES = Endpoint(
     methods=("POST",),
     about="OpenAI's responses, streamed as they stream; `previous_response_id` goes on with a kept one",
     handle=_handle,
+    body=_BODY,
+    error_body=_error_body,
+)
+RESPONSE_INPUT_TOKENS = Endpoint(
+    name="response_input_tokens",
+    paths=("/v1/responses/input_tokens",),
+    methods=("POST",),
+    about="the tokens that such a response's prompt has",
+    handle=_count,
     body=_BODY,
     error_body=_error_body,
 )

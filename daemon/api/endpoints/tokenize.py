@@ -7,10 +7,12 @@ from aiohttp import web
 from msgspec import Raw
 
 from daemon.api.bodies import tokenize
+from daemon.api.bodies.common import Head
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
 from daemon.api.generation.tool_dialect import allow_plain_calls
 from daemon.http.answers import json_response
+from daemon.models.entry import ModelEntry
 
 _TOKENIZE_FIELDS = FieldTable("`/tokenize`, beside the fields of a chat", tokenize.TokenizeBody, tokenize.TOKENIZE_MEANINGS)
 _TOKENIZE_BODY = Body(tokenize.parse_tokenize, tokenize.TextHead, (_TOKENIZE_FIELDS,))
@@ -26,6 +28,14 @@ async def _tokenize(call: Call) -> web.Response:
     return json_response(
         {"count": int(count), "max_model_len": model.max_model_len, "tokens": Raw(ids), "token_strs": Raw(strings)}
     )
+
+
+async def num_prompt_tokens(call: Call, head: Head, messages: bytes, model: ModelEntry) -> int:
+    """Returns the number of tokens of a chat's prompt. head, messages: the two parts of the chat's body. Raises HearthError."""
+    await allow_plain_calls(call.context, model, head.options)
+    options = head.options | {"add_special_tokens": False, "token_strings": False}
+    count, _, _ = await call.context.text.tokenize(model, "messages", messages, options)
+    return int(count)
 
 
 async def _detokenize(call: Call) -> web.Response:

@@ -11,6 +11,9 @@ from daemon.errors import BadRequest
 from daemon.models.entry import ModelEntry
 from daemon.text.tool_parsers.registry import GENERIC, NONE
 
+# the advice of an error that only clients with OpenAI's tool_choice can follow; other APIs replace it
+CHOICE_HINT = '; tool_choice "required" or a function\'s name makes it call, "none" ignores the tools'
+
 
 async def own_dialect(context: ApiContext, model: ModelEntry) -> str:
     """Returns the dialect in which the model writes tool calls: the configured one, or else the one that its chat template shows;
@@ -29,8 +32,7 @@ async def reply_dialect(context: ApiContext, model: ModelEntry, tools: ToolReque
     raise BadRequest(
         "unsupported_parameter",
         f"tools: it is not known how {model.name} writes calls: its chat template shows none of the known dialects. "
-        f'tool_choice "required" or a function\'s name makes it call; if it speaks a known dialect, set tool_parser in '
-        f'[models."{model.name}"]; tool_choice "none" ignores the tools',
+        f'If it speaks a known dialect, set tool_parser in [models."{model.name}"]{CHOICE_HINT}',
         param="tools",
     )
 

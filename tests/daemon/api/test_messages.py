@@ -12,6 +12,7 @@ import pytest
 
 from daemon.api.bodies import messages_api
 from daemon.errors import BadRequest, NotNow
+from daemon.models.entry import ServedAdapter
 from engine.protocol import FINISH_LENGTH
 from tests.daemon.api.fakes import Node, entry, serve, text_script
 
@@ -155,6 +156,23 @@ async def test_tokens_are_counted() -> None:
             await opened.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": [{"type": "image"}]}])  # type: ignore[list-item]
 
 
+async def test_models_are_listed_as_the_official_client_reads_them() -> None:
+    adapter = ServedAdapter("org/lora", "/nowhere", "f", (), 1700000001, 8, 0)
+    async with serve(models=[entry(), entry("org/base", aliases=(), adapter=adapter)]) as node, client(node) as opened:
+        found = [(each.id, each.display_name, each.type, each.created_at.timestamp()) async for each in opened.models.list()]
+        assert found == [("org/lora", "org/lora", "model", 1700000001), ("org/tiny", "org/tiny", "model", 1700000000)]
+        assert (await opened.models.retrieve("tiny")).id == "org/tiny"
+        with pytest.raises(anthropic.NotFoundError) as error:
+            await opened.models.retrieve("no/such")
+        assert error.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+
+
+async def test_who_may_choose_a_call_of_an_unknown_dialect_is_told_what_would_do() -> None:
+    async with serve() as node, client(node) as opened:
+        with pytest.raises(anthropic.BadRequestError, match="tool_choice any or tool makes it call"):
+            await opened.messages.create(**GOOD, tools=TOOLS)
+
+
 async def test_one_models_own_path() -> None:
     async with serve() as node, aiohttp.ClientSession(node.url) as http:
         body = {name: value for name, value in GOOD.items() if name != "model"}
@@ -247,6 +265,9 @@ def test_the_fields_become_a_chats() -> None:
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a b"}]}, "tools[0].function.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "stop"}}, "tool_choice"),
+        ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice.function.name"),
         ({"thinking": {"type": "later"}}, "thinking.type"),
@@ -260,6 +281,3 @@ def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as error:
         read(**fields)
     assert error.value.param == param
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tool_choice": {"type": "tool", "name": "stop"}}, "tool_choice"),
-        ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice"),

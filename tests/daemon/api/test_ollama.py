@@ -415,6 +415,32 @@ async def test_bodies_of_embeddings_are_read() -> None:
             await opened.embed("tiny", "a")
 
 
+async def test_one_text_is_embedded_as_older_clients_ask_for_it() -> None:
+    def script(generation: Generation) -> Any:
+        generation.vector = b"\0\0\x80\x3f" * 4
+        return [([], 1)]
+
+    models = [entry(), entry("org/enc", aliases=("enc",), embedding_size=4, max_model_len=8)]
+    async with serve(script, models=models) as node, client(node) as opened:
+        assert (await opened.embeddings("enc:latest", "abc", keep_alive="5m")).embedding == [1.0, 1.0, 1.0, 1.0]
+        assert [(each.prompt, each.keep_alive_s) for each in node.requests.submitted] == [(list(b"abc"), 300.0)]
+        for model, prompt, says in (
+            ("enc", "a" * 9, "prompt has 9 tokens, 1 more than"),
+            ("enc", "", "prompt has no tokens"),
+            ("enc", "a\0", "prompt holds a NUL character"),
+            ("tiny", "a", "it has no embeddings"),
+        ):
+            with pytest.raises(ollama.ResponseError, match=says):
+                await opened.embeddings(model, prompt)
+
+
+async def test_tools_of_an_unknown_dialect_are_refused_with_what_ollama_has() -> None:
+    async with serve() as node, client(node) as opened:
+        with pytest.raises(ollama.ResponseError, match="set tool_parser") as error:
+            await opened.chat("tiny", [{"role": "user", "content": "x"}], tools=[{"type": "function", "function": {"name": "f"}}])
+        assert "tool_choice" not in error.value.error
+
+
 async def test_curls_own_content_type_is_taken_but_from_other_sites() -> None:
     plain = {"Content-Type": "application/x-www-form-urlencoded"}
     body = json.dumps({"model": "tiny", "prompt": "hi", "stream": False})

@@ -242,6 +242,19 @@ async def test_no_answer_is_kept_of_a_failed_request() -> None:
             await ask(opened, False)
 
 
+async def test_tokens_of_a_prompt_are_counted() -> None:
+    async with serve(lambda _: text_script(b"B")) as node, client(node) as opened:
+        first = await ask(opened, False, input="hello")
+        counted = await opened.responses.input_tokens.count(model="tiny", input="hello", instructions="abc")
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", 8)
+        counted = await opened.responses.input_tokens.count(model="tiny", input="you", previous_response_id=first.id)
+        assert counted.input_tokens == len("helloByou")
+        with pytest.raises(openai.BadRequestError) as error:
+            await opened.responses.input_tokens.count(model="tiny", input="you", previous_response_id="resp_no")
+        assert error.value.code == "previous_response_not_found"
+        assert len(node.requests.submitted) == 1
+
+
 async def test_a_conversation_may_not_outgrow_a_body() -> None:
     async with serve(lambda _: text_script(b"B"), Settings(max_body_bytes=2000)) as node, client(node) as opened:
         first = await ask(opened, False, input="x" * 1500)
