@@ -95,6 +95,8 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
 
         files = named_files.read(config, path, flags)
         listeners.check(config, files.keys is not None, source)
+        if check:
+            listeners.check_control(config, source)
         processor = this_processor()
         warnings = models_check.check(config, source) if check else []
         if check and files.tls is not None and (ending := files.tls.certificate.warning(time.time())):

@@ -71,6 +71,14 @@ def check(config: NodeConfig, has_keys: bool, source: str) -> None:
             raise located_setting(ConfigError(source, key, f"{listen!r}: {text}"))
 
 
+def check_control(config: NodeConfig, source: str) -> None:
+    """Checks that the paths of the control and the status socket are short enough for sockets. source: the settings file, for
+    errors. Raises ConfigError."""
+    for key, path in (("control", config.control), ("status_socket", config.status_socket)):
+        if told := sockets.too_long(path):
+            raise located_setting(ConfigError(source, key, f"{path!r}: {told}"))
+
+
 def problem(addresses: Iterable[str], allowed: bool) -> str | None:
     found = None if allowed else _first_open(addresses)
     if found is None:

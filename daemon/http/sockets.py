@@ -88,12 +88,19 @@ def url_of(sock: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def too_long(path: str) -> str:
+    """Returns why no Unix socket can have this path; "" if its length allows one."""
+    length = len(os.fsencode(path))
+    if length <= MAX_SOCKET_PATH_BYTES:
+        return ""
+    return f"{length} bytes is too long for a socket path, at most {MAX_SOCKET_PATH_BYTES}"
+
+
 def bind_control(path: str, mode: int = 0o660) -> socket.socket:
     """Returns a new listening Unix socket, which has `mode` from the beginning. A socket file that nobody listens on is replaced.
     Raises SocketError if another process listens there or the path cannot be used."""
-    length = len(os.fsencode(path))
-    if length > MAX_SOCKET_PATH_BYTES:
-        raise SocketError(f"control {path}: {length} bytes is too long for a socket path, at most {MAX_SOCKET_PATH_BYTES}")
+    if told := too_long(path):
+        raise SocketError(f"control {path}: {told}")
     _make_folder(os.path.dirname(os.path.abspath(path)), path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o777 & ~mode)

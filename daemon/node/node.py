@@ -499,6 +499,7 @@ class NodeParts:
             "models_dir": self.config.models_dir,
             "cache_dir": self.config.cache_dir,
             "uptime_s": round(time.time() - self.started_unix_s, 1),
+            "state_dir": self.config.state_dir,
             "healthy": healthy,
             "problems": [*self._problems(), *self.text.problems(), *self.audit.problems(), *self.traces.problems()],
             "ready": ready,

@@ -34,10 +34,11 @@ class NodeState:
             with contextlib.suppress(OSError):
                 whole_file.partial(self.path).unlink()
             text = self.path.read_bytes()
-        except FileNotFoundError:
+        except FileNotFoundError as error:
             if self.path.parent.is_dir():
                 return
-            raise OSError(f"state_dir {self.path.parent} cannot be made; name another with --state-dir DIR") from None
+            why = f"cannot be made: {error.strerror}"
+            raise OSError(f"state_dir {self.path.parent} {why}; name another with --state-dir DIR") from None
         except OSError as error:
             raise OSError(f"state_dir {self.path.parent}: {error.strerror}; name another with --state-dir DIR") from None
         try:

@@ -58,6 +58,7 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
     devices = [*against.budgets, *(["cuda:0"] if against.wants_gpu else [])]  # without a driver there are no budgets for GPUs
     return [
         settings.find_files(against),
+        *settings.find_problems(against),
         *packages.find_packages(devices),
         system.kernel(os.uname().release),
         system.find_processor(system.environment_of(against.pid or os.getpid())),
@@ -65,6 +66,7 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
         *gpu.find_devices(Driver(), against.uuids, against.budgets, is_running=bool(against.pid)),
         system.find_compiler(against.wants_gpu),
         system.find_cache_folder(against.cache_dir, checks_writing=not against.pid),
+        *([storage.find_state_folder(against.state_dir, against.not_saved)] if against.state_dir else []),
         memory.budgets(against.budgets, against.host_tier_bytes, memory_bytes),
         memory.find_service_limit(against.budgets, against.host_tier_bytes, against.pid, len(os.sched_getaffinity(0))),
         memory.find_huge_pages(),

@@ -30,7 +30,8 @@ class Settings:
     the driver does not know them. files: the files that were read, in order. refused: why the running daemon does not use the
     files' current content, "" if it does. tls: the certificate as in `hearth status`, or {"problem": why it cannot be used}; None:
     no certificate is set. hosts: other hosts that lend devices, by name, with their settings; {} if a daemon runs. lent: the
-    running daemon's rows of devices of other hosts."""
+    running daemon's rows of devices of other hosts. state_dir: "" if the daemon is of a version that does not tell. problems: what
+    the running daemon says is wrong with it. not_saved: why it cannot save pins and the like, "" if it can."""
 
     source: str
     pid: int
@@ -46,6 +47,9 @@ class Settings:
     tls: dict[str, Any] | None = None
     hosts: dict[str, dict[str, str]] = field(default_factory=dict)
     lent: list[dict[str, Any]] = field(default_factory=list)
+    state_dir: str = ""
+    problems: list[str] = field(default_factory=list)
+    not_saved: str = ""
 
 
 def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory) -> Settings:
@@ -86,6 +90,7 @@ def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory)
         present_files(path) if path else [],
         tls=_tls(config, path or "defaults"),
         hosts={name: msgspec.structs.asdict(host) for name, host in config.hosts.items()},
+        state_dir=config.state_dir,
     )
 
 
@@ -121,7 +126,15 @@ def of_status(status: dict[str, Any]) -> Settings:
         tls=status.get("tls"),
         refused=(status.get("reload_refused") or {}).get("message", ""),
         lent=[row for row in status["devices"] if host_of(row["name"])],
+        state_dir=status.get("state_dir", ""),
+        problems=status.get("problems", []),
+        not_saved=(status.get("state_not_saved") or {}).get("message", ""),
     )
+
+
+def find_problems(against: Settings) -> list[Finding]:
+    """Returns a finding for each problem that the running daemon reports of itself, such as an audit log that cannot be written."""
+    return [Finding("hearthd", WARN, problem, "see `hearth status` and hearthd's log") for problem in against.problems]
 
 
 def find_files(against: Settings) -> Finding:

@@ -1,4 +1,4 @@
-"""Checks the models folder: the models in it, and how fast its drive reads."""
+"""Checks the models folder, the models in it and how fast its drive reads, and the room in the state folder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from config.units import format_bytes
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from loader.files.direct_io import open_direct
 from loader.models import catalog
 
 SLOW_BYTES_PER_S = 1e9
+MIN_STATE_BYTES = 16 << 20  # what is written to the state folder is far smaller
 MIN_READ_BYTES = 64 << 20  # a measurement of fewer bytes is meaningless
 MAX_READ_BYTES = 1 << 30
 MAX_READ_S = 1.0
@@ -30,6 +32,30 @@ class Reading:
     num_bytes: int = 0
     duration_s: float = 0.0
     problem: str = ""
+
+
+def find_state_folder(folder: str, not_saved: str) -> Finding:
+    """Returns the finding on the folder in which pins and the like are saved. not_saved: why the running daemon cannot save them,
+    "" if it can, or if none runs."""
+    there = Path(folder)
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    status = os.statvfs(there)
+    return state_folder(folder, status.f_bavail * status.f_frsize, not_saved)
+
+
+def state_folder(folder: str, free_bytes: int, not_saved: str) -> Finding:
+    """Returns the finding on the state folder. free_bytes: the bytes of its file system that this user may still fill. not_saved:
+    see find_state_folder."""
+    if not_saved:
+        change = "free its disk or correct its rights; hearthd tries again by itself"
+        return Finding("state folder", FAIL, f"not saved, so a restart would forget pins and the like: {not_saved}", change)
+    room = f"{folder}, {format_bytes(free_bytes)} free"
+    if free_bytes < MIN_STATE_BYTES:
+        return Finding(
+            "state folder", WARN, f"{room}: pins and the like may be lost at a restart", "free its disk, or set state_dir"
+        )
+    return Finding("state folder", OK, room)
 
 
 def find_storage(folder: str) -> list[Finding]:

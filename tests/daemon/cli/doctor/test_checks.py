@@ -96,6 +96,13 @@ def test_cache_folder(tmp_path: Path) -> None:
     says(system.find_cache_folder(str(tmp_path / "not" / "yet"), checks_writing=True), OK, "not/yet")
 
 
+def test_state_folder(tmp_path: Path) -> None:
+    says(storage.state_folder("/s", 17 << 20, ""), OK, "/s, 17.0 MiB free")
+    says(storage.state_folder("/s", 0, ""), WARN, "/s, 0 B free", "state_dir")
+    says(storage.state_folder("/s", 0, "No space left on device"), FAIL, "forget pins", "No space left on device")
+    says(storage.find_state_folder(str(tmp_path / "not" / "yet"), ""), OK, "not/yet")
+
+
 def test_budgets() -> None:
     says(
         memory.budgets({"cpu:0": 12 * GIB, "cuda:0": 80 * GIB}, 8 * GIB, 32 * GIB), OK, "cpu:0 12.0 GiB + host tier 8.0 GiB of 32.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from daemon.cli.main import run
+from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
 from tests.loader.checkpoints import write_checkpoint
 
@@ -24,6 +26,7 @@ CHECKS = [
     "driver",
     "C compiler",
     "cache folder",
+    "state folder",
     "memory",
     "memory limit",
     "huge pages",
@@ -88,3 +91,22 @@ def test_a_running_daemon_is_asked(tmp_path: Path, capsys: Capture) -> None:
         assert found["HTTP address"] == f"hearthd serves {node.url}"
         assert "(hearthd's)" in found["open files"]
         assert found["memory"].startswith("cpu:0 64.0 MiB of ")
+        assert found["state folder"].startswith(f"{node.folder}/state, ")
+        assert "hearthd" not in found
+
+
+def test_a_running_daemon_says_what_it_cannot_write(tmp_path: Path, capsys: Capture) -> None:
+    """An audit log on a full disk, and a state folder that is gone."""
+    make_model(tmp_path / "node" / "models" / "a")
+    with Node(tmp_path / "node", devices=["cpu=64MiB"], config='audit_log = "/dev/full"\n') as node:
+        state = Path(node.json("status")["state_dir"])
+        shutil.rmtree(state)
+        state.write_text("in its place")
+        assert node.cli("pin", "a").returncode == 7
+        node.wait_for(lambda: node.json("status")["problems"], "the audit log's problem")
+        assert run(["--control", node.control, "doctor", "--json"]) == 1
+        found = by_check(capsys)
+        state.unlink()
+    assert (found["hearthd"]["level"], found["state folder"]["level"]) == ("warn", "fail")
+    assert "acts were dropped" in found["hearthd"]["found"]
+    assert "a restart would forget pins" in found["state folder"]["found"]
