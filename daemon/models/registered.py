@@ -16,6 +16,7 @@ from loader.sizes.layout import num_parameters
 from scheduler.node import events
 
 _WHOLE = Division(1)
+_TOKENIZER = "tokenizer.json"
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,6 +49,14 @@ class Registered:
         if self.shape is None or not (num := num_parameters(self.shape)):
             return None
         return round(8 * self.facts.weights_bytes * self.facts.num_ranks / num, 1)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for operators about what the model's files hold and is not used, and what they lack."""
+        if _TOKENIZER in self.checkpoint.tokenizer_files:
+            return self.checkpoint.notes
+        missing = f"{_TOKENIZER} is missing, so it can read and write no text: copy it there from where the model came from"
+        return (*self.checkpoint.notes, missing)
 
     @property
     def kernels(self) -> list[KernelSet]:

@@ -460,7 +460,7 @@ class Registry:
         return (
             f"{name}: {held}, max_model_len {facts.max_model_len}{capped}{where}weights {format_bytes(facts.weights_bytes)}, "
             f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
-            f"work space {format_bytes(facts.work_space_bytes)}{''.join(f'; {note}' for note in found.checkpoint.notes)}"
+            f"work space {format_bytes(facts.work_space_bytes)}{''.join(f'; {note}' for note in found.notes)}"
         )
 
 

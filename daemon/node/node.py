@@ -365,8 +365,9 @@ class NodeParts:
             if (found := self.registry.models.get(model)) is not None and found.entry is not None:
                 row["task"] = found.entry.task
                 row["held_as"], row["bits_per_weight"] = found.held_as, found.bits_per_weight
-                if found.checkpoint.notes:
-                    row["notes"] = list(found.checkpoint.notes)
+                unreadable = self.text.unreadable(found.entry)
+                if notes := [*found.notes, *([unreadable] if unreadable else [])]:
+                    row["notes"] = notes
             if drafted := self.metric.drafted_tokens.get(view.name, 0):
                 row["drafted_tokens"], row["accepted_tokens"] = drafted, self.metric.accepted_tokens.get(view.name, 0)
             if view.expert_copies:
@@ -498,8 +499,8 @@ class NodeParts:
             "settings_files": self.settings.sources.files,
             "models_dir": self.config.models_dir,
             "cache_dir": self.config.cache_dir,
-            "uptime_s": round(time.time() - self.started_unix_s, 1),
             "state_dir": self.config.state_dir,
+            "uptime_s": round(time.time() - self.started_unix_s, 1),
             "healthy": healthy,
             "problems": [*self._problems(), *self.text.problems(), *self.audit.problems(), *self.traces.problems()],
             "ready": ready,

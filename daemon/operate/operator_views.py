@@ -25,7 +25,7 @@ def plan(node: NodeParts, name: str) -> dict[str, Any]:
     found = node.scheduler.plan_load(model, time.monotonic())
     if found is None:
         raise BadRequest("model_not_found", f"There is no model {name!r}.", status=404, details={"name": name})
-    return asdict(found) | {"notes": list(node.registry.models[model].checkpoint.notes)}
+    return asdict(found) | {"notes": list(node.registry.models[model].notes)}
 
 
 def experts(node: NodeParts, name: str) -> dict[str, Any]:

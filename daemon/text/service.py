@@ -106,6 +106,7 @@ class TextService:
         self._alone = asyncio.Semaphore(ALONE_AT_A_TIME)
         self._tables: OrderedDict[_Key, asyncio.Task[TokenTable]] = OrderedDict()
         self._facts: dict[_Key, TextFacts] = {}
+        self._unreadable: dict[_Key, str] = {}  # why the last attempt to read a model's vocabulary failed
         self._job_ids = itertools.count(1)
         self._ahead: set[asyncio.Task[None]] = set()
 
@@ -225,6 +226,11 @@ class TextService:
         # the task is shared: one client's disconnect must not fail the others
         return task.result() if task.done() else await asyncio.shield(task)
 
+    def unreadable(self, model: ModelEntry) -> str:
+        """Returns why the model's tokenizer, as its files are now, could not be read when a load or a request last tried; "" if it
+        could, or if none has tried."""
+        return self._unreadable.get(_open(model)[0], "")
+
     def open_ahead(self, model: ModelEntry) -> None:
         """Begins to parse the model's tokenizer in a worker and returns at once, unless a worker serves the model already. Called
         while the weights load: a vocabulary of 128k takes half a second or more, which the first request would have to wait for.
@@ -241,7 +247,15 @@ class TextService:
             await self.encode(model, "", False)  # starts a worker if the token table exists but the worker that made it has ended
 
     async def _build(self, model: ModelEntry) -> TokenTable:
-        parts = await self._run(_open(model), BuildTable, "model")
+        key, _ = _open(model)
+        try:
+            parts = await self._run(_open(model), BuildTable, "model")
+        except BadRequest as error:
+            self._unreadable[key] = error.message
+            while len(self._unreadable) > MAX_FACTS:
+                del self._unreadable[next(iter(self._unreadable))]
+            raise
+        self._unreadable.pop(key, None)
         return TokenTable(_table_decoder.decode(parts[0]), model.vocab_size)
 
     async def _run(self, where: tuple[_Key, Open], make: Callable[[int], Job], param: str | None) -> list[bytes]:

@@ -48,6 +48,29 @@ def test_an_edited_chat_template_is_used_while_the_model_is_loaded(node: Node, m
     assert running.join().finish_reason == "length"
 
 
+def test_a_model_whose_text_cannot_be_read_says_so_in_the_list(node: Node) -> None:
+    def notes() -> list[str]:
+        (row,) = (row for row in node.json("models") if row["name"] == "c")
+        return list(row.get("notes", ()))
+
+    folder = make_model(node.models / "c")
+    file = folder / "tokenizer.json"
+    whole = file.read_text()
+    node.wait_for(lambda: "c" in [row["name"] for row in node.json("models")], "the model")
+    file.unlink()
+    node.wait_for(notes, "the note that a file is missing")
+    assert notes() == ["tokenizer.json is missing, so it can read and write no text: copy it there from where the model came from"]
+    assert "\nc: tokenizer.json is missing" in node.cli("models").stdout
+    file.write_text("{")
+    node.wait_for(lambda: not notes(), "the file")
+    assert node.cli("load", "c").returncode == 0
+    node.wait_for(notes, "the note that it cannot be read")
+    assert f"{file}: " in notes()[0]
+    file.write_text(whole)
+    node.wait_for(lambda: not notes(), "the whole file")
+    assert shown(node, "c").endswith("x")
+
+
 def helper_of(node: Node) -> psutil.Process:
     assert node.process is not None
     return next(one for one in psutil.Process(node.process.pid).children() if "daemon.text" in one.cmdline())

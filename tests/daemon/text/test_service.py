@@ -55,6 +55,7 @@ async def test_a_tokenizer_is_opened_ahead_of_the_first_request(service, tmp_pat
     await asyncio.gather(*service._ahead)
     assert {opened.result().model for opened in service._workers.values()} == {tiny.name, "broken"}
     assert all(table.done() for table in service._tables.values())
+    assert (service.unreadable(tiny), "tokenizer.json cannot be read" in service.unreadable(broken)) == ("", True)
     service.open_ahead(tiny)
     assert not service._ahead
     (worker,) = [each.result() for each in service._workers.values() if each.result().model == tiny.name]
