@@ -260,7 +260,7 @@ async def _handle(
         elif near := router.nearest(raw_path):
             hint = f"did you mean {near}?"
         else:
-            hint = f"chats go to {router.chats_path(raw_path)}, and /v1/models lists what there is"
+            hint = router.main_paths(raw_path)
         raise BadRequest("not_found", f"no such path: {raw_path}; {hint}", status=404)
     endpoint = target.endpoint
     if request.method not in endpoint.methods:

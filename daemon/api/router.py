@@ -10,7 +10,9 @@ from urllib.parse import unquote_to_bytes
 from daemon.api.endpoint import Endpoint
 from daemon.api.endpoints.chat import CHAT
 from daemon.api.endpoints.messages import MESSAGES
+from daemon.api.endpoints.models import MODELS
 from daemon.api.endpoints.ollama import OLLAMA_CHAT
+from daemon.api.endpoints.ollama_models import OLLAMA_TAGS
 from daemon.api.endpoints.registry import ENDPOINTS
 from daemon.errors import HearthError
 
@@ -73,10 +75,11 @@ def _api_of(raw_path: str) -> Endpoint | None:
     return None
 
 
-def chats_path(raw_path: str) -> str:
-    """Returns the path of chats in the API to which an unknown path belongs."""
-    endpoint = _api_of(raw_path)
-    return CHAT.paths[0] if endpoint is None else endpoint.paths[0]
+def main_paths(raw_path: str) -> str:
+    """Returns words that name the paths of chats and of the list of models in the API to which an unknown path belongs."""
+    endpoint = _api_of(raw_path) or CHAT
+    models = OLLAMA_TAGS if endpoint is OLLAMA_CHAT else MODELS
+    return f"chats go to {endpoint.paths[0]}, and {models.paths[0]} lists what there is"
 
 
 def nearest(raw_path: str) -> str:
