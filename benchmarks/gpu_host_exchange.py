@@ -20,6 +20,9 @@ class ThroughHost:
     def connect(self, group_id: bytes, rank: int, size: int) -> HostGroup:
         return HostGroup(Gloo().connect(group_id, rank, size))
 
+    def give_up(self) -> None:
+        Gloo().give_up()
+
 
 class HostGroup:
     """An engine.cuda.collectives.Collectives whose calls return when the exchange has ended. group: exchanges tensors of the

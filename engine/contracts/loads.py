@@ -61,8 +61,8 @@ class Runner(Protocol):
 
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
         """Loads one model. Called in a loader thread, while other models run steps. The result is a GroupShare if task.spec.group
-        is given. Raises loader.errors.CheckpointError (permanent; names the file and tensor), MemoryError or LoadCancelled; after
-        an error the load uses the task's chunks no longer."""
+        is given. Raises loader.errors.CheckpointError (permanent; names the file and tensor), MemoryError, LoadCancelled, or
+        GroupBroken for a group that loses a device meanwhile; after an error the load uses the task's chunks no longer."""
         ...
 
     def probe(self, number: int) -> None:

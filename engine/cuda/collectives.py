@@ -55,5 +55,9 @@ class Connects(Protocol):
         ...
 
     def connect(self, group_id: bytes, rank: int, size: int) -> Collectives:
-        """Connects a rank with the others of its group. Waits until all ranks have called it."""
+        """Connects a rank with the others of its group. Waits until all ranks have called it, also for one that is gone."""
+        ...
+
+    def give_up(self) -> None:
+        """Has the call of `connect` that another thread waits in raise soon, where that can be done. Called in any thread."""
         ...

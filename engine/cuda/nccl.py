@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.collectives import ID_BYTES
+from engine.host.tcp_sockets import shut_down, tcp_sockets
 
 LIBRARY = "libnccl.so.2"  # torch has loaded it
 _SUCCESS, _SYSTEM_ERROR, _SUM = 0, 2, 0  # of ncclResult_t, and of ncclRedOp_t
@@ -36,6 +37,8 @@ _SETTINGS = {
     "NCCL_SOCKET_IFNAME": "lo",
     # A buffer that a rank gives up is then still there for a rank that reads it at that moment.
     "NCCL_CUMEM_ENABLE": "1",
+    # By default each process that has connected opens a port of this host, at which it tells everyone about its connections.
+    "NCCL_RAS_ENABLE": "0",
 }
 
 
@@ -52,7 +55,7 @@ class Nccl:
     NcclError."""
 
     def __init__(self, library: Any) -> None:
-        self._library = library
+        self._library, self._sockets_before = library, frozenset[int]()  # before it began to connect
         pointer, number = ctypes.c_void_p, ctypes.c_int
         buffers = (pointer, pointer, ctypes.c_size_t, number)
         for name, arguments in (
@@ -75,15 +78,25 @@ class Nccl:
         return major, rest // 100, rest % 100
 
     def new_id(self) -> bytes:
-        group_id = _UniqueId()
+        group_id, self._sockets_before = _UniqueId(), tcp_sockets()
         self.call("ncclGetUniqueId", ctypes.byref(group_id))
         return ctypes.string_at(ctypes.byref(group_id), ID_BYTES)
 
     def connect(self, group_id: bytes, rank: int, size: int) -> NcclGroup:
-        """Implements Connects.connect, for the current device of torch."""
+        """Implements Connects.connect, for the current device of the thread: an engine sees one GPU, so it is that one."""
+        if rank:  # rank 0 has opened some when it made the id
+            self._sockets_before = tcp_sockets()
         communicator = ctypes.c_void_p()
         self.call("ncclCommInitRank", ctypes.byref(communicator), size, _UniqueId.from_buffer_copy(group_id), rank)
         return NcclGroup(self, communicator)
+
+    def give_up(self) -> None:
+        """Implements Connects.give_up. A rank that NCCL waits for is looked for at a socket, without sleeping between the looks, so
+        all sockets that this process has opened since then are shut down: an engine connects one group at a time.
+
+        ncclCommAbort may end this wait only for a communicator that does not block, and then each exchange takes a new thread
+        (https://github.com/NVIDIA/nccl, ncclGroupEndInternal in src/group.cc)."""
+        shut_down(self._sockets_before)
 
     def call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)

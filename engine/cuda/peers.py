@@ -69,6 +69,9 @@ class Peers:
             raise
         return group
 
+    def give_up(self) -> None:
+        self._connects.give_up()
+
 
 class PeerGroup:
     """One rank's connection (an engine.cuda.collectives.Collectives). It listens for the other ranks from the beginning. others:

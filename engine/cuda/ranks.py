@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
 from engine.cuda.collectives import Collectives, Connects
+from engine.cuda.connecting import WATCH_S, Connecting
 from engine.cuda.link import Link
 from engine.host.rendezvous import Rendezvous
 from loader.threads import Thread
@@ -25,7 +26,6 @@ from scheduler.batch.plan import LongArray
 
 log = logging.getLogger("engine")
 
-WATCH_S = 0.02  # between looks at the group's flag
 LAUNCH_LIMIT_S = 0.1  # a launch that takes longer waits for another rank, so its exchange is aborted before it ends
 
 
@@ -111,10 +111,10 @@ class DeviceRanks(Link):
 
 def connect(connects: Connects, meeting: Rendezvous, rank: int, size: int, broken: LongArray, device: torch.device) -> DeviceRanks:
     """Connects a rank of a group with the others, after all have arrived at `meeting`, and tries each kind of exchange. Raises
-    GroupBroken, and RuntimeError if an exchange gives a wrong result."""
+    GroupBroken, and RuntimeError if they do not connect or if an exchange gives a wrong result."""
     if (group_id := meeting.meet(connects.new_id)) is None:
         raise GroupBroken(f"rank {rank} of {size}: the group has lost a device before all shares were loaded")
-    collectives = connects.connect(group_id, rank, size)
+    collectives = Connecting(connects, group_id, rank, size).connected(broken)
     ranks = DeviceRanks(collectives, rank, size, broken)
     try:
         collectives.join(lambda is_so: ranks.all_agree(is_so, device))

@@ -16,7 +16,6 @@ import torch
 from engine.contracts.backend import Backend, SplitsModels
 from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import KernelNews, LoadCancelled, LoadTask
-from engine.contracts.ranks import GroupBroken
 from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
 from engine.exchange import Exchange
 from engine.loading.kernel_wait import Compilation, time_of_kernels, wait_for_kernels
@@ -98,8 +97,8 @@ class TorchRunner:
 
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
         """Loads one model, or one share of a model that is split, while other models step. Raises CheckpointError (permanent),
-        CheckpointChanged, MemoryError, LoadCancelled, and ValueError if the model is split and this engine shares no memory with
-        others."""
+        CheckpointChanged, MemoryError, LoadCancelled, and, if the model is split, GroupBroken, and ValueError if this engine shares
+        no memory with others."""
         spec, asked_s, backend, group = task.spec, time.perf_counter(), self.backend, task.spec.group
         share: DeviceShare | None = None
         if group is not None:
@@ -189,7 +188,7 @@ class TorchRunner:
             weights.unmap()
             if kv is not None:
                 kv.unmap()
-            if isinstance(error, ReadCancelled | GroupBroken):
+            if isinstance(error, ReadCancelled):
                 raise LoadCancelled(str(error)) from None
             raise
 

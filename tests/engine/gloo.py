@@ -37,6 +37,9 @@ class Gloo:
         options._devices, options._timeout = [device], LIMIT
         return GlooGroup(_TORCH.ProcessGroupGloo(store, rank, size, options), store, Path(path))
 
+    def give_up(self) -> None:
+        """Does nothing: gloo waits until LIMIT, and looks for the others only now and then."""
+
 
 class GlooGroup:
     """An engine.cuda.collectives.Collectives. Its calls return when the exchange has ended or was aborted. path: the file in which

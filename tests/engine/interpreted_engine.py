@@ -6,8 +6,11 @@ each other. Arguments: as of `python -m engine`.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from engine import main as engine
 from engine.contracts.backend import OpenDevice
@@ -20,11 +23,17 @@ from tests import interpreter
 from tests.engine.gloo import Gloo
 from tests.engine.shared_regions import SharedRegions
 
+HOLD = "HEARTHD_TEST_HOLD"  # names a file; while it exists, ranks but the first make another one, `reached`, and do not connect
+
 
 class Mapping(Peers):
     """Connects ranks whose small sums go through each other's memory, or fails."""
 
     def connect(self, group_id: bytes, rank: int, size: int) -> PeerGroup:
+        held = Path(os.environ.get(HOLD, ""))
+        if rank and held.is_file():
+            held.with_name("reached").touch()
+            threading.Event().wait()
         group = super().connect(group_id, rank, size)
         join = group.join
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import socket
 import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
-from engine.cuda import nccl
+from engine.cuda import connecting, nccl
 from engine.cuda.collectives import ID_BYTES
 from engine.cuda.ranks import DeviceRanks, connect
 from engine.host.rendezvous import Rendezvous, rendezvous_words
@@ -206,6 +207,55 @@ def test_nobody_waits_for_a_rank_that_will_not_come(rank: int) -> None:
     assert found == [None]
 
 
+class Waits:
+    """Stands in for Connects: `connect` waits for `may_end`, and then connects or raises `error`. ends: whether give_up can end
+    that."""
+
+    def __init__(self, error: Exception | None = None, ends: bool = False) -> None:
+        self.may_end, self.error, self.ends = threading.Event(), error, ends
+        self.made, self.num_given_up = Halves(), 0
+
+    def new_id(self) -> bytes:
+        return bytes(ID_BYTES)
+
+    def connect(self, group_id: bytes, rank: int, size: int) -> Halves:
+        assert self.may_end.wait(10.0)
+        if self.error is not None:
+            raise self.error
+        return self.made
+
+    def give_up(self) -> None:
+        self.num_given_up += 1
+        if self.ends:
+            self.may_end.set()
+
+
+def test_a_rank_whose_group_breaks_while_it_connects_waits_no_longer() -> None:
+    """What it connects to later is given up."""
+    connects, broken = Waits(), np.ones(1, np.int64)
+    with pytest.raises(GroupBroken, match="rank 1 of 2: the group has lost a device while its ranks connected"):
+        connect(connects, cast(Any, Meeting()), 1, 2, broken, CPU)
+    assert (connects.num_given_up, connects.made.calls) == (1, [])
+    connects.may_end.set()
+    until(lambda: connects.made.calls == ["abort", "release"])
+
+
+def test_ranks_that_never_connect_meet_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connecting, "CONNECT_LIMIT_S", 0.0)
+    connects = Waits(RuntimeError("sockets were shut down"), ends=True)
+    with pytest.raises(RuntimeError, match="rank 0 of 2: the group's devices have not connected within 0 s"):
+        connect(connects, cast(Any, Meeting()), 0, 2, np.zeros(1, np.int64), CPU)
+    assert connects.num_given_up == 1
+
+
+def test_an_error_while_ranks_connect_is_that_of_the_load() -> None:
+    connects = Waits(nccl.NcclError("ncclCommInitRank: unhandled system error"))
+    connects.may_end.set()
+    with pytest.raises(nccl.NcclError, match="ncclCommInitRank: unhandled system error"):
+        connect(connects, cast(Any, Meeting()), 0, 2, np.zeros(1, np.int64), CPU)
+    assert connects.num_given_up == 0
+
+
 class Function:
     """Stands in for a function of a C library: notes what it is given, converted as ctypes would, and returns `code`."""
 
@@ -261,6 +311,53 @@ def test_nccl_is_given_addresses_counts_types_and_the_stream(library: Library) -
     assert given("ncclBroadcast")[2:] == [15, 7, 0, 77, 55]
     assert given("ncclAllGather") == [x.data_ptr(), out.data_ptr(), 15, 9, 77, 55]
     assert given("ncclCommAbort") == [77]
+
+
+def test_a_wait_of_nccl_for_a_rank_that_is_gone_is_ended_at_its_socket(library: Library) -> None:
+    """NCCL asks again and again whether a rank has come to a socket that waits for it without blocking. Other sockets stay."""
+    calls, ended, others = nccl.Nccl(library), list[str](), [socket.create_server(("127.0.0.1", 0)), *socket.socketpair()]
+    opened: list[socket.socket] = []
+
+    def wait_for_ranks(*_: object) -> None:
+        own = socket.create_server(("127.0.0.1", 0))
+        own.setblocking(False)
+        opened.append(own)
+        while library.ncclCommInitRank.code == 0:
+            try:
+                own.accept()
+            except BlockingIOError:
+                time.sleep(1e-3)
+            except OSError:
+                library.ncclCommInitRank.code = 2
+
+    def connects() -> None:
+        with pytest.raises(nccl.NcclError, match="ncclCommInitRank: unhandled system error"):
+            calls.connect(bytes(ID_BYTES), 1, 2)
+        ended.append("connect")
+
+    library.ncclCommInitRank.fill = wait_for_ranks
+    waiting = threading.Thread(target=connects)
+    waiting.start()
+    until(lambda: bool(opened))
+    calls.give_up()
+    waiting.join(10.0)
+    assert ended == ["connect"]
+    with socket.create_connection(others[0].getsockname(), 10.0), others[0].accept()[0]:
+        others[1].sendall(b"1")
+        assert others[2].recv(1) == b"1"
+    for each in (*others, *opened):
+        each.close()
+
+
+def test_sockets_that_rank_0_has_opened_for_the_id_count_too(library: Library) -> None:
+    opened: list[socket.socket] = []
+    library.ncclGetUniqueId.fill = lambda _: opened.append(socket.create_server(("127.0.0.1", 0)))
+    calls = nccl.Nccl(library)
+    calls.new_id()
+    calls.connect(bytes(ID_BYTES), 0, 2)
+    calls.give_up()
+    with opened[0], pytest.raises(OSError, match="Invalid argument"):
+        opened[0].accept()
 
 
 def test_an_error_of_nccl_names_the_call_and_what_it_says(library: Library) -> None:

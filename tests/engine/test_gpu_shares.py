@@ -4,6 +4,7 @@ interpreted kernels, and with gloo in the place of NCCL. What only GPUs can show
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.protocol import Configure
+from engine.cuda.connecting import CONNECT_LIMIT_S
+from engine.protocol import Configure, LoadFailed
 from loader.models.catalog import scan_one
 from loader.sizes import slices
 from tests.e2e.checkpoints import make_model
 from tests.engine.group_engines import Engines
+from tests.engine.interpreted_engine import HOLD
 from tests.engine.rank_processes import RankGroup
 from tests.engine.split_checks import FLOAT32_TOLERANCE, check_broken, check_logits, check_results, on_one_device
 from tests.engine.split_models import (
@@ -131,23 +134,28 @@ class Asked:
         return [self._engine.output()[one] for one in self._ids]
 
 
-def test_engines_that_compute_as_on_gpus_share_a_model(tmp_path: Path) -> None:
-    """Two engines say together what one says alone, before and after an eviction. When one dies, the other one goes on."""
-    path = str(make_model(tmp_path / "a", seed=1, hidden_size=64, num_hidden_layers=2))
+def two_engines(folder: Path) -> tuple[Engines, str]:
+    """Returns two engines that compute as on GPUs, and the path of a model for them."""
+    path = make_model(folder / "a", seed=1, hidden_size=64, num_hidden_layers=2)
     configure = Configure("cuda:0", 96, 64 << 10, 1 << 20, 64, 16, 10.0, 1, cache_dir=CACHE_DIR)
     limits = {"max_model_len": 64, "max_sequences": 8, "eos_token_ids": [], "weights_chunks": 8, "kv_reserved_chunks": 8}
-    settings = {"fingerprint": scan_one(Path(path)).fingerprint}
-    engines = Engines(2, configure, module="tests.engine.interpreted_engine", **limits)
+    limits["fingerprint"] = scan_one(path).fingerprint
+    return Engines(2, configure, module="tests.engine.interpreted_engine", **limits), str(path)
+
+
+def test_engines_that_compute_as_on_gpus_share_a_model(tmp_path: Path) -> None:
+    """Two engines say together what one says alone, before and after an eviction. When one dies, the other one goes on."""
+    engines, path = two_engines(tmp_path)
     try:
-        engines.load_alone(path, "whole", 0, **settings)
+        engines.load_alone(path, "whole", 0)
         expected = Asked(engines, 0, "whole").answers()
         assert len({tuple(answer) for answer in expected}) > 1
         for num_stages in (1, 2):
-            engines.load(path, "split", [0, 1], num_stages=num_stages, **settings)
+            engines.load(path, "split", [0, 1], num_stages=num_stages)
             assert Asked(engines, 0, "split").answers() == expected
             engines.evict("split")
-        engines.load(path, "split", [0, 1], **settings)
-        engines.load(path, "layers", [0, 1], num_stages=2, **settings)
+        engines.load(path, "split", [0, 1])
+        engines.load(path, "layers", [0, 1], num_stages=2)
         for model in ("split", "layers"):
             engines.wait_tokens(0, engines.ask(0, model, 50), 2)
         engines.all[1].process.kill()
@@ -156,6 +164,39 @@ def test_engines_that_compute_as_on_gpus_share_a_model(tmp_path: Path) -> None:
         assert Asked(engines, 0, "whole").answers() == expected
         for model in ("split", "layers"):
             engines.evict(model, [0])
+    finally:
+        engines.close()
+
+
+def test_a_rank_that_is_lost_between_meeting_and_connecting_costs_the_load_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other engine serves its own model meanwhile, and loads the split one with the engine that comes next."""
+    held, reached = tmp_path / "held", tmp_path / "reached"
+    monkeypatch.setenv(HOLD, str(held))
+    engines, path = two_engines(tmp_path)
+    try:
+        engines.load_alone(path, "whole", 0)
+        expected = Asked(engines, 0, "whole").answers()
+        for number, how in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
+            held.touch()
+            engines.begin(path, "split", [0, 1])
+            while not reached.exists():
+                time.sleep(0.01)
+            began_s = time.monotonic()
+            engines.all[1].process.send_signal(how)
+            engines.node.exchange.break_group(engines.groups["split"][1][0])  # as the daemon does
+            failed = engines.all[0].wait_for(LoadFailed, number)
+            assert time.monotonic() - began_s < CONNECT_LIMIT_S / 2, "a limit has ended it"
+            assert failed.error == "GroupBroken: rank 0 of 2: the group has lost a device while its ranks connected"
+            assert Asked(engines, 0, "whole").answers() == expected
+            engines.all[1].process.kill()
+            engines.replace(1)
+            engines.evict("split")
+            held.unlink()
+            reached.unlink()
+        engines.load(path, "split", [0, 1])
+        assert Asked(engines, 0, "split").answers() == expected
     finally:
         engines.close()
 

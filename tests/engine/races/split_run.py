@@ -26,7 +26,7 @@ import torch
 from engine import exchange
 from engine.contracts.group_share import GroupShare
 from engine.contracts.ranks import GroupBroken
-from engine.cuda import columns, nccl, peers, ranks, share, stages
+from engine.cuda import columns, connecting, nccl, peers, ranks, share, stages
 from engine.cuda.backend import CudaBackend
 from engine.cuda.kernels import triton_peers
 from engine.cuda.peers import Peers
@@ -392,7 +392,7 @@ class SplitRun(EngineRun):
     models are loaded so, as the daemon has them loaded. peer_memory, regions: what a test changes to put a fault in."""
 
     loads_one_at_a_time = True
-    may_fail_with = (*EngineRun.may_fail_with, nccl.NcclError)
+    may_fail_with = (*EngineRun.may_fail_with, GroupBroken, nccl.NcclError)
 
     def __init__(self, seed: int, rules: Rules, monkeypatch: pytest.MonkeyPatch) -> None:
         fd = make_exchange(2)
@@ -446,6 +446,7 @@ class SplitRun(EngineRun):
             (regions, {"torch": torch_on}),
             (nccl, {"torch": torch_on}),
             (ranks, {"torch": torch_on, "threading": threads, "Thread": self.schedule.thread}),
+            (connecting, {"threading": threads, "Thread": self.schedule.thread}),
             (peers, {"torch": words, "threading": threads, "Thread": self.schedule.thread}),
             (peers, {"triton_peers": sums_of_ranks(self.peer_memory), "PeerHandles": self.swaps, "_trials": words.trials}),
             (CudaBackend, {"split_model": with_split(CudaBackend.split_model)}),

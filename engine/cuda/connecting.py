@@ -1,0 +1,72 @@
+"""Connects a rank with the others of its group, without waiting for one that has died on its way there.
+
+A library that connects ranks may wait for ever for one that is gone, as NCCL does in ncclCommInitRank. So it is called in a thread
+of its own, which is left behind if the group breaks meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from engine.contracts.ranks import GroupBroken
+from engine.cuda.collectives import Collectives, Connects
+from loader.threads import Thread
+from scheduler.batch.plan import LongArray
+
+log = logging.getLogger("engine")
+
+WATCH_S = 0.02  # between looks at the group's flag
+CONNECT_LIMIT_S = 60.0  # NCCL takes a second or some; this is for ranks that live and never come
+
+
+class Connecting:
+    """One rank's way to the others. Parameters as of Connects.connect."""
+
+    def __init__(self, connects: Connects, group_id: bytes, rank: int, size: int) -> None:
+        self._connects, self._group_id, self._rank, self._size = connects, group_id, rank, size
+        self._title = f"rank {rank} of {size}"
+        self._lock = threading.Lock()  # held while one thread hands the connection over, and while the other one gives it up
+        self._ended = threading.Event()
+        self._made: Collectives | None = None
+        self._error: Exception | None = None
+        self._is_given_up = False
+
+    def connected(self, broken: LongArray) -> Collectives:
+        """Returns the connection. broken [1]: not 0 once the group has lost a device. Raises GroupBroken, RuntimeError after
+        CONNECT_LIMIT_S, and what Connects.connect raises."""
+        began_s = time.monotonic()
+        Thread(target=self._connect, name="connect").start()
+        while not self._ended.wait(WATCH_S):
+            if broken[0] and self._given_up():
+                raise GroupBroken(f"{self._title}: the group has lost a device while its ranks connected")
+            if time.monotonic() - began_s > CONNECT_LIMIT_S and self._given_up():
+                raise RuntimeError(f"{self._title}: the group's devices have not connected within {CONNECT_LIMIT_S:.0f} s")
+        if self._error is not None:
+            raise self._error
+        assert self._made is not None
+        return self._made
+
+    def _given_up(self) -> bool:
+        """Leaves the thread alone with what it waits for. Returns False if it has connected by now."""
+        with self._lock:
+            self._is_given_up = self._made is None
+        if self._is_given_up:
+            self._connects.give_up()
+        return self._is_given_up
+
+    def _connect(self) -> None:
+        try:
+            made = self._connects.connect(self._group_id, self._rank, self._size)
+            with self._lock:
+                if not self._is_given_up:
+                    self._made = made
+            if self._is_given_up:
+                made.abort()
+                made.release()
+        except Exception as error:
+            self._error = error
+            if self._is_given_up:
+                log.info("%s: its connection was given up: %s", self._title, error)
+        self._ended.set()

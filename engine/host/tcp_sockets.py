@@ -1,0 +1,39 @@
+"""Finds the TCP sockets of this process, whichever library has opened them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+_FOLDER = "/proc/self/fd"
+
+
+def tcp_sockets() -> frozenset[int]:
+    """Returns the inodes of this process's TCP sockets."""
+    return frozenset(inode for inode, _ in _sockets())
+
+
+def shut_down(but: frozenset[int]) -> None:
+    """Shuts down this process's TCP sockets except those whose inodes are in `but`, so that whoever waits at one of them meets an
+    error. The descriptors stay open, because they belong to others."""
+    for inode, each in _sockets():
+        if inode not in but:
+            with contextlib.suppress(OSError):  # it is not connected yet
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yields the inode of each TCP socket, and a duplicate of it, which is closed afterwards."""
+    for name in os.listdir(_FOLDER):
+        try:
+            if not stat.S_ISSOCK(os.stat(f"{_FOLDER}/{name}").st_mode):
+                continue
+            copy = socket.socket(fileno=os.dup(int(name)))  # the descriptor may become another file's at any time, its copy may not
+        except OSError:  # another thread has closed it
+            continue
+        with copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                yield os.fstat(copy.fileno()).st_ino, copy
