@@ -185,12 +185,12 @@ class CpuModel:
         stages, ranks = self._stages, self._ranks
         waited_s = 0.0 if stages is None else stages.waited_s
         if ranks is not None:
-            ranks.begin()
+            ranks.begins.note()
         result = self._run(plan, table, masks)
         if stages is not None:
             result.seconds -= stages.waited_s - waited_s
         elif ranks is not None:  # with stages, others may have begun a later step by now
-            result.waited_s = min(ranks.waited_s(), result.seconds)
+            result.waited_s = min(ranks.begins.waited_s(), result.seconds)
         return result
 
     def _run(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> StepResult:
@@ -212,7 +212,7 @@ class CpuModel:
         """Runs a rank's share of a step that rank 0 executes, up to the logits. `table` is read at the beginning. Raises
         GroupBroken if the group has lost a device."""
         if self._ranks is not None:
-            self._ranks.begin()
+            self._ranks.begins.note()
         if not self._loaded().makes_logits:
             if self._decode(plan, table) is None:
                 self._forward(plan, table, every_token=True)

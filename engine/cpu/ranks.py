@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
-from engine.cpu.kernels.rank_words import BEGAN, GATHER_ROWS, OWN_WORDS, PIECES, PUBLISHED, SLEEPERS, SUM_ROWS
+from engine.cpu.kernels.rank_words import GATHER_ROWS, OWN_WORDS, PIECES, PUBLISHED, SLEEPERS, SUM_ROWS
 from engine.cpu.ops import CpuOps
 from engine.cpu.products import array
 from engine.cpu.programs.program import call, empty
 from engine.host.rank_memory import LINE_BYTES, buffer_bytes_of
 from engine.host.shared_words import Fence, wake_all
+from engine.host.step_begins import StepBegins
 from scheduler.batch.plan import LongArray
 
 _SPIN_S, _SLEEP_S, _LONGEST_S = 60e-6, 50e-6, 2e-3  # Python polls for so long, then sleeps between polls
@@ -40,22 +41,13 @@ class SharedRanks:
             raise ValueError(f"rank {rank} is not one of {size}")
         self.rank, self.size = rank, size
         self._ops, self._broken = ops, broken
+        self.begins = StepBegins(memory, rank, size)
         self._buffer_bytes = buffer_bytes_of(len(memory), size)
         self._counters: LongArray = memory[: size * LINE_BYTES].view(np.int64).reshape(size, -1)
         self._memory = memory[size * LINE_BYTES :]
         self._own = np.zeros(OWN_WORDS, np.int64)
         self._buffers = {dtype: self._memory.view(kind).reshape(2 * size, -1) for dtype, kind in _NUMPY_OF.items()}
         self._fence = Fence()
-
-    def begin(self) -> None:
-        """Notes that this rank begins a step."""
-        self._counters[self.rank, BEGAN] = time.monotonic_ns()
-
-    def waited_s(self) -> float:
-        """Returns how long this rank waited in its latest step for others to begin theirs. Called after the step and before the
-        next one is posted, because the others then note when they begin that one."""
-        began = self._counters[:, BEGAN]
-        return max(0, int(began.max() - began[self.rank])) / 1e9
 
     def count(self, num_tokens: int, num_rows: int) -> None:
         self._own[SUM_ROWS], self._own[GATHER_ROWS] = num_tokens, num_rows

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.contracts.backend import OpenDevice
 from engine.contracts.loads import KernelNews
+from engine.cuda.begins import DeviceBegins
 from engine.cuda.collectives import Connects
 from engine.cuda.frames import DeviceFrames, device_frames
 from engine.cuda.graphs import give_back_memory
@@ -32,6 +33,7 @@ from engine.cuda.sink import DeviceSink
 from engine.cuda.stages import DeviceStages
 from engine.cuda.tile_choice import TileChoice, choice_file, compared_on, measured_on
 from engine.host.process import num_cores
+from engine.host.step_begins import StepBegins
 from engine.host.weight_decoder import weight_decoder
 from engine.memory import handles
 from engine.memory.chunk_memory import ChunkMemory
@@ -207,7 +209,7 @@ class CudaBackend:
 
     def _links(self, spec: LoadModel, shape: ModelShape, region: GroupRegion) -> ShareLinks:
         """Connects a share with the others of its group."""
-        device, ranks, stages = self.memory.arena.device, None, None
+        device, ranks, stages, begins = self.memory.arena.device, None, None, None
         if region.stage_size > 1:
             try:
                 connects = self._connects or _peers()
@@ -217,7 +219,10 @@ class CudaBackend:
         if region.num_stages > 1:
             width, dtype = shape.hidden_size, getattr(torch, spec.dtype)
             stages = DeviceStages(region.new_link(), region.new_link(), width, dtype, device)
-        return ShareLinks(ranks, stages, region.broken)
+        else:
+            of_ranks = StepBegins(region.ranks, region.stage_rank, region.stage_size)
+            begins = DeviceBegins(of_ranks, region.stage_rank == 0, device.type == "cuda")
+        return ShareLinks(ranks, stages, region.broken, begins)
 
     @contextmanager
     def _on_load_stream(self) -> Iterator[None]:

@@ -15,10 +15,14 @@ CLOSE_LIMIT_S = 10.0  # for which `wait_closed` waits at most
 
 class Link:
     """A connection of a share to other shares. _alone: whether nothing passes through it at the moment. _thread: uses it, and ends
-    after `close`, which subclasses have; None if the connection needs no thread."""
+    after `close`; None if the connection needs no thread."""
 
     _alone = False
     _thread: Thread | None = None
+
+    def close(self) -> None:
+        """Has the thread end. Subclasses say what ends before that. Idempotent."""
+        raise NotImplementedError
 
     @contextmanager
     def alone(self) -> Iterator[None]:

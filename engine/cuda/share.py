@@ -25,6 +25,7 @@ from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
 from engine.contracts.steps import Launched, StepResult
+from engine.cuda.begins import DeviceBegins
 from engine.cuda.columns import decode_columns, extend_step
 from engine.cuda.graphs import DecodeGraphs, StepOutputs, destroy_dropped, graph_rows
 from engine.cuda.mixed_graphs import MixedGraphs
@@ -48,10 +49,18 @@ Logits = Callable[[Tensor], Tensor]  # [n, W] -> [n, V]
 
 class ShareLinks:
     """A share's connections to the other shares. ranks: to those of the same layers; None: there are none. stages: to those of
-    other layers; None: there are none. broken [1]: not 0 once the group has lost a device; other code writes it."""
+    other layers; None: there are none. broken [1]: not 0 once the group has lost a device; other code writes it. begins: how the
+    first rank knows when the others begin a step; None: it does not, as with stages, where others may have begun a later one."""
 
-    def __init__(self, ranks: DeviceRanks | None, stages: DeviceStages | None, broken: LongArray) -> None:
-        self.ranks, self.stages, self._broken = ranks, stages, broken
+    def __init__(
+        self,
+        ranks: DeviceRanks | None,
+        stages: DeviceStages | None,
+        broken: LongArray,
+        begins: DeviceBegins | None = None,
+    ) -> None:
+        self.ranks, self.stages, self._broken, self.begins = ranks, stages, broken, begins
+        self._all = [one for one in (ranks, stages, begins) if one is not None]
 
     @property
     def waited_s(self) -> float:
@@ -92,23 +101,20 @@ class ShareLinks:
     def alone(self) -> Iterator[None]:
         """Returns a context in which nothing is exchanged or passed on (Link.alone)."""
         with ExitStack() as stack:
-            for one in (self.ranks, self.stages):
-                if one is not None:
-                    stack.enter_context(one.alone())
+            for one in self._all:
+                stack.enter_context(one.alone())
             yield
 
     def close(self) -> None:
         """Has everything ended that is under way between the shares, and lets nothing else begin. Idempotent."""
-        for one in (self.ranks, self.stages):
-            if one is not None:
-                one.close()
+        for one in self._all:
+            one.close()
 
     def wait_closed(self) -> None:
         """Waits after `close` until the connections are given up. The device must be able to end its steps, and graphs with
         exchanges must have been destroyed."""
-        for one in (self.ranks, self.stages):
-            if one is not None:
-                one.wait_closed()
+        for one in self._all:
+            one.wait_closed()
 
 
 class CudaShare(CudaModel):
@@ -161,6 +167,8 @@ class CudaShare(CudaModel):
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Implements HostedModel.execute. All ranks run the step, the others by `follow`. Raises GroupBroken."""
         result = self.launch(plan, table, masks).wait()
+        if self._links.begins is not None:
+            result.waited_s = self._links.begins.waited_s(result.seconds)
         self._links.check()
         return result
 
@@ -202,6 +210,8 @@ class CudaShare(CudaModel):
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
         """Implements SplitModel.follow. Returns once the step is launched: `table` has been read by then. Raises GroupBroken."""
         self._links.check()
+        if self._links.begins is not None:
+            self._links.begins.note()
         self._update(plan, table)
         owed = owed_prompt_rows(plan, table)
         hidden, num_sampling, logits = self._begin(plan, table, None if owed is None else owed.tokens)

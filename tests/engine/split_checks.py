@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tests.engine.rank_processes import RankGroup
-from tests.engine.split_models import How, execute_alone, logits_of_steps, results_of_steps
+from tests.engine.split_models import How, execute_alone, logits_of_steps, results_of_steps, waits_of_steps
 
 FLOAT32_TOLERANCE = 2e-4
 
@@ -46,6 +46,15 @@ def check_results(group: RankGroup, hows: Sequence[How]) -> None:
         np.testing.assert_allclose(own["floats"], other["floats"], rtol=0, atol=FLOAT32_TOLERANCE)
     for _, pieces in every[: group.size // hows[0].num_stages]:
         assert pieces == every[0][1]
+
+
+def check_waits(group: RankGroup, how: How) -> None:
+    """Checks that the leader's steps tell how long they waited for a follower, so that the model's costs are learned without what
+    other models had the follower do."""
+    group.renew()
+    leader, _ = group.run(waits_of_steps, how, 0.1)
+    for seconds, waited_s in leader[1:]:  # the first step waits until both have loaded
+        assert 0.05 < waited_s <= seconds
 
 
 def check_broken(group: RankGroup, how: How) -> None:

@@ -25,6 +25,7 @@ from engine.cpu.ops import CpuOps
 from engine.cpu.programs.program import Scratch
 from engine.cpu.ranks import SharedRanks
 from engine.cpu.stages import SharedStages
+from engine.cuda.begins import DeviceBegins
 from engine.cuda.ops import CudaOps
 from engine.cuda.peers import Peers
 from engine.cuda.ranks import DeviceRanks, connect
@@ -34,6 +35,7 @@ from engine.grammar.row_masks import RowMasks
 from engine.host.rank_memory import rank_memory_bytes
 from engine.host.rendezvous import Rendezvous, rendezvous_words
 from engine.host.stage_memory import stage_memory_bytes
+from engine.host.step_begins import StepBegins
 from engine.memory.stage_link import StageLink
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel, SamplingParams
@@ -362,7 +364,10 @@ def _gpu_share(own: Rank, shape: ModelShape, dtype: str, weights: WeightRange, q
     if division.num_stages > 1:
         taking, sending = (_link(own, shape, dtype, division) for _ in range(2))
         stages = DeviceStages(taking, sending, shape.hidden_size, getattr(torch, dtype), device)
-    links = ShareLinks(ranks, stages, own.broken)
+    begins = None
+    if division.num_stages == 1:
+        begins = DeviceBegins(StepBegins(own.memory, own.rank, size), own.rank == 0, is_cuda=False)
+    links = ShareLinks(ranks, stages, own.broken, begins)
     spec = LoadModel(1, "m", "", dtype, "", weights.num_chunks, 0, 0, MAX_LEN, SLOTS, [1], quantize=quantize)
     kv_memory = torch.full((KV_BYTES,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
     if (before := own.kept.get("share")) is not None:
@@ -518,9 +523,9 @@ def results_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool =
     return told, pieces
 
 
-def waits_of_steps(own: Rank, late_s: float) -> list[tuple[float, float]]:
+def waits_of_steps(own: Rank, how: How, late_s: float) -> list[tuple[float, float]]:
     """Returns the seconds of a few decode steps and how much of them rank 0 waited, with a follower that begins each so late."""
-    model = load_share(own, "llama", "float32", How())
+    model = load_share(own, "llama", "float32", how)
     table, told = table_of(model), []
     params = SamplingParams(max_tokens=20, temperature=0.0)
     write_sampling(table, 0, params, 1, MAX_LEN)

@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
-from engine.cuda import connecting, nccl
+from engine.cuda import begins, connecting, nccl
+from engine.cuda.begins import DeviceBegins
 from engine.cuda.collectives import ID_BYTES
 from engine.cuda.ranks import DeviceRanks, connect
+from engine.host import step_begins
+from engine.host.rank_memory import LINE_BYTES
 from engine.host.rendezvous import Rendezvous, rendezvous_words
+from engine.host.step_begins import StepBegins
 
 CPU = torch.device("cpu")
 
@@ -151,6 +155,52 @@ def test_an_abort_that_waits_for_graphs_holds_up_nobody() -> None:
     ranks.close()
     destroyed.set()
     ranks.wait_closed()
+
+
+class Fence:
+    """Stands in for an EventFence: it has passed once `passed` is set. Each is noted in `made`."""
+
+    made: list[Fence]
+
+    def __init__(self, stream: Any) -> None:
+        self.passed = threading.Event()
+        if stream == "idle":
+            self.passed.set()
+        self.made.append(self)
+
+    def done(self) -> bool:
+        return self.passed.is_set()
+
+    def wait(self) -> None:
+        assert self.passed.wait(10.0)
+
+
+def test_a_rank_begins_a_step_when_its_device_has_ended_what_was_launched_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch comes earlier if the device runs another model's step by then."""
+    clock_ns, stream = [10**9], ["idle"]
+    Fence.made = []
+    monkeypatch.setattr(begins, "EventFence", Fence)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
+    monkeypatch.setattr(step_begins.time, "monotonic_ns", lambda: clock_ns[0])
+    memory = np.zeros(2 * LINE_BYTES, np.uint8)
+    first, other = (DeviceBegins(StepBegins(memory, rank, 2), rank == 0, True) for rank in range(2))
+    assert first.waited_s(0.25) == 0.0, "nothing was told yet"
+    other.note()
+    clock_ns[0] += 750_000_000  # the first rank's step began at 1.25 s, after the other one's
+    assert first.waited_s(0.5) == 0.0
+    assert first.waited_s(1.0) == 0.25, "it began at 0.75 s, and the other one at 1 s"
+    stream[0] = "busy"
+    other.note()
+    clock_ns[0] += 2_000_000_000
+    assert first.waited_s(2.5) == 0.0, "the other device has not begun, as far as it has told"
+    Fence.made[-1].passed.set()
+    until(lambda: first.waited_s(2.5) > 0.0)
+    assert first.waited_s(2.5) == 2.5
+    clock_ns[0] += 500_000_000
+    assert first.waited_s(2.5) == 2.0
+    other.close()
+    other.wait_closed()
+    assert first._thread is None, "nobody notes when the first rank begins"
 
 
 class Meeting:

@@ -23,7 +23,7 @@ from tests.e2e.checkpoints import make_model
 from tests.engine.group_engines import Engines
 from tests.engine.interpreted_engine import HOLD
 from tests.engine.rank_processes import RankGroup
-from tests.engine.split_checks import FLOAT32_TOLERANCE, check_broken, check_logits, check_results, on_one_device
+from tests.engine.split_checks import FLOAT32_TOLERANCE, check_broken, check_logits, check_results, check_waits, on_one_device
 from tests.engine.split_models import (
     FAMILIES,
     MIXTURES,
@@ -96,6 +96,10 @@ def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path:
 @pytest.mark.parametrize("how", [GPU, STAGES], ids=["ranks", "stages"])
 def test_followers_join_whatever_the_leader_executes(two: RankGroup, how: How) -> None:
     check_results(two, (how, how))
+
+
+def test_a_step_tells_how_long_it_waited_for_a_follower(two: RankGroup) -> None:
+    check_waits(two, GPU)
 
 
 def test_a_load_whose_group_breaks_raises(two: RankGroup) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engine.rank_processes import RankGroup
-from tests.engine.split_checks import check_broken, check_logits, check_results, on_one_device
+from tests.engine.split_checks import check_broken, check_logits, check_results, check_waits, on_one_device
 from tests.engine.split_models import (
     FAMILIES,
     MIXTURES,
@@ -19,7 +19,6 @@ from tests.engine.split_models import (
     drawn_copies,
     logits_of_steps,
     shape_of,
-    waits_of_steps,
     write_quantised,
 )
 
@@ -134,11 +133,7 @@ def test_several_followers_join_whatever_the_leader_executes(four: RankGroup) ->
 
 
 def test_a_step_tells_how_long_it_waited_for_a_follower(two: RankGroup) -> None:
-    """So that the model's costs are learned without what other models had the follower do."""
-    two.renew()
-    leader, _ = two.run(waits_of_steps, 0.1)
-    for seconds, waited_s in leader[1:]:  # the first step waits until both have loaded
-        assert 0.05 < waited_s <= seconds
+    check_waits(two, How())
 
 
 @pytest.mark.parametrize("how", [RECORDED, PLAIN_ONE_BY_ONE], ids=["recorded", "plain"])

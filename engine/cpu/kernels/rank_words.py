@@ -9,5 +9,5 @@ from engine.host.rank_memory import LINE_BYTES
 # Words of a rank's own array `own`, which recorded calls read each time: pieces exchanged so far, and the rows of the next `sum`
 # and `gather` that are not padding.
 PIECES, SUM_ROWS, GATHER_ROWS, OWN_WORDS = 0, 1, 2, 3
-# Words of a rank's line of counters. BEGAN: when it began its latest step, by the host's monotonic clock in nanoseconds.
-PUBLISHED, SLEEPERS, BEGAN, LINE_WORDS = 0, 1, 2, LINE_BYTES // 8
+# Words of a rank's line of counters; engine/host/step_begins.py has a further one.
+PUBLISHED, SLEEPERS, LINE_WORDS = 0, 1, LINE_BYTES // 8

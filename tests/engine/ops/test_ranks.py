@@ -206,13 +206,13 @@ def test_a_rank_knows_how_long_it_waited_for_others_to_begin() -> None:
         def step(ranks: SharedRanks, late: int | None = late) -> None:
             if ranks.rank == late:
                 time.sleep(0.05)
-            ranks.begin()
+            ranks.begins.note()
             ranks.count(1, 1)
             ranks.sum(torch.ones(1, WIDTH))
 
         group.run(step)
         for ranks, wait_s in zip(group.ranks, waits, strict=True):
-            assert ranks.waited_s() == pytest.approx(wait_s, abs=0.04)
+            assert ranks.begins.waited_s() == pytest.approx(wait_s, abs=0.04)
 
 
 def test_memory_of_another_size_is_refused() -> None:

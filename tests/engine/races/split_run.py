@@ -26,7 +26,7 @@ import torch
 from engine import exchange
 from engine.contracts.group_share import GroupShare
 from engine.contracts.ranks import GroupBroken
-from engine.cuda import columns, connecting, nccl, peers, ranks, share, stages
+from engine.cuda import begins, columns, connecting, nccl, peers, ranks, share, stages
 from engine.cuda.backend import CudaBackend
 from engine.cuda.kernels import triton_peers
 from engine.cuda.peers import Peers
@@ -447,6 +447,8 @@ class SplitRun(EngineRun):
             (nccl, {"torch": torch_on}),
             (ranks, {"torch": torch_on, "threading": threads, "Thread": self.schedule.thread}),
             (connecting, {"threading": threads, "Thread": self.schedule.thread}),
+            (begins, {"torch": torch_on, "Thread": self.schedule.thread, "EventFence": self.copies.EventFence}),
+            (begins, {"queue": SimpleNamespace(SimpleQueue=lambda: schedule.Queue(self.schedule))}),
             (peers, {"torch": words, "threading": threads, "Thread": self.schedule.thread}),
             (peers, {"triton_peers": sums_of_ranks(self.peer_memory), "PeerHandles": self.swaps, "_trials": words.trials}),
             (CudaBackend, {"split_model": with_split(CudaBackend.split_model)}),

@@ -1,0 +1,53 @@
+"""Tells the first rank of a split model when the devices of the others began a step, so that it knows how long its own waited.
+
+A follower launches its part of a step while its device may still run another model's, so the host's time of the launch would come
+too early. An event in front of the part has passed when the device begins; it is nothing that a graph would have to hold. GPUs have
+no clock in common, so the time is the host's.
+"""
+
+from __future__ import annotations
+
+import queue
+
+import torch
+
+from engine.cuda.copies import EventFence
+from engine.cuda.link import Link
+from engine.host.step_begins import StepBegins
+from loader.threads import Thread
+
+
+class DeviceBegins(Link):
+    """The times at which the ranks' devices began their latest step. is_first: whether this is the first rank, which asks; the
+    others note. is_cuda: False where kernels are interpreted."""
+
+    def __init__(self, begins: StepBegins, is_first: bool, is_cuda: bool) -> None:
+        self._begins, self._is_cuda = begins, is_cuda
+        self._launched: queue.SimpleQueue[EventFence | None] = queue.SimpleQueue()
+        if is_cuda and not is_first:
+            self._thread = Thread(target=self._note_launched, name="begins")
+            self._thread.start()
+
+    def note(self) -> None:
+        """Notes when this rank's device begins what is launched next: now if it is idle, else once it has ended what was launched
+        before."""
+        if self._is_cuda:
+            fence = EventFence(torch.cuda.current_stream())
+            if not fence.done():
+                self._launched.put(fence)
+                return
+        self._begins.note()
+
+    def waited_s(self, took_s: float) -> float:
+        """Returns how long the first rank's device waited for the others to begin, in a step that has ended now and took so long
+        there. It is less than that where a follower's time is not told yet."""
+        return min(took_s, self._begins.waited_s(took_s))
+
+    def close(self) -> None:
+        """Has the thread end, once it has noted what was launched. Idempotent."""
+        self._launched.put(None)
+
+    def _note_launched(self) -> None:
+        while (fence := self._launched.get()) is not None:
+            fence.wait()
+            self._begins.note()
