@@ -103,12 +103,16 @@ AIMS = (
          {"what": "logits"}, most=(2e-4,)),
     _aim("split", "float32 logits of a share alone: largest difference that its graphs make", "gpu_split", "difference",
          {"what": "graphs of a share alone"}, most=(2e-4,)),
+    _aim("split", "float32 logits of pipelines: largest difference to the whole model", "gpu_split", "difference",
+         {"what": "logits of a pipeline"}, most=(2e-4,)),
     _aim("split", "sums of 8 / 64 KiB through memory that two GPUs map from each other over NCCL's", "gpu_split", "of_plain",
          {"what": "small sum", "kib": (8, 64)}, most=(0.7, 0.9)),
     _aim("split", "a rank killed: seconds until the other one's stream goes on", "gpu_split", "goes_on_s", {"what": "rank killed"},
          most=(1,)),
     _aim("split", "8B on two GPUs, a row: its rate over that on one", "gpu_split", "faster", {"what": "decode", "model": "8b"},
          least=(1.3,)),
+    _aim("split", "8B in two stages, two rows in turn: their rate over that of one row on one", "gpu_split", "faster",
+         {"what": "decode in stages", "model": "8b"}, least=(1.5,)),
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Processes that are the ranks of a group, for the part `split` of `make gpu`. Each sees one GPU alone, as an engine does, and
-calls what it is told. They share the memory in which the ranks of a group meet.
+calls what it is told. They share the memory in which the ranks of a group meet, and through which stages of a pipeline pass on
+states.
 """
 
 from __future__ import annotations
@@ -17,15 +18,23 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_limits import give_back
+from engine.contracts.ranks import GroupBroken
 from engine.cuda.collectives import Connects
 from engine.cuda.nccl import nccl
 from engine.cuda.peers import Peers
 from engine.cuda.ranks import DeviceRanks, connect
+from engine.cuda.share import ShareLinks
+from engine.cuda.stages import DeviceStages
 from engine.host.rendezvous import Rendezvous, rendezvous_words
+from engine.host.stage_memory import stage_memory_bytes
+from engine.memory.stage_link import StageLink
+from loader.shapes.model_shape import ModelShape
+from loader.sizes.work_space import MOST_STAGED_TOKENS, handed_bytes
 
 NCCL, HOST = "NCCL", "host"  # ways through which ranks exchange; HOST: gloo, and copies of the tensors in the host's memory
 ANSWER_LIMIT_S = 120.0
 KILL_LIMIT_S = 5.0
+STAGES_BYTES = 32 << 20  # for the states of the steps under way: of two stages of the 8B model 16 MiB
 BEGUN = "begun"
 
 
@@ -35,8 +44,9 @@ class RanksFailed(Exception):
 
 class Rank:
     """The objects that a function in a rank's process gets. device: "cuda", or "cpu" where kernels are interpreted. through: NCCL
-    or HOST. words: the memory that the ranks share, of which the first word is the flag of a broken group. tell: sends a word to
-    the process that started this one. kept: what earlier functions have left for later ones. to_end: what give_up calls."""
+    or HOST. words: the memory that the ranks share, of which the first word is the flag of a broken group, and the second one tells
+    how many steps of a pipeline rank 0 has ended. tell: sends a word to the process that started this one. kept: what earlier
+    functions have left for later ones. to_end: what give_up calls."""
 
     def __init__(
         self,
@@ -50,6 +60,7 @@ class Rank:
         self.rank, self.size, self.device, self.through, self.tell = rank, size, device, through, tell
         self.words = np.zeros(num_words(size), np.int64) if words is None else words
         self.broken, self.kept, self.to_end = self.words[:1], dict[str, Any](), list[Callable[[], None]]()
+        self.ended = self.words[1:2]
 
     @property
     def captures(self) -> bool:
@@ -78,7 +89,7 @@ class Rank:
 
     @property
     def meeting(self) -> Rendezvous:
-        return Rendezvous(self.words[1:], self.rank, self.broken)
+        return Rendezvous(self.words[2 : -STAGES_BYTES // 8], self.rank, self.broken)
 
     def connected(self, maps: bool = True) -> DeviceRanks:
         """Returns the connection to the other ranks, which all connect. give_up closes it. maps: whether small sums go through
@@ -88,6 +99,25 @@ class Rank:
         )
         self.to_end += [ranks.close, ranks.wait_closed]
         return ranks
+
+    def linked(self, shape: ModelShape, dtype: str) -> ShareLinks:
+        """Returns the connection of this rank, which is a stage of a pipeline, to the other stages. give_up closes it. shape: of
+        this stage."""
+        assert shape.split is not None
+        of_split, handed = shape.split, handed_bytes(shape, dtype, MOST_STAGED_TOKENS)
+        memory = self.words[-STAGES_BYTES // 8 :].view(np.uint8)[: stage_memory_bytes(1, self.size, handed)]
+        taking, sending = (StageLink(memory, of_split.stage, self.size, handed, self.broken) for _ in range(2))
+        stages = DeviceStages(taking, sending, shape.hidden_size, getattr(torch, dtype), torch.device(self.device))
+        self.to_end += [stages.close, stages.wait_closed]
+        return ShareLinks(None, stages, self.broken)
+
+    def await_turn(self, step: int) -> None:
+        """Waits until rank 0 may have posted this step of a pipeline: as many are under way as there are stages. Raises
+        GroupBroken."""
+        while self.rank and self.ended[0] <= step - self.size:
+            if self.broken[0]:
+                raise GroupBroken(f"rank {self.rank} of {self.size}: the group has lost a device")
+            time.sleep(1e-5)
 
     def give_up(self) -> float:
         """Ends connections, and gives back memory. Called once no other rank is in an exchange any more. Returns the seconds until
@@ -103,7 +133,7 @@ class Rank:
 
 
 def num_words(size: int) -> int:
-    return 1 + rendezvous_words(size)
+    return 2 + rendezvous_words(size) + STAGES_BYTES // 8
 
 
 class RankProcesses:

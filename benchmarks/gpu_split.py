@@ -1,9 +1,10 @@
 """Models that are split over GPUs: exchanges between the ranks, by themselves and in graphs, how long they take and what of the
-device's memory they take; logits of models in shares against the whole model's; how fast a split model decodes; and a rank that is
-killed while the other one waits for it. Ranks are processes that see one GPU each, as engines do. One JSON line each.
+device's memory they take; logits of models in shares and in stages against the whole model's; how fast they decode; and a rank that
+is killed while the other one waits for it. Ranks are processes that see one GPU each, as engines do. One JSON line each.
 
 With one GPU this shows what one can: NCCL with a single rank; graphs of a share that hold NCCL's calls; and two ranks on the same
-GPU, which NCCL does not join, so that they exchange through the host. What needs two is named as skipped.
+GPU, which NCCL does not join, so that they exchange through the host; a pipeline of two stages on it, which need no NCCL. What
+needs two is named as skipped.
 
 usage: python -m benchmarks.gpu_split [--tiny]: --tiny interpreted on the CPU, with gloo in the place of NCCL.
 """
@@ -23,7 +24,7 @@ import torch
 
 from benchmarks.gpu_ranks import HOST, NCCL, Rank, RankProcesses, RanksFailed, visible_devices
 from benchmarks.gpu_split_exchanges import abort, connections, prepare_abort, sums, wait_for_lost
-from benchmarks.gpu_split_models import decode_share, decode_whole_on, mirrored_logits, share_logits, whole_logits
+from benchmarks.gpu_split_models import decode_share, decode_whole_on, mirrored_logits, share_logits, stage_logits, whole_logits
 from loader.sizes.gpu_sizing import COMMUNICATOR_BYTES, PEER_REGION_BYTES
 
 # What hearthd reckons with for a connection of a rank.
@@ -131,6 +132,24 @@ def logits_of(ranks: RankProcesses, through: str, name: str, expert_parts: int, 
     )
 
 
+def stages_logits(ranks: RankProcesses, name: str, graph_rows: int) -> None:
+    ranks.start(whole_logits, name, ranks=[0])
+    (whole,) = ranks.results([0])
+    told = ranks.run(stage_logits, name, graph_rows)
+    (released_s, *_) = ranks.run(Rank.give_up)
+    for _, num_graphs in told:
+        _check_graphs(graph_rows, num_graphs)
+    tell(
+        what="logits of a pipeline",
+        model=name,
+        stages=ranks.size,
+        graphs=[num_graphs for _, num_graphs in told],
+        difference=_difference(told[0][0], whole),
+        largest=round(max(float(np.abs(one).max()) for one in whole), 2),
+        released_s=round(released_s, 3),
+    )
+
+
 def mirrored(ranks: RankProcesses, name: str) -> None:
     found = []
     for graph_rows in (0, GRAPH_ROWS):
@@ -173,13 +192,19 @@ def sum_times(ranks: RankProcesses, through: str, sizes: tuple[int, ...]) -> Non
         tell(what="small sum", ranks=ranks.size, kib=one["kib"], of_plain=round(other["us"] / one["us"], 3))
 
 
-def decoding(ranks: RankProcesses, name: str, context: int, num_steps: int, graph_rows: int) -> None:
-    own, *_ = ranks.run(decode_share, name, context, num_steps, graph_rows, limit_s=DECODE_LIMIT_S)
+def decoding(
+    ranks: RankProcesses, name: str, context: int, num_steps: int, graph_rows: int, whole_ms: list[float], staged: bool
+) -> None:
+    """whole_ms: what a step of the whole model takes, once it was measured."""
+    own, *_ = ranks.run(decode_share, name, context, num_steps, graph_rows, staged, limit_s=DECODE_LIMIT_S)
     ranks.run(Rank.give_up)
-    tell(what="decode of a share", model=name, ranks=ranks.size, context=context, **own)
-    ranks.start(decode_whole_on, name, context, num_steps, ranks=[0])
-    (whole_ms,) = ranks.results([0], DECODE_LIMIT_S)
-    tell(what="decode", model=name, ms=own["ms"], whole_ms=whole_ms, faster=round(whole_ms / own["ms"], 3))
+    title = "decode of a pipeline" if staged else "decode of a share"
+    tell(what=title, model=name, ranks=ranks.size, context=context, **own)
+    if not whole_ms:
+        ranks.start(decode_whole_on, name, context, num_steps, ranks=[0])
+        whole_ms += ranks.results([0], DECODE_LIMIT_S)
+    what = "decode in stages" if staged else "decode"
+    tell(what=what, model=name, ms=own["ms"], whole_ms=whole_ms[0], faster=round(whole_ms[0] / own["ms"], 3))
 
 
 def lose_one(ranks: RankProcesses, captured: bool) -> None:
@@ -207,14 +232,17 @@ def across(group: Group, tiny: bool) -> None:
         for in_graphs in forms:
             rows, through = GRAPH_ROWS * in_graphs, group.through
             group.does("logits", partial(logits_of, through=through, name=name, expert_parts=expert_parts, graph_rows=rows))
+    for name in dict.fromkeys(name for name, _ in MODELS):
+        for in_graphs in (False,) if tiny else (False, True):
+            group.does("logits of a pipeline", partial(stages_logits, name=name, graph_rows=GRAPH_ROWS * in_graphs))
     group.does("sums", partial(sum_times, through=group.through, sizes=SIZES[:1] if tiny else SIZES))
     group.does("aborts", aborts)
     for captured in forms:
         group.does("a rank killed", partial(lose_one, captured=captured), ends=True)
-    if tiny:
-        group.does("decode", partial(decoding, name="tiny", context=20, num_steps=2, graph_rows=0))
-    else:
-        group.does("decode", partial(decoding, name="8b", context=CONTEXT, num_steps=NUM_STEPS, graph_rows=GRAPH_ROWS))
+    name, context, num_steps, rows = ("tiny", 20, 2, 0) if tiny else ("8b", CONTEXT, NUM_STEPS, GRAPH_ROWS)
+    steps, whole_ms = (context, num_steps, rows), list[float]()
+    for what, staged in (("decode", False), ("decode in stages", True)):
+        group.does(what, lambda ranks, staged=staged: decoding(ranks, name, *steps, whole_ms, staged))  # type: ignore[misc]
 
 
 def on_one(visible: str) -> bool:
@@ -227,11 +255,14 @@ def on_one(visible: str) -> bool:
     alone.end()
     for name, expert_parts in MODELS:
         two.does("logits", partial(logits_of, through=HOST, name=name, expert_parts=expert_parts, graph_rows=0))
+    for name in dict.fromkeys(name for name, _ in MODELS):
+        for graph_rows in (0, GRAPH_ROWS):
+            two.does("logits of a pipeline", partial(stages_logits, name=name, graph_rows=graph_rows))
     two.end()
     tell(
         what="skipped",
         why="this machine has one GPU, and two are needed for exchanges between GPUs and their times, for split models with NCCL, "
-        "and for a rank that is killed",
+        "for how fast shares and stages decode, and for a rank that is killed",
     )
     return alone.failed or two.failed
 

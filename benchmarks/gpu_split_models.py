@@ -61,7 +61,7 @@ def drawn_weights(shape: ModelShape, device: str) -> PlainRange:
 
 
 class SplitBench(Bench):
-    """A share of a model with a table of sequences to step it with, the same on all ranks; the whole model if `ranks` is None."""
+    """A share of a model with a table of sequences to step it with, the same on all ranks; the whole model if `links` is None."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class SplitBench(Bench):
         weights: PlainRange,
         device: str,
         dtype: str,
-        ranks: DeviceRanks | None,
+        links: ShareLinks | None,
         num_rows: int,
         length: int,
         max_graph_rows: int,
@@ -80,10 +80,7 @@ class SplitBench(Bench):
         kv_memory = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=device)  # NaN in every dtype
         spec = LoadModel(1, "split", "", dtype, "", 0, 0, 0, length, num_rows, [])
         parts = (CudaOps(CACHE_DIR), spec, shape, cast(Any, weights), kv_memory, BLOCK_TOKENS)
-        if ranks is None:
-            self.model = CudaModel(*parts)
-        else:
-            self.model = CudaShare(*parts, ShareLinks(ranks, None, np.zeros(1, np.int64)), max_graph_rows)
+        self.model = CudaModel(*parts) if links is None else CudaShare(*parts, links, max_graph_rows)
         self.table = self.new_table(num_rows, length)
         self.table.num_tokens[:] = length
 
@@ -104,10 +101,21 @@ def steps() -> Iterator[BatchPlan]:
         yield step((0, 1 + number, 1), (1, 13 + number, 1), (2, 14 + number, 1))
 
 
-def logits(bench: SplitBench) -> list[Any]:
-    """Returns the logits of steps(), and of each token of a prompt."""
-    found = [bench.model.logits(one, bench.table) for one in steps()]
-    return [*found, bench.model.logits(step((3, 0, 9)), bench.table, every_token=True)]
+def logits(bench: SplitBench, own: Rank | None = None) -> list[Any]:
+    """Returns the logits of steps(), and of each token of a prompt; of a stage without a head none. own: the rank, if it is a stage
+    of a pipeline."""
+    found, prompt = list[Any](), step((3, 0, 9))
+    for number, one in enumerate((*steps(), prompt)):
+        if own is not None:
+            own.await_turn(number)
+        if own is not None and own.rank:
+            assert isinstance(bench.model, CudaShare)
+            bench.model.follow(one, bench.table)
+            continue
+        found.append(bench.model.logits(one, bench.table, every_token=one is prompt))
+        if own is not None:
+            own.ended[0] += 1
+    return found
 
 
 def whole_logits(own: Rank, name: str) -> list[Any]:
@@ -118,14 +126,26 @@ def whole_logits(own: Rank, name: str) -> list[Any]:
 def share_logits(own: Rank, name: str, expert_parts: int, max_graph_rows: int) -> tuple[list[Any], int]:
     """Returns the logits of a share, and how many graphs it has captured. give_up releases it."""
     shape = split(drawn_shape(name), own.rank, Division(own.size, expert_parts))
-    return _of_share(own, shape, own.connected(), max_graph_rows)
+    return _of_share(own, shape, ShareLinks(own.connected(), None, own.broken), max_graph_rows)
 
 
-def _of_share(own: Rank, shape: ModelShape, ranks: DeviceRanks, max_graph_rows: int) -> tuple[list[Any], int]:
+def stage_logits(own: Rank, name: str, max_graph_rows: int) -> tuple[list[Any], int]:
+    """Returns what share_logits does, of a stage of a pipeline whose stages are the ranks; logits on rank 0, the last stage."""
+    shape = _stage_of(drawn_shape(name), own)
+    return _of_share(own, shape, own.linked(shape, "float32"), max_graph_rows, own)
+
+
+def _stage_of(shape: ModelShape, own: Rank) -> ModelShape:
+    return split(shape, own.rank, Division(own.size, num_stages=own.size))
+
+
+def _of_share(
+    own: Rank, shape: ModelShape, links: ShareLinks, max_graph_rows: int, stage: Rank | None = None
+) -> tuple[list[Any], int]:
     weights = drawn_weights(shape, own.device)
-    bench = SplitBench(shape, weights, own.device, "float32", ranks, NUM_ROWS, LENGTH, max_graph_rows)
+    bench = SplitBench(shape, weights, own.device, "float32", links, NUM_ROWS, LENGTH, max_graph_rows)
     own.to_end.insert(0, bench.model.release)  # graphs end before their connection
-    return logits(bench), len(bench.model.graphs.captured)
+    return logits(bench, stage), len(bench.model.graphs.captured)
 
 
 class Mirrored:
@@ -159,15 +179,19 @@ class Mirrored:
 def mirrored_logits(own: Rank, name: str, max_graph_rows: int) -> tuple[list[Any], int]:
     """Returns what share_logits does, of a share whose other rank is a Mirrored's: graphs with NCCL's calls on one GPU."""
     ranks = DeviceRanks(Mirrored(nccl().connect(nccl().new_id(), 0, 1)), 0, 2, own.broken)
-    return _of_share(own, split(drawn_shape(name), 0, Division(2)), ranks, max_graph_rows)
+    links = ShareLinks(ranks, None, own.broken)
+    return _of_share(own, split(drawn_shape(name), 0, Division(2)), links, max_graph_rows)
 
 
-def decode_share(own: Rank, name: str, context: int, num_steps: int, max_graph_rows: int) -> dict[str, Any]:
+def decode_share(own: Rank, name: str, context: int, num_steps: int, max_graph_rows: int, staged: bool = False) -> dict[str, Any]:
     """Decodes one row with a share, each step after the last one was read, as engines run split models. Returns the means of a
-    step. give_up releases the share."""
-    shape, dtype = split(shape_of(name), own.rank, Division(own.size)), "bfloat16" if own.device == "cuda" else "float32"
-    weights, ranks = random_weights(shape, dtype, own.device), own.connected()
-    bench = SplitBench(shape, weights, own.device, dtype, ranks, 1, context + WARM_UP + num_steps, max_graph_rows)
+    step. give_up releases the share. staged: the ranks are stages of a pipeline; as many rows as there are stages decode in turn,
+    each in steps of its own, so that all stages have one under way."""
+    dtype, num_rows = "bfloat16" if own.device == "cuda" else "float32", own.size if staged else 1
+    shape = _stage_of(shape_of(name), own) if staged else split(shape_of(name), own.rank, Division(own.size))
+    weights = random_weights(shape, dtype, own.device)
+    links = own.linked(shape, dtype) if staged else ShareLinks(own.connected(), None, own.broken)
+    bench = SplitBench(shape, weights, own.device, dtype, links, num_rows, context + WARM_UP + num_steps, max_graph_rows)
     assert isinstance(bench.model, CudaShare)
     own.to_end.insert(0, bench.model.release)
     if own.device == "cuda":  # interpreted, it takes long and brings nothing
@@ -176,13 +200,16 @@ def decode_share(own: Rank, name: str, context: int, num_steps: int, max_graph_r
         bench.model.capture_next()
     began_s = device_s = 0.0
     for number in range(WARM_UP + num_steps):
-        plan = bench.plan(1, context + number, 1)
+        if staged:
+            own.await_turn(number)
+        plan = step((number % num_rows, context + number // num_rows, 1))
         if own.rank:
             bench.model.follow(plan, bench.table)
             continue
         if number == WARM_UP:
             began_s, device_s = time.perf_counter(), 0.0
         device_s += bench.model.execute(plan, bench.table).seconds
+        own.ended[0] += 1
     wall_s, graphs = time.perf_counter() - began_s, list(bench.model.graphs.captured.values())
     wait(own.device)
     return {

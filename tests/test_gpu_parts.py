@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -260,6 +261,20 @@ def test_ranks_that_fail_are_told_and_replaced(capsys: pytest.CaptureFixture[str
     assert [line["what"] for line in told] == ["started", "failed", "started", "failed", "started", "rank killed"]
     assert told[1]["why"] == "ValueError: rank 1 cannot"
     assert told[3]["why"] == "rank 1 ended with -9"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
+def test_stages_of_a_pipeline_are_compared_with_one_device_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The second figure of the whole model is that of the first."""
+    group = gpu_split.Group([""] * 2, "cpu", HOST)
+    group.does("logits", lambda ranks: gpu_split.stages_logits(ranks, "llama", 0))
+    group.does("decode", lambda ranks: gpu_split.decoding(ranks, "tiny", 20, 4, 0, [1e6], staged=True), ends=True)
+    assert not group.failed
+    _, logits, of_stages, decode = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (logits["what"], logits["stages"]) == ("logits of a pipeline", 2)
+    assert logits["difference"] <= 2e-4 < 1.0 < logits["largest"]
+    assert (of_stages["what"], decode["what"]) == ("decode of a pipeline", "decode in stages")
+    assert decode["faster"] == pytest.approx(1e6 / decode["ms"], rel=1e-3)
 
 
 def test_each_rank_sees_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
