@@ -161,7 +161,10 @@ def imports_of(path: pathlib.Path) -> set[str]:
     return names
 
 
-IMPORTS = {name: imports_of(path) for name, path in MODULES.items()}
+@cache
+def imports() -> dict[str, set[str]]:
+    """Returns what each module of ours imports. Reading them takes seconds, which workers without a test of this file save."""
+    return {name: imports_of(path) for name, path in MODULES.items()}
 
 
 @cache
@@ -169,7 +172,7 @@ def reachable(module: str) -> frozenset[str]:
     """Returns the modules of ours that a module imports, directly or by others, and itself."""
     found, left = {module}, [module]
     while left:
-        new = {name for name in IMPORTS[left.pop()] if name in MODULES} - found
+        new = {name for name in imports()[left.pop()] if name in MODULES} - found
         found |= new
         left += new
     return frozenset(found)
@@ -180,7 +183,7 @@ def test_imports_go_down_only(module: str) -> None:
     """scheduler, loader <- engine <- daemon, and config <- daemon: the pure parts can be tested and reused without the rest. An
     engine is sent what it needs of the settings."""
     package = module.split(".")[0]
-    for name in IMPORTS[module]:
+    for name in imports()[module]:
         top = name.split(".")[0]
         if top in PACKAGES and top != package:
             assert top in MAY_IMPORT[package], f"{module} imports {name}: {package} may import {sorted(MAY_IMPORT[package])}"
@@ -189,35 +192,35 @@ def test_imports_go_down_only(module: str) -> None:
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("daemon")])
 def test_daemon_takes_little_from_engine_and_loader(module: str) -> None:
     """A CUDA fault cannot reach a process that never loads torch, and the daemon starts in well under a second."""
-    for name in IMPORTS[module]:
+    for name in imports()[module]:
         if name.split(".")[0] == "engine":
             assert name in DAEMON_FROM_ENGINE, f"{module} imports {name}"
         if name.split(".")[0] == "loader":
             assert name in DAEMON_FROM_LOADER, f"{module} imports {name}"
     for reached in reachable(module):
-        heavy = {name for name in IMPORTS[reached] if name.split(".")[0] in HEAVY}
+        heavy = {name for name in imports()[reached] if name.split(".")[0] in HEAVY}
         assert not heavy, f"{module} reaches {reached}, which imports {sorted(heavy)}"
 
 
 def test_what_rules_name_is_there_and_used() -> None:
     """A rule about something that is gone would hold for ever."""
-    by_daemon = {name for module, names in IMPORTS.items() if module.startswith("daemon") for name in names}
+    by_daemon = {name for module, names in imports().items() if module.startswith("daemon") for name in names}
     assert by_daemon >= DAEMON_FROM_ENGINE | DAEMON_FROM_LOADER, (DAEMON_FROM_ENGINE | DAEMON_FROM_LOADER) - by_daemon
     for package, others in MAY_IMPORT.items():
-        found = {name.split(".")[0] for module, names in IMPORTS.items() if module.startswith(package) for name in names}
+        found = {name.split(".")[0] for module, names in imports().items() if module.startswith(package) for name in names}
         assert found >= others, f"{package} does not import {others - found}"
     for backend, known_to in BACKENDS.items():
         for module in known_to:
-            assert any(name.startswith(backend) for name in IMPORTS[module]), f"{module} does not know {backend}"
+            assert any(name.startswith(backend) for name in imports()[module]), f"{module} does not know {backend}"
     for library, rooms in KERNELS_IN.items():
         for room in rooms:
             inside = [module for module in MODULES if module.startswith(f"{room}.")]
-            assert any(library in {name.split(".")[0] for name in IMPORTS[module]} for module in inside), f"{room}: no {library}"
+            assert any(library in {name.split(".")[0] for name in imports()[module]} for module in inside), f"{room}: no {library}"
 
 
 def test_kernels_are_in_backends() -> None:
     """What runs on one kind of device is in that device's folder."""
-    for module, names in IMPORTS.items():
+    for module, names in imports().items():
         for library in {name.split(".")[0] for name in names} & KERNELS_IN.keys():
             assert module.startswith(tuple(f"{room}." for room in KERNELS_IN[library])), f"{module} imports {library}"
 
@@ -225,7 +228,7 @@ def test_kernels_are_in_backends() -> None:
 def test_who_looks_for_other_packages_imports_none() -> None:
     """What is imported before a package is known to be hearthd's own would be the other's code; afterwards there is one way in."""
     for module in ("hearthd.packages", "hearthd.collisions"):
-        assert {name.split(".")[0] for name in IMPORTS[module]} & set(PACKAGES) <= {"hearthd"}, module
+        assert {name.split(".")[0] for name in imports()[module]} & set(PACKAGES) <= {"hearthd"}, module
     for path in ("daemon/__main__.py", "daemon/cli/__main__.py", "engine/__main__.py", "hearthd/__main__.py"):
         first = [node for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.ImportFrom)]
         assert {str(node.module).split(".")[0] for node in first} == {"__future__", "hearthd"}, path
@@ -254,7 +257,7 @@ def test_rooms_have_an_order(package: str) -> None:
     order, own = ROOM_ORDER[package], [module for module in MODULES if module.startswith(f"{package}.")]
     assert sorted(order) == sorted({room_of(module) for module in own})
     for module in own:
-        names = [name for name in IMPORTS[module] if name in MODULES and name.startswith(f"{package}.")]
+        names = [name for name in imports()[module] if name in MODULES and name.startswith(f"{package}.")]
         above = sorted(name for name in names if order.index(room_of(name)) > order.index(room_of(module)))
         assert not above, f"{module} imports {above} from above itself"
     loose = [module for module in own if module.count(".") == 1 and not is_package(module) and not module.endswith("__main__")]
@@ -281,7 +284,7 @@ def test_files_and_folders_beside_each_other_have_an_order(folder: str) -> None:
     below: dict[str, set[str]] = {}
     for module in inside:
         part = module.split(".")[depth]
-        names = {name.split(".")[depth] for name in IMPORTS[module] if name in MODULES and name.startswith(f"{folder}.")}
+        names = {name.split(".")[depth] for name in imports()[module] if name in MODULES and name.startswith(f"{folder}.")}
         below.setdefault(part, set()).update(names - {part})
     circle = circle_in(below)
     assert not circle, f"{folder}: {circle}"
@@ -292,7 +295,7 @@ def test_a_backend_stands_alone(backend: str) -> None:
     """A kind of device is one folder: nothing above it asks which kind it has, and no other kind builds on it."""
     assert backend in MODULES, f"{backend} is gone"
     inside = (backend, f"{backend}.")
-    for module, names in IMPORTS.items():
+    for module, names in imports().items():
         if module != backend and not module.startswith(inside[1]) and module not in BACKENDS[backend]:
             known = sorted(name for name in names if name == inside[0] or name.startswith(inside[1]))
             assert not known, f"{module} imports {known}"
@@ -306,7 +309,7 @@ def test_api_layers_point_down() -> None:
     """bodies -> generation -> endpoints -> app: an endpoint is added without touching what the others share."""
     for layer in API_ORDER:
         assert any(module.startswith(layer) for module in MODULES), f"{layer} is gone"
-    for module, names in IMPORTS.items():
+    for module, names in imports().items():
         rank = next((i for i, prefix in enumerate(API_ORDER) if module.startswith(prefix)), None)
         if rank is not None:
             above = tuple(API_ORDER[rank + 1 :])
@@ -325,7 +328,7 @@ def test_bodies_load_no_server() -> None:
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("scheduler")])
 def test_scheduler_is_pure(module: str) -> None:
     """Time comes in with the event, so every decision can be replayed and simulated faster than real time."""
-    for name in IMPORTS[module]:
+    for name in imports()[module]:
         assert name.split(".")[0] not in PURE, f"{module} imports {name}"
 
 
@@ -340,7 +343,7 @@ def test_kernels_know_nothing_of_checkpoints() -> None:
     assert len(kernels) > 30
     used = set()
     for module in kernels:
-        of_loader = {name for name in IMPORTS[module] if name.split(".")[0] == "loader"}
+        of_loader = {name for name in imports()[module] if name.split(".")[0] == "loader"}
         assert of_loader <= allowed, module
         used |= of_loader
     assert used == allowed, f"no kernel imports {sorted(allowed - used)}, which the rule allows"
@@ -348,7 +351,7 @@ def test_kernels_know_nothing_of_checkpoints() -> None:
 
 def test_no_import_circles() -> None:
     """A circle means two files are one idea cut in the wrong place, also where a local import or TYPE_CHECKING hides it."""
-    circle = circle_in({module: {name for name in names if name in MODULES} - {module} for module, names in IMPORTS.items()})
+    circle = circle_in({module: {name for name in names if name in MODULES} - {module} for module, names in imports().items()})
     assert not circle, circle
 
 
@@ -459,7 +462,7 @@ def take():
 
 def test_no_systemd_import() -> None:
     """systemd/ holds units, no Python; `import systemd` would be an empty namespace package."""
-    for module, names in IMPORTS.items():
+    for module, names in imports().items():
         assert "systemd" not in {n.split(".")[0] for n in names}, module
 
 

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.job_parts import rendered
@@ -197,6 +196,8 @@ def test_the_published_template(tmp_path):
     facts = text.facts()
     assert (facts.tool_parser, facts.reasoning_parser, list(facts.markers.values())) == (LLAMA4_JSON, NONE, [START, END])
     called = {**CALLED, "function": {"name": "edit", "arguments": {"path": "é", "line": 1}}}
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     (expected,), _ = render_jinja_template(
         conversations=[[*HISTORY[:2], {**HISTORY[2], "tool_calls": [called]}, HISTORY[3]]],
         chat_template=template,

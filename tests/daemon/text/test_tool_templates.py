@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from config.load import REASONING_PARSERS, TOOL_PARSERS
 from daemon.process.long_tasks import LongTasks
@@ -132,6 +131,8 @@ async def test_templates_are_given_what_transformers_gives_them(service, tmp_pat
     # transformers' callers parse the arguments and leave out what is null
     parsed = {**CALL, "function": {"name": "f", "arguments": json.loads(CALL["function"]["arguments"])}}  # type: ignore[index]
     messages = [MESSAGES[0], {**MESSAGES[1], "content": "", "tool_calls": [parsed]}, MESSAGES[2]]
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     (expected,), _ = render_jinja_template(
         conversations=[messages],
         chat_template=TEMPLATES[dialect],

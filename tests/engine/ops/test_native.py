@@ -50,26 +50,30 @@ def test_they_compute_what_the_kernels_do(monkeypatch: pytest.MonkeyPatch, dtype
     NativeCalls([]).run()
 
 
-@njit(void(float64[::1], uint64))
-def _divide(numbers: Any, by: int) -> None:
-    if by == 0:
-        raise ZeroDivisionError("by nothing")
-    numbers[0] /= by
+@pytest.fixture(scope="module")
+def divide() -> Any:
+    """A kernel that divides the first number of an array, or raises. Compiling it takes a second."""
+
+    @njit(void(float64[::1], uint64))
+    def divide(numbers: Any, by: int) -> None:
+        if by == 0:
+            raise ZeroDivisionError("by nothing")
+        numbers[0] /= by
+
+    return next(iter(divide.overloads.values()))
 
 
-def test_what_a_kernel_raises_is_raised_and_no_later_call_is_made() -> None:
+def test_what_a_kernel_raises_is_raised_and_no_later_call_is_made(divide: Any) -> None:
     numbers = np.array([64.0])
-    overload = next(iter(_divide.overloads.values()))
-    halves, fails = (overload, (numbers, np.uint64(2))), (overload, (numbers, np.uint64(0)))
+    halves, fails = (divide, (numbers, np.uint64(2))), (divide, (numbers, np.uint64(0)))
     with pytest.raises(ZeroDivisionError, match="by nothing"):
         NativeCalls([halves, halves, fails, halves]).run()
     assert numbers[0] == 16.0
 
 
-def test_calls_that_are_joined_are_made_in_order_and_by_themselves_as_before() -> None:
+def test_calls_that_are_joined_are_made_in_order_and_by_themselves_as_before(divide: Any) -> None:
     numbers = np.array([64.0])
-    overload = next(iter(_divide.overloads.values()))
-    halves, thirds = (NativeCalls([(overload, (numbers, np.uint64(by)))] * 2) for by in (2, 3))
+    halves, thirds = (NativeCalls([(divide, (numbers, np.uint64(by)))] * 2) for by in (2, 3))
     joined, ticks = halves.followed_by(thirds), np.zeros(5, np.int64)
     joined.run(ticks)
     assert numbers[0] == 64.0 / 4 / 9
@@ -77,7 +81,7 @@ def test_calls_that_are_joined_are_made_in_order_and_by_themselves_as_before() -
     assert ticks[-1] > ticks[0] > 0
     thirds.run()
     assert numbers[0] == 64.0 / 4 / 9 / 9
-    fails = NativeCalls([(overload, (numbers, np.uint64(0)))])
+    fails = NativeCalls([(divide, (numbers, np.uint64(0)))])
     with pytest.raises(ZeroDivisionError, match="by nothing"):
         halves.followed_by(fails).followed_by(halves).run()
     assert numbers[0] == 64.0 / 4 / 9 / 9 / 4
