@@ -24,9 +24,18 @@ def fresh(tmp_path: Path, installed: Environment) -> Fresh:
     return lambda: installed.copy(tmp_path / "environment")
 
 
-@pytest.fixture
-def foreign(tmp_path: Path) -> Path:
-    return foreign_wheel(tmp_path, "some-daemon", FOREIGN, "3.1")
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return foreign_wheel(tmp_path_factory.mktemp("foreign"), "some-daemon", FOREIGN, "3.1")
+
+
+@pytest.fixture(scope="module")
+def overwriting(installed: Environment, foreign: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """The other distribution, and then hearthd over it; not to be changed."""
+    environment = installed.copy(tmp_path_factory.mktemp("overwriting") / "environment")
+    environment.install(foreign)
+    environment.install(wheel)
+    return environment
 
 
 def start(environment: Environment, program: str, cwd: str | Path = "/", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -55,22 +64,19 @@ def test_nothing_is_said_where_all_is_well(fresh: Fresh) -> None:
     assert environment.call("-c", code).stdout == "False\n", "the lists of other distributions were read for nothing"
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_ours_was_overwritten(fresh: Fresh, foreign: Path, program: str) -> None:
+def test_ours_was_overwritten(fresh: Fresh, foreign: Path) -> None:
     environment = fresh()
     environment.install(foreign)
     assert (environment.site / "daemon/__init__.py").read_text() == INIT
     path = str(environment.site / "daemon/__init__.py")
-    refused(
-        start(environment, program), program, f"daemon: {path} is no longer hearthd's", "some-daemon 3.1", "uninstall some-daemon"
-    )
+    texts = f"daemon: {path} is no longer hearthd's", "some-daemon 3.1", "uninstall some-daemon"
+    for program in PROGRAMS:
+        refused(start(environment, program), program, *texts)
 
 
-def test_ours_overwrote_theirs(fresh: Fresh, foreign: Path, wheel: Path) -> None:
+def test_ours_overwrote_theirs(overwriting: Environment) -> None:
     """hearthd is whole and serves; the other one is not, and whoever runs hearthd hears of it."""
-    environment = fresh()
-    environment.install(foreign)
-    environment.install(wheel)
+    environment = overwriting
     assert environment.call("-c", "import daemon; daemon.Context").returncode != 0, "the other distribution still works"
     for program in ("hearthd", "hearth"):
         result = start(environment, program)
@@ -81,23 +87,20 @@ def test_ours_overwrote_theirs(fresh: Fresh, foreign: Path, wheel: Path) -> None
     assert "another distribution" not in start(environment, "engine").stderr, "each engine would say so again"
 
 
-def test_theirs_is_removed_and_takes_ours_along(fresh: Fresh, foreign: Path, wheel: Path) -> None:
-    environment = fresh()
-    environment.install(foreign)
-    environment.install(wheel)
+def test_theirs_is_removed_and_takes_ours_along(overwriting: Environment, tmp_path: Path) -> None:
+    environment = overwriting.copy(tmp_path / "environment")
     environment.pip("uninstall", "-q", "-y", "some-daemon")
     assert not (environment.site / "daemon/__init__.py").exists()
     refused(start(environment, "hearthd"), "hearthd", "daemon/__init__.py is missing", "install hearthd again")
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_theirs_comes_first_on_the_path(fresh: Fresh, tmp_path: Path, program: str) -> None:
+def test_theirs_comes_first_on_the_path(fresh: Fresh, tmp_path: Path) -> None:
     environment, first = fresh(), tmp_path / "first"
     wheel = foreign_wheel(tmp_path, "settings", {"config/__init__.py": "x = 1\n", "config/load.py": ""}, "0.5")
     environment.pip("install", "-q", "--no-deps", "--no-index", "--target", str(first), str(wheel))
-    result = start(environment, program, PYTHONPATH=str(first))
     texts = f"config: Python finds {first}/config/__init__.py, of settings 0.5,", f"hearthd's own in {environment.site}"
-    refused(result, program, *texts)
+    for program in PROGRAMS:
+        refused(start(environment, program, PYTHONPATH=str(first)), program, *texts)
 
 
 def test_a_module_of_one_file_comes_first(fresh: Fresh, tmp_path: Path) -> None:

@@ -75,6 +75,12 @@ def destdir() -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def untouched(destdir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of all that `make install` has left, made before a test changes it: another install takes seconds."""
+    return Path(shutil.copytree(destdir, tmp_path_factory.mktemp("untouched") / "destdir", symlinks=True))
+
+
 class Service:
     """The daemon of DESTDIR's `current` version, started as the unit does: user, folders, notify socket, listener."""
 
@@ -258,12 +264,11 @@ def test_upgrade_and_back(service: Service) -> None:
         assert service.hearth("why", "a")["name"] == "a"
 
 
-def test_uninstall_keeps_settings_and_models(tmp_path: Path) -> None:
-    make(tmp_path, "install")
-    (tmp_path / "opt/hearthd/own").mkdir()
-    (tmp_path / "var/lib/hearthd/models").mkdir(parents=True)
-    assert "kept:" in make(tmp_path, "uninstall")
-    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if not path.is_dir() or not any(path.iterdir())}
+def test_uninstall_keeps_settings_and_models(untouched: Path) -> None:
+    (untouched / "opt/hearthd/own").mkdir()
+    (untouched / "var/lib/hearthd/models").mkdir(parents=True)
+    assert "kept:" in make(untouched, "uninstall")
+    left = {str(path.relative_to(untouched)) for path in untouched.rglob("*") if not path.is_dir() or not any(path.iterdir())}
     folders = {path for path in left if path.startswith("usr/local/")}
-    assert all((tmp_path / path).is_dir() for path in folders), folders
+    assert all((untouched / path).is_dir() for path in folders), folders
     assert left - folders == {"etc/hearthd/node.toml", "var/lib/hearthd/models", "opt/hearthd/own"}
