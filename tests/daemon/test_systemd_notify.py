@@ -113,7 +113,8 @@ def test_a_blocked_loop_withholds_the_watchdog(tmp_path: Path) -> None:
         time.sleep(0.6)
         assert notify.count("WATCHDOG") == count
         process.send_signal(signal.SIGCONT)
-        time.sleep(0.3)  # a thread whose stack is in motion while another thread writes it down may be cut off in the log
+        # once it sleeps again: a stack that is in motion while another thread writes it down may be cut off in the log
+        notify.wait_for(lambda messages: sum("WATCHDOG" in one for one in messages) > count, "a pulse after the stop")
         process.send_signal(signal.SIGABRT)
         assert process.wait(20) == -signal.SIGABRT
         assert "Fatal Python error: Aborted" in node.log_text()
