@@ -20,20 +20,30 @@ from daemon.scanning.scanner import ModelScanner
 from loader.models.catalog import Checkpoint, scan
 from tests.loader.checkpoints import write_checkpoint
 
-LIMIT_S = 1.0
+LIMIT_S = 0.3
 
 
 @pytest_asyncio.fixture
-async def scanner() -> AsyncIterator[ModelScanner]:
-    made = ModelScanner(LIMIT_S, look_again_s=0.0)
+async def scanner(request: pytest.FixtureRequest) -> AsyncIterator[ModelScanner]:
+    made = ModelScanner(LIMIT_S if "parts_hang" in request.fixturenames else 60.0, look_again_s=0.0)
     yield made
     await made.close()
 
 
 @pytest.fixture
-def parts_hang(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Scanning processes are those of `hanging`. Returns their pids, in the order of their starts."""
+def parts_hang(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """Scanning processes are those of `hanging`. Returns their pids, in the order of their starts. The limit of their silence
+    begins when they hang: starting one takes seconds where others have the processors."""
     pids: list[int] = []
+    hangs, watch = tmp_path_factory.mktemp("hangs"), scanner_module._Process._watch
+    monkeypatch.setenv("HEARTHD_TEST_HANGS", str(hangs))
+
+    async def watch_what_hangs(process: Any, limit_s: float) -> None:
+        while not (hangs / str(process._process.pid)).exists():  # noqa: ASYNC110 (other processes set no event)
+            await asyncio.sleep(0.02)
+        await watch(process, limit_s)
+
+    monkeypatch.setattr(scanner_module._Process, "_watch", watch_what_hangs)
 
     def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         assert "daemon.scanning" in command
@@ -87,7 +97,7 @@ async def test_a_folder_that_hangs_does_not_hide_the_others(tmp_path: Path, scan
     for name in ("a", "hung", "z"):
         write_checkpoint(tmp_path / name)
     found = await scanner.scan(str(tmp_path), {})
-    assert reasons(found) == {"a": "", "hung": "does not answer: no sign of it for 1 s", "z": ""}
+    assert reasons(found) == {"a": "", "hung": f"does not answer: no sign of it for {LIMIT_S:g} s", "z": ""}
     assert found["a"].complete
     assert found["z"].complete
     assert scanner.look_again_in_s is not None
