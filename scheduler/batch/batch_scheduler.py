@@ -326,7 +326,7 @@ class BatchScheduler:
         if drafts.are_none:
             return plan
         drafts.count_plan()
-        if len(slots) >= self.limits.max_sequences:  # no row is left for a drafted token
+        if len(slots) >= self.limits.max_sequences or not drafts.may_come(slots):  # the former: no row is left for a drafted token
             return plan
         if self._ahead and not self._ahead.apart:
             if drafts.wanted(slots):

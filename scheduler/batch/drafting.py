@@ -130,11 +130,17 @@ class Drafts:
         """Counts one more plan in which tokens may be drafted. The pauses of sequences are measured in such plans."""
         self._num_plans += 1
 
+    def may_come(self, slots: IntArray) -> bool:
+        """Returns False if no tokens are drafted for any of the slots in this plan, and True if that is not known."""
+        return self.proposals is not None or self._are_due(slots)
+
     def wanted(self, slots: IntArray) -> bool:
         """Returns whether tokens may be drafted for any of the slots in this plan. Drafting needs all tokens of a sequence, so none
         of its steps may be under way."""
-        due = bool((self._next_plan[slots] <= self._num_plans).any())
-        return due or (self.proposals is not None and self.proposals.awaited(slots))
+        return self._are_due(slots) or (self.proposals is not None and self.proposals.awaited(slots))
+
+    def _are_due(self, slots: IntArray) -> bool:
+        return bool(np.count_nonzero(self._next_plan.take(slots) <= self._num_plans))
 
     def draft(self, slots: IntArray, computed: IntArray, capacity: IntArray, most_rows: int, room: StepRoom) -> IntArray | None:
         """Writes drafted tokens behind the tokens of sequences that decode. Returns [R] the number of drafted tokens of each of

@@ -19,9 +19,9 @@ def looked_up(tokens: IntArray, num_drafted: int) -> IntArray:
     last = len(tokens) - 1
     if last < FEWEST_TOKENS:
         return tokens[:0]
-    ends = np.flatnonzero(tokens[:last] == tokens[last])
+    (ends,) = (tokens[:last] == tokens[last]).nonzero()  # arrays' methods: numpy's functions take longer than the arrays' work
     for back in range(1, MOST_TOKENS):
-        long_enough = ends[np.searchsorted(ends, back) :]
+        long_enough = ends[ends.searchsorted(back) :]
         longer = long_enough[tokens[long_enough - back] == tokens[last - back]]
         if not len(longer):
             if back < FEWEST_TOKENS:

@@ -60,6 +60,7 @@ class StepLimits:
     prompting: StepCosts = field(default_factory=lambda: StepCosts(3, CHUNK_STEP_TOKENS))
     proposing: ProposingCosts = field(default_factory=ProposingCosts)
     wait_s: float = 0.0
+    _told: tuple[BatchPlan, StepCosts, int, tuple[float, ...]] | None = None  # what _kind has told of the last plan
 
     def note(self, plan: BatchPlan, seconds: float) -> None:
         """Learns from a step of this plan, which took `seconds` of device time without waits for other devices, what such steps
@@ -73,7 +74,7 @@ class StepLimits:
 
     def forget(self) -> None:
         """Drops all learned costs of steps and of the predictor, because steps will cost something else from then on."""
-        self.decoding, self.prompting = StepCosts(1), StepCosts(3, CHUNK_STEP_TOKENS)
+        self.decoding, self.prompting, self._told = StepCosts(1), StepCosts(3, CHUNK_STEP_TOKENS), None
         self.forget_predictor()
 
     def forget_predictor(self) -> None:
@@ -87,7 +88,13 @@ class StepLimits:
         return seconds + self.wait_s if seconds else 0.0
 
     def _kind(self, plan: BatchPlan) -> tuple[StepCosts, int, tuple[float, ...]]:
-        """Returns the costs that apply to this plan (`decoding` or `prompting`), its number of tokens and its contexts."""
+        """Returns the costs that apply to this plan (`decoding` or `prompting`), its number of tokens and its contexts. They are
+        kept from what is asked before a step to what is noted after it."""
+        if self._told is None or self._told[0] is not plan:
+            self._told = plan, *self._kind_of(plan)
+        return self._told[1:]
+
+    def _kind_of(self, plan: BatchPlan) -> tuple[StepCosts, int, tuple[float, ...]]:
         num_new, num_computed = plan.num_new, plan.num_computed
         num_tokens = len(num_new) if plan.all_decode else int(num_new.sum())
         if num_tokens == len(num_new):
