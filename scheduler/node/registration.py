@@ -35,7 +35,8 @@ def registered(node: Node, event: ModelRegistered) -> None:
             model.enabled = facts.enabled
         if old.fingerprint != facts.fingerprint:
             models.clear_failure(node, model)
-            model.story.tell(node.now, node.cause, f"files changed: {old.fingerprint} -> {facts.fingerprint}")
+            before, after = (one.fingerprint or "cannot be served" for one in (old, facts))
+            model.story.tell(node.now, node.cause, f"files changed: {before} -> {after}")
         if not keeping.same_files(old, facts):
             keeping.drop_all(node, model, "its files changed")
     models.raise_work_space(node, model)

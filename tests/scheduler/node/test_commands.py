@@ -191,6 +191,13 @@ def test_files_that_become_incomplete_leave_the_copy_serving() -> None:
     assert node.state("a") == "incomplete"
 
 
+def test_why_tells_of_files_that_could_not_be_served() -> None:
+    node = node_of()
+    node.register(facts("a", incomplete="config.json is missing", fingerprint=""))
+    node.register(facts("a", fingerprint="2"))
+    assert "files changed: cannot be served -> 2" in "\n".join(node.scheduler.why("a"))
+
+
 def test_a_folder_that_comes_back_in_time_keeps_its_copy() -> None:
     node = node_of()
     node.arrive("a")
