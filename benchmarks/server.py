@@ -29,7 +29,7 @@ def compile_kernels() -> None:
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def _without_drafts(models: pathlib.Path, file: pathlib.Path) -> pathlib.Path:
+def without_drafts(models: pathlib.Path, file: pathlib.Path) -> pathlib.Path:
     """Writes and returns a configuration by which every model takes a step for each token."""
     names = []
     for folder, below, files in os.walk(models, followlinks=True):
@@ -75,7 +75,7 @@ class Server:
         for device in self._devices:
             command += ["--device", device]
         if "--config" not in self._flags:
-            command += ["--config", str(_without_drafts(self._models, folder / "node.toml"))]
+            command += ["--config", str(without_drafts(self._models, folder / "node.toml"))]
         start = time.perf_counter()
         self._process = subprocess.Popen(command + self._flags, cwd=ROOT, stderr=self.log.open("wb"), stdout=subprocess.DEVNULL)
         self.pid = self._process.pid
