@@ -198,6 +198,7 @@ class Submit(Message, frozen=True):
     prediction: list[int] = []  # tokens that the output may repeat in parts; empty: none are known
     second_at: int = 0  # for SCORE: index of the first token of the second text's segment (token type 1); 0: there is one segment
     adapter: AdapterSource | None = None  # LoRA adapter of the model; None: the request is for the model itself
+    text_id: str = ""  # of requests with a grammar: it changes when tokenizer.json does, by which the grammar is followed
 
 
 class Abort(Message, frozen=True):

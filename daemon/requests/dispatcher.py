@@ -427,6 +427,7 @@ class Dispatcher:
                 prediction=generation.prediction,
                 second_at=generation.second_at,
                 adapter=_adapter_source(generation.model),
+                text_id=generation.model.text_id if generation.params.grammar else "",
             ),
         )
 

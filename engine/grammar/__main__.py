@@ -61,7 +61,7 @@ class GrammarProcess:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         try:
             self._matchers = Matchers(
-                message.folder, message.vocab_size, message.eos_token_ids, memoryview(memory), address, rows_each
+                message.folder, message.vocab_size, message.eos_token_ids, memoryview(memory), address, rows_each, message.text_id
             )
         except GrammarError as error:
             self._send(Opened(str(error)))
@@ -73,7 +73,7 @@ class GrammarProcess:
         if key not in self._starting:
             return
         try:
-            matcher, ended = self._loaded().start(message.row, message.grammar, message.output)
+            matcher, ended = self._loaded().start(message.row, message.grammar, message.output, message.text_id)
         except GrammarError as error:
             self._starting.discard(key)
             self._send(Broken(key, str(error)))

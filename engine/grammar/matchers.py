@@ -41,33 +41,47 @@ class Matcher:
 
 class Matchers:
     """The matchers of one model's requests, by key. masks: shared memory, which begins at `address`; each request's row of it has
-    rows_each masks of `row_bytes(vocab_size)` bytes. Bit i of a mask says that token i is allowed next.
+    rows_each masks of `row_bytes(vocab_size)` bytes. Bit i of a mask says that token i is allowed next. text_id: as in
+    messages.Open.
 
     `start` may run in a thread while other methods are called."""
 
     def __init__(
-        self, folder: str, vocab_size: int, eos_token_ids: list[int], masks: memoryview, address: int, rows_each: int = 1
+        self,
+        folder: str,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        masks: memoryview,
+        address: int,
+        rows_each: int = 1,
+        text_id: str = "",
     ) -> None:
         """Loads the tokenizer of the checkpoint in `folder`. Raises GrammarError if llguidance cannot read it, or if the model
         has no end id."""
-        file = Path(folder) / "tokenizer.json"
         if not eos_token_ids:
             raise GrammarError("a grammar's end needs an end id, and the model has none")
-        try:
-            # the file's text is passed, because a path that does not exist would be looked up on the network
-            self._tokenizer = LLTokenizer(file.read_text(), n_vocab=vocab_size, eos_token=eos_token_ids)
-        except Exception as error:  # the library raises bare Exception
-            log.warning("%s cannot be used for grammars: %s", file, error)
-            raise GrammarError("its tokenizer.json is of a kind that grammars cannot be followed with") from None
+        self._file, self._vocab_size, self._eos_token_ids = Path(folder) / "tokenizer.json", vocab_size, eos_token_ids
+        self._tokenizer, self._text_ids = self._read(), {text_id}
         self._end_ids = [end for end in eos_token_ids if end < vocab_size]
         self._row_bytes = row_bytes(vocab_size)
         self._masks, self._address, self._rows_each = masks, address, rows_each
         self._matchers: dict[int, Matcher] = {}
 
-    def start(self, row: int, grammar: str, output: list[int]) -> tuple[Matcher, bool]:
+    def _read(self) -> LLTokenizer:
+        try:
+            # the file's text is passed, because a path that does not exist would be looked up on the network
+            return LLTokenizer(self._file.read_text(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+        except Exception as error:  # the library raises bare Exception
+            log.warning("%s cannot be used for grammars: %s", self._file, error)
+            raise GrammarError("its tokenizer.json is of a kind that grammars cannot be followed with") from None
+
+    def start(self, row: int, grammar: str, output: list[int], text_id: str = "") -> tuple[Matcher, bool]:
         """Returns (a matcher of this grammar after the tokens in `output`, whether its text is complete). Unless the text is
-        complete, the mask of the tokens allowed next is written to row `row`. Raises GrammarError. `add` makes the matcher
-        known."""
+        complete, the mask of the tokens allowed next is written to row `row`. text_id: as in messages.Start. Raises GrammarError.
+        `add` makes the matcher known."""
+        if text_id not in self._text_ids:  # matchers that are there keep the tokenizer that they began with
+            self._tokenizer = self._read()
+            self._text_ids.add(text_id)
         try:
             compiled = compile_grammar(grammar)
         except ValueError as error:

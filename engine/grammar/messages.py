@@ -20,6 +20,7 @@ class Open(Message, frozen=True):
     eos_token_ids: list[int]
     num_rows: int  # how many requests can have masks at a time
     rows_each: int
+    text_id: str = ""  # of the request for which the process is started, as in Start
 
 
 class Start(Message, frozen=True):
@@ -29,6 +30,7 @@ class Start(Message, frozen=True):
     row: int  # index, below num_rows, of the place where its masks are written until Forget
     grammar: str  # SamplingParams.grammar
     output: list[int]
+    text_id: str = ""  # one that is new here says that tokenizer.json has changed: it is read again
 
 
 class Advance(Message, frozen=True):

@@ -541,7 +541,7 @@ class Engine:
             first.weight = weight
         self._model_of[request_id] = message.model
         if message.params.is_constrained:
-            self._end_constrained(self.constraints.submit(served, request, message.params, message.output))
+            self._end_constrained(self.constraints.submit(served, request, message.params, message.output, message.text_id))
         else:
             served.scheduler.submit(request)
 

@@ -55,6 +55,7 @@ class Constrained:
     request: BatchRequest
     params: SamplingParams
     output: list[int]
+    text_id: str = ""  # as in protocol.Submit
     row: int = -1  # index of the place where its masks are written; -1: none
     started: bool = False
     working: bool = False
@@ -107,10 +108,12 @@ class Constraints:
 
     # ---- requests
 
-    def submit(self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int]) -> list[End]:
+    def submit(
+        self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int], text_id: str = ""
+    ) -> list[End]:
         """Takes a constrained request that is not in the batch scheduler yet. It is passed on to the scheduler at once or, if it
-        has a grammar, when its first mask is ready. output: tokens that it produced before, if it is submitted again. Returns the
-        request's end if its limits allow no next token, otherwise an empty list."""
+        has a grammar, when its first mask is ready. output: tokens that it produced before, if it is submitted again. text_id: as
+        in protocol.Submit. Returns the request's end if its limits allow no next token, otherwise an empty list."""
         name = served.spec.model
         self.concerned.add(name)
         if params.is_limited:
@@ -124,9 +127,9 @@ class Constraints:
         grammars = self._models.get(name)
         if grammars is None:
             num_rows = served.spec.max_sequences
-            grammars = self._models[name] = ModelGrammars(served, self._open(served, num_rows), list(range(num_rows)))
+            grammars = self._models[name] = ModelGrammars(served, self._open(served, num_rows, text_id), list(range(num_rows)))
         request.constrained = True
-        each = Constrained(next(self._keys), request, params, list(output))
+        each = Constrained(next(self._keys), request, params, list(output), text_id)
         grammars.by_id[request.request_id] = grammars.by_key[each.key] = each
         grammars.parked.append(each)
         self._start_parked(grammars)
@@ -288,13 +291,13 @@ class Constraints:
 
     # ---- the process
 
-    def _open(self, served: ServedModel, num_rows: int) -> GrammarPort:
+    def _open(self, served: ServedModel, num_rows: int, text_id: str) -> GrammarPort:
         vocab_size, rows_each = served.hosted.vocab_size, 1
         if served.scheduler.drafts_masked:
             rows_each = max(1, min(1 + MOST_DRAFTED, MASKS_BYTES // (num_rows * row_bytes(vocab_size))))
         port = GrammarPort(vocab_size, num_rows, rows_each)
         self._poller.register(port.fileno(), select.EPOLLIN)
-        port.send(Open(folder_of(served.spec), vocab_size, served.spec.eos_token_ids, num_rows, rows_each))
+        port.send(Open(folder_of(served.spec), vocab_size, served.spec.eos_token_ids, num_rows, rows_each, text_id))
         return port
 
     def _start_parked(self, grammars: ModelGrammars) -> None:
@@ -307,7 +310,7 @@ class Constraints:
             grammars.parked.popleft()
             each.started = True
             self._set_working(grammars, each, True)
-            self._send(grammars, Start(each.key, each.row, each.params.grammar, each.output))
+            self._send(grammars, Start(each.key, each.row, each.params.grammar, each.output, each.text_id))
 
     def _receive(self, model: str, grammars: ModelGrammars, ends: list[End]) -> None:
         try:
@@ -387,7 +390,8 @@ class Constraints:
         log.warning("grammar process of %s: %s; it is started again", model, reason)
         self._poller.unregister(grammars.port.fileno())
         grammars.port.close()
-        grammars.port = self._open(grammars.served, len(grammars.port.masks))
+        latest = next(reversed(grammars.by_id.values()))
+        grammars.port = self._open(grammars.served, len(grammars.port.masks), latest.text_id)
         for each in [each for each in grammars.by_id.values() if each.started]:
             self._set_working(grammars, each, False)
             each.started = False

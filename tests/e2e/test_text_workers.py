@@ -36,41 +36,6 @@ def shown(node: Node, model: str) -> str:
         return bytes(each for each in json.load(answer)["tokens"] if each < 256).decode()
 
 
-@pytest.mark.parametrize(("model", "file"), [("a", "models/a/chat_template.jinja"), ("b", "templates/b.jinja")])
-def test_an_edited_chat_template_is_used_while_the_model_is_loaded(node: Node, model: str, file: str) -> None:
-    """The stream that runs meanwhile ends as it would have."""
-    running = Stream(node, model, "hello", 100)
-    running.wait_for_chunks(3)
-    assert not shown(node, model).startswith("new ")
-    (node.folder / file).write_text("new {{ messages[0].content }}")
-    node.wait_for(lambda: shown(node, model) == "new x", "the new template")
-    assert f"{model}: its files have changed" in node.log_text()
-    assert running.join().finish_reason == "length"
-
-
-def test_a_model_whose_text_cannot_be_read_says_so_in_the_list(node: Node) -> None:
-    def notes() -> list[str]:
-        (row,) = (row for row in node.json("models") if row["name"] == "c")
-        return list(row.get("notes", ()))
-
-    folder = make_model(node.models / "c")
-    file = folder / "tokenizer.json"
-    whole = file.read_text()
-    node.wait_for(lambda: "c" in [row["name"] for row in node.json("models")], "the model")
-    file.unlink()
-    node.wait_for(notes, "the note that a file is missing")
-    assert notes() == ["tokenizer.json is missing, so it can read and write no text: copy it there from where the model came from"]
-    assert "\nc: tokenizer.json is missing" in node.cli("models").stdout
-    file.write_text("{")
-    node.wait_for(lambda: not notes(), "the file")
-    assert node.cli("load", "c").returncode == 0
-    node.wait_for(notes, "the note that it cannot be read")
-    assert f"{file}: " in notes()[0]
-    file.write_text(whole)
-    node.wait_for(lambda: not notes(), "the whole file")
-    assert shown(node, "c").endswith("x")
-
-
 def helper_of(node: Node) -> psutil.Process:
     assert node.process is not None
     return next(one for one in psutil.Process(node.process.pid).children() if "daemon.text" in one.cmdline())
@@ -112,3 +77,61 @@ def test_a_killed_text_helper_costs_no_request_and_leaves_no_process(node: Node)
     assert f"the text helper (pid {helper.pid}) ended with -9" in node.log_text()
     wait_gone(workers)
     node.wait_for(lambda: not psutil.pid_exists(helper.pid), "the helper's end, not as a zombie")
+
+
+@pytest.mark.parametrize(("model", "file"), [("a", "models/a/chat_template.jinja"), ("b", "templates/b.jinja")])
+def test_an_edited_chat_template_is_used_while_the_model_is_loaded(node: Node, model: str, file: str) -> None:
+    """The stream that runs meanwhile ends as it would have."""
+    running = Stream(node, model, "hello", 100)
+    running.wait_for_chunks(3)
+    assert not shown(node, model).startswith("new ")
+    (node.folder / file).write_text("new {{ messages[0].content }}")
+    node.wait_for(lambda: shown(node, model) == "new x", "the new template")
+    assert f"{model}: its files have changed" in node.log_text()
+    assert running.join().finish_reason == "length"
+
+
+def test_a_model_whose_text_cannot_be_read_says_so_in_the_list(node: Node) -> None:
+    def notes() -> list[str]:
+        (row,) = (row for row in node.json("models") if row["name"] == "c")
+        return list(row.get("notes", ()))
+
+    folder = make_model(node.models / "c")
+    file = folder / "tokenizer.json"
+    whole = file.read_text()
+    node.wait_for(lambda: "c" in [row["name"] for row in node.json("models")], "the model")
+    file.unlink()
+    node.wait_for(notes, "the note that a file is missing")
+    assert notes() == ["tokenizer.json is missing, so it can read and write no text: copy it there from where the model came from"]
+    assert "\nc: tokenizer.json is missing" in node.cli("models").stdout
+    file.write_text("{")
+    node.wait_for(lambda: not notes(), "the file")
+    assert node.cli("load", "c").returncode == 0
+    node.wait_for(notes, "the note that it cannot be read")
+    assert f"{file}: " in notes()[0]
+    file.write_text(whole)
+    node.wait_for(lambda: not notes(), "the whole file")
+    assert shown(node, "c").endswith("x")
+
+
+def test_grammars_follow_an_edited_tokenizer(node: Node) -> None:
+    """The ids of x and y are swapped: a prompt of y has the id of x then, and an answer that must be of x has y's ids in the engine
+    and is x again as text."""
+
+    def answer() -> str:
+        fields = {"model": "a", "messages": [{"role": "user", "content": "y"}], "max_tokens": 40}
+        body = json.dumps(fields | {"structured_outputs": {"regex": "x{20}"}}).encode()
+        request = urllib.request.Request(f"{node.url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text: str = json.load(response)["choices"][0]["message"]["content"]
+        return text
+
+    assert answer() == "x" * 20
+    file = node.models / "a" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["x"], vocab["y"] = vocab["y"], vocab["x"]
+    before = shown(node, "a")
+    file.write_text(json.dumps(tokenizer))
+    node.wait_for(lambda: shown(node, "a") == before.replace("x", "y"), "the new tokenizer")
+    assert answer() == "x" * 20

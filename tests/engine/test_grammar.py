@@ -169,6 +169,34 @@ def test_no_process_without_a_grammar(engine: EngineProcess) -> None:
     assert grammar_processes(engine) == []
 
 
+def test_an_edited_tokenizer_is_used_by_new_requests(tmp_path: Path) -> None:
+    """The ids of x and y are swapped while a request runs, which keeps its own."""
+    folder = make_model(tmp_path / "m", max_position_embeddings=4096)
+    file = folder / "tokenizer.json"
+    with EngineProcess(null_configure(null_step_ms=10)) as engine:
+        engine.send(load_message(str(folder), eos_token_ids=[END_ID], max_model_len=2048, max_sequences=8, lease_chunks=60))
+        engine.wait_for(LoadDone)
+        engine.send(submit_message(1, grammar="regex:x{2000}", max_tokens=2000, text_id="a"))
+        engine.until(lambda: len(engine.output().get(1, [])) > 5)
+        tokenizer = json.loads(file.read_text())
+        vocab = tokenizer["model"]["vocab"]
+        vocab["x"], vocab["y"] = vocab["y"], vocab["x"]
+        file.write_text(json.dumps(tokenizer))
+        engine.send(*(submit_message(at, grammar="regex:x{20}", max_tokens=40, text_id="b") for at in (2, 3)))
+        engine.wait_finished(2, 3)
+        assert [text_of(engine, at) for at in (2, 3)] == ["y" * 20] * 2
+        num = len(text_of(engine, 1))
+        engine.until(lambda: len(text_of(engine, 1)) > num + 5)
+        assert set(text_of(engine, 1)) == {"x"}
+        file.write_text("{}")
+        engine.send(submit_message(4, grammar="regex:x", max_tokens=5, text_id="c"))
+        engine.until(lambda: bool(engine.of(RequestFailed)))
+        assert "tokenizer.json" in engine.of(RequestFailed)[0].error
+        engine.send(submit_message(5, grammar="regex:x{20}", max_tokens=40, text_id="b"))
+        engine.wait_finished(5)
+        assert text_of(engine, 5) == "y" * 20
+
+
 def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m")
     (folder / "tokenizer.json").write_text("{}")
