@@ -38,6 +38,7 @@ from engine.ops.ops import (
     PackedMatrix,
     Rotary,
 )
+from engine.ops.rows_apart import rows_apart, touch_each_other
 from loader.configs.kernel_sets import (
     ADAPTERS,
     ATTENTION,
@@ -260,12 +261,14 @@ class CpuOps:
         if is_recording():  # calls the functions inside torch's linear, which can be recorded
             out = empty(x, len(x), len(weight))
             own, to = x.view(x.shape), out.view(out.shape)
-            if bias is None:
+            if touch_each_other(own):
+                call(products.write_torch_product, own, weight, bias, to)
+            elif bias is None:
                 call(partial(torch.mm, out=to), own, weight.t())
             else:
                 call(partial(torch.addmm, out=to), bias, own, weight.t())
             return out
-        return torch.nn.functional.linear(x, weight, bias)
+        return torch.nn.functional.linear(rows_apart(x), weight, bias)
 
     def add_adapters(self, x: Tensor, out: Tensor, product: AdaptedProduct, batch: HostBatch) -> None:
         adapters = batch.adapters

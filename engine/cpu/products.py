@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.cpu.programs.program import call, empty
 from engine.ops.ops import Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix, PackedMatrix
 from engine.ops.reference import panels_of
+from engine.ops.rows_apart import rows_apart
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.mxfp4 import GROUP
 from loader.formats.packed_rows import PANEL_ROWS
@@ -171,10 +172,17 @@ def write_product(kernels: Any, rows: Tensor, weight: Tensor, bias: Tensor | Non
     product = linear(kernels, rows, weight, bias)
     if product is not None:
         to.copy_(product)
-    elif bias is None:
-        torch.mm(rows, weight.t(), out=to)
     else:
-        torch.addmm(bias, rows, weight.t(), out=to)
+        write_torch_product(rows, weight, bias, to)
+
+
+def write_torch_product(rows: Tensor, weight: Tensor, bias: Tensor | None, to: Tensor) -> None:
+    """Writes what write_product does, by torch."""
+    apart = rows_apart(rows)
+    if bias is None:
+        torch.mm(apart, weight.t(), out=to)
+    else:
+        torch.addmm(bias, apart, weight.t(), out=to)
 
 
 def _widened_linear(kernels: Any, x: Tensor, weight: Any, scales: Any, bias: Tensor | None, out: Tensor) -> None:

@@ -30,6 +30,7 @@ from engine.ops.ops import (
     PackedMatrix,
     SigmoidRouting,
 )
+from engine.ops.rows_apart import rows_apart
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.packed_rows import PANEL_BODY_BYTES, PANEL_CODES, PANEL_ROWS, num_blocks, unpack_rows
 from loader.shapes.model_shape import TemperatureShape
@@ -46,9 +47,9 @@ def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, 
     bias).
 
     The values are converted to x's dtype, which is exact, in parts of at most held_bytes bytes (but at least one row)."""
-    out = x.new_empty(len(x), len(values))
+    out, apart = x.new_empty(len(x), len(values)), rows_apart(x)
     for some, part in _parts(x, values.shape, held_bytes):
-        torch.mul(functional.linear(x, part.copy_(values[some])), scales[some], out=out[:, some])
+        torch.mul(functional.linear(apart, part.copy_(values[some])), scales[some], out=out[:, some])
     return out if bias is None else out.add_(bias)
 
 
@@ -85,10 +86,10 @@ def _written_linear(
 ) -> Tensor:
     """Returns x [T, K] times the transpose of a matrix of this shape [N, K], plus bias [N]. write(some, part): writes the matrix's
     rows `some` to `part`. held_bytes: at most so many bytes of the matrix, but at least one row, are in memory at a time."""
-    out = x.new_empty(len(x), shape[0])
+    out, apart = x.new_empty(len(x), shape[0]), rows_apart(x)
     for some, part in _parts(x, shape, held_bytes):
         write(some, part)
-        out[:, some] = functional.linear(x, part, None if bias is None else bias[some])
+        out[:, some] = functional.linear(apart, part, None if bias is None else bias[some])
     return out
 
 
@@ -814,7 +815,7 @@ def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, numbe
     if isinstance(matrices, Int4Matrix):
         one = matrices[number]
         return int4_linear(x, one.packed, one.scales, one.zeros, one.group_inputs, own_bias, WIDENED_BYTES)
-    return functional.linear(x, matrices[number], own_bias)
+    return functional.linear(rows_apart(x), matrices[number], own_bias)
 
 
 def gated(gate_up: Tensor, clamped: ClampedSwiglu | None, gelu: bool = False) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from engine.cpu import ops as cpu_ops
 from engine.cpu import products
 from engine.cpu.products import array
+from engine.cpu.programs.program import Recorder, Scratch, recording
 from engine.host import compiled
 from engine.host.processor import this_processor
 from engine.ops import reference
@@ -41,6 +42,29 @@ def test_linear(
     x, weight = random(num_rows, num_inputs, dtype=dtype), random(num_outputs, num_inputs, dtype=dtype, scale=num_inputs**-0.5)
     added = random(num_outputs, dtype=dtype) if bias else None
     same(*both(monkeypatch, lambda: ops.linear(x, weight, added)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [17, 40, 130])
+@pytest.mark.parametrize("num_inputs", [40, 551, 2000, 2048])
+def test_a_row_that_is_not_finite_spoils_no_other(dtype: torch.dtype, num_rows: int, num_inputs: int, bias: bool) -> None:
+    """Also where the product is recorded, and behind the last row, where NaN lies in memory."""
+    ops.set_num_threads(1)
+    held = random(num_rows + 1, num_inputs, dtype=dtype)
+    held[num_rows], held[num_rows // 2, 0] = float("nan"), float("inf")
+    x, weight = held[:num_rows], random(65, num_inputs, dtype=dtype)
+    added = random(65, dtype=dtype) if bias else None
+    recorder = Recorder(Scratch())
+    with torch.inference_mode():
+        found = ops.linear(x, weight, added)
+        with recording(recorder):
+            replayed = ops.linear(x, weight, added)
+        replayed.fill_(7)
+        for call in recorder.calls:
+            call.kernel(*call.args)
+    ones = torch.ones(65, num_inputs, dtype=torch.int8)
+    for out in (found, replayed, reference.int8_linear(x, ones, torch.ones(65), added, 1 << 20)):
+        assert torch.isfinite(out).all(dim=1).tolist() == [row != num_rows // 2 for row in range(num_rows)]
 
 
 @pytest.mark.parametrize(("bias", "threads"), [(False, 2), (True, 1)])
