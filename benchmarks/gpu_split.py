@@ -224,6 +224,13 @@ def lose_one(ranks: RankProcesses, captured: bool) -> None:
     tell(what="rank killed", ranks=ranks.size, captured=captured, goes_on_s=round(ended_s - killed_s, 3))
 
 
+def pipelines(group: Group, graph_rows: tuple[int, ...]) -> None:
+    """Compares the logits of each model in stages with those of the whole one. graph_rows: the most rows of graphs, by turns."""
+    for name in dict.fromkeys(name for name, _ in MODELS):
+        for rows in graph_rows:
+            group.does("logits of a pipeline", partial(stages_logits, name=name, graph_rows=rows))
+
+
 def across(group: Group, tiny: bool) -> None:
     """Does everything that ranks on GPUs of their own show."""
     forms = (False, True)[: 1 + group.captures]  # of work: without graphs, with graphs
@@ -232,17 +239,15 @@ def across(group: Group, tiny: bool) -> None:
         for in_graphs in forms:
             rows, through = GRAPH_ROWS * in_graphs, group.through
             group.does("logits", partial(logits_of, through=through, name=name, expert_parts=expert_parts, graph_rows=rows))
-    for name in dict.fromkeys(name for name, _ in MODELS):
-        for in_graphs in (False,) if tiny else (False, True):
-            group.does("logits of a pipeline", partial(stages_logits, name=name, graph_rows=GRAPH_ROWS * in_graphs))
+    pipelines(group, (0,) if tiny else (0, GRAPH_ROWS))
     group.does("sums", partial(sum_times, through=group.through, sizes=SIZES[:1] if tiny else SIZES))
     group.does("aborts", aborts)
     for captured in forms:
         group.does("a rank killed", partial(lose_one, captured=captured), ends=True)
     name, context, num_steps, rows = ("tiny", 20, 2, 0) if tiny else ("8b", CONTEXT, NUM_STEPS, GRAPH_ROWS)
-    steps, whole_ms = (context, num_steps, rows), list[float]()
+    decode = partial(decoding, name=name, context=context, num_steps=num_steps, graph_rows=rows, whole_ms=[])
     for what, staged in (("decode", False), ("decode in stages", True)):
-        group.does(what, lambda ranks, staged=staged: decoding(ranks, name, *steps, whole_ms, staged))  # type: ignore[misc]
+        group.does(what, partial(decode, staged=staged))
 
 
 def on_one(visible: str) -> bool:
@@ -255,9 +260,7 @@ def on_one(visible: str) -> bool:
     alone.end()
     for name, expert_parts in MODELS:
         two.does("logits", partial(logits_of, through=HOST, name=name, expert_parts=expert_parts, graph_rows=0))
-    for name in dict.fromkeys(name for name, _ in MODELS):
-        for graph_rows in (0, GRAPH_ROWS):
-            two.does("logits of a pipeline", partial(stages_logits, name=name, graph_rows=graph_rows))
+    pipelines(two, (0, GRAPH_ROWS))
     two.end()
     tell(
         what="skipped",
