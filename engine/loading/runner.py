@@ -261,6 +261,7 @@ class TorchRunner:
 def _open(spec: LoadModel, files: FileCalls, *how: Any, **options: Any) -> OpenCheckpoint:
     """Opens a model's checkpoint in the thread of `files`. how, options: further arguments of open_checkpoint. Raises what
     open_checkpoint raises, and LoadCancelled."""
+    options["name"] = spec.model
     try:
         return files.run(lambda: open_checkpoint(spec.path, spec.fingerprint, files.opened, *how, **options))
     except ReadCancelled as error:

@@ -90,17 +90,19 @@ def open_checkpoint(
     predicts: bool = False,
     head: str = "",
     share: DeviceShare | None = None,
+    name: str = "",
 ) -> OpenCheckpoint:
     """Checks a model's folder again and opens its weight files; `stack` closes them. fingerprint: that of the registered model; ""
     accepts any. in_place: whether reads may write into the weight range, whose layout then follows the files; otherwise every
     parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain and packed files; returns whether to open
     the packed ones. predicts: whether the model's own predictor, the layer that predicts one token further, is read, too. head: the
     folder of a draft head whose files are read, too; the fingerprint is then that of both; "": there is none. share: which device's
-    share of the model is read, from plain files; None: all of it.
+    share of the model is read, from plain files; None: all of it. name: the name by which the model is served, for the log; "": the
+    folder's.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again).
     Raises UnsupportedModel, which names `parallel`, for a share of a model that is served on one device alone."""
-    checkpoint = scanned_again(path, "" if head else fingerprint, "model")
+    checkpoint = scanned_again(path, "" if head else fingerprint, "model", name)
     shape = checkpoint.predicting if predicts and not head else checkpoint.shape
     if shape is None:
         raise CheckpointChanged(f"{path}: is no model {'that predicts further tokens ' if predicts else ''}any more")

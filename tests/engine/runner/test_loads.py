@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import re
 import threading
@@ -36,6 +37,14 @@ def test_sharded_checkpoint_equals_single_file(runner: TorchRunner, saved: tuple
         answers.append(model.logits(plan((0, 0, 50)), table, every_token=True))
         model.release()
     assert np.array_equal(*answers)
+
+
+def test_the_log_names_a_model_as_it_is_served(
+    runner: TorchRunner, saved: tuple[Path, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "loader"):
+        runner.load(load_task(spec(saved[0], model="org/name"))).release()
+    assert [line for line in caplog.messages if line.startswith("org/name: read ")]
 
 
 @pytest.mark.parametrize(
