@@ -7,10 +7,12 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from urllib.parse import quote
 
 from daemon.cli.client import WAITING, Client, CommandError
+from daemon.cli.output_reader import interrupted_without_reader
 
 
 def why(client: Client, options: argparse.Namespace) -> None:
@@ -23,11 +25,12 @@ def why(client: Client, options: argparse.Namespace) -> None:
 
 
 def events(client: Client, options: argparse.Namespace) -> None:
-    """Runs `hearth events`: prints the events that the daemon remembers. With -f it prints new ones, too, until Ctrl-C, and waits
-    for the next daemon when this one is restarted."""
+    """Runs `hearth events`: prints the events that the daemon remembers. With -f it prints new ones, too, until Ctrl-C or until
+    nobody reads them, and waits for the next daemon when this one is restarted."""
     try:
-        for event in _followed(client) if options.follow else client.lines("GET", "/control/v1/events"):
-            print(json.dumps(event) if options.json else _line(event), flush=True)
+        with interrupted_without_reader() if options.follow else nullcontext():
+            for event in _followed(client) if options.follow else client.lines("GET", "/control/v1/events"):
+                print(json.dumps(event) if options.json else _line(event), flush=True)
     except KeyboardInterrupt:
         pass
 

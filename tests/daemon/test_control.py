@@ -306,6 +306,30 @@ def test_events_are_followed_over_a_restart_and_a_kill(tmp_path: Path) -> None:
         process.communicate()
 
 
+@pytest.mark.parametrize("is_running", [True, False], ids=["quiet", "daemon gone"])
+def test_following_events_ends_with_its_reader(tmp_path: Path, is_running: bool) -> None:
+    """Following ends when the pipe's reader is gone, while nothing happens on the node or no daemon comes back."""
+    command = [sys.executable, "-P", "-m", "daemon.cli", "--control", str(tmp_path / "c.sock"), "events", "-f"]
+    make_model(tmp_path / "models" / "a")
+    with Node(tmp_path) as node, subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        num_events = len(node.cli("events").stdout.splitlines())
+        for _ in range(num_events):
+            assert process.stdout.readline()
+        if not is_running:
+            node.stop()
+            assert process.stderr.readline() == "hearth: hearthd has ended; waiting for the next one\n"
+        process.stdout.close()
+        try:
+            assert process.wait(20) == 0
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+
+
 def test_events_end_where_no_daemon_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("daemon.cli.client.BACK_LIMIT_S", 0.5)
     client = Client(str(tmp_path / "none"))
