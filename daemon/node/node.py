@@ -513,6 +513,7 @@ class NodeParts:
             "tls": None if self.tls is None else self.tls.row(),
             "reload_refused": self.reloads.row(),
             "state_not_saved": self.state_keeper.row(),
+            "audit_dropped": self.audit.num_dropped,
             "output_tokens": sum(self.metric.generated_tokens.values()),
             "engine_restarts": sum(self.metric.engine_restarts.values()),
             "devices": self.device_rows(),

@@ -31,7 +31,8 @@ class Settings:
     files' current content, "" if it does. tls: the certificate as in `hearth status`, or {"problem": why it cannot be used}; None:
     no certificate is set. hosts: other hosts that lend devices, by name, with their settings; {} if a daemon runs. lent: the
     running daemon's rows of devices of other hosts. state_dir: "" if the daemon is of a version that does not tell. problems: what
-    the running daemon says is wrong with it. not_saved: why it cannot save pins and the like, "" if it can."""
+    the running daemon says is wrong with it. not_saved: why it cannot save pins and the like, "" if it can. audit_dropped: the
+    number of acts that are missing in its audit log since its start."""
 
     source: str
     pid: int
@@ -50,6 +51,7 @@ class Settings:
     state_dir: str = ""
     problems: list[str] = field(default_factory=list)
     not_saved: str = ""
+    audit_dropped: int = 0
 
 
 def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory) -> Settings:
@@ -129,12 +131,18 @@ def of_status(status: dict[str, Any]) -> Settings:
         state_dir=status.get("state_dir", ""),
         problems=status.get("problems", []),
         not_saved=(status.get("state_not_saved") or {}).get("message", ""),
+        audit_dropped=status.get("audit_dropped", 0),
     )
 
 
 def find_problems(against: Settings) -> list[Finding]:
-    """Returns a finding for each problem that the running daemon reports of itself, such as an audit log that cannot be written."""
-    return [Finding("hearthd", WARN, problem, "see `hearth status` and hearthd's log") for problem in against.problems]
+    """Returns a finding for each problem that the running daemon reports of itself, such as an audit log that cannot be written,
+    and one for acts that this log lacks although it can be written now."""
+    found = [Finding("hearthd", WARN, problem, "see `hearth status` and hearthd's log") for problem in against.problems]
+    if against.audit_dropped and not any(problem.startswith("audit_log ") for problem in against.problems):
+        missing = f"{against.audit_dropped} acts are missing in it since hearthd's start; it is written now"
+        found.append(Finding("audit log", WARN, missing, "its lines `dropped` say where, hearthd's log why"))
+    return found
 
 
 def find_files(against: Settings) -> Finding:

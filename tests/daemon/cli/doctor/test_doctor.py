@@ -110,3 +110,18 @@ def test_a_running_daemon_says_what_it_cannot_write(tmp_path: Path, capsys: Capt
     assert (found["hearthd"]["level"], found["state folder"]["level"]) == ("warn", "fail")
     assert "acts were dropped" in found["hearthd"]["found"]
     assert "a restart would forget pins" in found["state folder"]["found"]
+
+
+def test_acts_that_the_audit_log_lacks_are_told_after_it_is_written_again(tmp_path: Path, capsys: Capture) -> None:
+    make_model(tmp_path / "node" / "models" / "a")
+    with Node(tmp_path / "node", devices=["cpu=64MiB"], config='audit_log = "/dev/full"\n') as node:
+        node.wait_for(lambda: node.json("status")["problems"], "the audit log's problem")
+        node.config.write_text(f'audit_log = "{tmp_path}/audit.log"\n')
+        node.cli("reload")
+        node.wait_for(lambda: not node.json("status")["problems"], "the audit log being written")
+        dropped = node.json("status")["audit_dropped"]
+        assert run(["--control", node.control, "doctor", "--json"]) == 0
+        found = by_check(capsys)
+    assert dropped > 0
+    assert (found["audit log"]["level"], "hearthd" in found) == ("warn", False)
+    assert found["audit log"]["found"].startswith(f"{dropped} acts are missing")
