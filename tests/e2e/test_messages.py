@@ -24,7 +24,8 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("messages")
-    make_model(folder / "models" / "oak", seed=3)
+    for name in ("ash", "elm", "oak", "org/yew"):
+        make_model(folder / "models" / name, seed=3)
     with Node(folder, devices=["cpu=64MiB"], runner="null", null_step_ms=0.2) as running:
         yield running
 
@@ -81,3 +82,34 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
     bad = WEATHER | {"input_schema": {"type": "object", "properties": {"city": {"type": "nonsense"}}}}
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema"):
         ask(client, True, tools=[bad], tool_choice={"type": "any"})
+
+
+def test_models_come_in_pages(client: anthropic.Anthropic) -> None:
+    def told(**query: Any) -> tuple[list[str], bool | None, str | None, str | None]:
+        page = client.models.list(**query)
+        return [model.id for model in page.data], page.has_more, page.first_id, page.last_id
+
+    assert [model.id for model in client.models.list(limit=1)] == ["ash", "elm", "oak", "org/yew"]
+    assert [model.id for model in client.models.list(limit=2, before_id="org/yew")] == ["elm", "oak", "ash"]
+    assert told() == (["ash", "elm", "oak", "org/yew"], False, "ash", "org/yew")
+    assert told(limit=2, after_id="ash") == (["elm", "oak"], True, "elm", "oak")
+    assert told(limit=2, after_id="elm") == (["oak", "org/yew"], False, "oak", "org/yew")
+    assert told(limit=2, before_id="org/yew") == (["elm", "oak"], True, "elm", "oak")
+    assert told(limit=5, before_id="elm") == (["ash"], False, "ash", "ash")
+    assert told(after_id="org/yew") == ([], False, None, None)
+    assert told(before_id="ash") == ([], False, None, None)
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        *[({"limit": limit}, "limit: must be a whole number from 1 to 1000") for limit in (0, -1, 1001, 1.5, "", "²", "9" * 5000)],
+        ({"after_id": "nobody"}, "after_id: names nothing in the list"),
+        ({"before_id": ""}, "before_id: names nothing in the list"),
+        ({"after_id": "ash", "before_id": "oak"}, "before_id: goes without after_id"),
+    ],
+)
+def test_pages_that_cannot_be(client: anthropic.Anthropic, query: dict[str, Any], says: str) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.models.list(extra_query=query)
+    assert caught.value.body == {"type": "error", "error": {"type": "invalid_request_error", "message": says}}

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from daemon.api.endpoint import Call, Endpoint
 from daemon.api.endpoints.ollama import rfc3339
+from daemon.api.pages import page
 from daemon.contracts import ModelPort
 from daemon.http.answers import json_response
 from daemon.models.entry import ModelEntry
@@ -27,9 +28,7 @@ async def _list(call: Call) -> web.Response:
     models = call.context.models
     entries = models.entries() if call.scope is None else [models.resolve(call.scope)]
     if is_of_anthropic(call.request):
-        data = [_anthropic_object(entry) for entry in entries]
-        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-        return json_response({"data": data, "has_more": False, **ends})
+        return json_response(page([_anthropic_object(entry) for entry in entries], call.request.query))
     further = models.further_names()
     return json_response(
         {"object": "list", "data": [_model_object(call, entry, further.get(entry.own_name, ())) for entry in entries]}
@@ -86,7 +85,8 @@ def _model_object(call: Call, entry: ModelEntry, further_names: Sequence[str]) -
 MODELS = Endpoint(
     name="models",
     paths=("/v1/models",),
-    about="OpenAI's list of models, or Anthropic's for its clients (header `anthropic-version`); below `/m/MODEL` that one alone",
+    about="OpenAI's list of models, or Anthropic's for its clients (header `anthropic-version`), in pages of `limit` (20) from "
+    "`after_id` or before `before_id`; below `/m/MODEL` that one alone",
     handle=_list,
 )
 MODEL = Endpoint(
