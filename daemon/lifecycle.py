@@ -22,7 +22,6 @@ from aiohttp import web
 from config import host_tier
 from config import load as config_load
 from config import reload as config_reload
-from config.chat_templates import template_files
 from config.devices import device_budgets
 from config.provenance import Sources
 from config.schema import DeviceBudget, NodeConfig
@@ -54,7 +53,8 @@ from daemon.operate.page_snapshot import snapshot
 from daemon.page.feed import PageFeed
 from daemon.process import logs, passed_descriptors
 from daemon.process.fd_store import FdStore
-from daemon.process.file_watch import FileWatch, Signature, folders_of, signature
+from daemon.process.file_signature import Signature, signature
+from daemon.process.file_watch import FileWatch, folders_of
 from daemon.process.systemd_notify import Notifier
 from daemon.process.version import VERSION
 from daemon.record.state import NodeState
@@ -108,7 +108,6 @@ class DaemonRun:
         self._notify = Notifier()
         self._watch: FileWatch | None = None
         self._folder_watch: FolderWatch | None = None
-        self._model_folders: list[str] = []  # those that the last scan has looked into
         self._own_sockets: list[str] = []  # paths to remove at the end; systemd removes those that it made
         self._read = self._present()  # the files at the last reading
         self._expiries = ExpiryLog()
@@ -168,7 +167,7 @@ class DaemonRun:
         try:
             rescans = Rescans(node.rescan, scanner)
             self._folder_watch = FolderWatch(rescans.changed)
-            scanner.looked_into = self._looked_into
+            scanner.looked_into = self._folder_watch.look_at
             node.adapters.changed = rescans.changed
             await node.rescan()
             node.registry.unknown_models()
@@ -299,17 +298,6 @@ class DaemonRun:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
-    def _looked_into(self, folders: list[str]) -> None:
-        self._model_folders = folders
-        self._follow_models()
-
-    def _follow_models(self) -> None:
-        """Watches the folders that the last scan has looked into, and those of the chat templates that settings name, so that a
-        changed file makes the node scan again."""
-        if self._folder_watch is not None:
-            templates = template_files(self._config, self._config.models)
-            self._folder_watch.look_at([*self._model_folders, *map(os.path.dirname, templates)])
-
     async def _checkpoints_to_isolate(self, scanner: ModelScanner) -> dict[str, Checkpoint]:
         """Returns the checkpoints in the models folder by name, if some model is isolated, because the part of the device's budget
         for it is sized by its files; else {}. A folder that cannot be read counts as empty here; the first regular scan reports
@@ -415,7 +403,6 @@ class DaemonRun:
             refused = config_load.ConfigError(source, "models_dir", f"{folder} cannot be read: {error.strerror}")
             raise node.reloads.refuse(config_load.located_setting(refused)) from None
         node.settings.config = node.dispatcher.config = self._config = plan.effective
-        self._follow_models()
         node.settings.sources = Sources(self._config_path, self._flags)
         node.settings.needs_restart = plan.needs_restart
         known, pair = files.keys, files.tls

@@ -29,7 +29,7 @@ from daemon.models.model_names import ModelNames
 from daemon.models.planning import IS_HEAD, Planner
 from daemon.models.registered import Registered
 from daemon.models.sizing import Sizing
-from daemon.process.file_watch import signature
+from daemon.process.file_signature import signature
 from daemon.record.state import NodeState
 from engine.exchange import GroupForm
 from loader.errors import shortened
@@ -43,13 +43,13 @@ from scheduler.node.ledger import kv_reserved_bytes
 from scheduler.node.replica_names import further, model_of
 
 log = logging.getLogger("hearthd.models")
-# (models folder, or "" for none; the last result; adapters in other folders) -> every model by name; raises OSError if the models
-# folder can't be read
-Scan = Callable[[str, Mapping[str, catalog.Checkpoint], Mapping[str, str]], Awaitable[dict[str, catalog.Checkpoint]]]
+# (models folder, or "" for none; the last result; adapters in other folders; files whose signatures will be asked for) -> every
+# model by name; raises OSError if the models folder can't be read
+Scan = Callable[[str, Mapping[str, catalog.Checkpoint], Mapping[str, str], Sequence[str]], Awaitable[dict[str, catalog.Checkpoint]]]
 
 
 async def scan_in_thread(
-    models_dir: str, previous: Mapping[str, catalog.Checkpoint], named: Mapping[str, str]
+    models_dir: str, previous: Mapping[str, catalog.Checkpoint], named: Mapping[str, str], files: Sequence[str] = ()
 ) -> dict[str, catalog.Checkpoint]:
     """Scans the models folder, or only the folders of named adapters, in a thread, for callers that trust the files and can wait.
     models_dir: "" for no models folder. previous: the last result. named: the folders of adapters by name. Returns the checkpoints
@@ -72,10 +72,12 @@ class Registry:
         state: NodeState,
         without_carve_out: Mapping[str, str] | None = None,
         scan: Scan = scan_in_thread,
+        signature_of: Callable[[str], str] = lambda path: str(signature([path])),
     ) -> None:
         """Makes an empty registry, which rescan() fills. state: what operators have set, such as loaded adapters.
-        without_carve_out: isolated model -> why no memory could be set aside for it. scan: reads the models folder."""
-        self.config, self._state, self._scan = config, state, scan
+        without_carve_out: isolated model -> why no memory could be set aside for it. scan: reads the models folder.
+        signature_of: returns the signature of a file that the last scan was asked to examine, too; called in other threads."""
+        self.config, self._state, self._scan, self._signature_of = config, state, scan, signature_of
         self._sizing = Sizing(devices, state, without_carve_out or {})
         self._planner = Planner(self._sizing)
         self.models: dict[str, Registered] = {}
@@ -179,7 +181,7 @@ class Registry:
         async with self._rescan_lock:
             config = config or self.config
             before, named = self.models, self._state.adapters
-            checkpoints = await self._scan(config.models_dir, self._known(), named)
+            checkpoints = await self._scan(config.models_dir, self._known(), named, template_files(config, config.models))
             found = await asyncio.to_thread(self._register_all, config, before, checkpoints)
             adapters = await asyncio.to_thread(register_adapters, config, checkpoints, found, self.adapters, named)
             return self._swap(config, found, adapters)
@@ -198,7 +200,7 @@ class Registry:
         async with self._rescan_lock:
             self._refuse_taken(name, in_place)
             try:
-                found = await self._scan("", self._known(), {name: path})
+                found = await self._scan("", self._known(), {name: path}, ())
             except OSError as error:
                 raise NotNow("adapter_unavailable", f"{path}: {error.strerror}", retry_after_s=10.0) from None
             named = self._state.adapters | {name: path}
@@ -279,7 +281,7 @@ class Registry:
                 continue
             known = before.get(name)
             is_known = known is not None and known.checkpoint is checkpoint and config is self.config and same_heads
-            if known is not None and is_known and (known.entry is None or known.entry.text_id == _text_id(config, checkpoint)):
+            if known is not None and is_known and (known.entry is None or known.entry.text_id == self._text_id(config, checkpoint)):
                 result[name] = known
                 continue
             try:
@@ -312,6 +314,11 @@ class Registry:
         )
         return Registered(checkpoint, facts, None, settings.dtype or config.dtype, problem)
 
+    def _text_id(self, config: NodeConfig, checkpoint: catalog.Checkpoint) -> str:
+        """Returns the model's ModelEntry.text_id, from names, sizes and times of the files in its folder and of the file that its
+        setting chat_template names."""
+        return checkpoint.signature + "".join(map(self._signature_of, template_files(config, [checkpoint.name])))
+
     def register(
         self, config: NodeConfig, checkpoint: catalog.Checkpoint, heads: Mapping[str, catalog.Checkpoint] = _NO_HEADS
     ) -> Registered:
@@ -340,7 +347,7 @@ class Registry:
             bos_token_id=generation.bos_token_id,
             created=checkpoint.created,
             fingerprint=speculator.fingerprint,
-            text_id=_text_id(config, checkpoint),
+            text_id=self._text_id(config, checkpoint),
             generation_defaults={key: value for key, value in defaults.items() if value is not None},
             chat_template=settings.chat_template,
             max_sequences=settings.max_sequences,
@@ -472,13 +479,6 @@ def _all_facts(models: Mapping[str, Registered]) -> dict[str, events.ModelFacts]
         found[name] = registered.facts
         found |= {one.name: one for one in registered.replicas if one.name not in models}
     return found
-
-
-def _text_id(config: NodeConfig, checkpoint: catalog.Checkpoint) -> str:
-    """Returns the model's ModelEntry.text_id, from names, sizes and times of the files in its folder and of the file that its
-    setting chat_template names."""
-    files = template_files(config, [checkpoint.name])
-    return f"{checkpoint.signature}{signature(files) if files else ''}"
 
 
 def _unserved(what: str, problem: str, is_incomplete: bool) -> HearthError:

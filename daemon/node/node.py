@@ -126,7 +126,7 @@ class NodeParts:
         self._store = store
         self.host_memory = HostMemory(settings.host_tier_slots, settings.chunk_bytes, store)
         self.scanner = scanner or ModelScanner()
-        self.registry = Registry(config, devices, state, division.problems, self.scanner.scan)
+        self.registry = Registry(config, devices, state, division.problems, self.scanner.scan, self.scanner.signature_of)
         self.registry.refused, self.registry.turned_away = self._refused, self._turned_away
         self.dispatcher = Dispatcher(self.scheduler, config, self.registry.source, self.ring, self.metric, self.watch)
         self._host_account: HostAccount | None = None

@@ -6,28 +6,12 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from loader.threads import Thread
 
 log = logging.getLogger("hearthd.config")
 DEBOUNCE_MS, STEP_MS = 300, 150
-
-Signature = tuple[tuple[int, int, int] | None, ...]
-
-
-def signature(paths: Sequence[str]) -> Signature:
-    """Returns a value that differs from an earlier one if the content of a file may have changed: for each path the file's
-    modification time, size and inode, or None if there is no such file."""
-    found: list[tuple[int, int, int] | None] = []
-    for path in paths:
-        try:
-            stat = os.stat(path)
-        except OSError:
-            found.append(None)
-        else:
-            found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
-    return tuple(found)
 
 
 def folders_of(paths: Iterable[str]) -> frozenset[str]:
@@ -38,8 +22,8 @@ def folders_of(paths: Iterable[str]) -> frozenset[str]:
 
 class FileWatch:
     """Watches folders from a thread and calls `changed` on the event loop some 0.3 s after something happened in one of them, and
-    once when the watch has begun, for changes before that. Compare `signature` to see whether a file has changed. Must be made on
-    the event loop.
+    once when the watch has begun, for changes before that. Whether a file has changed is told by its `signature`
+    (file_signature.py). Must be made on the event loop.
 
     is_stale: whether a new watch is needed, because a folder was removed or replaced, or this watch failed."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 from dataclasses import replace
 from itertools import chain
 
+from daemon.process.file_signature import signature
 from daemon.scanning.messages import Finished, Found, Looking, Same, Scan
 from engine.host.child_process import limit_memory
 from engine.protocol import FrameReader, Message, encode
@@ -50,6 +52,7 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
 
     error = None
     folders: list[str] = []
+    signatures: dict[str, str] = {}
     try:
         how = previous, lambda path: send(Looking(_text(path))), request.silent, folders.append
         below = walk(request.models_dir, *how) if request.models_dir else ()
@@ -64,12 +67,17 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
                     problem = _text(f"what its files say cannot be used: {failure}")
                     unusable = Checkpoint(checkpoint.name, checkpoint.path, error=problem, is_adapter=seen.is_named)
                     send(Found(unusable, *where))
+        for path in request.files:
+            if path not in request.silent:
+                send(Looking(_text(path)))
+                signatures[path] = str(signature([path]))
+                folders.append(os.path.dirname(path))
     except OSError as failure:
         error = (failure.errno or 0, failure.strerror or str(failure))
     finally:
         logging.getLogger("hearthd.models").removeHandler(warnings)
     is_last = _resident_bytes() > LARGE_BYTES
-    send(Finished(error, warnings.lines, is_last, folders))
+    send(Finished(error, warnings.lines, is_last, folders, signatures))
     return is_last
 
 

@@ -12,12 +12,13 @@ from loader.models.catalog import Checkpoint
 class Scan(Message, frozen=True):
     """Asks for a scan of models_dir (nothing if it is ""), and of adapters in other folders. known: name -> (path, signature of the
     folder's files) of the models in the last result. silent: paths to skip, each with the reason. named: name -> folder of a LoRA
-    adapter outside models_dir."""
+    adapter outside models_dir. files: paths of further files whose signatures are wanted."""
 
     models_dir: str
     known: dict[str, tuple[str, str]]
     silent: dict[str, str]
     named: dict[str, str]
+    files: list[str]
 
 
 class Looking(Message, frozen=True):
@@ -46,12 +47,14 @@ class Found(Message, frozen=True):
 
 class Finished(Message, frozen=True):
     """Ends the answer to a scan. error: why the models folder itself could not be read, as (errno, text), or None. warnings: lines
-    for the log. is_last: the process ends now and accepts no further `Scan`. folders: the folders to watch for changes."""
+    for the log. is_last: the process ends now and accepts no further `Scan`. folders: the folders to watch for changes. signatures:
+    those of the files in Scan.files that were looked at, by path."""
 
     error: tuple[int, str] | None
     warnings: list[str]
     is_last: bool
     folders: list[str]
+    signatures: dict[str, str]
 
 
 FromScanner = Looking | Same | Found | Finished

@@ -61,6 +61,7 @@ class ModelScanner:
         self._process: _Process | None = None
         self._idle: asyncio.TimerHandle | None = None
         self._silent: dict[str, _Silent] = {}
+        self._signatures: dict[str, str] = {}
         self._closed = False
         self.looked_into: Callable[[list[str]], None] = lambda folders: None  # called after each scan with the folders to watch
 
@@ -72,13 +73,23 @@ class ModelScanner:
             return None
         return max(0.0, min(one.until_s for one in self._silent.values()) - time.monotonic())
 
+    def signature_of(self, path: str) -> str:
+        """Returns a text that differs from an earlier one if the content of a file may have changed. path: one of the `files` of a
+        scan. The text is what the file had in the last scan in which it answered; "": there was none."""
+        return self._signatures.get(path, "")
+
     async def scan(
-        self, models_dir: str, previous: Mapping[str, Checkpoint], named: Mapping[str, str] | None = None
+        self,
+        models_dir: str,
+        previous: Mapping[str, Checkpoint],
+        named: Mapping[str, str] | None = None,
+        files: Iterable[str] = (),
     ) -> dict[str, Checkpoint]:
         """Returns the models by name, sorted. models_dir: the models folder; "": only the adapters in `named` are examined.
         previous: the last result, whose objects are returned again for unchanged folders. named: name -> folder of LoRA adapters
-        elsewhere. Raises OSError if models_dir cannot be read or does not answer."""
-        named = named or {}
+        elsewhere. files: paths of further files that the models depend on, which are examined, too, for `signature_of`. Raises
+        OSError if models_dir cannot be read or does not answer."""
+        named, files = named or {}, list(files)
         async with self._lock:
             limit_s = self._answer_limit_s
             due = {path for path in self._due() if models_dir or path in named.values()}
@@ -87,7 +98,7 @@ class ModelScanner:
                     raise _stopping(models_dir)
                 silent = {path: one.why for path, one in self._silent.items() if path not in due}
                 try:
-                    found = await self._scan_once(models_dir, previous, named, silent, limit_s)
+                    found = await self._scan_once(models_dir, previous, named, silent, files, limit_s)
                 except NoAnswer as failed:
                     await self._end()
                     if failed.path == models_dir:
@@ -124,6 +135,7 @@ class ModelScanner:
         previous: Mapping[str, Checkpoint],
         named: Mapping[str, str],
         silent: Mapping[str, str],
+        files: list[str],
         limit_s: float,
     ) -> dict[str, Checkpoint]:
         process = self._process
@@ -135,7 +147,7 @@ class ModelScanner:
         if self._idle is not None:
             self._idle.cancel()
         known = {name: (one.path, one.signature) for name, one in previous.items() if one.signature}
-        seen, finished = await process.scan(Scan(models_dir, known, dict(silent), dict(named)), previous, limit_s)
+        seen, finished = await process.scan(Scan(models_dir, known, dict(silent), dict(named), files), previous, limit_s)
         if finished.is_last:
             await self._end()
         else:
@@ -144,6 +156,7 @@ class ModelScanner:
             log.warning("%s", line)
         if finished.error is not None:
             raise OSError(*finished.error, models_dir)
+        self._signatures |= finished.signatures
         if models_dir:
             self.looked_into(finished.folders)
             return merged(_with_known(seen, silent, previous, named))

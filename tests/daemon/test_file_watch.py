@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon.process.file_watch import FileWatch, folders_of, signature
+from daemon.process.file_signature import signature
+from daemon.process.file_watch import FileWatch, folders_of
 from tests.daemon.no_thread import no_thread
 
 

@@ -32,6 +32,31 @@ def mount(tmp_path: Path) -> Iterator[SlowMount]:
     made.close()
 
 
+def test_a_chat_template_that_hangs_delays_no_rescan(tmp_path: Path) -> None:
+    """A file that `chat_template` names is on a mount that hangs. New models are found, and those whose template it is go on."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "own.jinja").write_text("{{ messages[0]['content'] }}")
+    at = tmp_path / "at"
+    at.mkdir()
+    try:
+        mount = SlowMount(tmp_path / "far", at)
+    except OSError as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n", config=f'[models.a]\nchat_template = "{at}/own.jinja"\n') as node:
+        try:
+            assert Stream(node, "a", "hello", 4).join().error == ""
+            with mount.hang():
+                make_model(node.models / "b")
+                node.wait_for(lambda: "b" in {model["name"] for model in node.json("models")}, "the new model")
+                assert Stream(node, "a", "hello", 4).join().error == ""
+                assert Stream(node, "b", "hello", 4).join().error == ""
+                assert f"{at}/own.jinja does not answer" in node.log_text()
+        finally:
+            mount.close()
+    assert "Traceback" not in node.log_text()
+
+
 @pytest.mark.parametrize(
     ("reads", "logged"),
     [(False, "the file system does not answer"), (True, "reads do not return")],

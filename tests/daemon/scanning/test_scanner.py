@@ -103,6 +103,41 @@ async def test_a_folder_that_hangs_does_not_hide_the_others(tmp_path: Path, scan
     assert scanner.look_again_in_s is not None
 
 
+async def test_a_file_that_hangs_hides_no_model_and_keeps_its_signature(
+    tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]
+) -> None:
+    folders: list[str] = []
+    scanner.looked_into = lambda found: folders.extend(found)
+    write_checkpoint(tmp_path / "models" / "a")
+    for name in ("far", "near"):
+        (tmp_path / name).mkdir()
+    far, near, none = (tmp_path / path for path in ("far/hung.jinja", "near/b.jinja", "near/none.jinja"))
+    far.write_text("x")
+    near.write_text("x")
+    mended = tmp_path / "far" / "mended"
+    mended.touch()
+    asked = {"files": [str(far), str(near), str(none)]}
+    found = await scanner.scan(str(tmp_path / "models"), {}, **asked)
+    assert {str(far.parent), str(near.parent)} <= set(folders)
+    before = {path: scanner.signature_of(str(path)) for path in (far, near, none)}
+    assert len(set(before.values())) == 3
+    mended.unlink()
+    folders.clear()
+    near.write_text("longer")
+    write_checkpoint(tmp_path / "models" / "b")
+    found = await scanner.scan(str(tmp_path / "models"), found, **asked)
+    assert reasons(found) == {"a": "", "b": ""}
+    assert scanner.signature_of(str(far)) == before[far]
+    assert scanner.signature_of(str(near)) != before[near]
+    assert str(near.parent) in folders
+    assert str(far.parent) not in folders, "watching it would hang, too"
+    far.write_text("longer")
+    mended.touch()
+    await until(lambda: not os.path.exists(f"/proc/{parts_hang[-2]}"))
+    await scanner.scan(str(tmp_path / "models"), found, **asked)
+    assert scanner.signature_of(str(far)) != before[far]
+
+
 async def test_a_folder_that_answers_again_is_found(tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]) -> None:
     write_checkpoint(tmp_path / "hung")
     found = await scanner.scan(str(tmp_path), {})
