@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
+from config.chat_templates import template_files
 from config.load import ConfigError, located_setting
 from config.nearest import nearest
 from config.schema import NodeConfig
@@ -13,9 +15,9 @@ from loader.models import catalog
 
 
 def check(config: NodeConfig, source: str) -> list[str]:
-    """Returns warnings about models, heads and adapters' bases that the settings name and that do not exist (yet), or about a
-    models folder that cannot be read. Raises ConfigError for settings that can never work: names that are hidden by, or hide, an
-    existing model, and keys that do not fit the kind of model. source: the settings file, for messages."""
+    """Returns warnings about models, heads, adapters' bases and chat templates that the settings name and that do not exist (yet),
+    or about a models folder that cannot be read. Raises ConfigError for settings that can never work: names that are hidden by, or
+    hide, an existing model, and keys that do not fit the kind of model. source: the settings file, for messages."""
     try:
         found = catalog.scan(config.models_dir)
     except OSError as error:
@@ -43,6 +45,10 @@ def check(config: NodeConfig, source: str) -> list[str]:
         elif model.base is not None:
             message = f"is for LoRA adapters, and {name!r} is none"
             raise located_setting(ConfigError(source, f'models."{name}".base', message))
+        for file in template_files(config, [name]):
+            if not os.path.exists(file):
+                message = f"there is no file {file} (yet), so chats would be refused"
+                warnings.append(str(located_setting(ConfigError(source, f'models."{name}".chat_template', message))))
         heads = [one for one, checkpoint in found.items() if checkpoint.head is not None]
         if model.speculator not in (*speculators.KINDS, *heads):
             message = f"there is no EAGLE-3 head {model.speculator!r} in {config.models_dir} (yet)"

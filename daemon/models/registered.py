@@ -36,6 +36,7 @@ class Registered:
     replicas: tuple[events.ModelFacts, ...] = ()  # facts of further replicas
     # Number of further experts in each layer of a share -> the most bytes of its weights; for the numbers that loads may take.
     bytes_with_copies: Mapping[int, int] = field(default_factory=dict)
+    missing_template: str = ""  # the file that the setting chat_template names, if it is not there
 
     @property
     def held_as(self) -> str:
@@ -53,10 +54,12 @@ class Registered:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences for operators about what the model's files hold and is not used, and what they lack."""
-        if _TOKENIZER in self.checkpoint.tokenizer_files:
-            return self.checkpoint.notes
-        missing = f"{_TOKENIZER} is missing, so it can read and write no text: copy it there from where the model came from"
-        return (*self.checkpoint.notes, missing)
+        notes = list(self.checkpoint.notes)
+        if _TOKENIZER not in self.checkpoint.tokenizer_files:
+            notes.append(f"{_TOKENIZER} is missing, so it can read and write no text: copy it there from where the model came from")
+        if self.missing_template:
+            notes.append(f"chats are refused: its chat_template, {self.missing_template}, is not there")
+        return tuple(notes)
 
     @property
     def kernels(self) -> list[KernelSet]:

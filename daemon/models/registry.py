@@ -29,7 +29,7 @@ from daemon.models.model_names import ModelNames
 from daemon.models.planning import IS_HEAD, Planner
 from daemon.models.registered import Registered
 from daemon.models.sizing import Sizing
-from daemon.process.file_signature import signature
+from daemon.process.file_signature import MISSING, signature
 from daemon.record.state import NodeState
 from engine.exchange import GroupForm
 from loader.errors import shortened
@@ -370,7 +370,10 @@ class Registry:
         replicas = further(facts, number, settings.replicas == config_replicas.AUTO)
         held = (weight_format.name, kv_cache_dtype)
         with_copies = self._sizing.bytes_with_copies(plan.settings, speculator.shape, dtype)
-        return Registered(checkpoint, facts, entry, dtype, "", *held, speculator.shape, plan.division, replicas, with_copies)
+        missing = next((file for file in template_files(config, [name]) if self._signature_of(file) == MISSING), "")
+        return Registered(
+            checkpoint, facts, entry, dtype, "", *held, speculator.shape, plan.division, replicas, with_copies, missing
+        )
 
     def _swap(self, config: NodeConfig, found: dict[str, Registered], adapters: dict[str, AdapterRecord]) -> list[events.Event]:
         before, after = _all_facts(self.models), _all_facts(found)
@@ -435,14 +438,17 @@ class Registry:
         return ModelNames(self.config, names, self._served, lambda name, tenant: self.turned_away(name, tenant), self.adapters)
 
     def unknown_models(self) -> list[str]:
-        """Returns the models that the settings or the table [names] name and that do not exist, sorted. It also logs them, because
-        a name may be misspelt."""
+        """Returns the models that the settings or the table [names] name and that do not exist, sorted. It also logs them, and
+        chat templates' files that do not exist, because a name may be misspelt."""
         unknown = self.config.models.keys() - self.models.keys() - self.upstreams.keys() - self.adapters.keys()
         for name in sorted(unknown):
             log.warning('settings for models."%s": there is no model of that name (yet)', name)
         for name, targets in self.names.unknown_targets().items():
             log.warning('names."%s" leads to what is no model (yet): %s', name, ", ".join(targets))
             unknown.update(targets)
+        for name, found in self.models.items():
+            if found.missing_template:
+                log.warning('settings for models."%s".chat_template: there is no file %s (yet)', name, found.missing_template)
         return sorted(unknown)
 
     def describe(self, name: str) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+# the signature, as text, of one file that is not there or may not be looked at
+MISSING = "(None,)"
+
 Signature = tuple[tuple[int, int, int] | None, ...]
 
 

@@ -55,6 +55,9 @@ def test_check_config_looks_at_the_models(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     said = f'hearthd: warning: {path}:3: models."org/reel": there is no model of that name in {folder} (yet)'
     assert warned.stderr == f'{said}; did you mean "org/real"?\n'
+    path.write_text('[models."org/real"]\nchat_template = "own.jinja"\n')
+    said = f'models."org/real".chat_template: there is no file {tmp_path}/own.jinja (yet), so chats would be refused'
+    assert hearthd(*flags).stderr == f"hearthd: warning: {path}:2: {said}\n"
     path.write_text('[models."org/real"]\npriority = 2.0\naliases = ["b"]\n')
     refused = hearthd(*flags)
     assert (refused.returncode, refused.stdout) == (2, "")

@@ -149,6 +149,19 @@ async def test_settings_for_no_model_are_told(tmp_path: Path, caplog: pytest.Log
     assert 'settings for models."b": there is no model of that name (yet)' in caplog.text
 
 
+async def test_a_chat_template_that_is_not_there_is_told_until_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_model(tmp_path / "models" / "a")
+    named = tmp_path / "own.jinja"
+    registry = make_registry(tmp_path / "models", a=ModelConfig(chat_template=str(named)))
+    await registry.rescan()
+    assert registry.unknown_models() == []
+    assert f'settings for models."a".chat_template: there is no file {named} (yet)' in caplog.text
+    assert registry.models["a"].notes == (f"chats are refused: its chat_template, {named}, is not there",)
+    named.write_text("{{ 1 }}")
+    await registry.rescan()
+    assert registry.models["a"].notes == ()
+
+
 async def test_default_length_is_a_quarter_of_the_device_and_fits(tmp_path: Path) -> None:
     make_model(tmp_path / "long", max_position_embeddings=1 << 20)
     for budget_bytes in (32 * MIB, 128 * MIB):
