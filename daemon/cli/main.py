@@ -209,7 +209,7 @@ def _drop_output() -> None:
 
 def meant(client: Client, error: CommandError, options: argparse.Namespace) -> str:
     """Returns a hint that is added to the message of `error`, if that is about an unknown model: the model of which the given name
-    is a replica, the most similar name, or how to list all models. "" for other errors."""
+    is a replica, why the model is about to go, the most similar name, or how to list all models. "" for other errors."""
     if error.error["code"] not in ("model_not_found", "not_found") or not getattr(options, "name", ""):
         return ""
     from difflib import get_close_matches  # imported here, because nothing else needs it
@@ -221,6 +221,8 @@ def meant(client: Client, error: CommandError, options: argparse.Namespace) -> s
     for row in rows:
         if row["name"] == options.name and "replica_of" in row:
             return f" It is a replica: commands take its model's name, {row['replica_of']!r}, and are for all of its replicas."
+        if row["name"] == options.name:  # its folder is gone, and requests that ran then still do
+            return f" What is left of it is {row['state']}: {row['reason']}."
     names = [row["name"] for row in rows if "replica_of" not in row]
     known = {name.lower().rpartition("/")[2]: name for name in names} | {name.lower(): name for name in names}
     close = get_close_matches(options.name.lower(), known, 1)

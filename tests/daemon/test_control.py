@@ -152,6 +152,18 @@ def test_a_wrong_name_is_told_the_closest(node: Node, name: str, meant: str) -> 
     assert node.cli("load", name).stderr.endswith(f" Is it {meant!r}?\n")
 
 
+def test_a_model_whose_folder_is_gone_is_not_proposed_in_its_own_place(node: Node) -> None:
+    folder = make_model(node.models / "leaving")
+    node.wait_for(lambda: "leaving" in {model["name"] for model in node.json("models")}, "the new model")
+    stream = Stream(node, "leaving", "x", 900)
+    stream.wait_for_chunks(1)
+    shutil.rmtree(folder)
+    node.wait_for(lambda: node.state("leaving") == "draining", "the scan")
+    told = node.cli("load", "leaving").stderr
+    assert told == "hearth: There is no model 'leaving'. What is left of it is draining: its folder is gone.\n"
+    stream.hang_up().join()
+
+
 def test_status_codes_of_the_api_match_the_exit_codes(node: Node) -> None:
     for path, status in [("nope/load", 404), ("huge/load", 409), ("half/load", 503), ("a/frob", 404)]:
         got, body = control(node, "POST", f"/control/v1/models/{path}")
