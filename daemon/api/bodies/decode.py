@@ -14,6 +14,9 @@ _INTEGER_IS_FLOAT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _STRING = re.compile(rb'("[^"\\]*+(?:\\.[^"\\]*+)*+")', re.DOTALL)
 _ZERO_FRACTION = re.compile(rb"(?<=\d)\.0++(?![\deE])")
 _EXPONENT = re.compile(rb"-?\d++(?:\.\d++)?[eE][+-]?\d++")
+# the first half of a character above U+FFFF as an escape, without the second
+_HALF_CHARACTER = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+_TRUNCATED = "Input data was truncated"
 _PATH = re.compile(r" - at `(?:key in )?\$(.*)`$")
 
 
@@ -36,6 +39,10 @@ def decode(decoder: msgspec.json.Decoder[Any], data: bytes, base: str) -> Any:
     except RecursionError:
         raise BadRequest("invalid_json", "the request body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # the decoder says this also of such a half near the end of a whole body, where it looks for the second
+        if str(error) == _TRUNCATED and (half := _HALF_CHARACTER.search(data)):
+            message = f"the request body is not valid JSON: {half[0].decode()} is half a surrogate pair (byte {half.start()})"
+            raise BadRequest("invalid_json", message) from None
         raise BadRequest("invalid_json", f"the request body is not valid JSON: {error}") from None
 
 

@@ -400,3 +400,17 @@ def test_any_bytes_are_refused_or_parsed(body):
     error = refusal(chat.parse, body)
     assert error is not None
     assert error.status == 400
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (r'{"model":"a","messages":[{"role":"user","content":"\ud83d"}]}', r"\ud83d is half a surrogate pair (byte 51)"),
+        (r'{"model":"a","messages":[{"role":"user","content":"\\ud83d', "Input data was truncated"),
+        (r'{"model":"a","messages":[{"role":"user","content":"\ud83d\ude00', "Input data was truncated"),
+    ],
+)
+def test_half_a_character_is_told_apart_from_half_a_body(text: str, says: str) -> None:
+    error = refusal(chat.parse, text.encode())
+    assert error is not None
+    assert (error.code, error.message) == ("invalid_json", f"the request body is not valid JSON: {says}")
