@@ -72,8 +72,9 @@ class Body(Generic[HeadT]):
 class Endpoint:
     """An endpoint of the API.
 
-    name: its name in logs and metrics. paths: the reference names the first one; {id} in a path stands for any text. about: its
-    line in the reference. operation: the model's operation in traces, as OpenTelemetry names it (gen_ai.operation.name); "": no
+    name: its name in logs and metrics. paths: the reference names the first one; {id} in a path stands for any text.
+    slashes_in_id: whether that text may hold a `/`, as names of models do; else a path with one is another path. about: its line
+    in the reference. operation: the model's operation in traces, as OpenTelemetry names it (gen_ai.operation.name); "": no
     model works for this endpoint. per_model: whether it is also served below /m/MODEL, for that model alone.
 
     error_body: returns an error in the form that the endpoint's clients expect. limit_headers: returns the headers that tell
@@ -97,6 +98,7 @@ class Endpoint:
     limit_headers: Callable[[Standing, float], Mapping[str, str]] = limit_headers.openai
     operation: str = ""
     per_model: bool = True
+    slashes_in_id: bool = False
     passes_on: str = ""
     open: bool = False
     watching: bool = False

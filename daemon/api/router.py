@@ -52,7 +52,10 @@ def target(raw_path: str) -> Target | None:
         return Target(endpoint, scope, None)
     for before, after, endpoint in _WITH_ID:
         if raw_path.startswith(before) and raw_path.endswith(after) and len(raw_path) > len(before) + len(after):
-            path_id = _unquote(raw_path[len(before) : len(raw_path) - len(after)])
+            raw_id = raw_path[len(before) : len(raw_path) - len(after)]
+            if "/" in raw_id and not endpoint.slashes_in_id:
+                continue
+            path_id = _unquote(raw_id)
             return None if path_id is None else Target(endpoint, scope, path_id)
     return None
 

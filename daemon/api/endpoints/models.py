@@ -92,6 +92,7 @@ MODELS = Endpoint(
 MODEL = Endpoint(
     name="model",
     paths=("/v1/models/{id}",),
+    slashes_in_id=True,
     about="one model; a `/` in its id may be written as it is or as %2F",
     handle=_one,
 )

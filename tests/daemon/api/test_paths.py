@@ -36,6 +36,10 @@ def test_nearest(path: str, meant: str) -> None:
         ("GET", "/api/chat", "ollama", "use POST"),
         ("POST", "/v1/audio/speech", "openai", "chats go to /v1/chat/completions, and /v1/models lists"),
         ("GET", "/v1/responses/input_tokens", "openai", "use POST"),
+        ("GET", "/v1/responses/resp_1/input_items", "openai", "no such path: /v1/responses/resp_1/input_items"),
+        ("POST", "/v1/responses/resp_1/compact/cancel", "openai", "no such path: /v1/responses/resp_1/compact/cancel"),
+        ("GET", "/v1/responses/resp_1", "openai", "'resp_1' is not kept here"),
+        ("GET", "/v1/models/no/such", "openai", "'no/such' does not exist"),
         ("GET", "/apis", "openai", ""),
     ],
 )
