@@ -23,6 +23,8 @@ def check(config: NodeConfig, source: str) -> list[str]:
     except OSError as error:
         return [f"{source}: models_dir: {config.models_dir}: {error.strerror}, so settings for models were not checked against it"]
     names, warnings = list(found), []
+    if catalog.is_model_itself(config.models_dir):
+        warnings.append(f"{source}: models_dir: {config.models_dir} is a model's folder itself; name the folder that holds it")
     for name, model in config.models.items():
         for alias in model.aliases:
             if alias in names and alias != name:

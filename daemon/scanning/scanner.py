@@ -62,6 +62,7 @@ class ModelScanner:
         self._idle: asyncio.TimerHandle | None = None
         self._silent: dict[str, _Silent] = {}
         self._signatures: dict[str, str] = {}
+        self._warned: list[str] = []  # the last scan's warnings, which are not repeated
         self._closed = False
         self.looked_into: Callable[[list[str]], None] = lambda folders: None  # called after each scan with the folders to watch
 
@@ -153,11 +154,13 @@ class ModelScanner:
         else:
             self._idle = asyncio.get_running_loop().call_later(IDLE_S, process.kill)
         for line in finished.warnings:
-            log.warning("%s", line)
+            if line not in self._warned:
+                log.warning("%s", line)
         if finished.error is not None:
             raise OSError(*finished.error, models_dir)
         self._signatures |= finished.signatures
         if models_dir:
+            self._warned = finished.warnings
             self.looked_into(finished.folders)
             return merged(_with_known(seen, silent, previous, named))
         return merged(seen)

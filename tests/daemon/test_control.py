@@ -164,6 +164,16 @@ def test_a_model_whose_folder_is_gone_is_not_proposed_in_its_own_place(node: Nod
     stream.hang_up().join()
 
 
+def test_a_model_named_as_the_models_folder_is_told(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "a")
+    with Node(tmp_path / "n", models=folder) as running:
+        assert f"{folder} is a model's folder itself; name the folder that holds it" in running.cli("models").stdout
+        (folder / "more").mkdir()
+        make_model(folder / "more" / "b")
+        running.wait_for(lambda: running.json("models"), "a further scan")
+        assert running.log_text().count("is a model's folder itself") == 1
+
+
 def test_status_codes_of_the_api_match_the_exit_codes(node: Node) -> None:
     for path, status in [("nope/load", 404), ("huge/load", 409), ("half/load", 503), ("a/frob", 404)]:
         got, body = control(node, "POST", f"/control/v1/models/{path}")

@@ -68,6 +68,14 @@ def test_check_config_looks_at_the_models(tmp_path: Path) -> None:
     assert 'models."b".aliases: \'x\' is already an alias of "org/real"' in twice.stderr
 
 
+def test_check_config_tells_a_model_from_the_models_folder(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "a")
+    told = hearthd("--check-config", "--models", str(folder))
+    said = f"models_dir: {folder} is a model's folder itself; name the folder that holds it"
+    assert (told.returncode, said in told.stderr) == (0, True)
+    assert "itself" not in hearthd("--check-config", "--models", str(tmp_path)).stderr
+
+
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
