@@ -354,7 +354,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "auto"
     state_dir: Annotated[
         str,
-        key("where pins, switched-off models and the tokens that tenants used today are kept; default: $XDG_STATE_HOME/hearthd"),
+        key(
+            "where pins, switched-off models and the tokens that tenants used today are kept, of one hearthd alone; default: "
+            "$XDG_STATE_HOME/hearthd"
+        ),
     ] = ""
     cache_dir: Annotated[str, key("compiled kernels; default: $XDG_CACHE_HOME/hearthd")] = ""
     log_level: Annotated[str, key("debug, info, warning or error", reload=LIVE)] = "info"

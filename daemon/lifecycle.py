@@ -57,6 +57,7 @@ from daemon.process.file_signature import Signature, signature
 from daemon.process.file_watch import FileWatch, folders_of
 from daemon.process.systemd_notify import Notifier
 from daemon.process.version import VERSION
+from daemon.record import state_lock
 from daemon.record.state import NodeState
 from daemon.scanning.folder_watch import FolderWatch
 from daemon.scanning.rescans import Rescans
@@ -126,7 +127,8 @@ class DaemonRun:
         try:
             control_sockets = self._control_sockets(passed)
             http = listeners.bind(self._config, passed, self._keys is not None)
-        except sockets.SocketError:
+            state_lock.lock(self._config.state_dir)
+        except (sockets.SocketError, OSError):
             self._remove_sockets()
             raise
         scanner = ModelScanner()
