@@ -57,13 +57,16 @@ class EditedDraw:
         drawn = words[:num_drawn].reshape(2, self.num_columns)[:, : len(self.request_ids)]
         result = StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
         if self.num_top is not None:
-            good = ~result.bad[self.wanted]
-            rows, found = self.wanted[good], self.found[good]
+            rows, found = self.wanted, self.found
+            if result.bad.any():
+                good = ~result.bad[rows]
+                rows, found = rows[good], found[good]
             # what logprobs_in returns, by numpy, which takes views of short arrays in a fraction of torch's time
             chosen, top_ids, top = logprob_parts(words[num_drawn:], self.num_found, self.most_top)
             shape, chosen, top = (self.num_found, self.most_top), chosen.view(np.float32), top.view(np.float32)
             collector = LogprobCollector(self.num_top, self.request_ids)
-            collector.add(rows, chosen[found], top_ids.reshape(shape)[found], top.reshape(shape)[found])
+            of_rows = chosen, top_ids.reshape(shape), top.reshape(shape)
+            collector.add(rows, *(each.take(found, 0) for each in of_rows))
             result.logprobs = collector.result()
         return result
 
