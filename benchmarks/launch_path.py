@@ -30,7 +30,7 @@ from benchmarks.gpu_shapes import shape_of
 from engine.cuda.backend import MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS
 from engine.cuda.model import CudaModel
 from engine.cuda.share import CudaShare
-from engine.grammar.row_masks import RowMasks
+from engine.grammar.row_masks import LockedMasks, RowMasks
 from engine.protocol import LoadModel, SamplingParams
 from engine.sampling.sampler import sampling_rows
 from loader.shapes.model_shape import Division
@@ -85,10 +85,12 @@ class Sequences:
         return BatchPlan(0, "bench", np.arange(num, dtype=np.int32), computed, num_new, samples)
 
 
-def masks_of(model: CudaModel, num_rows: int) -> RowMasks:
-    """Returns masks that allow every other token, one after the other in memory as a grammar's process leaves them."""
+def masks_of(model: CudaModel, num_rows: int, held_back: bool) -> RowMasks:
+    """Returns masks that allow every other token, one after the other in memory as a grammar's process leaves them. held_back:
+    whether they lie in memory of their own instead, as masks do that end ids are taken out of before min_tokens."""
     bits = np.full((num_rows, -(-model.vocab_size // 32)), 0x55555555, np.uint32)
-    return RowMasks([1] * num_rows, np.arange(num_rows), list(bits))
+    locked = None if held_back else LockedMasks(bits)
+    return RowMasks([1] * num_rows, np.arange(num_rows), list(bits), locked, np.arange(num_rows, dtype=np.int32))
 
 
 def measured(
@@ -139,7 +141,8 @@ def run(name: str, num_rows: int, chunk: int, steps: int, driver: no_driver.NoDr
     for settings in SETTINGS:  # of the model whose steps are replayed
         for kind, own_chunk in (("decode", 0), ("mixed", chunk)):
             sequences = Sequences(num_rows, own_chunk, settings)
-            figures = measured(model, sequences, steps, driver, masks_of(model, num_rows) if settings in MASKED else None)
+            masks = masks_of(model, num_rows, "min_tokens" in SETTINGS[settings]) if settings in MASKED else None
+            figures = measured(model, sequences, steps, driver, masks)
             step = f"{kind}, {settings}"
             read_us = settings_us(sequences)
             tell(model=name, step=step, graph=True, rows=num_rows, chunk=own_chunk, **figures, settings_us=read_us)

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
+from engine.grammar.row_masks import LockedMasks
 from engine.memory.weight_gate import WeightGate
 from engine.protocol import KernelsTold, LoadModel, WeightsHeld
 from scheduler.batch.plan import IntArray
@@ -50,7 +54,21 @@ class LoadTask:
     begun: Callable[[StreamedModel, WeightGate], None] | None = None
 
 
-class Runner(Protocol):
+class LocksMasks(Protocol):
+    """Registers the memory that masks are written to with a device's driver (page-locks it)."""
+
+    def lock_masks(self, bits: npt.NDArray[np.uint32]) -> LockedMasks | None:
+        """Registers memory with masks [M, W], which begins at the beginning of a page. Returns None if the device has no engine
+        that copies from the host, or if it refuses, which is logged. Called by the thread that runs steps."""
+        ...
+
+    def unlock_masks(self, locked: LockedMasks) -> None:
+        """Ends a registration, without waiting: no step that is launched later has the memory copied by the device, and steps under
+        way may still do that. The memory stays mapped until they have ended. Called by the thread that runs steps."""
+        ...
+
+
+class Runner(LocksMasks, Protocol):
     """Loads models onto one device. There are two: TorchRunner for models that compute, NullRunner for null models (tests)."""
 
     @property

@@ -87,6 +87,10 @@ class CudaStreams:
         """Waits for everything launched so far on the stream of steps."""
         torch.cuda.default_stream(self._device).synchronize()
 
+    def steps_so_far(self) -> EventFence:
+        """Returns a fence that is passed once everything launched so far on the stream of steps has ended."""
+        return EventFence(torch.cuda.default_stream(self._device))
+
     def on_incoming(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.incoming)
 

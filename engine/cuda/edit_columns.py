@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.cuda.kernels import entry
-from engine.cuda.sequences import Group
+from engine.cuda.sequences import Group, num_words_in
+from engine.grammar.row_masks import RowMasks
 from engine.protocol import SamplingParams
 from engine.sampling.sampler import LogitEdits, SamplingRows, banned_ids
 from loader.sizes.gpu_sizing import EDITED_ROWS, EDITED_TOKENS, LOGITS_ROWS
 from scheduler.batch.plan import BoolArray, IntArray, LongArray
 
 NO_WORDS = np.empty(0, np.int32)
+NO_OTHERS = np.empty(0, np.intp)
+MOST_GAPS = 2  # a span of masks is at most so many times as long as those that are needed of it
 
 
 @dataclass(slots=True)
@@ -53,6 +56,17 @@ class _Lasting:
     has_ban: bool
 
 
+class _Span(NamedTuple):
+    """The masks of some of a part's rows, which lie close together in page-locked memory. words: the memory from the first to the
+    last of them. rows [M]: the rows. places [M]: where each one's mask begins among the words. others: which masks of the part are
+    not among these."""
+
+    words: IntArray
+    rows: npt.NDArray[np.intp]
+    places: IntArray
+    others: npt.NDArray[np.intp]
+
+
 class KnownEdits:
     """The edits of logits that the requests in a model's slots ask for, as arrays that are made once for each request."""
 
@@ -62,6 +76,7 @@ class KnownEdits:
         self._penalised = np.zeros(num_slots, np.bool_)
         self._biases, self._banned = [NO_WORDS] * num_slots, [NO_WORDS] * num_slots  # biases: the ids, then the values
         self._num_biases, self._num_banned = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
+        self._numbers = np.arange(EDITED_ROWS, dtype=np.int32)
         # Those of the last part, and whose they are. Forgotten when any slot's arrays are made anew.
         self._lasting: tuple[tuple[bytes, ...], _Lasting] | None = None
 
@@ -90,15 +105,22 @@ class KnownEdits:
             lasting = self._lasting_of(edits.slots[which], edits.early[which], edits.rows[which] - first)
             part.words.append(Group([lasting.words], len(lasting.words)))
         num_words = 0 if lasting is None else len(lasting.words)
+        span: _Span | None = None
         if (allowed := rows.allowed) is not None:
             masked = _within(allowed.rows, first, end, len(rows.temperature))
-            bits = allowed.bits[masked]
-            width = len(bits[0]) if bits else 0
-            part.columns["masks"][allowed.rows[masked] - first] = num_words + width * np.arange(len(bits))
-            part.words.append(Group(bits, width * len(bits)))
-            num_words += width * len(bits)
+            bits, own = allowed.bits[masked], allowed.rows[masked] - first
+            if (span := _span_of(allowed, masked, own)) is not None:
+                own, bits = own[span.others], [bits[at] for at in span.others.tolist()]
+            if bits:
+                width = len(bits[0])
+                part.columns["masks"][own] = num_words + width * self._numbers[: len(bits)]
+                part.words.append(Group(bits, width * len(bits)))
+                num_words += width * len(bits)
         if edits is not None and lasting is not None:
             self._add_edits(part, lasting, edits, which, num_words)
+        if span is not None:
+            part.columns["masks"][span.rows] = num_words_in(part.words) + span.places
+            part.words.append(Group([span.words], len(span.words), is_locked=True))
         return part
 
     def _add_edits(self, part: EditedPart, lasting: _Lasting, edits: LogitEdits, which: slice, num_words: int) -> None:
@@ -192,6 +214,30 @@ def picked_rows(rows: SamplingRows, which: IntArray) -> SamplingRows:
         None if rows.num_top is None else rows.num_top[which],
         None if allowed is None else replace(allowed, rows=np.searchsorted(which, allowed.rows)),
     )
+
+
+def _span_of(allowed: RowMasks, masked: slice, own: npt.NDArray[np.intp]) -> _Span | None:
+    """Returns the span of masks that the device copies by itself; None: the host copies all masks, because too few of them are
+    page-locked, or because they lie so far apart that the device would take longer than the host. allowed: a step's masks, of which
+    those in the slice `masked` are the part's. own: the part's rows that have them."""
+    locked, places = allowed.locked, allowed.places
+    if locked is None or places is None or not locked.is_locked:
+        return None
+    places, others = places[masked], NO_OTHERS
+    if not len(places):
+        return None
+    first, last = int(np.minimum.reduce(places)), int(np.maximum.reduce(places))
+    if last < 0:
+        return None
+    if first < 0:
+        there = places >= 0
+        others, own, places = np.flatnonzero(~there), own[there], places[there]
+        first = int(np.minimum.reduce(places))
+    if last - first >= min(MOST_GAPS * len(places), EDITED_ROWS - len(others)):
+        return None
+    width = locked.bits.shape[1]
+    words = locked.bits[first : last + 1].reshape(-1).view(np.int32)
+    return _Span(words, own, (places - np.int32(first)) * np.int32(width), others)
 
 
 def _within(rows: npt.NDArray[np.intp], first: int, end: int, num_rows: int) -> slice:

@@ -6,6 +6,7 @@ Source: CUDA driver API, "Virtual Memory Management". Imported only where cuda-b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +19,10 @@ from engine.cuda.unmapping import Unmapping
 from engine.memory import handles as descriptors
 from engine.memory.arena import copy_pieces
 from engine.memory.chunk_memory import Piece
+from loader.threads import Thread
 from scheduler.batch.plan import IntArray
+
+log = logging.getLogger("engine")
 
 FILE_DESCRIPTOR = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -93,6 +97,7 @@ class CudaMemory:
         if chunk_bytes <= 0 or chunk_bytes % granularity:
             raise ValueError(f"chunk_bytes {chunk_bytes} is not a multiple of the device's granularity {granularity}")
         self._handles: list[Any] = []
+        self._never_unmapped: list[object] = []  # host memory that the driver still has registered
         self._arena_address = self.reserve(self.num_bytes)
         self._streams = CudaStreams(self._device)
         self._unmapping = Unmapping(self._unmap_now, chunk_bytes)
@@ -193,6 +198,20 @@ class CudaMemory:
     def register_host(self, address: int, num_bytes: int) -> None:
         self._enter()
         call_driver(driver.cuMemHostRegister, address, num_bytes, 0)
+
+    def unregister_host(self, address: int, memory: object) -> None:
+        self._enter()
+        # another thread waits, since a step of a group that has lost a device may go on for long
+        Thread(target=self._unregister, args=(self._streams.steps_so_far(), address, memory), name="unregistering").start()
+
+    def _unregister(self, steps: EventFence, address: int, memory: object) -> None:
+        try:
+            self._enter()
+            steps.wait()
+            call_driver(driver.cuMemHostUnregister, address)
+        except Exception as error:
+            log.error("host memory stays registered with the device: %s", error)
+            self._never_unmapped.append(memory)
 
     def prepare(self, chunk: int) -> int:
         """Returns the size of a chunk in bytes and does nothing else, because a device's memory exists from the start."""

@@ -23,10 +23,12 @@ NUM_STAGING = 8  # copies that may be under way at a time: those of two steps an
 
 
 class Group(NamedTuple):
-    """Arrays of one dtype of 4-byte items, num_words items together."""
+    """Arrays of one dtype of 4-byte items, num_words items together. is_locked: the only array, of int32, lies in page-locked
+    memory that stays as it is until the step has ended, and the device copies it from there. Only the last group may be so."""
 
     arrays: Sequence[npt.NDArray[Any]]
     num_words: int
+    is_locked: bool = False
 
 
 # An array of 4-byte or 8-byte items. Or, if it is the last of the columns, groups of arrays that lie one after the other in it.
@@ -34,8 +36,8 @@ Column = npt.NDArray[Any] | list[Group]
 
 
 class Staging:
-    """Copies columns from the host to the device in one asynchronous copy, from page-locked memory if the device is a GPU.
-    num_buffers: copies that may be under way at a time without a wait."""
+    """Copies columns from the host to the device in one asynchronous copy, from page-locked memory if the device is a GPU. A group
+    that is page-locked already takes one more copy. num_buffers: how many may be under way at a time without a wait."""
 
     def __init__(self, device: torch.device, num_buffers: int = NUM_STAGING) -> None:
         self._device = device
@@ -60,7 +62,11 @@ class Staging:
         are written over; None: nothing."""
         laid_out = _laid_out(columns) if padding is None else padding.under(columns)
         head, pieces = np.frombuffer(laid_out, np.int32), _pieces(columns)
-        num_words = len(head) + _aligned(num_words_in(pieces))
+        locked = pieces[-1] if pieces and pieces[-1].is_locked else None
+        if locked is not None:
+            pieces = pieces[:-1]
+        # of what is copied from a buffer; only with nothing behind it is it padded
+        num_words = len(head) + (_aligned(num_words_in(pieces)) if locked is None else num_words_in(pieces))
         number = self._next
         self._next = (number + 1) % len(self._buffers)
         if self._copied[number] is not None:
@@ -71,12 +77,18 @@ class Staging:
         words = buffer.numpy()
         words[: len(head)] = head
         at = len(head)
-        for arrays, num in pieces:
+        for arrays, num, _ in pieces:
             if arrays:
                 np.concatenate(arrays, out=words[at : at + num].view(arrays[0].dtype))
                 at += num
-        target = torch.empty(num_words, dtype=torch.int32, device=self._device) if into is None else into[:num_words]
-        target.copy_(buffer, non_blocking=True)
+        end = num_words if locked is None else len(head) + _aligned(num_words - len(head) + locked.num_words)
+        target = torch.empty(end, dtype=torch.int32, device=self._device) if into is None else into[:end]
+        if locked is None:
+            target.copy_(buffer, non_blocking=True)
+        else:
+            target[:num_words].copy_(buffer, non_blocking=True)
+            from_there = torch.from_numpy(locked.arrays[0])
+            target[num_words : num_words + locked.num_words].copy_(from_there, non_blocking=True)
         if self._pinned:
             if self._copied[number] is None:
                 self._copied[number] = torch.cuda.Event(blocking=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.grammar.compile import compile_grammar, parser_limits
-from engine.grammar.messages import Draft, row_bytes
+from engine.grammar.messages import Draft, mask_number, row_bytes
 from engine.grammar.refusals import plain
 
 log = logging.getLogger("grammar")
@@ -40,9 +40,9 @@ class Matcher:
 
 
 class Matchers:
-    """The matchers of one model's requests, by key. masks: shared memory, which begins at `address`; each request's row of it has
-    rows_each masks of `row_bytes(vocab_size)` bytes. Bit i of a mask says that token i is allowed next. text_id: as in
-    messages.Open.
+    """The matchers of one model's requests, by key. masks: shared memory, which begins at `address`, with rows_each masks of
+    `row_bytes(vocab_size)` bytes for each request (messages.Open). Bit i of a mask says that token i is allowed next. text_id: as
+    in messages.Open.
 
     `start` may run in a thread while other methods are called."""
 
@@ -65,6 +65,7 @@ class Matchers:
         self._end_ids = [end for end in eos_token_ids if end < vocab_size]
         self._row_bytes = row_bytes(vocab_size)
         self._masks, self._address, self._rows_each = masks, address, rows_each
+        self._num_rows = len(masks) // (rows_each * self._row_bytes)
         self._matchers: dict[int, Matcher] = {}
 
     def _read(self) -> LLTokenizer:
@@ -148,7 +149,7 @@ class Matchers:
         self._check(state, matcher)
         if state.is_stopped():
             return True
-        start = (matcher.row * self._rows_each + at) * self._row_bytes
+        start = mask_number(matcher.row, at, self._num_rows) * self._row_bytes
         state.unsafe_compute_mask_ptr(self._address + start, self._row_bytes)
         self._check(state, matcher)
         row = bytearray(self._masks[start : start + self._row_bytes])

@@ -12,8 +12,9 @@ from engine.protocol import Message
 
 class Open(Message, frozen=True):
     """The first message: has the grammar process load a model's tokenizer. Answered by Opened. The masks are in shared memory, each
-    of ceil(vocab_size / 32) words with one bit for each token. A request has rows_each masks, one after the other: the tokens that
-    may follow its tokens, then those that may follow each token of its draft."""
+    of ceil(vocab_size / 32) words with one bit for each token. A request has rows_each masks: the tokens that may follow its
+    tokens, then those that may follow each token of its draft. The first masks of all requests lie one after the other, then their
+    second ones, and so on (`mask_number`)."""
 
     folder: str  # folder of the checkpoint, whose tokenizer.json is read
     vocab_size: int
@@ -87,6 +88,11 @@ class Broken(Message, frozen=True):
 def row_bytes(vocab_size: int) -> int:
     """Returns the bytes of one mask: one bit for each token, in whole words of 32 bits."""
     return (vocab_size + 31) // 32 * 4
+
+
+def mask_number(row: int, at: int, num_rows: int) -> int:
+    """Returns which mask of the shared memory is mask `at` of the request with this row."""
+    return at * num_rows + row
 
 
 ToGrammar = Open | Start | Advance | Forget

@@ -14,15 +14,28 @@ import numpy.typing as npt
 from scheduler.batch.plan import BatchPlan, SequenceTable
 
 
+@dataclass(slots=True, eq=False)
+class LockedMasks:
+    """Memory with the masks of several requests that is registered with a device's driver (page-locked), so that the device's copy
+    engine reads it. bits [M, W]. is_locked: whether it still is; a copy that is launched later is the host's."""
+
+    bits: npt.NDArray[np.uint32]
+    is_locked: bool = True
+
+
 @dataclass(slots=True)
 class RowMasks:
     """The masks of a step's constrained rows. request_ids: the requests of these K rows. rows [K]: the rows' indices among the
     plan's sampling rows, ascending. bits [K]: each row's mask [W], whose bit i says that token i is allowed. They may lie in memory
-    that a grammar's process writes the rows' next masks to, so they are read before the step's tokens are told to it."""
+    that a grammar's process writes the rows' next masks to, and a device may read them until the step has ended. So nobody writes
+    them before the step's result was read. locked: page-locked memory in which some of them lie; None: there is none. places [K]:
+    which of its masks each of them is, -1 for those that lie elsewhere."""
 
     request_ids: list[int]
     rows: npt.NDArray[np.intp]
     bits: list[npt.NDArray[np.uint32]]
+    locked: LockedMasks | None = None
+    places: npt.NDArray[np.int32] | None = None
 
     def allowed(self, at: slice, vocab_size: int) -> npt.NDArray[np.bool_]:
         """Returns the masks of the constrained rows in slice `at` as booleans [rows, V]; True: the token is allowed."""

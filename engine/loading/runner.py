@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.contracts.backend import Backend, SplitsModels
@@ -18,12 +20,13 @@ from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import KernelNews, LoadCancelled, LoadTask
 from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
 from engine.exchange import Exchange
+from engine.grammar.row_masks import LockedMasks
 from engine.loading.kernel_wait import Compilation, time_of_kernels, wait_for_kernels
 from engine.loading.left_weights import adopt
 from engine.loading.probe import probe_token
 from engine.loading.weight_copies import KeptCopy, WeightCopies
 from engine.memory.group_region import open_region
-from engine.memory.host_registration import BACKGROUND_SHARE, RegistersHost, register
+from engine.memory.host_registration import BACKGROUND_SHARE, RegistersHost, register, register_whole
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_gate import WeightGate
@@ -78,6 +81,16 @@ class TorchRunner:
     def _register(self, memory: RegistersHost, tier: HostTier) -> None:
         wait([self._kernels])  # loads wait for these, and none for the tier
         register(memory, "host tier", [tier.span], tier.slot_bytes, BACKGROUND_SHARE)
+
+    def lock_masks(self, bits: npt.NDArray[np.uint32]) -> LockedMasks | None:
+        if isinstance(self.memory, RegistersHost) and register_whole(self.memory, "grammar masks", bits.ctypes.data, bits.nbytes):
+            return LockedMasks(bits)
+        return None
+
+    def unlock_masks(self, locked: LockedMasks) -> None:
+        if locked.is_locked and isinstance(self.memory, RegistersHost):
+            locked.is_locked = False
+            self.memory.unregister_host(locked.bits.ctypes.data, locked.bits)
 
     def probe(self, number: int) -> None:
         token, right = probe_token(number, self.memory.arena.device)

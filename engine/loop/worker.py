@@ -123,7 +123,7 @@ class Engine:
         self.journal = StepJournal(journal, self.lifecycle.first_steps)
         self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
         self.idle_work = IdleWork(self.models, self._collector, self.preparer, self.lifecycle, self.journal)
-        self.constraints = Constraints()
+        self.constraints = Constraints(runner)
         self.expert_news = ExpertNews(self.models, channel.send)
         self.num_steps = 0
         self._under_way: deque[StepUnderWay] = deque()  # steps that were launched, the oldest first

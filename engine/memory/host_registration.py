@@ -29,8 +29,14 @@ class RegistersHost(Protocol):
     """A ChunkMemory whose device copies faster to and from registered host memory."""
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Registers the host memory from `address` on with the device's driver, for the life of the process. Raises MemoryError or
-        RuntimeError."""
+        """Registers the host memory from `address` on with the device's driver, for the life of the process or until
+        `unregister_host`. Raises MemoryError or RuntimeError."""
+        ...
+
+    def unregister_host(self, address: int, memory: object) -> None:
+        """Has the registration that begins at `address` end as soon as all steps launched so far have ended, and returns at once.
+        memory: what keeps the memory mapped, and is held until then. If the driver refuses, which is logged, it is held for the
+        life of the process."""
         ...
 
 
@@ -74,6 +80,18 @@ def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes
         registering_s * per_gib,
     )
     return done
+
+
+def register_whole(memory: RegistersHost, what: str, address: int, num_bytes: int) -> bool:
+    """Registers a small piece of host memory in one call, and returns whether it is registered. If not, the log says why. what: the
+    memory's name in the log."""
+    try:
+        _populate(address, num_bytes)
+        memory.register_host(address, num_bytes)
+    except (MemoryError, RuntimeError) as error:
+        log.warning("%s: not registered with the device: %s", what, error)
+        return False
+    return True
 
 
 def _populate(address: int, num_bytes: int) -> bool:

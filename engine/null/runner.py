@@ -27,7 +27,7 @@ from engine.contracts.loads import LoadCancelled, LoadTask
 from engine.contracts.ranks import GroupBroken
 from engine.contracts.steps import NoWorkSpace, StepResult
 from engine.exchange import Exchange
-from engine.grammar.row_masks import RowMasks
+from engine.grammar.row_masks import LockedMasks, RowMasks
 from engine.host.rank_memory import LINE_BYTES
 from engine.memory.group_region import open_region
 from engine.memory.host_tier import HostTier
@@ -274,6 +274,12 @@ class NullRunner:
     def __init__(self, configure: Configure, tier: HostTier | None = None, exchange: Exchange | None = None) -> None:
         self._configure, self._tier, self._exchange = configure, tier, exchange
         self._pacer = Pacer(configure.null_step_ms / 1e3)
+
+    def lock_masks(self, bits: npt.NDArray[np.uint32]) -> None:
+        """Returns None, because there is no device that copies."""
+
+    def unlock_masks(self, locked: LockedMasks) -> None:
+        """Does nothing, because nothing was locked."""
 
     def probe(self, number: int) -> None:
         """Does nothing, because null models compute nothing."""

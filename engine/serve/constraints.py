@@ -12,6 +12,7 @@ after each of them.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import select
@@ -24,6 +25,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from engine.contracts.loads import LocksMasks
 from engine.grammar.messages import Advance, Broken, Draft, Ended, Forget, Open, Opened, Ready, Start, row_bytes
 from engine.grammar.row_masks import RowMasks, constrained_rows, hold_ends_back, holds_any
 from engine.grammar.token_limits import TokenLimits
@@ -66,8 +68,9 @@ class Constrained:
 
 @dataclass(slots=True)
 class ModelGrammars:
-    """The grammar process of one model, and the requests that it follows. free_rows: unused rows of its mask memory. opened: it has
-    loaded the model's tokenizer. num_awaited: number of requests in the batch scheduler whose masks are being computed."""
+    """The grammar process of one model, and the requests that it follows. free_rows: unused rows of its mask memory, a heap: the
+    lowest is given out first, so that the masks of a step lie close together. opened: it has loaded the model's tokenizer.
+    num_awaited: number of requests in the batch scheduler whose masks are being computed."""
 
     served: ServedModel
     port: GrammarPort
@@ -91,10 +94,12 @@ class End:
 
 
 class Constraints:
-    """All constrained requests of an engine, of all models: those with a grammar, and those that rule out tokens by id. No method
-    may be called while a step runs."""
+    """All constrained requests of an engine, of all models: those with a grammar, and those that rule out tokens by id. Methods are
+    called by the thread that runs steps. While steps that were launched run, a request that is in one of them is not dropped, and
+    `sampled` is not told of it: the device may still read its mask. locks: page-locks masks; None: nobody does."""
 
-    def __init__(self) -> None:
+    def __init__(self, locks: LocksMasks | None = None) -> None:
+        self._locks = locks
         self.concerned: set[str] = set()  # models that have had such requests, kept for the loop, which looks before every step
         self._models: dict[str, ModelGrammars] = {}
         self._limits: dict[int, TokenLimits] = {}  # by id, requests that rule out tokens, with or without a grammar
@@ -146,7 +151,7 @@ class Constraints:
         del grammars.by_key[each.key]
         self._set_working(grammars, each, False)
         if each.row >= 0:
-            grammars.free_rows.append(each.row)
+            heapq.heappush(grammars.free_rows, each.row)
         if not each.started:
             grammars.parked.remove(each)
             return
@@ -185,28 +190,38 @@ class Constraints:
             known = table.num_tokens[slots]
             drafts = [table.tokens[slot, num:end].tolist() for slot, num, end in zip(slots, known, ends, strict=True)]
         eos_ids = served.spec.eos_token_ids
-        bits = [self._mask(grammars, request_id, draft, eos_ids) for request_id, draft in zip(request_ids, drafts, strict=True)]
-        return RowMasks(request_ids, rows, bits)
+        of_rows = [self._mask(grammars, request_id, draft, eos_ids) for request_id, draft in zip(request_ids, drafts, strict=True)]
+        bits = [mask for mask, _ in of_rows]
+        if grammars is None or (locked := grammars.port.locked) is None:
+            return RowMasks(request_ids, rows, bits)
+        places = np.array([place for _, place in of_rows], np.int32)
+        places[places >= len(locked.bits)] = -1
+        return RowMasks(request_ids, rows, bits, locked, places)
 
-    def _mask(self, grammars: ModelGrammars | None, request_id: int, draft: list[int], ends: list[int]) -> npt.NDArray[np.uint32]:
-        """Returns the mask [W] of the tokens that a request may sample after a draft, which may be empty. The mask allows at least
-        one token and must not be written to. ends: the model's end ids."""
-        mask, held_back = self._allowed(grammars, request_id, draft), self._ends_held_back(grammars, request_id, len(draft), ends)
-        if held_back:
-            mask = mask.copy()
+    def _mask(
+        self, grammars: ModelGrammars | None, request_id: int, draft: list[int], ends: list[int]
+    ) -> tuple[npt.NDArray[np.uint32], int]:
+        """Returns the mask [W] of the tokens that a request may sample after a draft, which may be empty, and the row of the mask
+        memory that it is the first mask of, -1 if it lies elsewhere. The mask allows at least one token and must not be written to.
+        ends: the model's end ids."""
+        mask, place = self._allowed(grammars, request_id, draft)
+        if held_back := self._ends_held_back(grammars, request_id, len(draft), ends):
+            mask, place = mask.copy(), -1
             hold_ends_back(mask, held_back)
-        return mask
+        return mask, place
 
-    def _allowed(self, grammars: ModelGrammars | None, request_id: int, draft: list[int]) -> npt.NDArray[np.uint32]:
-        """Returns the mask [W] of the tokens that both the request's grammar and its limits allow after a draft. It must not be
-        written to."""
+    def _allowed(self, grammars: ModelGrammars | None, request_id: int, draft: list[int]) -> tuple[npt.NDArray[np.uint32], int]:
+        """Returns the mask [W] of the tokens that both the request's grammar and its limits allow after a draft, and where it lies,
+        as `_mask` does. It must not be written to."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         limits = self._limits.get(request_id)
         if grammars is None or each is None:
             assert limits is not None
-            return limits.behind(draft) if draft else limits.bits
+            return limits.behind(draft) if draft else limits.bits, -1
         mask: npt.NDArray[np.uint32] = grammars.port.masks[each.row, len(draft)]
-        return mask if limits is None else mask & limits.behind(draft)
+        if limits is not None:
+            return mask & limits.behind(draft), -1
+        return mask, -1 if draft else each.row
 
     def _ends_held_back(self, grammars: ModelGrammars | None, request_id: int, num_drafted: int, ends: list[int]) -> list[int]:
         """Returns the end ids that a request may not sample yet (min_tokens, ignore_eos). If no other token is allowed, they may be
@@ -295,7 +310,7 @@ class Constraints:
         vocab_size, rows_each = served.hosted.vocab_size, 1
         if served.scheduler.drafts_masked:
             rows_each = max(1, min(1 + MOST_DRAFTED, MASKS_BYTES // (num_rows * row_bytes(vocab_size))))
-        port = GrammarPort(vocab_size, num_rows, rows_each)
+        port = GrammarPort(vocab_size, num_rows, rows_each, self._locks)
         self._poller.register(port.fileno(), select.EPOLLIN)
         port.send(Open(folder_of(served.spec), vocab_size, served.spec.eos_token_ids, num_rows, rows_each, text_id))
         return port
@@ -306,7 +321,7 @@ class Constraints:
             if each.row < 0:
                 if not grammars.free_rows:
                     return
-                each.row = grammars.free_rows.pop()
+                each.row = heapq.heappop(grammars.free_rows)
             grammars.parked.popleft()
             each.started = True
             self._set_working(grammars, each, True)

@@ -14,10 +14,15 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
+from engine.contracts.loads import LocksMasks
 from engine.grammar.messages import FromGrammar, row_bytes
 from engine.host.child_process import child_environment
 from engine.protocol import FrameReader, LoadModel, Message, encode
 from engine.serve.channel import wait_until
+
+# Rows whose masks are page-locked. A step has no more than 64 masks copied from there, and rows are given out lowest first. The
+# memory is there at once, at most 8 MiB with a vocabulary of 262,144.
+MOST_LOCKED = 256
 
 
 class ProcessDied(Exception):
@@ -26,19 +31,23 @@ class ProcessDied(Exception):
 
 class GrammarPort:
     """A running grammar process of one model. masks [num_rows, rows_each, W] uint32: written by the process, one row for each
-    request (engine/grammar/messages.py, Open); readable after the process's death until `close`."""
+    request (engine/grammar/messages.py, Open); readable after the process's death. locked: the masks [masks, 0] of the first rows,
+    page-locked; None: they are not. locks: page-locks them, until `close`; None: nobody does."""
 
-    def __init__(self, vocab_size: int, num_rows: int, rows_each: int = 1) -> None:
+    def __init__(self, vocab_size: int, num_rows: int, rows_each: int = 1, locks: LocksMasks | None = None) -> None:
         num_bytes = num_rows * rows_each * row_bytes(vocab_size)
         fd = os.memfd_create("grammar masks", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_bytes)
             memory = mmap.mmap(fd, num_bytes)
-            self.masks: npt.NDArray[np.uint32] = np.frombuffer(memory, np.uint32).reshape(num_rows, rows_each, -1)
+            behind_drafts = np.frombuffer(memory, np.uint32).reshape(rows_each, num_rows, -1)
+            self.masks: npt.NDArray[np.uint32] = behind_drafts.swapaxes(0, 1)
             self._socket, self._process = _spawn(fd)
         finally:
             os.close(fd)
         self._reader = FrameReader(FromGrammar)
+        self._locks = locks
+        self.locked = None if locks is None else locks.lock_masks(behind_drafts[0, :MOST_LOCKED])
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -70,10 +79,12 @@ class GrammarPort:
         return list(self._reader.feed(data))
 
     def close(self) -> None:
-        """Kills the process, even in the middle of its work, and frees its memory."""
+        """Kills the process, even in the middle of its work, and gives up its memory: that is unmapped once nothing reads it."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
+        if self.locked is not None and self._locks is not None:
+            self._locks.unlock_masks(self.locked)
 
 
 def _spawn(masks_fd: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:

@@ -200,6 +200,12 @@ class Driver(ModuleType):
         self.registered.append((address, size))
         return (CUresult.CUDA_SUCCESS,)
 
+    def cuMemHostUnregister(self, address: int) -> tuple[CUresult]:
+        found = [one for one in self.registered if one[0] == address]
+        self._check(len(found) == 1, "unregistering what is not registered")
+        self.registered.remove(found[0])
+        return (CUresult.CUDA_SUCCESS,)
+
     def _known(self, handle: Handle) -> Handle:
         self.handles.append(handle)
         return handle

@@ -14,6 +14,7 @@ from itertools import islice
 
 import numpy as np
 
+from engine.contracts.loads import LocksMasks
 from engine.contracts.steps import HostedModel
 from engine.protocol import LoadModel, RequestFailed, SamplingParams, Submit, TokensOut
 from engine.serve.answers import answer
@@ -57,10 +58,19 @@ class Run:
 
 
 class Bench:
-    """A model that is loaded, and what its requests need. spec: its checkpoint's folder is read for grammars."""
+    """A model that is loaded, and what its requests need. spec: its checkpoint's folder is read for grammars. locks: page-locks
+    masks."""
 
-    def __init__(self, model: HostedModel, spec: LoadModel, num_chunks: int, chunk_bytes: int, batched_tokens: int = 64) -> None:
-        self.model, self.spec, self._batched_tokens = model, spec, batched_tokens
+    def __init__(
+        self,
+        model: HostedModel,
+        spec: LoadModel,
+        num_chunks: int,
+        chunk_bytes: int,
+        batched_tokens: int = 64,
+        locks: LocksMasks | None = None,
+    ) -> None:
+        self.model, self.spec, self._batched_tokens, self._locks = model, spec, batched_tokens, locks
         self._chunks = num_chunks, chunk_bytes
 
     def run(
@@ -79,7 +89,7 @@ class Bench:
         are there at a time; 0: all."""
         done = Run({request_id: Answer() for request_id in requests})
         left, waiting = len(requests), iter(requests.items())
-        constraints, served = Constraints(), self._served(drafter, jumps or drafter is not None)
+        constraints, served = Constraints(self._locks), self._served(drafter, jumps or drafter is not None)
         scheduler = served.scheduler
         poller = select.poll()
         poller.register(constraints.fileno(), select.POLLIN)

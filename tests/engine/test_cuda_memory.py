@@ -8,6 +8,8 @@ import os
 import resource
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +153,53 @@ def test_an_error_of_the_thread_that_unmaps_is_told(
         with pytest.raises(RuntimeError, match=why):
             call()
     assert "unmapping chunks failed: cuMemUnmap: CUDA_ERROR_INVALID_VALUE" in caplog.text
+
+
+def test_host_memory_is_unregistered_and_unmapped_behind_the_steps_launched_so_far(
+    cuda_memory: Any, memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed, waits = threading.Event(), threading.Event()
+
+    class Fence:
+        def wait(self) -> None:
+            waits.set()
+            passed.wait(30)
+
+    monkeypatch.setattr(memory._streams, "steps_so_far", Fence)
+    held = np.zeros(8192, np.uint8)
+    address, gone = held.ctypes.data, weakref.ref(held)
+    memory.register_host(address, 8192)
+    memory.unregister_host(address, held)
+    del held
+    assert waits.wait(30)
+    assert driver.registered == [(address, 8192)]
+    assert gone() is not None
+    passed.set()
+    until_s = time.monotonic() + 30
+    while driver.registered or gone() is not None:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_host_memory_that_stays_registered_stays_mapped(
+    memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = threading.Event()
+
+    def cuMemHostUnregister(address: int) -> Any:
+        done.set()
+        return (cuda_stand_in.CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+    monkeypatch.setattr(driver, "cuMemHostUnregister", cuMemHostUnregister)
+    held = np.zeros(8192, np.uint8)
+    memory.unregister_host(held.ctypes.data, held)
+    assert done.wait(30)
+    until_s = time.monotonic() + 30
+    while not memory._never_unmapped:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert memory._never_unmapped == [held]
+    assert "host memory stays registered with the device: cuMemHostUnregister: CUDA_ERROR_INVALID_VALUE" in caplog.text
 
 
 def test_a_device_that_cannot_give_its_memory_keeps_nothing(cuda_memory: Any, driver: cuda_stand_in.Driver) -> None:

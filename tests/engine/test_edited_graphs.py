@@ -17,7 +17,7 @@ from engine.cuda import edited_graphs, graphs
 from engine.cuda.edited_graphs import EditedGraphs
 from engine.cuda.graph_room import GraphRoom
 from engine.cuda.model import CudaModel
-from engine.grammar.row_masks import RowMasks
+from engine.grammar.row_masks import LockedMasks, RowMasks
 from engine.protocol import SamplingParams
 from scheduler.batch.plan import BatchPlan, write_sampling
 from tests.engine.cuda_bench import INTERPRETED, PROMPT, load_cuda_model
@@ -46,9 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def results(model: CudaModel, mix: list[str], with_prompts: bool = False, num_steps: int = 3) -> list[Any]:
+def results(
+    model: CudaModel, mix: list[str], with_prompts: bool = False, num_steps: int = 3, are_locked: bool = False
+) -> list[Any]:
     """Returns the ids, flags and log-probabilities of steps in which the rows ask for what `mix` names. with_prompts: every second
-    step has a piece of one more prompt."""
+    step has a piece of one more prompt. are_locked: whether masks lie in page-locked memory."""
     random_bits, table = np.random.default_rng(7), make_table(groups=model.kv_groups)
     table.request_id[:] = np.arange(100, 100 + len(table.request_id))
     for slot, kind in enumerate(mix):
@@ -66,6 +68,8 @@ def results(model: CudaModel, mix: list[str], with_prompts: bool = False, num_st
             rows, samples = [*rows, (len(mix), 3 * at, 3)], [*samples, False]
         bits = random_bits.integers(0, 2**32, (len(masked), -(-VOCAB // 32)), np.uint32)
         masks = RowMasks([1] * len(masked), np.array(masked, np.intp), list(bits)) if masked else None
+        if masks is not None and are_locked:
+            masks.locked, masks.places = LockedMasks(bits), np.arange(len(masked), dtype=np.int32)
         result = model.execute(plan(*rows, samples=tuple(samples)), table, masks)
         table.tokens[: len(mix), 5 + at + 1], table.num_tokens[: len(mix)] = result.ids, 5 + at + 2
         told.append((result.ids.tolist(), result.bad.tolist(), result.logprobs))
@@ -112,6 +116,27 @@ def test_replays_give_what_launches_give(folder: Path, stand_in_graphs: None) ->
         assert {with_prompt for _, with_prompt in replayed} == ({False, True} if asking else set())
         # a step without a graph of its own samples none of its rows, and all of them are edited then
         assert {size for size, _ in replayed} <= {edited_graphs.edited_rows(asking), edited_graphs.edited_rows(len(mix))}
+
+
+def test_replays_read_masks_from_page_locked_memory(folder: Path, stand_in_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = (load_cuda_model(folder, max_graph_rows=8) for _ in range(2))
+    spans: list[int] = []
+    replay = EditedGraphs.replay
+
+    def noted(self: Any, size: int, columns: Any, *arguments: Any) -> Any:
+        spans.extend(group.num_words for group in columns["words"] if group.is_locked)
+        return replay(self, size, columns, *arguments)
+
+    for each in (plain, model):
+        remember_steps(each)
+        results(each, ["mask and more", "nothing", "mask", "many"])
+    monkeypatch.setattr(EditedGraphs, "replay", noted)
+    for mix in (["mask", "mask"], ["many", "nothing", "bias", "mask and more", "mask", "penalties"]):
+        wanted = results(plain, mix, True)
+        assert not spans
+        assert results(model, mix, True, are_locked=True) == wanted, mix
+        assert set(spans) == {2 * -(-VOCAB // 32)}
+        spans.clear()
 
 
 def test_idle_time_captures_once_a_step_had_edits(folder: Path, stand_in_graphs: None) -> None:

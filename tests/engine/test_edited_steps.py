@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from engine.cuda import edit_columns, edited
 from engine.cuda.edited import EditedSampling
 from engine.cuda.kernels import entry
-from engine.grammar.row_masks import RowMasks
+from engine.grammar.row_masks import LockedMasks, RowMasks
 from engine.protocol import SamplingParams
 from engine.sampling.outputs import sampled_outputs
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
@@ -52,18 +52,36 @@ def table_of(num_rows: int, settings: list[SamplingParams]) -> SequenceTable:
     return table
 
 
-def rows_of(step: BatchPlan, table: SequenceTable, masked: list[int]) -> SamplingRows:
+def rows_of(step: BatchPlan, table: SequenceTable, masked: list[int], places: list[int] | None = None) -> SamplingRows:
     rows = sampling_rows(step, table, EOS, VOCAB)
     if masked:
         bits = np.random.default_rng(2).integers(0, 2**32, (len(masked), -(-VOCAB // 32)), np.uint32)
-        constrain(rows, RowMasks([1] * len(masked), np.array(masked), list(bits)))
+        elsewhere = RowMasks([1] * len(masked), np.array(masked), list(bits))
+        constrain(rows, elsewhere if places is None else locked(masked, bits, places))
     return rows
 
 
-def by_device(hidden: torch.Tensor, step: BatchPlan, table: SequenceTable, masked: list[int], drawn: Any = None) -> Any:
+def locked(masked: list[int], bits: Any, places: list[int]) -> RowMasks:
+    """Returns masks that lie in page-locked memory at these places, -1 for those that lie elsewhere. What lies between is full of
+    other masks."""
+    there = np.full((ROWS * 3, bits.shape[1]), 0xAAAAAAAA, np.uint32)
+    own = [bits[at] if place < 0 else there[place] for at, place in enumerate(places)]
+    for at, mask in enumerate(own):
+        mask[:] = bits[at]
+    return RowMasks([1] * len(masked), np.array(masked), own, LockedMasks(there), np.array(places, np.int32))
+
+
+def by_device(
+    hidden: torch.Tensor,
+    step: BatchPlan,
+    table: SequenceTable,
+    masked: list[int],
+    drawn: Any = None,
+    places: list[int] | None = None,
+) -> Any:
     last_ids = torch.full((len(table.request_id) + 1,), -7, dtype=torch.int32)
-    sampling = EditedSampling(VOCAB, len(table.request_id), last_ids)
-    draw = sampling.draw(hidden, rows_of(step, table, masked), step.slots, table.request_id[step.slots], drawn, lambda x: x.clone())
+    sampling, rows = EditedSampling(VOCAB, len(table.request_id), last_ids), rows_of(step, table, masked, places)
+    draw = sampling.draw(hidden, rows, step.slots, table.request_id[step.slots], drawn, lambda x: x.clone())
     result = draw.result(draw.told, 0.5)
     if drawn is None:
         assert last_ids[torch.from_numpy(step.slots).long()].tolist() == result.ids.tolist()
@@ -105,6 +123,53 @@ def test_rows_get_what_the_host_gives_them(
     wanted = by_host(hidden, step, table, masked)
     assert wanted.bad.tolist() == [row == 7 for row in range(ROWS)]
     equal(by_device(hidden, step, table, masked), wanted)
+
+
+@pytest.mark.parametrize(
+    ("places", "most_rows", "copied"),
+    [
+        ([3, 4, 5, 6, 7], 64, [5]),
+        ([7, 3, -1, 5, 4], 64, [5]),
+        ([8, -1, -1, -1, -1], 64, [1]),
+        ([0, 9, 2, 4, 6], 64, [10]),
+        ([0, 10, 2, 4, 6], 64, []),  # a span of more than twice as many masks takes the device longer than the host
+        ([-1] * 5, 64, []),
+        ([3, 4, 5, 6, 7], 4, [2, 2, 1]),  # of rows in parts, which begin at 0, 4 and 8
+        ([2, 0, -1, 4, 5], 3, [3, 2]),
+        ([3, 0, -1, 4, 5], 3, [2]),  # a part has room for the masks of three rows
+    ],
+)
+def test_masks_in_page_locked_memory_are_copied_by_the_device(
+    monkeypatch: pytest.MonkeyPatch, places: list[int], most_rows: int, copied: list[int]
+) -> None:
+    """The rows get what the host gives them, and the device copies the spans of so many masks."""
+    monkeypatch.setattr(edit_columns, "EDITED_ROWS", most_rows)
+    spans: list[int] = []
+    copy = edited.Staging.copy
+
+    def noted(self: Any, columns: Any, *arguments: Any) -> Any:
+        spans.extend(group.num_words // 3 for group in columns["words"] if group.is_locked)
+        return copy(self, columns, *arguments)
+
+    monkeypatch.setattr(edited.Staging, "copy", noted)
+    hidden = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
+    table, masked = table_of(ROWS, SETTINGS), [0, 1, 4, 6, 8]
+    step = plan(*((slot, 11 + slot, 1) for slot in reversed(range(ROWS))))
+    equal(by_device(hidden, step, table, masked, None, places), by_host(hidden, step, table, masked))
+    assert spans == copied
+
+
+def test_masks_whose_memory_is_given_up_are_copied_by_the_host() -> None:
+    """They may be those of a process that has died before a step that has them was launched."""
+    table, known = table_of(3, SETTINGS), edit_columns.KnownEdits(3)
+    rows = rows_of(plan((0, 9, 1), (1, 9, 1), (2, 9, 1)), table, [0, 1], [0, 1])
+    assert rows.edits is not None
+    assert rows.allowed is not None
+    assert rows.allowed.locked is not None
+    known.look_up(rows.edits)
+    assert [group.is_locked for group in known.part(rows, 0, 3).words if group.num_words] == [False, False, True]
+    rows.allowed.locked.is_locked = False
+    assert not any(group.is_locked for group in known.part(rows, 0, 3).words)
 
 
 def test_a_slot_that_another_request_takes_over_is_edited_as_that_asks() -> None:

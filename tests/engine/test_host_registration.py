@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import re
 import threading
@@ -10,14 +11,17 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from engine.cpu.backend import CpuBackend
 from engine.cpu.memory import CpuMemory
 from engine.cuda.backend import CudaBackend
 from engine.loading.runner import TorchRunner
 from engine.memory import host_registration, mappings
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.host_tier import HostTier
+from engine.null.runner import NullRunner
 from engine.protocol import Configure
 from tests.engine.model_bench import BLOCK_TOKENS
 
@@ -34,6 +38,36 @@ class Registering(CpuMemory):
         self.registered = (*self.registered, (address, num_bytes))
         if sum(size for _, size in self.registered) > self.limit_bytes:
             raise MemoryError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
+
+    def unregister_host(self, address: int, memory: object) -> None:
+        self.registered = tuple(one for one in self.registered if one[0] != address)
+
+
+def test_masks_are_registered_until_they_are_unlocked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = Registering(4, CHUNK)
+    options = Configure("cuda:0", 4, CHUNK, 0, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=str(tmp_path))
+    runner = TorchRunner(CudaBackend(memory, options), options)
+    runner._kernels.result(60)
+    before = memory.registered
+    bits = np.frombuffer(mmap.mmap(-1, 8192), np.uint32).reshape(2, -1)
+    locked = runner.lock_masks(bits)
+    assert locked is not None
+    assert (locked.bits is bits, locked.is_locked) == (True, True)
+    assert memory.registered == (*before, (bits.ctypes.data, 8192))
+    for _ in range(2):
+        runner.unlock_masks(locked)
+        assert (locked.is_locked, memory.registered) == (False, before)
+    memory.limit_bytes = 0
+    assert runner.lock_masks(bits) is None
+    told = [record.message for record in caplog.records if "grammar masks" in record.message]
+    assert told == ["grammar masks: not registered with the device: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"]
+
+
+def test_devices_that_copy_nothing_lock_no_masks(tmp_path: Path) -> None:
+    options = Configure("cpu", 4, CHUNK, 0, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=str(tmp_path))
+    bits = np.zeros((2, 1024), np.uint32)
+    assert TorchRunner(CpuBackend(CpuMemory(4, CHUNK), options), options).lock_masks(bits) is None
+    assert NullRunner(options).lock_masks(bits) is None
 
 
 def test_ranges_cover_each_span_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from benchmarks.lossless import distribution
 from benchmarks.schemas import schema
+from engine.grammar.row_masks import LockedMasks
 from engine.protocol import FINISH_STOP, LoadModel, SamplingParams
 from tests.e2e.checkpoints import END_ID, VOCAB_SIZE, make_model
 from tests.engine.cuda_bench import INTERPRETED, load_cuda_model
@@ -122,6 +125,30 @@ def test_answers_on_a_gpu_are_those_without_drafts(tmp_path: Path) -> None:
     drafted = bench.run(asked, knowing(texts(asked, plain.answers), 0.8, model.vocab_size))
     assert differences(plain.answers, drafted.answers) == []
     assert drafted.num_held > 2
+
+
+@INTERPRETED[0]
+@INTERPRETED[1]
+def test_answers_are_those_of_masks_that_the_device_copies(tmp_path: Path) -> None:
+    """Rows have masks in page-locked memory, without drafts and behind them, and masks of their own beside these."""
+    pytest.importorskip("triton")
+    copied: list[int] = []
+
+    def noted(columns: Any, *arguments: Any) -> Any:
+        copied.extend(group.num_words for group in columns.get("words", ()) if group.is_locked)
+        return copy(columns, *arguments)
+
+    folder = make_model(tmp_path / "m", seed=3, num_layers=1, max_position_embeddings=512)
+    model = load_cuda_model(folder)
+    copy, model._edited.staging.copy = model._edited.staging.copy, noted  # type: ignore[method-assign]
+    locks: Any = SimpleNamespace(lock_masks=LockedMasks, unlock_masks=lambda locked: None)
+    spec = LoadModel(1, "m", str(folder), "float32", "", 0, 0, 64, MAX_LEN, 8, [END_ID])
+    asked = {at: ([at], SamplingParams(12, 0.0, grammar=GRAMMARS[at % 4], min_tokens=5 * (at % 2))) for at in range(1, 5)}
+    plain, locked = (Bench(model, spec, 64, 64 << 10, 16, each) for each in (None, locks))
+    wanted = plain.run(asked)
+    assert not copied
+    assert differences(wanted.answers, locked.run(asked).answers) == []
+    assert copied
 
 
 def test_sampled_tokens_follow_the_models_own_distribution(bench: Bench) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from engine.grammar.compile import compile_grammar
-from engine.grammar.row_masks import RowMasks, hold_ends_back
+from engine.grammar.row_masks import LockedMasks, RowMasks, hold_ends_back
+from engine.grammar.token_limits import TokenLimits
 from engine.protocol import SamplingParams
 from engine.sampling.token_mask import ROWS_AT_ONCE, apply_row_masks
 from engine.serve.constraints import Constraints
@@ -68,7 +69,7 @@ def test_masks_lie_where_they_were_written_unless_ends_are_held_back() -> None:
     asked = (SamplingParams(9, min_tokens=5, stop_token_ids=[40]), SamplingParams(9))
     by_id = {100 + row: SimpleNamespace(row=row, params=params, output=[1]) for row, params in enumerate(asked)}
     constraints, table = Constraints(), make_table(slots=2)
-    grammars: Any = SimpleNamespace(by_id=by_id, port=SimpleNamespace(masks=written.copy()))
+    grammars: Any = SimpleNamespace(by_id=by_id, port=SimpleNamespace(masks=written.copy(), locked=None))
     constraints._models["m"] = grammars
     table.request_id[:], table.constrained[:] = (100, 101), True
     spec = SimpleNamespace(model="m", eos_token_ids=[3])
@@ -78,6 +79,35 @@ def test_masks_lie_where_they_were_written_unless_ends_are_held_back() -> None:
     assert [bits.tolist() for bits in masks.bits] == [bits_of(7).tolist(), bits_of(3, 8).tolist()]
     assert (grammars.port.masks == written).all()
     assert [np.shares_memory(bits, grammars.port.masks) for bits in masks.bits] == [False, True]
+
+
+def test_masks_are_told_to_lie_in_page_locked_memory_only_where_they_do() -> None:
+    """Not so are those that ends are held back from, those that limits change, those behind a draft, and rows that are not
+    page-locked."""
+    written = np.zeros((2, 5, 3), np.uint32).swapaxes(0, 1)  # [rows, drafted tokens before, words]
+    written[:, :, 0] = 1 << 7 | 1 << 8
+    asked = [SamplingParams(9), SamplingParams(9, min_tokens=5), SamplingParams(9), SamplingParams(9), SamplingParams(9)]
+    by_id = {100 + row: SimpleNamespace(row=4 - row, params=params, output=[1]) for row, params in enumerate(asked)}
+    constraints, table = Constraints(), make_table(slots=5)
+    locked = LockedMasks(written[:4, 0])
+    grammars: Any = SimpleNamespace(by_id=by_id, port=SimpleNamespace(masks=written, locked=locked))
+    constraints._models["m"] = grammars
+    constraints._limits[102] = TokenLimits("m", SamplingParams(9, bad_words=[[7]]), 96, [])
+    table.request_id[:], table.constrained[:] = range(100, 105), True
+    spec = SimpleNamespace(model="m", eos_token_ids=[8])
+    served: Any = SimpleNamespace(spec=spec, scheduler=SimpleNamespace(table=table))
+    masks = constraints.masks(served, plan(*((slot, 6, 1) for slot in range(5))))
+    assert masks is not None
+    assert masks.locked is locked
+    assert masks.places is not None
+    assert masks.places.tolist() == [-1, -1, -1, 1, 0]
+    assert all(np.shares_memory(masks.bits[at], locked.bits[1 - (at - 3)]) for at in (3, 4))
+    step = plan((3, 6, 1), (3, 7, 1))
+    step.drafted, table.num_tokens[3] = True, 7
+    masks = constraints.masks(served, step)
+    assert masks is not None
+    assert masks.places is not None
+    assert masks.places.tolist() == [1, -1]
 
 
 def test_times_have_no_leap_second() -> None:

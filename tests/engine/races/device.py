@@ -75,8 +75,9 @@ class Named:
 # What an operation does besides its accesses, at the time when the device runs it.
 Action = Callable[["Stream"], None]
 # One access of an operation: the place, and whether it is written. A place is a block with its number when the operation was
-# launched or captured; an address with a length, which stands for the chunks that are mapped there when the operation runs; "kv" or
-# "adapters", the KV or the LoRA adapters of the step in progress; a Named; or else the name of host memory.
+# launched or captured; an address with a length, which stands for the chunks that are mapped there when the operation runs; "kv",
+# "adapters" or "masks", the KV, the LoRA adapters or the page-locked masks of the step in progress; a Named; or else the name of
+# host memory.
 Access = tuple[Any, bool]
 
 
@@ -245,6 +246,7 @@ class Device:
         self._num_handles = 0
         self.refuses = 0  # how many allocations are refused from now on
         self.counts: Counter[str] = Counter()  # operations of each name
+        self.registered: list[tuple[int, int]] = []  # the driver's: (address, bytes) of host memory
 
     # ---- streams
 
@@ -295,6 +297,9 @@ class Device:
             return address, num_bytes
         block = self._blocks[(address - FIRST_ADDRESS) // ADDRESS_STEP]
         return block, block.number
+
+    def is_registered(self, address: int, num_bytes: int) -> bool:
+        return any(begin <= address and address + num_bytes <= begin + size for begin, size in self.registered)
 
     def page_locked(self) -> Storage:
         """Returns page-locked memory of the host."""
@@ -353,7 +358,7 @@ class Device:
 
     def _names(self, place: Any, what: str) -> Iterator[tuple[Hashable, str]]:
         """Yields the name of each piece of memory that a place stands for now, and what kind of memory it is."""
-        if place in ("kv", "adapters"):
+        if place in ("kv", "adapters", "masks"):
             for own, _ in getattr(self.schedule.host, place):
                 yield from self._names(own, what)
         elif isinstance(place, tuple) and isinstance(place[0], Block):

@@ -9,6 +9,7 @@ replaced by launches that tell what they access, and the threads that read packe
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import sys
 from bisect import bisect_right
@@ -26,7 +27,7 @@ import pytest
 import torch
 
 from engine.contracts.adapters import ReadAdapter
-from engine.contracts.loads import LoadCancelled
+from engine.contracts.loads import LoadCancelled, LocksMasks
 from engine.contracts.steps import NoWorkSpace
 from engine.cuda import adapters as device_adapters
 from engine.cuda import (
@@ -50,6 +51,7 @@ from engine.cuda.backend import CudaBackend
 from engine.cuda.graph_room import GraphRoom
 from engine.cuda.kept_models import KeptModels
 from engine.cuda.kernels import linear_choice, triton_unpack
+from engine.grammar.row_masks import RowMasks
 from engine.layers import expert_counts
 from engine.layers.expert_counts import ExpertCounts
 from engine.lifecycle import loads
@@ -68,7 +70,7 @@ from scheduler.batch.plan import BatchPlan, make_sequence_table, write_sampling
 from tests.engine import cuda_stand_in
 from tests.engine.races import schedule
 from tests.engine.races.clocks import Clock
-from tests.engine.races.device import FIRST_ADDRESS, TORCH, Access, Device, Here, Rules
+from tests.engine.races.device import FIRST_ADDRESS, TORCH, Access, Device, Here, Named, Rules
 from tests.engine.races.schedule import Lock, Schedule, Stuck
 from tests.engine.races.tensors import Drawn, Tensor, Torch, reads, writes
 from tests.loader.checkpoints import shape
@@ -78,6 +80,7 @@ NAMES, NUM_CHUNKS, WEIGHT_CHUNKS, KV_CHUNKS = "abc", 12, 2, 1
 PREDICTS = "c"  # the model that does
 WIDTH, LENGTH, BLOCK_TOKENS = 16, 64, 16
 SHAPE = replace(shape(), experts=ExpertShape(num_experts=4, num_chosen=2, intermediate_size=8, normalised=True))
+MASK_WORDS = 1  # of the model's vocabulary
 ACTIONS = 120
 KEPT_BYTES = 200  # what evicted models may keep of the device: some of them, with few graphs
 MOST_ADAPTERS = 3  # of a model
@@ -96,6 +99,7 @@ class Driver(cuda_stand_in.Driver):
     def __init__(self) -> None:
         super().__init__()
         self._given_up = Clock()
+        self._registrations, self._num_registered = dict[int, Named](), 0
 
     def is_arena(self, address: int) -> bool:
         return self.arena_address <= address < self.arena_address + NUM_CHUNKS * CHUNK
@@ -169,11 +173,95 @@ class Driver(cuda_stand_in.Driver):
     def cuMemcpyDtoHAsync(self, target: int, source: Any, size: int, stream: Any) -> Any:
         return self._copied(stream, [((int(source), size), False), (f"host memory {target}", True)], "a copy from the device")
 
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> Any:
+        self._num_registered += 1
+        self._registrations[address] = Named(("registration", self._num_registered), "a registration")
+        return super().cuMemHostRegister(address, size, flags)
+
+    def registration_at(self, address: int) -> Named:
+        """Returns what stands for the registration of host memory that begins at an address. Whatever has the device read the
+        memory reads it."""
+        return self._registrations[address]
+
+    def cuMemHostUnregister(self, address: int) -> Any:
+        self.device.schedule.point()
+        self.device.counts["unregistering"] += 1
+        self.device.host_uses(self.registration_at(address), "a registration", "unregistering")
+        return super().cuMemHostUnregister(address)
+
     def _copied(self, stream: str, accesses: list[Any], what: str) -> Any:
         self.device.schedule.point()
         found = next(one for one in self.device.streams if one.cuda_stream == stream)
         self.device.run(what, accesses, found)
         return (cuda_stand_in.CUresult.CUDA_SUCCESS,)
+
+
+class Grammars:
+    """The masks of a model's requests, one row for each slot, and their grammar process, each of whose answers is a thread of its
+    own. locks: page-locks the masks."""
+
+    def __init__(self, schedule: Schedule, num_rows: int, locks: LocksMasks, driver: Driver) -> None:
+        self._schedule, self._locks = schedule, locks
+        memory = mmap.mmap(-1, num_rows * MASK_WORDS * 4)
+        self._bits = np.frombuffer(memory, np.uint32).reshape(num_rows, MASK_WORDS)
+        self.locked = locks.lock_masks(self._bits)
+        self._registration = driver.registration_at(self._bits.ctypes.data)  # no two of them have one name, as addresses may
+        self._answers: dict[int, Any] = {}  # row -> the thread that writes its mask
+        self._stepping: set[int] = set()  # rows of steps under way
+
+    def place(self, row: int) -> Named:
+        return Named(("mask", self._registration, row), "a mask")
+
+    def is_ready(self, row: int) -> bool:
+        """Returns whether a row's mask is written, and learns it from the process."""
+        answer = self._answers.get(row)
+        if row in self._stepping or (answer is not None and answer.is_alive()):
+            return False
+        if self._answers.pop(row, None) is not None:
+            answer.join()
+        return True
+
+    def masks(self, rows: list[int], own: list[int]) -> RowMasks:
+        """Returns the masks of these rows for a step, whose sampling rows with masks are `own`, and notes what is read of them."""
+        host, bits = self._schedule.host, [self._bits[row] for row in rows]
+        for row in rows:  # any of them may be copied by the host
+            host.device.host_reads(self.place(row), "a mask", "the host")
+        host.masks = [(place, False) for place in (self._registration, *map(self.place, rows))]
+        self._stepping.update(rows)
+        return RowMasks([1] * len(rows), np.array(own, np.intp), bits, self.locked, np.array(rows, np.int32))
+
+    def tell(self, rows: list[int]) -> None:
+        """Tells the process the tokens of a step, so that it writes the next masks of these rows."""
+        self._stepping.difference_update(rows)
+
+        def write(row: int) -> None:
+            self._schedule.point()
+            self._schedule.host.device.host_uses(self.place(row), "a mask", "a grammar's process")
+
+        for row in rows:
+            self._answers[row] = self._schedule.thread(write, args=(row,), name="grammar")
+            self._answers[row].start()
+
+    def close(self) -> None:
+        if self.locked is not None:
+            self._locks.unlock_masks(self.locked)
+
+
+@dataclass(slots=True)
+class Stepping:
+    """A step under way. rows: those of `grammars` that it has masks of."""
+
+    launched: Any
+    grammars: Grammars | None
+    rows: list[int]
+
+    def wait(self) -> None:
+        self.launched.wait()
+        self.tell()
+
+    def tell(self) -> None:
+        if self.grammars is not None and self.rows:
+            self.grammars.tell(self.rows)
 
 
 class Layers:
@@ -352,6 +440,7 @@ class Life:
     adapters: dict[int, int] = field(default_factory=dict)
     reading: AdapterRead | None = None
     is_split: bool = False
+    grammars: Grammars | None = None
 
 
 class EngineRun:
@@ -365,7 +454,7 @@ class EngineRun:
         self._random = self.schedule.random
         self._driver = Driver()
         self.device = self._driver.device = Device(self.schedule, rules, self._driver.names_at, self._driver.mappings_at)
-        self.schedule.first.device = self.device
+        self.schedule.first.device, self.device.registered = self.device, self._driver.registered
         cuda_memory = self._patch(monkeypatch)
         self._memory = cuda_memory.CudaMemory(NUM_CHUNKS, CHUNK)
         self._arena = self._driver.arena_address = self._memory.arena.data_ptr()
@@ -391,6 +480,7 @@ class EngineRun:
         self._lives: dict[str, Life] = {}
         self._hosted: dict[str, Any] = {}  # the latest of each name
         self._under_way: Any = None
+        self._may_lack = False  # whether the step that is launched may find no memory
 
     @property
     def faults(self) -> list[str]:
@@ -413,13 +503,13 @@ class EngineRun:
         ended.set_result(None)
         choice = SimpleNamespace(wants_packed=None, reason="")
         patches: list[tuple[Any, dict[str, Any]]] = [
-            (cuda_memory, {"torch": torch_on}),
+            (cuda_memory, {"torch": torch_on, "Thread": self.schedule.thread}),
             (copies, {"torch": torch_on, "triton_checksum": sums}),
             (backend, {"torch": torch_on, "MAX_GRAPH_ROWS": 4, "MAX_GRAPH_TOKENS": 32}),
             (mixed_graphs, {"torch": torch_on, "STEPS_BEFORE_CAPTURE": 2}),
             (graph_room, {"RESTING_S": 0.0}),
             (mixed_graphs, {"pays": lambda *_: self._random.random() < 0.7}),
-            (edited, {"torch": torch_on, "entry": entry}),
+            (edited, {"torch": torch_on, "entry": entry, "edited_logits": self._edited_logits}),
             (edit_columns, {"entry": entry}),
             *((module, {"torch": torch_on, "entry": entry}) for module in (edited_graphs, edited_logits)),
             (graphs, {"torch": torch_on, "_space": None, "_room": GraphRoom(8), "_recording": schedule.Lock(self.schedule)}),
@@ -461,6 +551,12 @@ class EngineRun:
     def _layers(self, ops: Any, shape: Any, held: Any, ranks: Any, stages: Any) -> Any:
         """Stands in for engine.models.registry.build_model."""
         return Layers(Here(self.schedule), *held, shape.predicts)
+
+    def _edited_logits(self, *arguments: Any) -> Any:
+        """Edits logits in launched kernels. At times a step finds no memory for that, after masks were copied."""
+        if self._may_lack and self.schedule.host is self.schedule.first and self._random.random() < 0.1:
+            self.device.refuses = 1
+        return edited_logits.edited_logits(*arguments)
 
     def _unpack(self, packed: Tensor, begin: Tensor, most_values: int, out: Tensor, verdict: Tensor, number: int) -> None:
         self.device.launch("unpack", [reads(packed), reads(begin), writes(out), writes(verdict)])
@@ -548,6 +644,7 @@ class EngineRun:
             *[self._start_adapters] * 2,
             self._drop_adapter,
             self._compact,
+            self._end_grammars,
             self._cancel,
             self._lack_memory,
         ]
@@ -595,13 +692,39 @@ class EngineRun:
         chunks = {life.adapters[number] for number in numbers if number >= 0}
         self.schedule.host.adapters = [((self._arena + chunk * CHUNK, CHUNK), False) for chunk in sorted(chunks)]
         before = self._under_way
+        masks, rows = self._masks(life, plan)
+        step, self._may_lack = Stepping(None, life.grammars, rows), True
         try:
-            self._under_way = life.hosted.launch(plan, life.table)
+            step.launched = life.hosted.launch(plan, life.table, masks)
+            self._under_way = step
         except NoWorkSpace:
             self._finish()
+            step.tell()  # of other requests, which have the rows now
         else:
             if before is not None:
                 before.wait()
+        finally:
+            self._may_lack = False
+
+    def _masks(self, life: Life, plan: BatchPlan) -> tuple[RowMasks | None, list[int]]:
+        """Draws which rows of a step have a grammar, among those whose masks are written. Returns their masks, and their rows of
+        the mask memory."""
+        self.schedule.host.masks = []
+        if plan.drafted or self._random.random() < 0.5:
+            return None, []
+        if life.grammars is None:
+            life.grammars = Grammars(self.schedule, len(life.table.request_id), self._runner, self._driver)
+        grammars, slots = life.grammars, plan.slots.tolist()
+        own = [at for at, slot in enumerate(slots) if self._random.random() < 0.7 and grammars.is_ready(slot)]
+        rows = [slots[at] for at in own]
+        return grammars.masks(rows, own) if rows else None, rows
+
+    def _end_grammars(self) -> None:
+        """Ends a model's grammar process, also beside a step: it may be found dead as the next step is to be planned."""
+        for life in self._lives.values():
+            if life.grammars is not None and self._random.random() < 0.3:
+                life.grammars.close()
+                life.grammars = None
 
     def _plan(self, life: Life, first_slot: int = 0, most_rows: int = 3) -> BatchPlan:
         """Draws a step of a model, and writes what it reads of its sequences to the table."""
@@ -798,6 +921,8 @@ class EngineRun:
         self._free.append(source)
 
     def _end(self, life: Life) -> None:
+        if life.grammars is not None:
+            life.grammars.close()
         if life.adapters:
             self.device.refuses = 0
         if life.hosted is not None:

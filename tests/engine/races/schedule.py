@@ -34,6 +34,7 @@ class Host:
         self.handle: int | None = None  # cuBLAS's
         self.kv: list[Any] = []  # what the steps that it launches access
         self.adapters: list[Any] = []  # where the LoRA adapters of these steps lie
+        self.masks: list[Any] = []  # the page-locked masks that these steps point at
         self.group = 0  # the group of the share whose step it launches
         self.go = threading.Semaphore(0)
         self.device: Any = None

@@ -85,7 +85,7 @@ class Tensor:
         return self._view(shape, self.dtype, self.address)
 
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
-        self.on.launch("copy", [reads(other), writes(self)])
+        self.on.launch("copy of masks" if isinstance(other, Masks) else "copy", [reads(other), writes(self)])
         self.values = None if other.values is None else other.values.copy()
         return self
 
@@ -163,6 +163,15 @@ class Tensor:
         return Tensor(self.on, shape, self.dtype, self.device, self.on.allocate(shape, "a result"))
 
 
+class Masks(Tensor):
+    """Page-locked masks in memory that another process writes. A copy is taken to read those alone that the step in progress points
+    at: what it copies of others, which may be written meanwhile, nobody reads."""
+
+    @property
+    def place(self) -> Any:
+        return "masks"
+
+
 def reads(tensor: Tensor) -> Access:
     return tensor.place, False
 
@@ -216,7 +225,11 @@ class Torch:
         return CUDA
 
     def from_numpy(self, values: Any) -> Any:
-        return values
+        """Returns page-locked masks, and anything else as it is."""
+        address = values.ctypes.data
+        if not self._on.is_registered(address, values.nbytes):
+            return values
+        return Masks(self._on, values.shape, torch.int32, HOST, None, address)
 
     def equal(self, one: Any, other: Any) -> bool:
         return True

@@ -9,15 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from engine.contracts.steps import NoWorkSpace
 from engine.cuda import adapters, backend, edited_graphs, expert_counts, frames, graphs, model, predicting, sequences, sink
 from engine.cuda.graphs import WARM_UP_STEPS, CaptureSpace, StepGraph, StepGraphs
 from engine.cuda.kernels import linear_choice
 from tests.engine.cuda_stand_in import Refused
 from tests.engine.races.device import TORCH
-from tests.engine.races.engine_run import EngineRun, run_of
+from tests.engine.races.engine_run import EngineRun, Stepping, run_of
 from tests.engine.races.schedule import KeptEvent, Lock, Schedule, Stuck
 
 NUM_SEEDS = 50  # of each version of torch
@@ -70,7 +72,9 @@ def test_nothing_races(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "gather",
         "a copy from the device",
         "copy",
+        "copy of masks",
         "unmapping",
+        "unregistering",
     ):
         assert counts[what] > 30, what
 
@@ -298,6 +302,33 @@ def verdicts_are_read_beside_their_frames(run: EngineRun, monkeypatch: pytest.Mo
     monkeypatch.setattr(frames.DeviceFrames, "refused", lambda self, verdict: int(verdict.item()))
 
 
+def masks_are_written_before_their_steps_end(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar's process learns of a step's tokens while the device may still copy the step's masks."""
+
+    def hasty(self: Stepping) -> None:
+        self.tell()
+        self.launched.wait()
+
+    monkeypatch.setattr(Stepping, "wait", hasty)
+
+
+def failed_steps_leave_their_masks_to_others(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of a step that found no memory are failed while the device may still copy their masks."""
+
+    def launch(self: model.CudaModel, *arguments: Any) -> Any:
+        try:
+            return self._launch(*arguments)
+        except torch.OutOfMemoryError:
+            raise NoWorkSpace from None
+
+    monkeypatch.setattr(model.CudaModel, "launch", launch)
+
+
+def masks_are_unregistered_at_once(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process's masks are unregistered as it ends, while the device may still copy some of them."""
+    run.streams.steps_so_far = _Passed
+
+
 WORK_SPACE = "cuBLAS's work space"
 FAULTS: list[tuple[Callable[[EngineRun, pytest.MonkeyPatch], None], str, str]] = [
     (loads_capture, "2.11", f"on stream 4 writes {WORK_SPACE} that replayed a product on default stream may still write"),
@@ -331,6 +362,17 @@ FAULTS: list[tuple[Callable[[EngineRun, pytest.MonkeyPatch], None], str, str]] =
     (slots_are_given_back_at_once, "2.13", "writes a slot that a copy to the device on stream 0 may still read"),
     (loads_do_not_wait_for_frames, "2.12", "on stream 3 reads a chunk that unpack on stream 0 may still write"),
     (verdicts_are_read_beside_their_frames, "2.11", "copy to the host on default stream reads a tensor that unpack on"),
+    (
+        masks_are_written_before_their_steps_end,
+        "2.13",
+        "writes a mask that copy of masks on default stream may still read",
+    ),
+    (
+        failed_steps_leave_their_masks_to_others,
+        "2.12",
+        "writes a mask that copy of masks on default stream may still read",
+    ),
+    (masks_are_unregistered_at_once, "2.11", "writes a registration that copy of masks on default stream may still read"),
     (counts_are_read_at_once, "2.13", "the host on loop writes page-locked memory that copy on default stream may still write"),
 ]
 
