@@ -252,8 +252,8 @@ class CudaModel:
         except torch.OutOfMemoryError as error:
             why = str(error).partition("\n")[0]
         # raised outside the except block: here nothing holds the memory that the step had taken
-        if masks is not None and self._device.type == "cuda":
-            torch.cuda.default_stream(self._device).synchronize()  # their memory is written again once the requests have failed
+        if self._device.type == "cuda":  # what was launched of it uses adapters, KV and masks that others get now
+            torch.cuda.default_stream(self._device).synchronize()
         raise NoWorkSpace(f"a step of {int(plan.num_new.sum())} tokens of {len(plan.slots)} requests found no work space: {why}")
 
     @torch.inference_mode()
