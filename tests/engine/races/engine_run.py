@@ -695,7 +695,10 @@ class EngineRun:
         masks, rows = self._masks(life, plan)
         step, self._may_lack = Stepping(None, life.grammars, rows), True
         try:
-            step.launched = life.hosted.launch(plan, life.table, masks)
+            try:
+                step.launched = life.hosted.launch(plan, life.table, masks)
+            finally:
+                self._may_lack = False
             self._under_way = step
         except NoWorkSpace:
             self._finish()
@@ -703,8 +706,6 @@ class EngineRun:
         else:
             if before is not None:
                 before.wait()
-        finally:
-            self._may_lack = False
 
     def _masks(self, life: Life, plan: BatchPlan) -> tuple[RowMasks | None, list[int]]:
         """Draws which rows of a step have a grammar, among those whose masks are written. Returns their masks, and their rows of
