@@ -24,6 +24,14 @@ from tests.engine.races.schedule import KeptEvent, Lock, Schedule, Stuck
 
 NUM_SEEDS = 50  # of each version of torch
 MOST_SEEDS = 100  # in which a fault that was put back is found
+# A seed that finds a fault which few others do, by the name of what puts it back: it is tried before them, so that it need not be
+# up to date. A change of the engine moves it.
+FINDS = {
+    "loads_capture": 33,
+    "copies_outlive_their_errors": 18,
+    "adapters_do_not_wait_for_steps": 70,
+    "adapters_make_their_tables_anew": 7,
+}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -382,7 +390,7 @@ def test_a_fault_put_back_is_found(
     put_back: Callable[[EngineRun, pytest.MonkeyPatch], None], version: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: dict[str, None] = {}
-    for seed in range(MOST_SEEDS):
+    for seed in dict.fromkeys((FINDS.get(put_back.__name__, 0), *range(MOST_SEEDS))):
         with suppress(Refused):  # in some schedules the driver's stand-in is the first to find the fault
             found |= dict.fromkeys(run_of(seed, version, monkeypatch, put_back).faults)
         if any(fault in text for text in found):
