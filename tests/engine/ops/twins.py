@@ -25,7 +25,7 @@ def compiled_as_called() -> Iterator[None]:
     from engine.cpu import kernel_units
 
     for dtype in ("float32", "bfloat16"):
-        for name in (*OF_DECODERS, *SETS):
+        for name in (*OF_DECODERS, *SETS, "packed"):
             for unit in kernel_units.units(KernelSet(dtype, name), True):
                 unit.load()
     for one in list(vars(ops.kernels).values()):
