@@ -67,6 +67,7 @@ from daemon.traces.traces import Traces
 from daemon.upstreams.upstream import Upstream
 from daemon.upstreams.upstreams import Upstreams
 from engine.protocol import PROTOCOL_VERSION
+from loader.files import open_files
 from loader.models.catalog import Checkpoint
 from scheduler.node import events, residency
 from scheduler.node.node_scheduler import NodeScheduler
@@ -116,6 +117,7 @@ class NodeParts:
         self.devices = devices = division.devices
         self.inventory = inventory or Driver()
         self.tasks = LongTasks()
+        self._unread = ""  # why the models folder cannot be read
         self.state_keeper = StateKeeper(state, self.tasks)
         self.settings = LiveSettings(config, sources or Sources(None, {}))
         self.ring, self.metric = EventRing(), Metrics()
@@ -273,7 +275,13 @@ class NodeParts:
     async def rescan(self, config: NodeConfig | None = None) -> None:
         """Reads the models folder again, and tells the scheduler which models are new, changed or gone. config: new settings to
         apply to the models; None: those in use. Raises OSError if the folder cannot be read."""
-        changes = await self.registry.rescan(config)
+        try:
+            changes = await self.registry.rescan(config)
+        except OSError as error:
+            if config is None and not open_files.are_used_up(error):
+                self._unread = f"models_dir {self.config.models_dir} cannot be read ({error.strerror}): the models stay as they are"
+            raise
+        self._unread = ""
         for at, change in enumerate(changes):
             self.dispatcher.post(change)
             self._tell(change)
@@ -556,7 +564,7 @@ class NodeParts:
         return healthy, {"status": "failing" if not healthy else "degraded" if problems else "ok", "problems": problems}
 
     def _problems(self) -> list[str]:
-        return [*self.scheduler.health(), *self.tasks.problems()]
+        return [*self.scheduler.health(), *self.tasks.problems(), *([self._unread] if self._unread else [])]
 
     def problem(self) -> str:
         """Returns why the node must be restarted, so that systemd's watchdog is not notified; "" if it is sound."""

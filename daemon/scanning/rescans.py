@@ -18,12 +18,14 @@ LOOK_AGAIN_S = (1.0, 3.0, 10.0)
 
 class Rescans:
     """Calls `rescan`, which scans the models folder, after each change in it and several times in the seconds after that, and when
-    a path that did not answer in an earlier scan is to be examined again."""
+    a path that did not answer in an earlier scan is to be examined again. While the folder cannot be read, it is tried again every
+    few seconds, since a file system that is mounted again tells of no change."""
 
     def __init__(self, rescan: Callable[[], Awaitable[None]], scanner: ModelScanner) -> None:
         self._rescan, self._scanner = rescan, scanner
         self._changed = asyncio.Event()
         self._again: list[float] = []
+        self._logged = ""  # why the folder cannot be read, as in the log's last line on that
 
     def changed(self) -> None:
         self._changed.set()
@@ -40,8 +42,14 @@ class Rescans:
             try:
                 await self._rescan()
             except OSError as error:
+                self._again = self._again or [LOOK_AGAIN_S[-1]]
                 if open_files.are_used_up(error):
                     SHORTAGE.note("scans of the models folder put off")
-                    self._again = self._again or [LOOK_AGAIN_S[-1]]
                     continue
-                log.error("the models folder cannot be read (%s): the models stay as they are", error)
+                if str(error) != self._logged:
+                    log.error("the models folder cannot be read (%s): the models stay as they are", error)
+                self._logged = str(error)
+            else:
+                if self._logged:
+                    log.info("the models folder can be read again")
+                self._logged = ""

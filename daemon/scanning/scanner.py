@@ -61,6 +61,8 @@ class ModelScanner:
         self._process: _Process | None = None
         self._idle: asyncio.TimerHandle | None = None
         self._silent: dict[str, _Silent] = {}
+        # the models folder that did not answer at all, and the process that waited for it
+        self._stuck: tuple[str, _Process] | None = None
         self._signatures: dict[str, str] = {}
         self._warned: list[str] = []  # the last scan's warnings, which are not repeated
         self._closed = False
@@ -92,6 +94,9 @@ class ModelScanner:
         OSError if models_dir cannot be read or does not answer."""
         named, files = named or {}, list(files)
         async with self._lock:
+            if self._stuck is not None and self._stuck[0] == models_dir and self._stuck[1].is_running:
+                # another process would hang there, too
+                raise OSError(errno.ETIMEDOUT, "still does not answer", models_dir)
             limit_s = self._answer_limit_s
             due = {path for path in self._due() if models_dir or path in named.values()}
             for _ in range(MAX_SILENT):
@@ -103,6 +108,7 @@ class ModelScanner:
                 except NoAnswer as failed:
                     await self._end()
                     if failed.path == models_dir:
+                        self._stuck = models_dir, failed.process
                         raise OSError(errno.ETIMEDOUT, failed.why, models_dir) from None
                     due.discard(failed.path)
                     self._note(failed)

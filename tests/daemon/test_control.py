@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ def test_a_wrong_name_is_told_the_closest(node: Node, name: str, meant: str) -> 
 
 def test_a_model_whose_folder_is_gone_is_not_proposed_in_its_own_place(node: Node) -> None:
     folder = make_model(node.models / "leaving")
-    node.wait_for(lambda: "leaving" in {model["name"] for model in node.json("models")}, "the new model")
+    node.wait_for(lambda: node.state("leaving") == "cold", "the whole new model")
     stream = Stream(node, "leaving", "x", 900)
     stream.wait_for_chunks(1)
     shutil.rmtree(folder)
@@ -172,6 +173,23 @@ def test_a_model_named_as_the_models_folder_is_told(tmp_path: Path) -> None:
         make_model(folder / "more" / "b")
         running.wait_for(lambda: running.json("models"), "a further scan")
         assert running.log_text().count("is a model's folder itself") == 1
+
+
+def test_a_models_folder_that_cannot_be_read_is_told_until_it_can(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n") as running:
+        aside = running.models.rename(tmp_path / "aside")
+        running.wait_for(lambda: running.json("status")["problems"], "the problem")
+        said = f"models_dir {running.models} cannot be read (No such file or directory): the models stay as they are"
+        assert running.json("status")["problems"] == [said]
+        with urllib.request.urlopen(running.url + "/healthz") as answer:
+            assert json.load(answer) == {"status": "degraded", "problems": [said]}
+        assert running.state("a") == "cold"
+        make_model(aside / "b")
+        aside.rename(running.models)
+        running.wait_for(lambda: not running.json("status")["problems"], "the folder being read")
+        assert {model["name"] for model in running.json("models")} == {"a", "b"}
+        assert running.log_text().count("the models folder cannot be read") == 1
 
 
 def test_status_codes_of_the_api_match_the_exit_codes(node: Node) -> None:

@@ -48,7 +48,7 @@ def test_a_chat_template_that_hangs_delays_no_rescan(tmp_path: Path) -> None:
             assert Stream(node, "a", "hello", 4).join().error == ""
             with mount.hang():
                 make_model(node.models / "b")
-                node.wait_for(lambda: "b" in {model["name"] for model in node.json("models")}, "the new model")
+                node.wait_for(lambda: node.state("b") == "cold", "the whole new model")
                 assert Stream(node, "a", "hello", 4).join().error == ""
                 assert Stream(node, "b", "hello", 4).join().error == ""
                 assert f"{at}/own.jinja does not answer" in node.log_text()

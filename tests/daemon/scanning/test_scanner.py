@@ -173,6 +173,25 @@ async def test_a_models_folder_that_hangs_is_an_error(tmp_path: Path, scanner: M
         await scanner.scan(str(tmp_path / "hung"), {})
 
 
+async def test_no_second_process_waits_for_a_models_folder_that_hangs(
+    tmp_path: Path, scanner: ModelScanner, parts_hang: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that waits for a file system may not end although it was killed."""
+    folder = tmp_path / "hung"
+    folder.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(scanner_module._Process, "is_running", True)
+        for _ in range(3):
+            with pytest.raises(OSError, match="does not answer"):
+                await scanner.scan(str(folder), {})
+        assert len(parts_hang) == 1
+        write_checkpoint(tmp_path / "other" / "a")
+        assert (await scanner.scan(str(tmp_path / "other"), {}))["a"].complete
+    (folder / "mended").touch()
+    write_checkpoint(folder / "b")
+    assert (await scanner.scan(str(folder), {}))["b"].complete
+
+
 async def test_a_missing_models_folder_is_an_error(tmp_path: Path, scanner: ModelScanner) -> None:
     with pytest.raises(FileNotFoundError):
         await scanner.scan(str(tmp_path / "none"), {})
