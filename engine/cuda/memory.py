@@ -200,9 +200,13 @@ class CudaMemory:
         call_driver(driver.cuMemHostRegister, address, num_bytes, 0)
 
     def unregister_host(self, address: int, memory: object) -> None:
-        self._enter()
-        # another thread waits, since a step of a group that has lost a device may go on for long
-        Thread(target=self._unregister, args=(self._streams.steps_so_far(), address, memory), name="unregistering").start()
+        try:
+            self._enter()
+            # another thread waits, since a step of a group that has lost a device may go on for long
+            waiting = Thread(target=self._unregister, args=(self._streams.steps_so_far(), address, memory), name="unregistering")
+            waiting.start()
+        except Exception as error:  # no memory for the thread, for one
+            self._keep_registered(memory, error)
 
     def _unregister(self, steps: EventFence, address: int, memory: object) -> None:
         try:
@@ -210,8 +214,11 @@ class CudaMemory:
             steps.wait()
             call_driver(driver.cuMemHostUnregister, address)
         except Exception as error:
-            log.error("host memory stays registered with the device: %s", error)
-            self._never_unmapped.append(memory)
+            self._keep_registered(memory, error)
+
+    def _keep_registered(self, memory: object, error: Exception) -> None:
+        log.error("host memory stays registered with the device: %s", error)
+        self._never_unmapped.append(memory)
 
     def prepare(self, chunk: int) -> int:
         """Returns the size of a chunk in bytes and does nothing else, because a device's memory exists from the start."""

@@ -202,6 +202,19 @@ def test_host_memory_that_stays_registered_stays_mapped(
     assert "host memory stays registered with the device: cuMemHostUnregister: CUDA_ERROR_INVALID_VALUE" in caplog.text
 
 
+def test_without_memory_for_a_thread_host_memory_stays_registered(
+    memory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise MemoryError(f"thread {thread.name}: no memory")
+
+    monkeypatch.setattr("engine.cuda.memory.Thread.start", start)
+    held = np.zeros(8192, np.uint8)
+    memory.unregister_host(held.ctypes.data, held)
+    assert memory._never_unmapped == [held]
+    assert "host memory stays registered with the device: thread unregistering: no memory" in caplog.text
+
+
 def test_a_device_that_cannot_give_its_memory_keeps_nothing(cuda_memory: Any, driver: cuda_stand_in.Driver) -> None:
     driver.limit_bytes = 5 * CHUNK
     with pytest.raises(MemoryError, match="cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"):
