@@ -347,7 +347,9 @@ class OtherEngine:
             hosted: Any = self._backend.split_model(life.spec, SHAPE, weights, memory, region)  # type: ignore[arg-type]
             life.share = RacingShare(hosted, region)
         except (GroupBroken, nccl.NcclError):
-            pass  # the daemon learns it from the life, which has no share
+            # as the daemon does once it learns of it, whatever the first engine's loop waits for: that engine's load may wait in an
+            # exchange, and a group that the loop has ended waits for the same stream
+            self._run.other_exchange.break_group(life.spec.group.region_offset)
         finally:
             life.has_ended = True
             self.tell(life.spec.model, "loaded")
