@@ -60,7 +60,6 @@ from daemon.process.version import VERSION
 from daemon.record import state_lock
 from daemon.record.state import NodeState
 from daemon.scanning.folder_watch import FolderWatch
-from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
 from loader.files import open_files
 from loader.models.catalog import Checkpoint
@@ -167,16 +166,15 @@ class DaemonRun:
         node.tasks.start("saving what tenants used", node.usage_file.run)
         node.tasks.start("the watchdog's task", lambda: self._notify.watchdog(node.problem))
         try:
-            rescans = Rescans(node.rescan, scanner)
-            self._folder_watch = FolderWatch(rescans.changed)
+            self._folder_watch = FolderWatch(node.rescans.changed)
             scanner.looked_into = self._folder_watch.look_at
-            node.adapters.changed = rescans.changed
+            node.adapters.changed = node.rescans.changed
             await node.rescan()
             node.registry.unknown_models()
             node.take_up_kept()
             for worker in node.workers.values():
                 worker.configure()
-            node.tasks.start("looking for models", rescans.run)
+            node.tasks.start("looking for models", node.rescans.run)
             node.tasks.start("watching the models folder", self._folder_watch.run)
             self._follow_files()
             room, refuse = Room(open_files.limit()), refuse_request(node.metric.count_answer)

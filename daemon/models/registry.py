@@ -29,7 +29,7 @@ from daemon.models.model_names import ModelNames
 from daemon.models.planning import IS_HEAD, Planner
 from daemon.models.registered import Registered
 from daemon.models.sizing import Sizing
-from daemon.process.file_signature import MISSING, signature
+from daemon.process.file_signature import MISSING, signature_text
 from daemon.record.state import NodeState
 from engine.exchange import GroupForm
 from loader.errors import shortened
@@ -72,7 +72,7 @@ class Registry:
         state: NodeState,
         without_carve_out: Mapping[str, str] | None = None,
         scan: Scan = scan_in_thread,
-        signature_of: Callable[[str], str] = lambda path: str(signature([path])),
+        signature_of: Callable[[str], str] = signature_text,
     ) -> None:
         """Makes an empty registry, which rescan() fills. state: what operators have set, such as loaded adapters.
         without_carve_out: isolated model -> why no memory could be set aside for it. scan: reads the models folder.

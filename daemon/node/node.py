@@ -61,13 +61,13 @@ from daemon.record.state import NodeState
 from daemon.record.state_keeper import StateKeeper
 from daemon.record.usage_file import DayUsage, UsageFile
 from daemon.requests.dispatcher import Dispatcher
+from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
 from daemon.text.service import TextService
 from daemon.traces.traces import Traces
 from daemon.upstreams.upstream import Upstream
 from daemon.upstreams.upstreams import Upstreams
 from engine.protocol import PROTOCOL_VERSION
-from loader.files import open_files
 from loader.models.catalog import Checkpoint
 from scheduler.node import events, residency
 from scheduler.node.node_scheduler import NodeScheduler
@@ -117,7 +117,6 @@ class NodeParts:
         self.devices = devices = division.devices
         self.inventory = inventory or Driver()
         self.tasks = LongTasks()
-        self._unread = ""  # why the models folder cannot be read
         self.state_keeper = StateKeeper(state, self.tasks)
         self.settings = LiveSettings(config, sources or Sources(None, {}))
         self.ring, self.metric = EventRing(), Metrics()
@@ -128,6 +127,7 @@ class NodeParts:
         self._store = store
         self.host_memory = HostMemory(settings.host_tier_slots, settings.chunk_bytes, store)
         self.scanner = scanner or ModelScanner()
+        self.rescans = Rescans(self.rescan, self.scanner)
         self.registry = Registry(config, devices, state, division.problems, self.scanner.scan, self.scanner.signature_of)
         self.registry.refused, self.registry.turned_away = self._refused, self._turned_away
         self.dispatcher = Dispatcher(self.scheduler, config, self.registry.source, self.ring, self.metric, self.watch)
@@ -275,13 +275,7 @@ class NodeParts:
     async def rescan(self, config: NodeConfig | None = None) -> None:
         """Reads the models folder again, and tells the scheduler which models are new, changed or gone. config: new settings to
         apply to the models; None: those in use. Raises OSError if the folder cannot be read."""
-        try:
-            changes = await self.registry.rescan(config)
-        except OSError as error:
-            if config is None and not open_files.are_used_up(error):
-                self._unread = f"models_dir {self.config.models_dir} cannot be read ({error.strerror}): the models stay as they are"
-            raise
-        self._unread = ""
+        changes = await self.registry.rescan(config)
         for at, change in enumerate(changes):
             self.dispatcher.post(change)
             self._tell(change)
@@ -564,7 +558,7 @@ class NodeParts:
         return healthy, {"status": "failing" if not healthy else "degraded" if problems else "ok", "problems": problems}
 
     def _problems(self) -> list[str]:
-        return [*self.scheduler.health(), *self.tasks.problems(), *([self._unread] if self._unread else [])]
+        return [*self.scheduler.health(), *self.tasks.problems(), *self.rescans.problems()]
 
     def problem(self) -> str:
         """Returns why the node must be restarted, so that systemd's watchdog is not notified; "" if it is sound."""

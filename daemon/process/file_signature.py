@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-# the signature, as text, of one file that is not there or may not be looked at
-MISSING = "(None,)"
-
 Signature = tuple[tuple[int, int, int] | None, ...]
 
 
@@ -23,3 +20,11 @@ def signature(paths: Sequence[str]) -> Signature:
         else:
             found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
     return tuple(found)
+
+
+def signature_text(path: str) -> str:
+    """Returns the signature of one file as text; MISSING if it is not there or may not be looked at."""
+    return str(signature([path]))
+
+
+MISSING = str((None,))

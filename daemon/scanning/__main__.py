@@ -11,12 +11,13 @@ import sys
 from dataclasses import replace
 from itertools import chain
 
-from daemon.process.file_signature import signature
+from daemon.process.file_signature import signature_text
 from daemon.scanning.messages import Finished, Found, Looking, Same, Scan
 from engine.host.child_process import limit_memory
 from engine.protocol import FrameReader, Message, encode
-from loader.models.catalog import Checkpoint, named_adapters, walk
+from loader.models.catalog import Checkpoint, is_model_itself, named_adapters, walk
 
+log = logging.getLogger("hearthd.models")
 MEMORY_BYTES = 1 << 30  # of address space, enough for headers of 100 MB, which the format allows
 LARGE_BYTES = 48 << 20  # resident; a process of this size ends after the scan, which returns its memory
 OOM_SCORE_ADJ = 800  # if memory runs out, the kernel ends this process before the daemon and its engines
@@ -45,7 +46,7 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
         name: Checkpoint(name, path, complete=True, signature=signature) for name, (path, signature) in request.known.items()
     }
     warnings = _Warnings()
-    logging.getLogger("hearthd.models").addHandler(warnings)
+    log.addHandler(warnings)
 
     def send(message: Message) -> None:
         connection.sendall(encode(message))
@@ -67,15 +68,20 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
                     problem = _text(f"what its files say cannot be used: {failure}")
                     unusable = Checkpoint(checkpoint.name, checkpoint.path, error=problem, is_adapter=seen.is_named)
                     send(Found(unusable, *where))
+        if request.models_dir:
+            send(Looking(_text(request.models_dir)))
+            if is_model_itself(request.models_dir):
+                what = "is a model's folder itself; models are looked for below it, so name the folder that holds it"
+                log.warning("%s %s", request.models_dir, what)
         for path in request.files:
             if path not in request.silent:
                 send(Looking(_text(path)))
-                signatures[path] = str(signature([path]))
+                signatures[path] = signature_text(path)
                 folders.append(os.path.dirname(path))
     except OSError as failure:
         error = (failure.errno or 0, failure.strerror or str(failure))
     finally:
-        logging.getLogger("hearthd.models").removeHandler(warnings)
+        log.removeHandler(warnings)
     is_last = _resident_bytes() > LARGE_BYTES
     send(Finished(error, warnings.lines, is_last, folders, signatures))
     return is_last

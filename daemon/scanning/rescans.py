@@ -25,7 +25,11 @@ class Rescans:
         self._rescan, self._scanner = rescan, scanner
         self._changed = asyncio.Event()
         self._again: list[float] = []
-        self._logged = ""  # why the folder cannot be read, as in the log's last line on that
+        self._problem = ""  # why the folder cannot be read
+
+    def problems(self) -> list[str]:
+        """Returns a list for `hearth status`: a sentence on why the models folder cannot be read; [] if it can."""
+        return [self._problem] if self._problem else []
 
     def changed(self) -> None:
         self._changed.set()
@@ -46,10 +50,11 @@ class Rescans:
                 if open_files.are_used_up(error):
                     SHORTAGE.note("scans of the models folder put off")
                     continue
-                if str(error) != self._logged:
+                problem = f"models_dir {error.filename} cannot be read ({error.strerror}): the models stay as they are"
+                if problem != self._problem:
                     log.error("the models folder cannot be read (%s): the models stay as they are", error)
-                self._logged = str(error)
+                self._problem = problem
             else:
-                if self._logged:
+                if self._problem:
                     log.info("the models folder can be read again")
-                self._logged = ""
+                self._problem = ""

@@ -121,8 +121,7 @@ class TorchRunner:
         with ExitStack() as stack:
             files = stack.enter_context(FileCalls(spec.model, task.cancelled))
             choice = SourceChoice(self._rates, self._ring, backend.measured_decoder)
-            how = (backend.reads_in_place, choice.wants_packed, spec.predicts, spec.head_path)
-            source = _open(spec, files, *how, share)
+            source = _open(spec, files, backend.reads_in_place, wants_packed=choice.wants_packed, share=share)
             for note in source.checkpoint.notes:
                 log.info("%s: %s", spec.model, note)
             weight_format = FORMATS[spec.quantize]
@@ -241,8 +240,7 @@ class TorchRunner:
                 log.warning("%s: %s: reading its plain files", spec.model, error)
                 for each in behind:
                     each.begin_anew()
-                in_place = self.backend.reads_in_place
-                plain = _open(spec, files, in_place, predicts=spec.predicts, head=spec.head_path)
+                plain = _open(spec, files, self.backend.reads_in_place)
                 self._stream(task, plain, weights, behind)
                 task.read_as = f"read its plain files: the packed ones are damaged ({error})"
 
@@ -271,12 +269,12 @@ class TorchRunner:
         task.bytes_read = report.num_bytes
 
 
-def _open(spec: LoadModel, files: FileCalls, *how: Any, **options: Any) -> OpenCheckpoint:
-    """Opens a model's checkpoint in the thread of `files`. how, options: further arguments of open_checkpoint. Raises what
-    open_checkpoint raises, and LoadCancelled."""
-    options["name"] = spec.model
+def _open(spec: LoadModel, files: FileCalls, in_place: bool, **options: Any) -> OpenCheckpoint:
+    """Opens a model's checkpoint in the thread of `files`. in_place, options: further arguments of open_checkpoint, besides those
+    that the model says. Raises what open_checkpoint raises, and LoadCancelled."""
+    options |= {"predicts": spec.predicts, "head": spec.head_path, "name": spec.model}
     try:
-        return files.run(lambda: open_checkpoint(spec.path, spec.fingerprint, files.opened, *how, **options))
+        return files.run(lambda: open_checkpoint(spec.path, spec.fingerprint, files.opened, in_place, **options))
     except ReadCancelled as error:
         raise LoadCancelled(str(error)) from None
 

@@ -181,8 +181,6 @@ def walk(
                 raise
             continue  # removed or made unreadable meanwhile, so not a model
         watched(str(folder))
-        if not depth and _is_model_itself({entry.name for entry in entries}):
-            log.warning("%s is a model's folder itself; models are looked for below it, so name the folder that holds it", folder)
         files, below, unanswered = [], [], []
         for entry in entries:
             if entry.path in silent:
@@ -351,10 +349,7 @@ def _looks_like_model(names: set[str]) -> bool:
 def is_model_itself(folder: str | Path) -> bool:
     """Returns whether a folder that was named as the models folder is that of a single model. Raises OSError if the folder can't be
     read."""
-    return _is_model_itself(set(os.listdir(folder)))
-
-
-def _is_model_itself(names: set[str]) -> bool:
+    names = os.listdir(folder)
     return CONFIG_NAME in names and any(name.endswith(".safetensors") for name in names)
 
 

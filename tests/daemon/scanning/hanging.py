@@ -1,7 +1,7 @@
 """The scanning process on a file system of which parts hang: listing a folder named `hung*` never returns, one named `deadly*` ends
 the process, unless it holds a file `mended`; one named `large*` makes it grow for good. To stat a file named `hung*.jinja` never
-returns, unless there is `mended` beside it. Before it hangs, the process leaves a file
-with its pid as name in the folder HEARTHD_TEST_HANGS."""
+returns, unless there is `mended` beside it. Before it hangs, the process leaves a file with its pid as name in the folder
+HEARTHD_TEST_HANGS."""
 
 from __future__ import annotations
 

@@ -332,9 +332,7 @@ class Layers:
         return Torch(self._on).empty(num_rows, WIDTH, dtype=torch.bfloat16, device=self._inner.device)
 
 
-def opened(
-    path: str, fingerprint: str, stack: Any, in_place: bool, wants_packed: Any, predicts: bool, *head: str, name: str = ""
-) -> Any:
+def opened(path: str, fingerprint: str, stack: Any, in_place: bool, predicts: bool, **options: Any) -> Any:
     """Stands in for open_checkpoint."""
     files = {"is_packed": True, "has_plain_files_beside": False, "packed_reason": ""}
     return SimpleNamespace(shape=replace(SHAPE, predicts=predicts), checkpoint=SimpleNamespace(notes=()), **files)
