@@ -85,12 +85,12 @@ class Sequences:
         return BatchPlan(0, "bench", np.arange(num, dtype=np.int32), computed, num_new, samples)
 
 
-def masks_of(model: CudaModel, num_rows: int, held_back: bool) -> RowMasks:
-    """Returns masks that allow every other token, one after the other in memory as a grammar's process leaves them. held_back:
-    whether they lie in memory of their own instead, as masks do that end ids are taken out of before min_tokens."""
+def masks_of(model: CudaModel, num_rows: int) -> RowMasks:
+    """Returns masks that allow every other token, one after the other in memory as a grammar's process leaves them. End ids are
+    banned besides where min_tokens asks for it."""
     bits = np.full((num_rows, -(-model.vocab_size // 32)), 0x55555555, np.uint32)
-    locked = None if held_back else LockedMasks(bits)
-    return RowMasks([1] * num_rows, np.arange(num_rows), list(bits), locked, np.arange(num_rows, dtype=np.int32))
+    every, places = np.ones(num_rows, np.bool_), np.arange(num_rows, dtype=np.int32)
+    return RowMasks([1] * num_rows, np.arange(num_rows), list(bits), LockedMasks(bits), places, every)
 
 
 def measured(
@@ -141,7 +141,7 @@ def run(name: str, num_rows: int, chunk: int, steps: int, driver: no_driver.NoDr
     for settings in SETTINGS:  # of the model whose steps are replayed
         for kind, own_chunk in (("decode", 0), ("mixed", chunk)):
             sequences = Sequences(num_rows, own_chunk, settings)
-            masks = masks_of(model, num_rows, "min_tokens" in SETTINGS[settings]) if settings in MASKED else None
+            masks = masks_of(model, num_rows) if settings in MASKED else None
             figures = measured(model, sequences, steps, driver, masks)
             step = f"{kind}, {settings}"
             read_us = settings_us(sequences)

@@ -29,13 +29,15 @@ class RowMasks:
     plan's sampling rows, ascending. bits [K]: each row's mask [W], whose bit i says that token i is allowed. They may lie in memory
     that a grammar's process writes the rows' next masks to, and a device may read them until the step has ended. So nobody writes
     them before the step's result was read. locked: page-locked memory in which some of them lie; None: there is none. places [K]:
-    which of its masks each of them is, -1 for those that lie elsewhere."""
+    which of its masks each of them is, -1 for those that lie elsewhere. banning [K]: the rows whose end ids are banned besides,
+    as rows without a mask ban theirs before min_tokens; None: no row's are."""
 
     request_ids: list[int]
     rows: npt.NDArray[np.intp]
     bits: list[npt.NDArray[np.uint32]]
     locked: LockedMasks | None = None
     places: npt.NDArray[np.int32] | None = None
+    banning: npt.NDArray[np.bool_] | None = None
 
     def allowed(self, at: slice, vocab_size: int) -> npt.NDArray[np.bool_]:
         """Returns the masks of the constrained rows in slice `at` as booleans [rows, V]; True: the token is allowed."""
@@ -56,6 +58,18 @@ def hold_ends_back(bits: npt.NDArray[np.uint32], ids: list[int]) -> None:
     clear(without, ids)
     if without.any():
         bits[:] = without
+
+
+def allows_others(bits: npt.NDArray[np.uint32], ids: Iterable[int]) -> bool:
+    """Returns whether a mask [W] allows any token besides the token ids `ids`."""
+    at: dict[int, int] = {}
+    for each in ids:
+        if 0 <= each < 32 * len(bits):
+            at[each >> 5] = at.get(each >> 5, 0) | 1 << (each & 31)
+    words = {word: int(bits[word]) for word in at}
+    if any(words[word] & ~own for word, own in at.items()):
+        return True
+    return int(np.count_nonzero(bits)) > sum(bits_there != 0 for bits_there in words.values())
 
 
 def holds_any(bits: npt.NDArray[np.uint32], ids: Iterable[int]) -> bool:

@@ -90,7 +90,7 @@ class SamplingRows:
     key1: KeyArray
     edits: LogitEdits | None
     num_top: IntArray | None
-    allowed: RowMasks | None = None  # for rows with a grammar or token limits; end ids before min_tokens are masked out in it
+    allowed: RowMasks | None = None  # for rows with a grammar or token limits
 
 
 def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int], vocab_size: int) -> SamplingRows:
@@ -139,12 +139,12 @@ def banned_ids(end_ids: list[int], params: SamplingParams | None, vocab_size: in
 
 def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
     """Limits rows to the tokens that their masks in `allowed` allow. The bans of end ids before min_tokens are dropped for these
-    rows, since `allowed` contains them already."""
+    rows, since their masks contain them already, but for the rows of `allowed.banning`."""
     rows.allowed = allowed
     if rows.edits is not None:
-        masked = np.zeros(len(rows.temperature), np.bool_)
-        masked[allowed.rows] = True
-        rows.edits.early &= ~masked[rows.edits.rows]
+        banned = np.zeros(len(rows.temperature), np.bool_)
+        banned[allowed.rows] = True if allowed.banning is None else ~allowed.banning
+        rows.edits.early &= ~banned[rows.edits.rows]
 
 
 def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from engine.contracts.loads import LocksMasks
 from engine.grammar.messages import Advance, Broken, Draft, Ended, Forget, Open, Opened, Ready, Start, row_bytes
-from engine.grammar.row_masks import RowMasks, constrained_rows, hold_ends_back, holds_any
+from engine.grammar.row_masks import RowMasks, allows_others, constrained_rows, hold_ends_back, holds_any
 from engine.grammar.token_limits import TokenLimits
 from engine.protocol import SamplingParams
 from engine.serve.grammar_port import GrammarPort, ProcessDied, folder_of
@@ -184,31 +184,39 @@ class Constraints:
             return None
         slots = plan.slots[plan.samples][rows]
         request_ids = table.request_id[slots].tolist()
+        positions = (plan.num_computed + plan.num_new)[plan.samples][rows]  # of the tokens about to be sampled
         drafts: list[list[int]] = [[]] * len(rows)  # for each row, the drafted tokens before its token
         if plan.drafted:
-            ends = (plan.num_computed + plan.num_new)[plan.samples][rows]
             known = table.num_tokens[slots]
-            drafts = [table.tokens[slot, num:end].tolist() for slot, num, end in zip(slots, known, ends, strict=True)]
-        eos_ids = served.spec.eos_token_ids
-        of_rows = [self._mask(grammars, request_id, draft, eos_ids) for request_id, draft in zip(request_ids, drafts, strict=True)]
-        bits = [mask for mask, _ in of_rows]
-        if grammars is None or (locked := grammars.port.locked) is None:
+            drafts = [table.tokens[slot, num:end].tolist() for slot, num, end in zip(slots, known, positions, strict=True)]
+        eos_ids, locked = served.spec.eos_token_ids, None if grammars is None else grammars.port.locked
+        # A device that copies masks by itself bans end ids, too: if they were taken out of a mask, the host would have to copy it.
+        may_ban = [False] * len(rows) if locked is None else (positions < table.min_tokens_until[slots]).tolist()
+        each_row = zip(request_ids, drafts, may_ban, strict=True)
+        of_rows = [self._mask(grammars, request_id, draft, eos_ids, bans) for request_id, draft, bans in each_row]
+        bits = [mask for mask, _, _ in of_rows]
+        if locked is None:
             return RowMasks(request_ids, rows, bits)
-        places = np.array([place for _, place in of_rows], np.int32)
+        places = np.array([place for _, place, _ in of_rows], np.int32)
         places[places >= len(locked.bits)] = -1
-        return RowMasks(request_ids, rows, bits, locked, places)
+        return RowMasks(request_ids, rows, bits, locked, places, np.array([banned for _, _, banned in of_rows], np.bool_))
 
     def _mask(
-        self, grammars: ModelGrammars | None, request_id: int, draft: list[int], ends: list[int]
-    ) -> tuple[npt.NDArray[np.uint32], int]:
-        """Returns the mask [W] of the tokens that a request may sample after a draft, which may be empty, and the row of the mask
-        memory that it is the first mask of, -1 if it lies elsewhere. The mask allows at least one token and must not be written to.
-        ends: the model's end ids."""
+        self, grammars: ModelGrammars | None, request_id: int, draft: list[int], ends: list[int], may_ban: bool
+    ) -> tuple[npt.NDArray[np.uint32], int, bool]:
+        """Returns the mask [W] of the tokens that a request may sample after a draft, which may be empty; the row of the mask
+        memory that it is the first mask of, -1 if it lies elsewhere; and whether the sampler has to ban the ids that end the
+        request's text besides. The mask allows at least one token and must not be written to. ends: the model's end ids. may_ban:
+        whether the sampler bans them if asked."""
         mask, place = self._allowed(grammars, request_id, draft)
-        if held_back := self._ends_held_back(grammars, request_id, len(draft), ends):
-            mask, place = mask.copy(), -1
-            hold_ends_back(mask, held_back)
-        return mask, place
+        held_back, is_early = self._ends_held_back(grammars, request_id, len(draft), ends)
+        if not held_back or not holds_any(mask, held_back):
+            return mask, place, False
+        if is_early and may_ban:
+            return mask, place, allows_others(mask, held_back)
+        mask = mask.copy()
+        hold_ends_back(mask, held_back)
+        return mask, -1, False
 
     def _allowed(self, grammars: ModelGrammars | None, request_id: int, draft: list[int]) -> tuple[npt.NDArray[np.uint32], int]:
         """Returns the mask [W] of the tokens that both the request's grammar and its limits allow after a draft, and where it lies,
@@ -223,10 +231,12 @@ class Constraints:
             return mask & limits.behind(draft), -1
         return mask, -1 if draft else each.row
 
-    def _ends_held_back(self, grammars: ModelGrammars | None, request_id: int, num_drafted: int, ends: list[int]) -> list[int]:
-        """Returns the end ids that a request may not sample yet (min_tokens, ignore_eos). If no other token is allowed, they may be
-        sampled without ending the text (scheduler's class Endings). num_drafted: drafted tokens before the mask's position. ends:
-        the model's end ids."""
+    def _ends_held_back(
+        self, grammars: ModelGrammars | None, request_id: int, num_drafted: int, ends: list[int]
+    ) -> tuple[list[int], bool]:
+        """Returns the end ids that a request may not sample yet (min_tokens, ignore_eos), and whether they are so because of
+        min_tokens. If no other token is allowed, they may be sampled without ending the text (scheduler's class Endings).
+        num_drafted: drafted tokens before the mask's position. ends: the model's end ids."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         if each is not None:
             params, num_output = each.params, len(each.output)
@@ -234,10 +244,10 @@ class Constraints:
             limits = self._limits[request_id]
             params, num_output = limits.params, limits.num_output
         if num_output + num_drafted < params.min_tokens:
-            return [*ends, *params.stop_token_ids]
+            return [*ends, *params.stop_token_ids], True
         if params.ignore_eos and each is not None:  # with a grammar an end id would end the text; otherwise it is a normal token
-            return ends
-        return []
+            return ends, False
+        return [], False
 
     def sampled(self, served: ServedModel, masks: RowMasks, outcome: StepOutcome) -> None:
         """Records the tokens that a step with these masks has sampled, and asks for the masks that follow them."""

@@ -110,6 +110,20 @@ def test_generated_schemas(bench: Bench) -> None:
         assert drafted.num_held > 100
 
 
+def test_answers_where_the_sampler_bans_end_ids_are_those_of_masks_without_them(bench: Bench) -> None:
+    locks: Any = SimpleNamespace(lock_masks=LockedMasks, unlock_masks=lambda locked: None)
+    banning = Bench(bench.model, bench.spec, 64, 64 << 10, 64, locks)
+    asked = requests(14)
+    for at in range(15, 27):
+        penalty, grammar = 0.5 * (at % 3), ["regex:[a-z]{2,30}", "regex:(ab)*c?", 'lark:start: /[a-z ]{1,20}/ "."?'][at % 3]
+        params = SamplingParams(30, at % 2, seed=at, grammar=grammar, min_tokens=at, frequency_penalty=penalty, stop_token_ids=[99])
+        asked[at] = [at, 40], params
+    plain = bench.run(asked, jumps=False, at_once=6)
+    for drafter in (None, knowing(texts(asked, plain.answers), 0.7, VOCAB_SIZE)):
+        banned = banning.run(asked, drafter, jumps=drafter is not None, at_once=6)
+        assert differences(plain.answers, banned.answers) == []
+
+
 @INTERPRETED[0]
 @INTERPRETED[1]
 def test_answers_on_a_gpu_are_those_without_drafts(tmp_path: Path) -> None:
@@ -144,6 +158,7 @@ def test_answers_are_those_of_masks_that_the_device_copies(tmp_path: Path) -> No
     locks: Any = SimpleNamespace(lock_masks=LockedMasks, unlock_masks=lambda locked: None)
     spec = LoadModel(1, "m", str(folder), "float32", "", 0, 0, 64, MAX_LEN, 8, [END_ID])
     asked = {at: ([at], SamplingParams(12, 0.0, grammar=GRAMMARS[at % 4], min_tokens=5 * (at % 2))) for at in range(1, 5)}
+    asked[5] = [5], SamplingParams(12, 1.0, seed=5, grammar="regex:[a-z]{2,9}", min_tokens=6, presence_penalty=0.5, logprobs=2)
     plain, locked = (Bench(model, spec, 64, 64 << 10, 16, each) for each in (None, locks))
     wanted = plain.run(asked)
     assert not copied
