@@ -109,6 +109,7 @@ AIMS = (
          {"what": "small sum", "kib": (8, 64)}, most=(0.7, 0.9)),
     _aim("split", "a rank killed: seconds until the other one's stream goes on", "gpu_split", "goes_on_s", {"what": "rank killed"},
          most=(1,)),
+    _aim("split", "a stage killed: the same", "gpu_split", "goes_on_s", {"what": "stage killed"}, most=(1,)),
     _aim("split", "8B on two GPUs, a row: its rate over that on one", "gpu_split", "faster", {"what": "decode", "model": "8b"},
          least=(1.3,)),
     _aim("split", "8B in two stages, two rows in turn: their rate over that of one row on one", "gpu_split", "faster",

@@ -1,10 +1,11 @@
 """Models that are split over GPUs: exchanges between the ranks, by themselves and in graphs, how long they take and what of the
 device's memory they take; logits of models in shares and in stages against the whole model's; how fast they decode; and a rank that
-is killed while the other one waits for it. Ranks are processes that see one GPU each, as engines do. One JSON line each.
+is killed while the other one waits for it, in an exchange or for the states of a stage. Ranks are processes that see one GPU each,
+as engines do. One JSON line each.
 
-With one GPU this shows what one can: NCCL with a single rank; graphs of a share that hold NCCL's calls; and two ranks on the same
-GPU, which NCCL does not join, so that they exchange through the host; a pipeline of two stages on it, which need no NCCL. What
-needs two is named as skipped.
+With one GPU this shows what one can: NCCL with a single rank; graphs of a share that hold NCCL's calls; two ranks on the same GPU,
+which NCCL does not join, so that they exchange through the host; and a pipeline of two stages on it, which need no NCCL, until one
+of them is killed. What needs two is named as skipped.
 
 usage: python -m benchmarks.gpu_split [--tiny]: --tiny interpreted on the CPU, with gloo in the place of NCCL.
 """
@@ -24,7 +25,15 @@ import torch
 
 from benchmarks.gpu_ranks import HOST, NCCL, Rank, RankProcesses, RanksFailed, visible_devices
 from benchmarks.gpu_split_exchanges import abort, connections, prepare_abort, sums, wait_for_lost
-from benchmarks.gpu_split_models import decode_share, decode_whole_on, mirrored_logits, share_logits, stage_logits, whole_logits
+from benchmarks.gpu_split_models import (
+    decode_share,
+    decode_whole_on,
+    mirrored_logits,
+    share_logits,
+    stage_logits,
+    wait_for_lost_stage,
+    whole_logits,
+)
 from loader.sizes.gpu_sizing import COMMUNICATOR_BYTES, PEER_REGION_BYTES
 
 # What hearthd reckons with for a connection of a rank.
@@ -208,9 +217,20 @@ def decoding(
 
 
 def lose_one(ranks: RankProcesses, captured: bool) -> None:
-    """Kills the last rank while the first one waits for it in an exchange. The group's flag is set then, as the daemon does when it
-    sees that an engine has ended."""
-    ranks.start(wait_for_lost, captured)
+    """Kills the last rank while the first one waits for it in an exchange."""
+    tell(what="rank killed", ranks=ranks.size, captured=captured, goes_on_s=_killed_s(ranks, wait_for_lost, captured))
+
+
+def lose_stage(ranks: RankProcesses, graph_rows: int) -> None:
+    """Kills the first stage of a pipeline while the last one, rank 0, waits for its states."""
+    goes_on_s = _killed_s(ranks, wait_for_lost_stage, graph_rows)
+    tell(what="stage killed", stages=ranks.size, captured=bool(graph_rows), goes_on_s=goes_on_s)
+
+
+def _killed_s(ranks: RankProcesses, waiting: Callable[..., tuple[float, bool]], *arguments: Any) -> float:
+    """Kills the last rank while the first one waits for it in `waiting`. The group's flag is set then, as the daemon does when it
+    sees that an engine has ended. Returns the seconds until the first one's stream went on."""
+    ranks.start(waiting, *arguments)
     ranks.results(range(1, ranks.size))
     ranks.await_word(0)
     time.sleep(WAITS_S)
@@ -221,14 +241,17 @@ def lose_one(ranks: RankProcesses, captured: bool) -> None:
     ((ended_s, right),) = ranks.results([0])
     if not (waited and right):
         raise RanksFailed(f"the first rank {'computed wrongly afterwards' if waited else 'did not wait for the last one'}")
-    tell(what="rank killed", ranks=ranks.size, captured=captured, goes_on_s=round(ended_s - killed_s, 3))
+    return float(round(ended_s - killed_s, 3))
 
 
 def pipelines(group: Group, graph_rows: tuple[int, ...]) -> None:
-    """Compares the logits of each model in stages with those of the whole one. graph_rows: the most rows of graphs, by turns."""
+    """Compares the logits of each model in stages with those of the whole one, and kills a stage. graph_rows: the most rows of
+    graphs, by turns."""
     for name in dict.fromkeys(name for name, _ in MODELS):
         for rows in graph_rows:
             group.does("logits of a pipeline", partial(stages_logits, name=name, graph_rows=rows))
+    for rows in graph_rows:
+        group.does("a stage killed", partial(lose_stage, graph_rows=rows), ends=True)
 
 
 def across(group: Group, tiny: bool) -> None:
@@ -265,7 +288,7 @@ def on_one(visible: str) -> bool:
     tell(
         what="skipped",
         why="this machine has one GPU, and two are needed for exchanges between GPUs and their times, for split models with NCCL, "
-        "for how fast shares and stages decode, and for a rank that is killed",
+        "for how fast shares and stages decode, and for a rank of a share that is killed",
     )
     return alone.failed or two.failed
 

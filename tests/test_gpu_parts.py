@@ -277,6 +277,22 @@ def test_stages_of_a_pipeline_are_compared_with_one_device_and_timed(capsys: pyt
     assert decode["faster"] == pytest.approx(1e6 / decode["ms"], rel=1e-3)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
+def test_a_stage_is_killed_while_the_next_one_waits_for_its_states(capsys: pytest.CaptureFixture[str]) -> None:
+    group = gpu_split.Group([""] * 2, "cpu", HOST)
+    group.does("killing", lambda ranks: gpu_split.lose_stage(ranks, 0), ends=True)
+    assert not group.failed
+    _, killed = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert killed == {
+        "benchmark": "gpu_split",
+        "what": "stage killed",
+        "stages": 2,
+        "captured": False,
+        "goes_on_s": killed["goes_on_s"],
+    }
+    assert 0.0 <= killed["goes_on_s"] < 20.0
+
+
 def test_each_rank_sees_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_devices(2) == ["0", "1"]
