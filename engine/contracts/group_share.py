@@ -64,6 +64,10 @@ class GroupShare:
         GroupBroken if the group has lost a device."""
         self.hosted.follow(plan, self.region.table)
 
+    def has_ended(self) -> bool:
+        """Returns whether the device has ended all steps that `follow` has started. Does not wait. Raises the device's error."""
+        return self.hosted.has_ended()
+
     @property
     def num_uncaptured(self) -> int:
         return self.hosted.num_uncaptured if isinstance(self.hosted, CapturesSteps) else 0

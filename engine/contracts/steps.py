@@ -125,6 +125,11 @@ class SplitModel(HostedModel, Protocol):
         ranks, after which the leader may change it."""
         ...
 
+    def has_ended(self) -> bool:
+        """Returns whether this rank's device has ended all steps that `follow` has started; they may still run when it returns.
+        Does not wait. Raises the device's error, which nothing else meets until the next step."""
+        ...
+
 
 class Launched(Protocol):
     """A step that was started (LaunchesAhead.launch) and may still be running on the device."""

@@ -226,6 +226,10 @@ class CpuModel:
                 logits(hidden[first : first + self._logits_rows])
         self._check_ranks()
 
+    def has_ended(self) -> bool:
+        """Implements SplitModel.has_ended: a step has ended when `follow` returns."""
+        return True
+
     def _with_proposals(
         self, result: StepResult, plan: BatchPlan, table: SequenceTable, max_tokens: int | None = None
     ) -> StepResult:

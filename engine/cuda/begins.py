@@ -14,7 +14,6 @@ import torch
 from engine.cuda.copies import EventFence
 from engine.cuda.link import Link
 from engine.host.step_begins import StepBegins
-from loader.threads import Thread
 
 
 class DeviceBegins(Link):
@@ -25,8 +24,7 @@ class DeviceBegins(Link):
         self._begins, self._is_cuda = begins, is_cuda
         self._launched: queue.SimpleQueue[EventFence | None] = queue.SimpleQueue()
         if is_cuda and not is_first:
-            self._thread = Thread(target=self._note_launched, name="begins")
-            self._thread.start()
+            self._begin(self._note_launched, "begins")
 
     def note(self) -> None:
         """Notes when this rank's device begins what is launched next: now if it is idle, else once it has ended what was launched

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from loader.threads import Thread
@@ -15,10 +15,38 @@ CLOSE_LIMIT_S = 10.0  # for which `wait_closed` waits at most
 
 class Link:
     """A connection of a share to other shares. _alone: whether nothing passes through it at the moment. _thread: uses it, and ends
-    after `close`; None if the connection needs no thread."""
+    after `close`; None if the connection needs no thread. _fault: the error that ended this thread, None if there was none."""
 
     _alone = False
     _thread: Thread | None = None
+    _fault: Exception | None = None
+
+    def _begin(self, work: Callable[[], None], name: str) -> None:
+        """Starts the thread, which runs `work`. An error of it is kept for `check_fault`, and then `_told_fault` is called."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._fault = error
+                self._told_fault()
+
+        self._thread = Thread(target=run, name=name)
+        self._thread.start()
+
+    def _told_fault(self) -> None:
+        """Ends the waits for what the thread would have done. Called in the thread, when an error has ended its work."""
+
+    def has_ended(self) -> bool:
+        """Returns whether the thread has done all that it was given. Does not wait. Raises as `check_fault` does."""
+        self.check_fault()
+        return True
+
+    def check_fault(self) -> None:
+        """Raises the error that has ended the thread, if there was one. A device reports its errors at any later call, and the
+        thread's may be the only one that meets them."""
+        if self._fault is not None:
+            raise self._fault
 
     def close(self) -> None:
         """Has the thread end. Subclasses say what ends before that. Idempotent."""

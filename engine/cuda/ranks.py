@@ -21,7 +21,6 @@ from engine.cuda.collectives import Collectives, Connects
 from engine.cuda.connecting import WATCH_S, Connecting
 from engine.cuda.link import Link
 from engine.host.rendezvous import Rendezvous
-from loader.threads import Thread
 from scheduler.batch.plan import LongArray
 
 log = logging.getLogger("engine")
@@ -39,8 +38,7 @@ class DeviceRanks(Link):
         self._lock = threading.Lock()  # held while something is launched that exchanges
         self._has_ended = False
         self._end = threading.Event()
-        self._thread = Thread(target=self._end_if_broken, name="group")
-        self._thread.start()
+        self._begin(self._end_if_broken, "group")
 
     def count(self, num_tokens: int, num_rows: int) -> None:
         """Does nothing, because padding is exchanged, too."""
@@ -105,7 +103,7 @@ class DeviceRanks(Link):
     def _try_to(self, end: Callable[[], None]) -> None:
         try:
             end()
-        except RuntimeError as error:
+        except Exception as error:  # what is left has to be given up all the same
             log.error("rank %d of %d: %s", self.rank, self.size, error)
 
 

@@ -72,8 +72,15 @@ class ShareLinks:
         if self.stages is not None:
             self.stages.count(num_tokens)
 
+    def has_ended(self) -> bool:
+        """Returns whether the connections' threads have done all that they were given. Does not wait. Raises the error that has
+        ended one of them."""
+        return all(one.has_ended() for one in self._all)
+
     def check(self) -> None:
-        """Raises GroupBroken if the group has lost a device."""
+        """Raises the error that has ended the thread of a connection, or GroupBroken if the group has lost a device."""
+        for one in self._all:
+            one.check_fault()
         if self.ranks is not None:
             self.ranks.check()
         if self._broken[0]:
@@ -220,6 +227,10 @@ class CudaShare(CudaModel):
         for first, end in ((0, num_sampling), (num_sampling, num_sampling + (0 if owed is None else len(owed.tokens)))):
             for at in range(first, end, LOGITS_ROWS):
                 logits(hidden[at : min(at + LOGITS_ROWS, end)])
+
+    def has_ended(self) -> bool:
+        """Implements SplitModel.has_ended. It asks the stream, which takes the host less than an event behind each step would."""
+        return self._links.has_ended() and (self._device.type != "cuda" or torch.cuda.current_stream().query())
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:

@@ -1,7 +1,8 @@
 """Connects the stages of a pipeline of GPUs, which pass states on through memory of the host that their engines share.
 
 The thread that runs steps waits for states of the stage before, as on cpu devices. It does not wait for its own device: another
-thread sends a step's states once they are on the host.
+thread sends a step's states once they are on the host. If that thread meets an error, as of its device, it breaks the group, since
+the stages behind this one wait for the states, and the next call of the thread that runs steps raises the error.
 
 A CUDA graph can neither wait for another engine nor call a thread of the host, so a graph has only the layers. What is captured
 reads the states that it is given from memory of the device, and leaves there those that it passes on: `take` fills this memory
@@ -27,7 +28,6 @@ from engine.cuda.copies import EventFence
 from engine.cuda.link import Link
 from engine.memory.stage_link import StageLink
 from engine.memory.stage_states import state_rows
-from loader.threads import Thread
 
 _NUM_BUFFERS = 2  # of each direction, besides the one that is being filled
 
@@ -39,6 +39,7 @@ class DeviceStages(Link):
 
     _states: Sequence[Tensor] = ()  # what graphs read and write, after `keep`
     _in_place = False
+    _num_given = _num_passed = 0  # steps whose states the thread was given, and has sent
 
     def __init__(self, taking: StageLink, sending: StageLink, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._taking, self._sending, self._width, self._dtype, self._device = taking, sending, width, dtype, device
@@ -46,13 +47,12 @@ class DeviceStages(Link):
         self._num_tokens = 0
         self._is_cuda = device.type == "cuda"  # False where kernels are interpreted
         self._taken = [_Buffer(taking.handed_bytes, self._is_cuda) for _ in range(0 if taking.is_first else _NUM_BUFFERS)]
-        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()  # None: none comes any more
         self._filled: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
         if not sending.is_last:
             for _ in range(_NUM_BUFFERS + 1):
                 self._free.put(_Buffer(sending.handed_bytes, self._is_cuda))
-            self._thread = Thread(target=self._send_filled, name="stage")
-            self._thread.start()
+            self._begin(self._send_filled, "stage")
 
     @property
     def waited_s(self) -> float:
@@ -116,6 +116,7 @@ class DeviceStages(Link):
     def _fill(self, states: Sequence[Tensor]) -> None:
         """Waits until the previous stage has sent its states, and launches their copy to `states`."""
         if (place := self._taking.take()) is None:
+            self.check_fault()  # it has broken the group
             raise GroupBroken("a stage of a pipeline waits for another one: the group has lost a device")
         self.received()
         buffer = self._taken.pop(0)
@@ -129,15 +130,22 @@ class DeviceStages(Link):
 
     def _send(self, states: Sequence[Tensor]) -> None:
         """Launches the copy of these states to the host, from where the other thread sends them."""
-        buffer = self._free.get()
+        self.check_fault()
+        if (buffer := self._free.get()) is None:
+            self.check_fault()
+            raise RuntimeError("a stage of a pipeline sends nothing any more")
         for state, part in zip(states, buffer.parts(states, self._num_tokens), strict=True):
             part.copy_(state[: self._num_tokens], non_blocking=True)
         buffer.mark()
+        self._num_given += 1
         self._filled.put(buffer)
 
     def close(self) -> None:
         """Has the thread that sends end, once it has sent what it was given. Idempotent."""
         self._filled.put(None)
+
+    def has_ended(self) -> bool:
+        return super().has_ended() and self._num_passed == self._num_given
 
     def _send_filled(self) -> None:
         while (buffer := self._filled.get()) is not None:
@@ -145,7 +153,12 @@ class DeviceStages(Link):
             num_bytes = buffer.num_bytes
             self._sending.place[:num_bytes] = buffer.memory[:num_bytes].numpy()
             self._sending.send()
+            self._num_passed += 1
             self._free.put(buffer)
+
+    def _told_fault(self) -> None:
+        self._sending.break_group()
+        self._free.put(None)
 
 
 class _Buffer:

@@ -28,6 +28,9 @@ Result = TypeVar("Result")
 # A stream's next step usually follows within this time, in which the leader takes in the tokens, sends them, and plans.
 LINGER_S = 2e-4
 
+# An engine that runs nothing else asks its device this often whether the steps that it follows in have ended.
+ASK_EVERY_S = 0.02
+
 
 class GroupSteps:
     """Runs the steps in one engine's queue in the exchange memory. number: the engine's number. doorbell: an eventfd that other
@@ -49,6 +52,7 @@ class GroupSteps:
         self._models, self._journal, self._stepped = models, journal, stepped
         os.set_blocking(doorbell, False)
         self._posted: dict[int, deque[PostedStep]] = {}  # region -> steps that this engine leads and has not run, the oldest first
+        self._followed: list[GroupShare] = []  # shares whose steps may still run on the device
         exchange.reset(number)
 
     def fileno(self) -> int:
@@ -73,6 +77,15 @@ class GroupSteps:
         """Waits for an entry in the queue, for LINGER_S at most, without sleeping, because going to sleep and waking up takes as
         long. Returns whether there is one."""
         return self._exchange.comes_within(self._number, LINGER_S)
+
+    def has_ended(self) -> bool:
+        """Returns whether this engine's device has ended all steps that other engines lead. Does not wait. Raises the device's
+        error, which ends this engine as the error of a step of its own does. Nobody reads a result of these steps, so an engine
+        that runs nothing else learns of the error only by asking."""
+        if self._followed:
+            held = self._models.followed
+            self._followed = [share for share in self._followed if held.get(share.name) is share and not share.has_ended()]
+        return not self._followed
 
     def post(self, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> PostedStep:
         """Adds a step of a split model that this engine leads to the queues of all engines of its group. This engine runs its own
@@ -142,6 +155,8 @@ class GroupSteps:
             return
         plan = share.region.read_plan(share.name)
         self._journal.note(share.region.table.request_id.take(plan.slots))
+        if share not in self._followed:
+            self._followed.append(share)
         try:
             self.run_part(share, lambda: share.follow(plan))
         except GroupBroken as error:

@@ -31,7 +31,7 @@ from engine.lifecycle.lifecycle import Lifecycle
 from engine.lifecycle.loads import Loads
 from engine.loop.expert_news import ExpertNews
 from engine.loop.garbage_collector import GarbageCollector
-from engine.loop.group_steps import GroupSteps, PostedStep, broke
+from engine.loop.group_steps import ASK_EVERY_S, GroupSteps, PostedStep, broke
 from engine.loop.idle_work import IdleWork
 from engine.loop.pulse import BEAT_EVERY_S, Doing
 from engine.loop.step_journal import StepJournal
@@ -161,11 +161,13 @@ class Engine:
                 runs = bool(busy or self._under_way)
                 more_comes = groups is not None and has_followed and not runs and groups.comes_soon()
                 has_followed = groups is not None and more_comes and groups.run_queue()
-                if not runs and not more_comes:
+                follows = groups is not None and not runs and not more_comes and not groups.has_ended()
+                if not runs and not more_comes and not follows:
                     self.journal.nothing_runs()
                 wait_s = 0.0 if runs or more_comes else self._idle_wait_s()
+                most_s = ASK_EVERY_S if follows else BEAT_EVERY_S
                 self.journal.beat(Doing.TURN if wait_s == 0.0 else Doing.IDLE)
-                ready = poller.poll(BEAT_EVERY_S if wait_s is None else min(wait_s, BEAT_EVERY_S))
+                ready = poller.poll(most_s if wait_s is None else min(wait_s, most_s))
                 for fd, events in ready:
                     self.journal.beat(Doing.TURN)
                     if fd == lifecycle_fd:
@@ -194,8 +196,8 @@ class Engine:
                     self._turn(self.models.busy() if ready else busy)
                 elif self._under_way:
                     self._end_oldest()
-                elif not ready and wait_s is not None and not more_comes:  # nothing runs and nothing arrived
-                    self._idle()
+                elif not ready and wait_s is not None and not more_comes and not (follows and wait_s > most_s):
+                    self._idle()  # nothing runs, and nothing arrived for so long
         except ChannelClosed:
             log.info("the daemon is gone")
         finally:

@@ -81,6 +81,10 @@ class StageLink:
         if line[_SLEEPERS] > 0:
             wake_all(line, _SENT)
 
+    def break_group(self) -> None:
+        """Marks the group as broken, so that no stage waits any more for states that this one cannot send."""
+        self._broken[0] = 1
+
     def _sleep(self, line: LongArray) -> None:
         """Sleeps until the previous stage sends something, for _SLEEP_S at most. line: the counters of the memory through which
         that stage sends."""

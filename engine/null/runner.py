@@ -7,7 +7,9 @@ For tests of failures, config.json may hold an object `"hearthd_null"`: `load_s`
 fails with this text) and `load_error_permanent`, `nan_token`, `crash_token` and `no_memory_token` (a sequence that contains this id
 gives NaN, raises, or finds no memory for its step, the last only with `launches_ahead`), `launches_ahead` (steps are launched as on
 a GPU), and `token_ms` (the time that each token of a step adds to it). In a model that is split, ranks wait for each other in every
-step; `crash_rank` says which rank meets `crash_token` (all if it is left out).
+step; `crash_rank` says which rank meets `crash_token` (all if it is left out). A rank that follows may meet it late, as
+errors of GPUs are: with `crash_late_s` its step returns at once, the other ranks wait for its part, and it raises when it is asked
+that many seconds later whether the step has ended.
 """
 
 from __future__ import annotations
@@ -191,8 +193,11 @@ class NullShare(NullModel):
         size = region.stage_size
         self._counters = region.ranks[: size * LINE_BYTES].view(np.int64).reshape(size, -1)[:, 0]
         self._turn = 0
-        if config.get("hearthd_null", {}).get("crash_rank", region.rank) != region.rank:
+        faults = config.get("hearthd_null", {})
+        if faults.get("crash_rank", region.rank) != region.rank:
             self._crash_token = None
+        self._crash_late_s: float | None = faults.get("crash_late_s")
+        self._late: tuple[float, RuntimeError] | None = None  # an error, and by time.monotonic() when it can be met
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         self._receive()
@@ -202,8 +207,23 @@ class NullShare(NullModel):
 
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
         self._receive()
-        super().execute(plan, table)
+        try:
+            super().execute(plan, table)
+        except RuntimeError as error:
+            if self._crash_late_s is None:
+                raise
+            self._late = time.monotonic() + self._crash_late_s, error
+            return
         self._meet()
+
+    def has_ended(self) -> bool:
+        """Implements SplitModel.has_ended: a step has ended when `follow` returns, unless it meets its fault late."""
+        if self._late is None:
+            return True
+        due_s, error = self._late
+        if time.monotonic() < due_s:
+            return False
+        raise error
 
     def _receive(self) -> None:
         """Waits until the previous stage has passed the step on; the first stage does not wait. Raises GroupBroken."""

@@ -20,6 +20,7 @@ from engine.cuda import begins, connecting, nccl
 from engine.cuda.begins import DeviceBegins
 from engine.cuda.collectives import ID_BYTES
 from engine.cuda.ranks import DeviceRanks, connect
+from engine.cuda.share import CudaShare, ShareLinks
 from engine.host import step_begins
 from engine.host.rank_memory import LINE_BYTES
 from engine.host.rendezvous import Rendezvous, rendezvous_words
@@ -201,6 +202,56 @@ def test_a_rank_begins_a_step_when_its_device_has_ended_what_was_launched_before
     other.close()
     other.wait_closed()
     assert first._thread is None, "nobody notes when the first rank begins"
+
+
+def test_an_error_that_ends_what_notes_begins_is_raised_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    Fence.made = []
+    monkeypatch.setattr(begins, "EventFence", Fence)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "busy")
+    other = DeviceBegins(StepBegins(np.zeros(2 * LINE_BYTES, np.uint8), 1, 2), False, True)
+    links = ShareLinks(None, None, np.zeros(1, np.int64), other)
+
+    def wait(fence: Fence) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Fence, "wait", wait)
+    links.check()
+    other.note()
+    other.wait_closed()
+    for met in (links.check, links.has_ended):
+        with pytest.raises(RuntimeError, match="an illegal memory access"):
+            met()
+
+
+def test_a_connection_is_given_up_whatever_its_abort_raises(caplog: pytest.LogCaptureFixture) -> None:
+    halves = Halves()
+
+    def abort() -> None:
+        halves.calls.append("abort")
+        raise OSError("the library is gone")
+
+    halves.abort = abort  # type: ignore[method-assign]
+    ranks, _ = ranks_of(halves)
+    ranks.close()
+    ranks.wait_closed()
+    assert halves.calls == ["abort", "release"]
+    assert "rank 0 of 2: the library is gone" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [True, False, RuntimeError("CUDA error: an illegal memory access was encountered")])
+def test_a_share_asks_its_device_whether_its_steps_have_ended(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def query() -> bool:
+        if isinstance(answer, bool):
+            return answer
+        raise answer
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=query))
+    follower: Any = SimpleNamespace(_device=torch.device("cuda"), _links=ShareLinks(None, None, np.zeros(1, np.int64)))
+    if isinstance(answer, bool):
+        assert CudaShare.has_ended(follower) == answer
+    else:
+        with pytest.raises(RuntimeError, match="an illegal memory access"):
+            CudaShare.has_ended(follower)
 
 
 class Meeting:

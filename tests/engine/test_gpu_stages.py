@@ -95,6 +95,103 @@ def test_a_stage_of_a_broken_group_waits_no_longer() -> None:
     assert found == ["a stage of a pipeline waits for another one: the group has lost a device"]
 
 
+class Fault(RuntimeError):
+    """Stands for the error of a device, which the call that waits for a copy meets."""
+
+
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the device fail before its copies to the host have ended."""
+
+    def wait(buffer: Any) -> None:
+        raise Fault("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("engine.cuda.stages._Buffer.wait", wait)
+
+
+def test_a_fault_of_a_stages_device_reaches_the_thread_that_runs_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _, broken = joined()
+    first.count(TOKENS)
+    failing(monkeypatch)
+    found: list[Exception] = []
+
+    def send() -> None:
+        try:
+            for step in range(8):  # more than there are buffers, so that one of them is waited for
+                first.send(*states(step))
+        except Fault as error:
+            found.append(error)
+
+    sending = threading.Thread(target=send, daemon=True)
+    sending.start()
+    sending.join(10.0)
+    assert not sending.is_alive(), "the stage waits for a buffer that nobody gives back"
+    assert len(found) == 1
+    assert broken[0], "the stages behind this one wait for its states"
+    for again in (lambda: first.send(*states(9)), first.pass_on, first.has_ended, first.check_fault):
+        with pytest.raises(Fault):
+            again()
+    first.close()
+    first.wait_closed()
+
+
+def test_a_stage_that_waits_for_another_one_raises_the_fault_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on with other models, whose device is the same, if it only learned that the group is broken."""
+    memory, broken = np.zeros(stage_memory_bytes(1, 3, HANDED), np.uint8), np.zeros(1, np.int64)
+    taking, sending = (StageLink(memory, 1, 3, HANDED, broken) for _ in range(2))
+    middle = DeviceStages(taking, sending, WIDTH, torch.float32, CPU)
+    middle.count(TOKENS)
+    found: list[Exception] = []
+
+    def receive() -> None:
+        try:
+            middle.receive(TOKENS, with_update=True)
+        except Exception as error:
+            found.append(error)
+
+    failing(monkeypatch)
+    waiting = threading.Thread(target=receive, daemon=True)
+    waiting.start()
+    middle.send(*states(1))
+    waiting.join(10.0)
+    assert [type(error) for error in found] == [Fault]
+    middle.close()
+
+
+def test_the_stages_behind_a_faulty_one_wait_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last, _ = joined()
+    for stage in (first, last):
+        stage.count(TOKENS)
+    failing(monkeypatch)
+    first.send(*states(1))
+    found: list[Exception] = []
+
+    def receive() -> None:
+        try:
+            last.receive(TOKENS, with_update=True)
+        except Exception as error:
+            found.append(error)
+
+    waiting = threading.Thread(target=receive, daemon=True)
+    waiting.start()
+    waiting.join(10.0)
+    assert [type(error) for error in found] == [GroupBroken]
+    first.close()
+
+
+def test_a_stage_has_ended_once_its_states_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _, _ = joined()
+    first.count(TOKENS)
+    copied = threading.Event()
+    monkeypatch.setattr("engine.cuda.stages._Buffer.wait", lambda buffer: copied.wait(10.0))
+    assert first.has_ended()
+    first.send(*states(1))
+    assert not first.has_ended()
+    copied.set()
+    first.close()
+    first.wait_closed()
+    assert first.has_ended()
+
+
 def test_a_closed_stage_writes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it was given before is sent: the memory is another group's only after wait_closed."""
     first, last, _ = joined()

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from engine.exchange import RegionSizes
+from engine.main import EXIT_FAULT
 from engine.memory.group_region import open_region
 from engine.null.runner import null_candidates, null_tokens
 from engine.protocol import (
     FINISH_LENGTH,
     Abort,
+    EngineFault,
     Group,
     LoadFailed,
     SetLease,
@@ -280,6 +282,27 @@ def test_members_may_die(tmp_path: Path, path: str, num_stages: int) -> None:
             engines.replace(1)
         engines.load(path, "m", [0, 1])
         engines.check(0, engines.ask(0, "m"))
+    finally:
+        engines.close()
+
+
+def test_a_follower_tells_a_fault_of_its_device_although_no_step_comes(tmp_path: Path) -> None:
+    """As a GPU's, the fault is met after the step was launched, while the leader waits for this rank's part. The engine ends as by
+    a fault of its own steps, the step's request is blamed for it, and the leader waits no longer."""
+    engines = NullEngines(2)
+    late = null_checkpoint(tmp_path / "late", crash_token=666, crash_rank=1, crash_late_s=0.1)
+    try:
+        leader, follower = engines.load(late, "m", [0, 1]), engines.all[1]
+        engines.load_alone(late, "alone", 0)
+        engines.check(0, engines.ask(0, "m"))
+        guilty = engines.ask(0, "m", 8, [5, 666])
+        assert follower.process.wait(10) == EXIT_FAULT
+        assert follower.running() == (guilty,)
+        follower.until(lambda: bool(follower.of(EngineFault)))
+        assert follower.of(EngineFault)[0].error == "RuntimeError: m: crash_token 666 met"
+        engines.check(0, engines.ask(0, "alone"))
+        assert guilty not in leader.finished()
+        engines.evict("m", [0])
     finally:
         engines.close()
 

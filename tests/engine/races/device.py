@@ -124,6 +124,13 @@ class Stream:
         self._device.waits_in_capture(self.name)
         self._device.schedule.host.clock.join(self.reached())
 
+    def query(self) -> bool:
+        """Returns whether everything launched so far has ended, which it may have without being told yet."""
+        has_ended = not self.is_busy and self._device.schedule.random.random() < 0.5
+        if has_ended:
+            self._device.schedule.host.clock.join(self.clock)
+        return has_ended
+
     def reached(self) -> Clock:
         """Waits until everything launched so far has ended, and returns what is known then."""
         if not self.is_busy:

@@ -26,7 +26,7 @@ import torch
 from engine import exchange
 from engine.contracts.group_share import GroupShare
 from engine.contracts.ranks import GroupBroken
-from engine.cuda import begins, columns, connecting, nccl, peers, ranks, share, stages
+from engine.cuda import begins, columns, connecting, link, nccl, peers, ranks, share, stages
 from engine.cuda.backend import CudaBackend
 from engine.cuda.kernels import triton_peers
 from engine.cuda.peers import Peers
@@ -368,6 +368,7 @@ class OtherEngine:
                 self.steps.wait(*self._under_way.popleft())
             else:
                 self.steps.groups.run_queue()
+                self.steps.groups.has_ended()
 
     def _loaded(self, life: OtherLife) -> None:
         if life.share is not None:
@@ -447,16 +448,17 @@ class SplitRun(EngineRun):
         patches: list[tuple[Any, dict[str, Any]]] = [
             (regions, {"torch": torch_on}),
             (nccl, {"torch": torch_on}),
-            (ranks, {"torch": torch_on, "threading": threads, "Thread": self.schedule.thread}),
+            (link, {"Thread": self.schedule.thread}),
+            (ranks, {"torch": torch_on, "threading": threads}),
             (connecting, {"threading": threads, "Thread": self.schedule.thread}),
-            (begins, {"torch": torch_on, "Thread": self.schedule.thread, "EventFence": self.copies.EventFence}),
+            (begins, {"torch": torch_on, "EventFence": self.copies.EventFence}),
             (begins, {"queue": SimpleNamespace(SimpleQueue=lambda: schedule.Queue(self.schedule))}),
             (peers, {"torch": words, "threading": threads, "Thread": self.schedule.thread}),
             (peers, {"triton_peers": sums_of_ranks(self.peer_memory), "PeerHandles": self.swaps, "_trials": words.trials}),
             (CudaBackend, {"split_model": with_split(CudaBackend.split_model)}),
             (share, {"torch": torch_on}),
             (share, {"extend_step": reading(columns.extend_step), "decode_columns": reading(columns.decode_columns)}),
-            (stages, {"torch": torch_on, "Thread": self.schedule.thread, "EventFence": self.copies.EventFence}),
+            (stages, {"torch": torch_on, "EventFence": self.copies.EventFence}),
             (stages, {"queue": SimpleNamespace(SimpleQueue=lambda: schedule.Queue(self.schedule))}),
             (group_region, {"StageLink": RacingLink}),
             (runner, {"GroupShare": RacingShare}),
