@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -423,9 +424,15 @@ def compile_units(parallel: bool) -> None:
     asked: SimpleQueue[list[str]] = SimpleQueue()
 
     def read() -> None:
-        for line in sys.stdin:
-            asked.put(json.loads(line))
-        os._exit(0)  # even in the middle of a unit: its result is no longer wanted
+        code = 1
+        try:
+            for line in sys.stdin:
+                asked.put(json.loads(line))
+            code = 0
+        except Exception:  # who has asked waits for an answer without limit
+            traceback.print_exc()
+        finally:
+            os._exit(code)  # even in the middle of a unit: its result is no longer wanted
 
     Thread(target=read).start()
     while True:

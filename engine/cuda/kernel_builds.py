@@ -162,18 +162,22 @@ def _start(share: int, num_shares: int) -> subprocess.Popen[bytes]:
 
 
 def _follow(process: subprocess.Popen[bytes], job: bytes, progress: _Progress) -> None:
-    """Sends a compile process its job and adds every line that it prints to `progress`, until the process ends."""
+    """Sends a compile process its job and adds every line that it prints to `progress`, until the process ends. Ends the process if
+    that cannot be done, because whoever waits for the process would wait without limit."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         process.stdin.write(job)
         process.stdin.close()
+        with process.stdout as lines:
+            for line in lines:
+                progress.add(line.decode())
+        process.wait()
     except BrokenPipeError:
-        return  # the process has ended, and its exit code tells how
-    with process.stdout as lines:
-        for line in lines:
-            progress.add(line.decode())
-    process.wait()
+        pass  # the process has ended, and its exit code tells how
+    except Exception as error:
+        log.error("a compiler's output could not be read: %s: %s", type(error).__name__, error)
+        process.kill()
 
 
 @contextmanager

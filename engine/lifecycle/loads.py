@@ -142,16 +142,23 @@ class Loads:
 
     def sum_up(self, load: Load, checksum: Callable[[], int]) -> None:
         """Computes the checksum of the weights of a load that has ended, in a thread; `take` returns Summed when it is known. If
-        there is no memory for the thread, this is only logged, and the checksum stays unknown."""
+        that fails, or there is no memory for the thread, this is only logged, and the checksum stays unknown."""
+
+        def unknown(error: Exception) -> None:
+            log.warning("the weights of %s do not outlive this engine: %s", load.task.spec.model, error)
 
         def work() -> None:
-            load.task.weights_checksum = checksum()
-            self._report(Summed(load))
+            try:
+                load.task.weights_checksum = checksum()
+            except Exception as error:
+                unknown(error)
+            else:
+                self._report(Summed(load))
 
         try:
             Thread(target=work, name=f"checksum of {load.task.spec.model}").start()
         except MemoryError as error:
-            log.warning("the weights of %s do not outlive this engine: %s", load.task.spec.model, error)
+            unknown(error)
 
     def step(self, work: Callable[[], None], first: FirstStep) -> None:
         """Runs `work`, a model's first step, in a thread; `take` returns `first` when it is done. Raises MemoryError if there is no

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Callable
 
@@ -9,6 +10,8 @@ from engine.memory.stage_link import StageLink
 from engine.remote.frames import States
 from engine.remote.wire import Wire, WireClosed
 from loader.threads import Thread
+
+log = logging.getLogger("engine")
 
 
 class StatesSender:
@@ -33,12 +36,14 @@ class StatesSender:
         self._thread.join()
 
     def _send(self) -> None:
-        while (num_tokens := self._steps.get()) is not None:
-            place = self._link.take()
-            try:
-                if place is None:
+        try:
+            while (num_tokens := self._steps.get()) is not None:
+                if (place := self._link.take()) is None:
                     self._broken()
                     return
                 self._wire.send(States(self._placement_id, place[: num_tokens * self._token_bytes].data))
-            except WireClosed:
-                return  # whoever receives from the connection notices, too
+        except WireClosed:
+            pass  # whoever receives from the connection notices, too
+        except Exception:  # the other host would wait without limit for states that nobody sends
+            log.exception("the states of a pipeline's steps cannot be sent")
+            self._wire.shut()

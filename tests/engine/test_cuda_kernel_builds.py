@@ -153,6 +153,15 @@ def test_a_compiler_that_fails_leaves_the_rest_to_the_load(machine: Machine, cap
     assert len(machine.processes) == 4
 
 
+def test_a_compiler_that_prints_something_else_is_ended(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody reads what it prints from then on, so the load would wait for its end without limit."""
+    machine.prints, machine.then = ["units many"], "time.sleep(10)"
+    machine.need()
+    assert "a compiler's output could not be read: ValueError" in caplog.text
+    assert "its load compiles the rest: a compiler ended with -9; a compiler ended with -9" in caplog.text
+    assert not list(machine.folder.glob("compiled-*"))
+
+
 def test_where_no_process_starts_the_load_goes_on(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

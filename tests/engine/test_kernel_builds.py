@@ -362,6 +362,21 @@ def test_a_process_compiles_what_it_is_asked_for_and_ends_with_its_input():
     assert errors.split() == ["compiling", "c", "compiling", "a"]
 
 
+def test_a_process_that_cannot_read_what_it_is_asked_for_ends():
+    """The engine waits for its answer without limit."""
+    script = "from engine.cpu import kernel_builds as k; k.compile_units(True)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, stderr=-1, text=True)
+    assert process.stdin is not None
+    process.stdin.write("no JSON\n")
+    process.stdin.flush()
+    try:
+        assert process.wait(timeout=60) == 1
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert "JSONDecodeError" in errors
+
+
 # ---- real kernels, in processes with a new cache folder
 
 LOADS = """

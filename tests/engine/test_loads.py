@@ -1,14 +1,17 @@
-"""Background jobs of an engine that has no memory for their threads: each is reported as failed, and the engine goes on."""
+"""Background jobs of an engine that has no memory for their threads, or whose work fails: each is reported as failed, and the
+engine goes on."""
 
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.contracts.loads import LoadTask
 from engine.lifecycle.kv_transfer import KVTransfer
 from engine.lifecycle.loads import Load, Loads
 from engine.null.runner import NullRunner
@@ -62,3 +65,19 @@ def test_a_checksum_stays_unknown(loads: Loads, caplog: pytest.LogCaptureFixture
     loads.sum_up(load, lambda: 1)
     assert loads.take() == []
     assert "the weights of oak do not outlive this engine: thread checksum of oak: can't start new thread" in caplog.text
+
+
+def test_a_checksum_that_cannot_be_computed_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loads = Loads(NullRunner(null_configure()))
+    task = LoadTask(OAK, np.zeros(1, np.int32), lambda done, total: None, lambda: False)
+    load = Load(task, Place(task.chunks, np.zeros(0, np.int32)), 0.0, threading.Event())
+
+    def fails() -> int:
+        raise MemoryError("no memory for the sums")
+
+    loads.sum_up(load, fails)
+    until_s = time.monotonic() + 10.0
+    while not caplog.records and time.monotonic() < until_s:
+        time.sleep(1e-3)
+    assert "the weights of oak do not outlive this engine: no memory for the sums" in caplog.text
+    assert loads.take() == []
