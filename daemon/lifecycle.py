@@ -369,8 +369,8 @@ class DaemonRun:
 
     async def reload(self) -> dict[str, Any]:
         """Reads the settings and the files that they name again, and applies them. Returns the lists `applied` and `needs_restart`
-        of dotted keys, and `unknown_models`. Raises HearthError invalid_config, which names file and key, if anything is not valid;
-        then nothing has changed."""
+        of dotted keys, `unknown_models`, and `hidden_names`: aliases and entries of [names] that equal a model's own name. Raises
+        HearthError invalid_config, which names file and key, if anything is not valid; then nothing has changed."""
         async with self._reload_lock:
             node = self._node
             if node.listening:
@@ -431,7 +431,8 @@ class DaemonRun:
         node.traces.use(plan.effective.traces, files.trace_headers)
         node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
         unknown = node.registry.unknown_models()
-        return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart, "unknown_models": unknown}
+        about = {"unknown_models": unknown, "hidden_names": node.registry.names.hidden}
+        return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart} | about
 
     # ---- stop
 

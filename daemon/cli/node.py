@@ -101,6 +101,8 @@ def reload(client: Client, options: argparse.Namespace) -> None:
         print("needs a restart: " + ", ".join(value["needs_restart"]))
     if value.get("unknown_models"):
         print("the settings name models that are not there (yet): " + ", ".join(value["unknown_models"]))
+    if value.get("hidden_names"):
+        print("these further names are hidden by models of the same names, which answer: " + ", ".join(value["hidden_names"]))
 
 
 def version(client: Client, options: argparse.Namespace) -> None:

@@ -39,14 +39,17 @@ class ModelNames:
         self._by_base = _by_base(self._adapters)
         self._table = NameTable(config.names)
         self._aliases: dict[str, str] = {}
+        self.hidden: list[str] = []  # the aliases and entries that have no effect
         for name, settings in config.models.items():
             for alias in settings.aliases:
                 if alias in models:
+                    self.hidden.append(alias)
                     log.warning('alias %r of "%s" is hidden by the model of that name', alias, name)
                 else:
                     self._aliases[alias] = name
         for name in self._table.exact:
             if name in models:
+                self.hidden.append(name)
                 log.warning("the entry %r of [names] is hidden by the model of that name", name)
 
     # ---- for requests; see ModelPort

@@ -455,6 +455,18 @@ def test_who_writes_the_file_and_asks_is_told_what_was_applied_by_itself(node: N
     assert node.json("reload")["ok"] is True
 
 
+def test_a_reload_tells_names_that_models_hide(node: Node) -> None:
+    good = node.config.read_text()
+    node.config.write_text("[names]\nslow = 'a'\nfine = 'a'\n" + good + "\n[models.a]\naliases = ['c', 'ay']\n")
+    try:
+        assert node.json("reload")["hidden_names"] == ["c", "slow"]
+        told = node.cli("reload").stdout
+        assert "\nthese further names are hidden by models of the same names, which answer: c, slow\n" in told
+    finally:
+        node.config.write_text(good)
+    assert node.json("reload")["hidden_names"] == []
+
+
 def test_a_changed_file_is_read_by_itself(node: Node) -> None:
     good = node.config.read_text()
     count = len(reloads(node))
