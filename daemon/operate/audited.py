@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,7 @@ from aiohttp.typedefs import Middleware
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.record.audit_log import AuditLog
 
-FAILED = web.RequestKey("failed", HearthError)  # the error of a command that failed after it had begun its answer
+FAILED = web.RequestKey("failed", HearthError)  # the error of a command that has begun its answer, or took effect and was not saved
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PEER = struct.Struct("iII")  # struct ucred of unix(7): pid, uid, gid
 
@@ -46,6 +47,9 @@ def commands(audit: Callable[[], AuditLog]) -> Middleware:
             failed = request.get(FAILED)
         except HearthError as error:
             failed = error
+            raise
+        except asyncio.CancelledError:
+            failed = request.get(FAILED, failed)
             raise
         except web.HTTPException as error:
             failed = BadRequest("not_found", f"{request.method} {request.path}: {error.reason}", status=error.status)

@@ -243,7 +243,7 @@ class ControlApi:
             if done.done():
                 _raise_refusal(done)  # raises the refusal as an HTTP status
             # the command has taken effect, whether or not anybody waits for the load
-            saved = _saved(await node.state_keeper.remember(command, name)) if command in _REMEMBERED else {}
+            saved = _saved(request, await node.state_keeper.remember(command, name)) if command in _REMEMBERED else {}
             response = await _start_lines(request)
             if not done.done() and request.query.get("wait") == "0":
                 await response.write(_line({"event": "result", "ok": True, "model": name, "waiting": True, **saved}))
@@ -253,6 +253,8 @@ class ControlApi:
                 _raise_refusal(done)
                 result = {"event": "result", "ok": True, "model": name, "state": node.state_of(name), **saved}
             except HearthError as error:
+                if (not_saved := request.get(audited.FAILED)) is not None:
+                    error.message += f"\n{not_saved.message}"
                 request[audited.FAILED] = error
                 result = saved | {
                     "event": "result",
@@ -279,7 +281,8 @@ class ControlApi:
         the adapter's state after it, for the answer."""
         done = await work
         response = await _start_lines(request)
-        result = {"event": "result", "ok": True, "model": done.name, "base": done.base, "state": state, **_saved(done.not_saved)}
+        result = {"event": "result", "ok": True, "model": done.name, "base": done.base, "state": state}
+        result |= _saved(request, done.not_saved)
         await response.write(_line(result))
         return response
 
@@ -336,10 +339,13 @@ def _options(command: str, request: web.Request) -> dict[str, str]:
     return {"to": to}
 
 
-def _saved(error: HearthError | None) -> dict[str, Any]:
-    """Returns the fields of a command's result that say whether its effect survives a restart. error: why it could not be saved;
-    None: it was saved."""
-    return {"saved": True} if error is None else {"saved": False, "error": error_object(error), "status": error_status(error)}
+def _saved(request: web.Request, error: HearthError | None) -> dict[str, Any]:
+    """Returns the fields of a command's result that say whether its effect survives a restart, and notes for the audit log that it
+    does not. error: why it could not be saved; None: it was saved."""
+    if error is None:
+        return {"saved": True}
+    request[audited.FAILED] = error
+    return {"saved": False, "error": error_object(error), "status": error_status(error)}
 
 
 def _raise_refusal(done: asyncio.Future[Refusal | None]) -> None:

@@ -539,6 +539,26 @@ def test_what_cannot_be_saved_is_done_and_told_until_it_is_saved(tmp_path: Path)
         assert "\nhearth_state_not_saved 0.0\n" in node.get("/metrics")[1]
 
 
+def test_what_cannot_be_saved_is_audited_as_such(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    make_model(tmp_path / "n" / "models" / "bad", hearthd_null={"load_error": "model.safetensors: tensor x is damaged"})
+    audit = tmp_path / "audit.log"
+    with Node(tmp_path / "n", config=f'audit_log = "{audit}"\n') as node:
+        (tmp_path / "n" / "state" / "state.json.new").symlink_to("/dev/full")
+        assert node.cli("pin", "a").returncode == 7
+        (tmp_path / "n" / "state" / "state.json.new").symlink_to("/dev/full")
+        failed = node.cli("pin", "bad")
+        assert "tensor x is damaged" in failed.stderr
+        assert "pin bad: done, but not saved: " in failed.stderr
+        node.wait_for(lambda: audit.read_text().count('"command"') >= 4, "the acts")
+    acts = [json.loads(line) for line in audit.read_text().splitlines()]
+    first, second = (act for act in acts if act["act"] == "command")
+    assert (first["model"], first["result"]) == ("a", "state_not_saved")
+    assert first["message"].startswith("pin a: done, but not saved: ")
+    assert (second["model"], second["result"]) == ("bad", "model_failed")
+    assert "pin bad: done, but not saved: " in second["message"]
+
+
 def test_metrics(node: Node) -> None:
     Stream(node, "a", "abc", 5).join()
     text = node.get("/metrics")[1]
