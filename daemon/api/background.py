@@ -64,8 +64,9 @@ class Run:
 
     accepted: a future that is done when the request was submitted, or holds the error that refused it. events: the events so far,
     indexed by sequence_number; empty unless the response may be fetched as a stream. is_over: whether nothing will be added.
-    is_held: whether it is over only in this daemon, because the next one continues it. failing: renders the last events of a failed
-    response and reports the response by result(). snapshot: renders the response so far as JSON."""
+    is_held: whether it is over only in this daemon, because the next one continues it. previous, input: as in StoredResponse.
+    failing: renders the last events of a failed response and reports the response by result(). snapshot: renders the response so
+    far as JSON."""
 
     def __init__(self, runs: BackgroundRuns, tenant: str, public_id: str, is_streamed: bool) -> None:
         self._runs, self.tenant, self.public_id, self.is_streamed = runs, tenant, public_id, is_streamed
@@ -74,6 +75,8 @@ class Run:
         self.is_over = self.is_held = False
         self.snapshot: Callable[[], bytes] | None = None
         self.failing: Callable[[HearthError], bytes] | None = None
+        self.previous = ""
+        self.input = b""
         self._received = b""  # the request's bytes, until they are in the record
         self._shown = b""  # the response's JSON when it was accepted
         self._place: int | None = None  # the place of its record
@@ -208,7 +211,7 @@ class Run:
     def _ended_early(self, status: str, error: HearthError | None) -> StoredResponse:
         told = {"status": status, "error": None if error is None else as_failure(error)}
         shown = _json(_fields_decoder.decode(self.shown()) | told)
-        return StoredResponse(self.public_id, self.tenant, "", b"", shown, False, background=True)
+        return StoredResponse(self.public_id, self.tenant, self.previous, b"", shown, False, background=True, input=self.input)
 
     def _end(self) -> None:
         self.is_over = True

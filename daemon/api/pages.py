@@ -1,6 +1,6 @@
-"""Pages of a list, as Anthropic's API defines them: `limit` objects after or before the one that a cursor names.
+"""Pages of a list, as Anthropic's and OpenAI's APIs define them: `limit` objects after or before the one that a cursor names.
 
-Source: https://platform.claude.com/docs/en/api/models-list.
+Sources: https://platform.claude.com/docs/en/api/models-list, https://platform.openai.com/docs/api-reference/responses/input-items.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 from daemon.errors import BadRequest
 
-DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
+DEFAULT_LIMIT, MAX_LIMIT, MAX_CURSOR_LIMIT = 20, 1000, 100
 
 
 def page(objects: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the page that a query asks for. objects: the whole list, each with its `id`. query: its parameters, of which `limit`,
-    `after_id` and `before_id` are read. Raises BadRequest, which names the parameter."""
-    limit, after, before = _limit(query.get("limit")), query.get("after_id"), query.get("before_id")
+    """Returns the page of Anthropic's that a query asks for. objects: the whole list, each with its `id`. query: its parameters, of
+    which `limit`, `after_id` and `before_id` are read. Raises BadRequest, which names the parameter."""
+    limit, after, before = _limit(query, MAX_LIMIT), query.get("after_id"), query.get("before_id")
     if after is not None and before is not None:
         raise _refusal("before_id", "goes without after_id")
     first, end = 0, len(objects)
@@ -29,17 +29,32 @@ def page(objects: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict
             first = _place(objects, after, "after_id") + 1
         has_more = first + limit < end
         end = min(end, first + limit)
-    data = objects[first:end]
+    return _told(objects[first:end], has_more)
+
+
+def cursor_page(objects: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the page of OpenAI's that a query asks for. objects: the whole list, each with its `id`, the oldest first. query: its
+    parameters, of which `limit`, `after` and `order` are read. Raises BadRequest, which names the parameter."""
+    limit, after, order = _limit(query, MAX_CURSOR_LIMIT), query.get("after"), query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise _refusal("order", "must be asc or desc")
+    ordered = objects if order == "asc" else objects[::-1]
+    first = 0 if after is None else _place(ordered, after, "after") + 1
+    return _told(ordered[first : first + limit], first + limit < len(ordered))
+
+
+def _told(data: Sequence[Mapping[str, Any]], has_more: bool) -> dict[str, Any]:
     ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"data": data, "has_more": has_more, "first_id": ends[0], "last_id": ends[1]}
 
 
-def _limit(text: str | None) -> int:
+def _limit(query: Mapping[str, str], most: int) -> int:
+    text = query.get("limit")
     if text is None:
         return DEFAULT_LIMIT
     is_number = text.isascii() and text.isdecimal() and len(text) <= 9
-    if not is_number or not 1 <= int(text) <= MAX_LIMIT:
-        raise _refusal("limit", f"must be a whole number from 1 to {MAX_LIMIT}")
+    if not is_number or not 1 <= int(text) <= most:
+        raise _refusal("limit", f"must be a whole number from 1 to {most}")
     return int(text)
 
 

@@ -26,7 +26,7 @@ class StoredResponse(Struct, frozen=True):
     b"" if the response has failed or was cancelled, so that no other can follow it. shown: the response's JSON. previous: the id of
     the response that it follows, or "". has_calls: whether the conversation contains tool calls. next_call: the number of its next
     call, for models that number the calls of a conversation. background: whether it was generated without a waiting client. events:
-    the events of its stream, if it may be fetched as a stream."""
+    the events of its stream, if it may be fetched as a stream. input: the request's field `input`, as JSON."""
 
     public_id: str
     tenant: str
@@ -37,6 +37,7 @@ class StoredResponse(Struct, frozen=True):
     next_call: int = 0
     background: bool = False
     events: bytes = b""
+    input: bytes = b""
 
 
 _decoder = msgspec.msgpack.Decoder(StoredResponse)
@@ -129,6 +130,12 @@ class ResponseStore:
             message = f"previous_response_id: {public_id[:80]!r} has failed or was cancelled"
             raise BadRequest("previous_response_not_completed", message, param="previous_response_id")
         return found
+
+    def chain(self, tenant: str, public_id: str) -> list[StoredResponse]:
+        """Returns the response and those that it follows, the oldest first, back to the first that is not stored any more. Raises
+        BadRequest (404) if the response itself is not stored."""
+        self._find(tenant, public_id)
+        return [self._read(each) for each in reversed(self._use(tenant, public_id))]
 
     def _find(self, tenant: str, public_id: str) -> _Kept:
         found = self._of_tenant.get(tenant, {}).get(public_id)

@@ -143,16 +143,24 @@ MEANINGS = {
 class ResponsesHead(Head, array_like=True):
     """The part of a parsed body that the daemon itself needs. background: whether the response is generated without a waiting
     client. num_instructions: 1 if the first message contains the instructions, else 0. shown: JSON of the request's fields that the
-    response repeats."""
+    response repeats. input: the field `input`, as JSON, if the response is to be stored."""
 
     previous: str = ""  # previous_response_id; "" for none
     store: bool = True
     background: bool = False
     num_instructions: int = 0
     shown: bytes = b"{}"
+    input: bytes = b""
+
+
+class _Input(Struct):
+    """The field of the body that is stored as it was sent."""
+
+    input: Raw
 
 
 _decoder = msgspec.json.Decoder(ResponsesBody)
+_input_decoder = msgspec.json.Decoder(_Input)
 _json = msgspec.json.encode
 
 
@@ -180,7 +188,13 @@ def parse(body: bytes) -> tuple[ResponsesHead, bytes]:
         background=fields.background is True,
         num_instructions=int(bool(fields.instructions)),
         shown=_shown(fields),
+        input=_input(body) if fields.store is not False else b"",
     ), packed
+
+
+def _input(body: bytes) -> bytes:
+    """Returns the JSON of the body's field `input`, also of its items' fields that nothing reads."""
+    return bytes(_input_decoder.decode(body).input).decode(errors="replace").encode()  # what is not read may be no UTF-8
 
 
 def _chat(fields: ResponsesBody, messages: list[Message]) -> chat.ChatBody:

@@ -17,6 +17,7 @@ from daemon.api.endpoints.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from daemon.api.endpoints.ollama_models import OLLAMA_PS, OLLAMA_SHOW, OLLAMA_TAGS, OLLAMA_VERSION
 from daemon.api.endpoints.page import PAGE, PAGE_EVENTS
 from daemon.api.endpoints.rerank import RERANK
+from daemon.api.endpoints.response_input_items import RESPONSE_INPUT_ITEMS
 from daemon.api.endpoints.responses import RESPONSE, RESPONSE_CANCEL, RESPONSE_INPUT_TOKENS, RESPONSES
 from daemon.api.endpoints.score import SCORE
 from daemon.api.endpoints.tokenize import DETOKENIZE, TOKENIZE

@@ -336,12 +336,16 @@ async def _handle(call: Call) -> web.StreamResponse:
             has_calls = bool(head.options["history_calls"]) or "tool_calls" in said
             for each in said.get("tool_calls", ()):
                 numbers.id_of(each["function"]["name"], each["id"])
-        response = StoredResponse(public_id, call.tenant, head.previous, turn, shown, has_calls, numbers.next, head.background)
+        response = StoredResponse(
+            public_id, call.tenant, head.previous, turn, shown, has_calls, numbers.next, head.background, input=head.input
+        )
         if run is None:
             call.context.stored.add(response)
         else:
             run.result(response)
 
+    if run is not None:
+        run.previous, run.input = head.previous, head.input
     head.stream = head.stream or run is not None
     return await answer(call, head, prompt, model, _format(partial(_Response, head, keep, run)), public_id)
 

@@ -231,6 +231,17 @@ async def test_who_asks_for_events_badly_is_told() -> None:
                 await ended(opened, begun.id)
 
 
+async def test_what_it_is_made_from_is_listed_while_it_is_made_and_when_it_is_cancelled() -> None:
+    async with serve(slowly()) as node, client(node) as opened:
+        first = await opened.responses.create(**GOOD)
+        begun = await opened.responses.create(**BACKGROUND | {"input": "on"}, previous_response_id=first.id)
+        found = [(await opened.responses.input_items.list(begun.id)).data]
+        await opened.responses.cancel(begun.id)
+        found.append((await opened.responses.input_items.list(begun.id)).data)
+        for items_of in found:
+            assert [item.content[0].text for item in items_of] == ["on", REPLY.decode(), "hi"]  # type: ignore[union-attr]
+
+
 async def test_one_that_fails_says_so() -> None:
     def failing(generation: Generation) -> Script:
         return [*text_script(b"Once")[:-1], ServerFault("aborted", "the engine gave the request up")]

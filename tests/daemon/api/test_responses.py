@@ -212,6 +212,85 @@ async def test_a_kept_response_is_shown_and_deleted() -> None:
             await opened.responses.retrieve(told.id)
 
 
+async def listed(opened: openai.AsyncOpenAI, public_id: str, **query: Any) -> list[dict[str, Any]]:
+    """Returns all input items of a response, gathered from pages."""
+    pages = opened.responses.input_items.list(public_id, **query)
+    return [item.model_dump(exclude_unset=True) async for item in pages]
+
+
+async def test_the_items_of_an_input_are_listed() -> None:
+    given: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "a", "odd": 1}, {"type": "text", "text": "b"}], "id": "mine"},
+        {"type": "reasoning", "id": "mine", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": "c", "status": "incomplete", "id": None},
+        {"type": "function_call", "call_id": "c1", "name": "stop", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "d"}], "id": 5},
+    ]
+    async with serve(lambda _: text_script(b"B")) as node, client(node) as opened:
+        told = await ask(opened, False, input=given, instructions="I")
+        found = await listed(opened, told.id, order="asc")
+        ids = [item.pop("id") for item in found]
+        parts = [{"type": "input_text", "text": "a", "odd": 1}, {"type": "input_text", "text": "b"}]
+        assert ids[1] == "mine"
+        assert [each.partition("_")[0] for each in ids] == ["msg", "mine", "rs", "msg", "fc", "fco"]
+        assert len(set(ids)) == len(ids)
+        assert found == [
+            {
+                "type": "message",
+                "role": "developer",
+                "status": "completed",
+                "content": [{"type": "input_text", "text": "Be brief."}],
+            },
+            {"type": "message", "role": "user", "status": "completed", "content": parts},
+            {"type": "reasoning", "summary": given[2]["summary"]},
+            {
+                "type": "message",
+                "role": "assistant",
+                "status": "incomplete",
+                "content": [{"type": "output_text", "text": "c", "annotations": []}],
+            },
+            given[4] | {"status": "completed"},
+            {name: value for name, value in given[5].items() if name != "id"} | {"status": "completed"},
+        ]
+        for limit in (1, 4, 6):
+            assert [item["id"] for item in await listed(opened, told.id, limit=limit)] == ids[::-1]
+        page = await opened.responses.input_items.list(told.id, limit=2, after=ids[4])
+        assert ([item.id for item in page.data], page.has_more) == ([ids[3], ids[2]], True)
+        assert page.model_dump() | {"object": "list", "first_id": ids[3], "last_id": ids[2]} == page.model_dump()
+        for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "nothing"}):
+            with pytest.raises(openai.BadRequestError) as error:
+                await opened.responses.input_items.list(told.id, **wrong)  # type: ignore[arg-type]
+            assert error.value.param == next(iter(wrong))
+        with pytest.raises(openai.NotFoundError, match="is not kept"):
+            await opened.responses.input_items.list("resp_no")
+
+
+async def test_input_items_have_the_conversation_before_them() -> None:
+    async with serve(lambda _: text_script(b"<think>hm</think>B"), models=[entry(**PARSERS)]) as node, client(node) as opened:
+        first = await ask(opened, False, input="a")
+        second = await ask(opened, True, input="c", previous_response_id=first.id)
+        found = await listed(opened, second.id, order="asc")
+        assert [(item["type"], item["content"][0]["text"]) for item in found] == [
+            ("message", "a"),
+            ("reasoning", "hm"),
+            ("message", "B"),
+            ("message", "c"),
+        ]
+        assert [item["id"] for item in found[1:3]] == [item.id for item in first.output]
+        await opened.responses.delete(first.id)
+        assert [item["content"][0]["text"] for item in await listed(opened, second.id)] == ["c"]
+
+
+async def test_what_nothing_reads_of_an_input_is_listed_as_text() -> None:
+    body = b'{"model": "tiny", "input": [{"role": "user", "content": "a", "k\xff": "v\xfe"}]}'
+    async with serve(lambda _: text_script(b"B")) as node, aiohttp.ClientSession(node.url) as http:
+        async with http.post("/v1/responses", data=body, headers={"Content-Type": "application/json"}) as answer:
+            public_id = (await answer.json())["id"]
+        async with http.get(f"/v1/responses/{public_id}/input_items") as answer:
+            assert (await answer.json())["data"][0]["k\ufffd"] == "v\ufffd"
+
+
 async def test_a_tenants_responses_are_its_own() -> None:
     tenants = {name: Tenant(name) for name in "ab"}
     access = Access(Keys(tenants, {hashlib.sha256(f"{name}-key".encode()).digest(): Key(tenants[name]) for name in tenants}))
@@ -225,6 +304,8 @@ async def test_a_tenants_responses_are_its_own() -> None:
             await other.responses.retrieve(told.id)
         with pytest.raises(openai.NotFoundError):
             await other.responses.delete(told.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.input_items.list(told.id)
         with pytest.raises(openai.BadRequestError, match="is not kept"):
             await ask(other, False, previous_response_id=told.id)
         assert (await ask(mine, False, previous_response_id=told.id)).status == "completed"

@@ -1,0 +1,131 @@
+"""GET /v1/responses/ID/input_items: the items from which a kept response was made, in pages.
+
+Source: https://platform.openai.com/docs/api-reference/responses/input-items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+from msgspec import Raw, Struct
+
+from daemon.api.endpoint import Call, Endpoint
+from daemon.api.pages import cursor_page
+from daemon.api.response_store import StoredResponse
+from daemon.errors import BadRequest
+from daemon.http.answers import json_response
+
+Item = dict[str, Any]
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_input_decoder = msgspec.json.Decoder(str | list[dict[str, Raw]])
+_parts_decoder = msgspec.json.Decoder(str | list[dict[str, Raw]] | None)
+_any_decoder = msgspec.json.Decoder()
+
+
+class _Shown(Struct):
+    """The field of a response's JSON that holds the items of its answer."""
+
+    output: list[Item]
+
+
+_shown_decoder = msgspec.json.Decoder(_Shown)
+
+
+class _Turn(NamedTuple):
+    """A response of the conversation. input: the field of its request, as JSON. output: the items of its answer; [] for the
+    response that is asked for."""
+
+    public_id: str
+    input: bytes
+    output: list[Item]
+
+
+async def _list(call: Call) -> web.Response:
+    items: list[Item] = []
+    names: set[str] = set()
+    for turn in _turns(call):
+        given = _input_decoder.decode(turn.input)
+        for at, item in enumerate([_of_text(given)] if isinstance(given, str) else map(_shown, given)):
+            item["id"] = _name(item, turn.public_id, at, names)
+            items.append(item)
+        for item in turn.output:
+            names.add(item["id"])
+            items.append(item)
+    return json_response({"object": "list", **cursor_page(items, call.request.query)})
+
+
+def _turns(call: Call) -> list[_Turn]:
+    """Returns the conversation of the response that the path names, the oldest response first, without those that were deleted.
+    Raises BadRequest (404) if the response is not kept, or the input of one of its responses is not."""
+    assert call.path_id is not None
+    tenant, store, run = call.tenant, call.context.stored, call.context.background.find(call.tenant, call.path_id)
+    if run is None:
+        *before, last = store.chain(tenant, call.path_id)
+        turns = [_kept(each) for each in before] + [_Turn(last.public_id, last.input, [])]
+    else:
+        is_kept = bool(run.previous) and store.knows(tenant, run.previous)
+        turns = [_kept(each) for each in store.chain(tenant, run.previous)] if is_kept else []
+        turns.append(_Turn(run.public_id, run.input, []))
+    for turn in turns:
+        if not turn.input:
+            message = f"id: the input of {turn.public_id!r} is not kept here"  # another version of hearthd made that response
+            raise BadRequest("response_not_found", message, status=404, param="id")
+    return turns
+
+
+def _kept(response: StoredResponse) -> _Turn:
+    return _Turn(response.public_id, response.input, _shown_decoder.decode(response.shown).output)
+
+
+def _of_text(text: str) -> Item:
+    """Returns the item that an input of text alone stands for."""
+    return {"type": "message", "role": "user", "status": "completed", "content": [{"type": "input_text", "text": text}]}
+
+
+def _shown(given: Mapping[str, Raw]) -> Item:
+    """Returns an item of a request in the form in which it is listed: its fields as they were sent, and the defaults of those that
+    may be left out."""
+    kind = _any_decoder.decode(given.get("type", b"null")) or "message"
+    item: Item = {"type": kind, **{name: value for name, value in given.items() if name != "type"}}
+    if kind == "message":
+        is_own = _any_decoder.decode(given["role"]) == "assistant"
+        item["content"] = _parts(given["content"], "output_text" if is_own else "input_text")
+    if kind == "reasoning":
+        item.setdefault("summary", [])
+    elif bytes(given.get("status", b"null")) == b"null":
+        item["status"] = "completed"
+    return item
+
+
+def _parts(content: Raw, kind: str) -> list[Item]:
+    """Returns the parts of a message's content. kind: the type of its texts."""
+    given = _parts_decoder.decode(content) or ""
+    parts: list[Item] = [{"text": given}] if isinstance(given, str) else [*given]
+    for part in parts:
+        told = _any_decoder.decode(part.get("type", b'"text"'))
+        part["type"] = kind if told == "text" else told  # "text" is accepted here, and is no type of OpenAI's
+        if part["type"] == "output_text":
+            part.setdefault("annotations", [])
+    return parts
+
+
+def _name(item: Item, public_id: str, at: int, names: set[str]) -> str:
+    """Returns the id of an item, and adds it to `names`, the ids of the items before it: the id that the client gave, unless it is
+    another item's, too, or else one that stays the same from request to request. at: the item's index in its request."""
+    given = _any_decoder.decode(item.get("id", b"null"))
+    name = given if isinstance(given, str) and given and given not in names else ""
+    name = name or f"{_PREFIXES[item['type']]}_{public_id.rpartition('_')[2]}{at:05x}"
+    names.add(name)
+    return name
+
+
+RESPONSE_INPUT_ITEMS = Endpoint(
+    name="response_input_items",
+    paths=("/v1/responses/{id}/input_items",),
+    about="the items from which such a response was made, with those of the responses that it follows, in pages of `limit` (20) "
+    "behind the item `after`, the last item first or, with `order=asc`, the first",
+    handle=_list,
+)
