@@ -148,6 +148,22 @@ def test_what_is_not_supported_is_told_with_what_is(node: Node) -> None:
     assert f"it cannot be loaded: foreign cannot be served: {told}" in node.cli("plan", "foreign").stdout
 
 
+def test_a_name_with_a_line_break_is_a_name(node: Node) -> None:
+    for method, path in (
+        ("GET", "why/a%0Ab"),
+        ("GET", "plan/a%0Ab"),
+        ("GET", "experts/a%0Ab"),
+        ("POST", "models/a%0Ab/load"),
+        ("POST", "drain?model=a%0Ab"),
+    ):
+        status, told = control(node, method, f"/control/v1/{path}")
+        assert (status, told["message"]) in (
+            (404, "There is no model 'a\\nb'."),
+            (404, "There is no model and no request 'a\\nb'."),
+        )
+    assert control(node, "POST", "/control/v1/models/a/lo%0Aad")[1]["message"].startswith("no command 'lo\\nad'; known: ")
+
+
 @pytest.mark.parametrize(("name", "meant"), [("org/B", "org/b"), ("B", "org/b"), ("huuge", "huge"), ("haf", "half")])
 def test_a_wrong_name_is_told_the_closest(node: Node, name: str, meant: str) -> None:
     assert node.cli("load", name).stderr.endswith(f" Is it {meant!r}?\n")

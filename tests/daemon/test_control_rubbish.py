@@ -34,6 +34,7 @@ RUBBISH = {
     "no UTF-8": (404, b"GET /control/v1/why/%ff%fe HTTP/1.1\r\n" + END),
     "NUL": (404, b"GET /control/v1/why/%00 HTTP/1.1\r\n" + END),
     "dots": (404, b"GET /control/v1/why/../../etc/passwd HTTP/1.1\r\n" + END),
+    "line break in a command": (404, b"POST /control/v1/models/a/ex%0Aplode HTTP/1.1\r\nContent-Length: 0\r\n" + END),
     "no such command": (404, b"POST /control/v1/models/a/explode HTTP/1.1\r\nContent-Length: 0\r\n" + END),
     "no such model": (404, b"POST /control/v1/models/nope/load HTTP/1.1\r\nContent-Length: 0\r\n" + END),
     "GET of a command": (400, b"GET /control/v1/models/a/load HTTP/1.1\r\n" + END),
