@@ -197,7 +197,8 @@ class Connection(web.RequestHandler):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Handles the end of the client's data and returns whether the connection stays open for an answer. A client that stops in
-        the middle of its request may still read an answer; one that stops after a whole request counts as gone."""
+        the middle of its request may still read an answer; one that stops after a whole request counts as gone, because only a
+        write to it would tell whether it still reads."""
         if self._lingering is not None:
             return False
         if not self._body.is_eof():
