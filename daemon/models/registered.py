@@ -52,10 +52,14 @@ class Registered:
         return round(8 * self.facts.weights_bytes * self.facts.num_ranks / num, 1)
 
     @property
+    def has_tokenizer(self) -> bool:
+        return _TOKENIZER in self.checkpoint.tokenizer_files
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Sentences for operators about what the model's files hold and is not used, and what they lack."""
         notes = list(self.checkpoint.notes)
-        if _TOKENIZER not in self.checkpoint.tokenizer_files:
+        if not self.has_tokenizer:
             notes.append(f"{_TOKENIZER} is missing, so it can read and write no text: copy it there from where the model came from")
         if self.missing_template:
             notes.append(f"chats are refused: its chat_template, {self.missing_template}, is not there")

@@ -367,7 +367,7 @@ class NodeParts:
             if (found := self.registry.models.get(model)) is not None and found.entry is not None:
                 row["task"] = found.entry.task
                 row["held_as"], row["bits_per_weight"] = found.held_as, found.bits_per_weight
-                unreadable = self.text.unreadable(found.entry)
+                unreadable = self.text.unreadable(found.entry) if found.has_tokenizer else ""  # the notes say that it is missing
                 if notes := [*found.notes, *([unreadable] if unreadable else [])]:
                     row["notes"] = notes
             if drafted := self.metric.drafted_tokens.get(view.name, 0):

@@ -103,7 +103,10 @@ def test_a_model_whose_text_cannot_be_read_says_so_in_the_list(node: Node) -> No
     file.unlink()
     node.wait_for(notes, "the note that a file is missing")
     assert notes() == ["tokenizer.json is missing, so it can read and write no text: copy it there from where the model came from"]
+    assert "tokenizer.json cannot be read" in Stream(node, "c", "x", 1).join().error
+    assert len(notes()) == 1, "the request has found the same"
     assert "\nc: tokenizer.json is missing" in node.cli("models").stdout
+    assert node.cli("unload", "c").returncode == 0
     file.write_text("{")
     node.wait_for(lambda: not notes(), "the file")
     assert node.cli("load", "c").returncode == 0
