@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -76,12 +75,9 @@ def models(client: Client, options: argparse.Namespace) -> None:
         print(json.dumps(rows, indent=1))
     elif not rows:
         print("there are no models below the models folder; one is a folder with config.json, *.safetensors and tokenizer.json")
-        from loader.models.catalog import is_model_itself  # takes long to import, and nothing else needs it
-
-        folder = client.get("/control/v1/status")["models_dir"]
-        with contextlib.suppress(OSError):  # this user may not read it
-            if is_model_itself(folder):
-                print(f"{folder} is a model's folder itself; name the folder that holds it (hearthd --models)")
+        status = client.get("/control/v1/status")
+        if status.get("models_dir_is_model"):
+            print(f"{status['models_dir']} is a model's folder itself; name the folder that holds it (hearthd --models)")
     else:
         print(_table(rows, with_formats=True))
         if embedders := [row["name"] for row in rows if row.get("task") == "embed"]:

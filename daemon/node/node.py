@@ -500,6 +500,7 @@ class NodeParts:
             "control": self.config.control,
             "settings_files": self.settings.sources.files,
             "models_dir": self.config.models_dir,
+            "models_dir_is_model": self.scanner.is_model,
             "cache_dir": self.config.cache_dir,
             "state_dir": self.config.state_dir,
             "uptime_s": round(time.time() - self.started_unix_s, 1),

@@ -51,7 +51,7 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
     def send(message: Message) -> None:
         connection.sendall(encode(message))
 
-    error = None
+    error, is_model = None, False
     folders: list[str] = []
     signatures: dict[str, str] = {}
     try:
@@ -70,7 +70,8 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
                     send(Found(unusable, *where))
         if request.models_dir:
             send(Looking(_text(request.models_dir)))
-            if is_model_itself(request.models_dir):
+            is_model = is_model_itself(request.models_dir)
+            if is_model:
                 what = "is a model's folder itself; models are looked for below it, so name the folder that holds it"
                 log.warning("%s %s", request.models_dir, what)
         for path in request.files:
@@ -83,7 +84,7 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
     finally:
         log.removeHandler(warnings)
     is_last = _resident_bytes() > LARGE_BYTES
-    send(Finished(error, warnings.lines, is_last, folders, signatures))
+    send(Finished(error, warnings.lines, is_last, folders, signatures, is_model))
     return is_last
 
 

@@ -48,13 +48,14 @@ class Found(Message, frozen=True):
 class Finished(Message, frozen=True):
     """Ends the answer to a scan. error: why the models folder itself could not be read, as (errno, text), or None. warnings: lines
     for the log. is_last: the process ends now and accepts no further `Scan`. folders: the folders to watch for changes. signatures:
-    those of the files in Scan.files that were looked at, by path."""
+    those of the files in Scan.files that were looked at, by path. is_model: whether the models folder is a model's own folder."""
 
     error: tuple[int, str] | None
     warnings: list[str]
     is_last: bool
     folders: list[str]
     signatures: dict[str, str]
+    is_model: bool = False
 
 
 FromScanner = Looking | Same | Found | Finished

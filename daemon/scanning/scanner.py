@@ -66,6 +66,7 @@ class ModelScanner:
         self._signatures: dict[str, str] = {}
         self._warned: list[str] = []  # the last scan's warnings, which are not repeated
         self._closed = False
+        self.is_model = False  # whether the models folder is a model's own folder
         self.looked_into: Callable[[list[str]], None] = lambda folders: None  # called after each scan with the folders to watch
 
     @property
@@ -166,7 +167,7 @@ class ModelScanner:
             raise OSError(*finished.error, models_dir)
         self._signatures |= finished.signatures
         if models_dir:
-            self._warned = finished.warnings
+            self._warned, self.is_model = finished.warnings, finished.is_model
             self.looked_into(finished.folders)
             return merged(_with_known(seen, silent, previous, named))
         return merged(seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -11,11 +12,13 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from daemon.cli import table
 from daemon.cli.main import make_parser, run
+from daemon.cli.models import models
 from tests.e2e.node import environment
 
 
@@ -32,6 +35,16 @@ def test_not_running(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     assert hearth("--control", path, "status").returncode == 5
+
+
+def test_the_daemon_says_that_its_models_folder_is_a_models(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command's user may see another file system, or may not read the folder."""
+    status = {"models_dir": "/far/away", "models_dir_is_model": True}
+    told = {"/control/v1/models": [], "/control/v1/names": [], "/control/v1/status": status}
+    client = SimpleNamespace(get=told.__getitem__)
+    for status["models_dir_is_model"], is_told in ((True, True), (False, False)):
+        models(client, argparse.Namespace(json=False))  # type: ignore[arg-type]
+        assert ("/far/away is a model's folder itself; name the folder that holds it" in capsys.readouterr().out) == is_told
 
 
 def test_usage() -> None:
