@@ -1,7 +1,8 @@
 """Compares /v1/responses with OpenAI's OpenAPI specification: `python -m tests.openai_specification openapi.json --requests 2000`.
 
 Random bodies that follow the specification are sent to a node whose replies are written by hand. Each must be answered as the
-specification has it, whole or as events, or refused by a message that names a field. The file is not part of this repository:
+specification has it, whole or as events, or refused by a message that names a field. So must be the lists of the items that kept
+responses were made from. The file is not part of this repository:
 https://github.com/openai/openai-openapi.
 """
 
@@ -29,6 +30,7 @@ REPLIES = [
     '<tool_call>{"name": "stop", "arguments": {oops}}</tool_call>',
 ]
 WEATHER = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": None}
+ITEMS = ["EasyInputMessage", "FunctionToolCall", "FunctionCallOutputItemParam", "ReasoningItem"]  # those that are served
 MAX_DEPTH = 9
 
 
@@ -144,6 +146,8 @@ async def compare(path: str, num_requests: int, seed: int) -> int:
             body |= {"model": "tiny"} if rng.random() < 0.98 else {}
             if "input" not in body or rng.random() < 0.5:
                 body["input"] = "hi"
+            elif rng.random() < 0.7:
+                body["input"] = [made.value(specification.schema(rng.choice(ITEMS))) for _ in range(rng.choice([1, 1, 2, 3]))]
             body["previous_response_id"] = kept if rng.random() < 0.3 and kept else None
             if rng.random() < 0.3:
                 body["tools"] = [WEATHER]
@@ -153,6 +157,11 @@ async def compare(path: str, num_requests: int, seed: int) -> int:
             statuses[str(answer.status) if answer.status != 400 else f"400 {json.loads(text)['error']['param']}"] += 1
             if response is not None and response.get("status") == "completed":
                 kept = response["id"]
+            if response is not None and response.get("store") and response["status"] in ("completed", "incomplete"):
+                async with http.get(f"/v1/responses/{response['id']}/input_items?limit=100") as answer:
+                    text = await answer.text()
+                items = specification.faults("ResponseItemList", json.loads(text))
+                found += [f"input_items{fault}" for fault in [*items, *([] if answer.status == 200 else ["status"])]]
             for fault in found:
                 if faults[fault] == 0:
                     print(f"{fault}\n  body {json.dumps(body)[:600]}\n  answer {text[:600]}", flush=True)

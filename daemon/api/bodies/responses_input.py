@@ -9,7 +9,7 @@ from daemon.api.bodies.messages import Called, CalledFunction, Message
 from daemon.errors import BadRequest
 
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = ("input_text", "output_text", "text")
+TEXTS = ("input_text", "output_text", "text")
 
 
 class ItemPart(Struct):
@@ -93,7 +93,7 @@ def _message(item: Item, where: str) -> Message:
     return Message(item.role, _text(item.content, f"{where}.content"))
 
 
-def _text(content: str | list[ItemPart] | None, where: str, kinds: tuple[str, ...] = _TEXTS) -> str:
+def _text(content: str | list[ItemPart] | None, where: str, kinds: tuple[str, ...] = TEXTS) -> str:
     """Returns a text, or the texts of its parts joined by line breaks. where: the field's path, for errors. kinds: the types of
     parts that are allowed, besides refusals. Raises BadRequest naming the field."""
     if content is None:

@@ -5,13 +5,14 @@ Source: https://platform.openai.com/docs/api-reference/responses/input-items.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
 from msgspec import Raw, Struct
 
+from daemon.api.bodies.responses_input import TEXTS
 from daemon.api.endpoint import Call, Endpoint
 from daemon.api.pages import cursor_page
 from daemon.api.response_store import StoredResponse
@@ -19,9 +20,9 @@ from daemon.errors import BadRequest
 from daemon.http.answers import json_response
 
 Item = dict[str, Any]
+_NULL, _TEXT = b"null", "input_text"
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _input_decoder = msgspec.json.Decoder(str | list[dict[str, Raw]])
-_parts_decoder = msgspec.json.Decoder(str | list[dict[str, Raw]] | None)
 _any_decoder = msgspec.json.Decoder()
 
 
@@ -82,40 +83,51 @@ def _kept(response: StoredResponse) -> _Turn:
 
 def _of_text(text: str) -> Item:
     """Returns the item that an input of text alone stands for."""
-    return {"type": "message", "role": "user", "status": "completed", "content": [{"type": "input_text", "text": text}]}
+    return {"type": "message", "role": "user", "status": "completed", "content": [{"type": _TEXT, "text": text}]}
 
 
 def _shown(given: Mapping[str, Raw]) -> Item:
-    """Returns an item of a request in the form in which it is listed: its fields as they were sent, and the defaults of those that
-    may be left out."""
-    kind = _any_decoder.decode(given.get("type", b"null")) or "message"
-    item: Item = {"type": kind, **{name: value for name, value in given.items() if name != "type"}}
+    """Returns an item of a request in the form in which it is listed: its fields as they were sent, but for null, and the defaults
+    of those that may be left out."""
+    item = _without_null(given)
+    kind = item["type"] = _any_decoder.decode(given.get("type", _NULL)) or "message"
     if kind == "message":
         is_own = _any_decoder.decode(given["role"]) == "assistant"
-        item["content"] = _parts(given["content"], "output_text" if is_own else "input_text")
+        content = _input_decoder.decode(given["content"])
+        item["content"] = _parts(
+            [{"text": given["content"]}] if isinstance(content, str) else content, "output_text" if is_own else _TEXT
+        )
+    elif kind == "function_call_output" and not isinstance(output := _input_decoder.decode(given["output"]), str):
+        item["output"] = _parts(output, _TEXT)
     if kind == "reasoning":
         item.setdefault("summary", [])
-    elif bytes(given.get("status", b"null")) == b"null":
-        item["status"] = "completed"
+    else:
+        item.setdefault("status", "completed")
     return item
 
 
-def _parts(content: Raw, kind: str) -> list[Item]:
-    """Returns the parts of a message's content. kind: the type of its texts."""
-    given = _parts_decoder.decode(content) or ""
-    parts: list[Item] = [{"text": given}] if isinstance(given, str) else [*given]
-    for part in parts:
-        told = _any_decoder.decode(part.get("type", b'"text"'))
-        part["type"] = kind if told == "text" else told  # "text" is accepted here, and is no type of OpenAI's
+def _without_null(given: Mapping[str, Raw]) -> Item:
+    return {name: value for name, value in given.items() if bytes(value) != _NULL}
+
+
+def _parts(given: Sequence[Mapping[str, Raw]], kind: str) -> list[Item]:
+    """Returns the parts of a message's content or of a function's output. kind: the type of its texts."""
+    parts = []
+    for one in given:
+        part = _without_null(one)
+        told = _any_decoder.decode(part["type"]) if "type" in part else kind
+        part["type"] = kind if told in TEXTS else told  # any of them is accepted from either side, and one is listed
         if part["type"] == "output_text":
             part.setdefault("annotations", [])
+            part.setdefault("logprobs", [])
+        parts.append(part)
     return parts
 
 
 def _name(item: Item, public_id: str, at: int, names: set[str]) -> str:
     """Returns the id of an item, and adds it to `names`, the ids of the items before it: the id that the client gave, unless it is
     another item's, too, or else one that stays the same from request to request. at: the item's index in its request."""
-    given = _any_decoder.decode(item.get("id", b"null"))
+    given = _any_decoder.decode(item.get("id", _NULL))
     name = given if isinstance(given, str) and given and given not in names else ""
     name = name or f"{_PREFIXES[item['type']]}_{public_id.rpartition('_')[2]}{at:05x}"
     names.add(name)

@@ -248,7 +248,7 @@ async def test_the_items_of_an_input_are_listed() -> None:
                 "type": "message",
                 "role": "assistant",
                 "status": "incomplete",
-                "content": [{"type": "output_text", "text": "c", "annotations": []}],
+                "content": [{"type": "output_text", "text": "c", "annotations": [], "logprobs": []}],
             },
             given[4] | {"status": "completed"},
             {name: value for name, value in given[5].items() if name != "id"} | {"status": "completed"},
