@@ -141,6 +141,11 @@ def _chat(fields: TokenCountBody) -> chat.ChatBody:
         messages += _user(turn, f"messages[{at}]") if turn.role == "user" else [_assistant(turn, f"messages[{at}]")]
     messages = _merged(messages)
     last = messages[-1]
+    if last.role == "assistant" and not last.content and not last.tool_calls:
+        if last.reasoning_content or len(messages) == 1:
+            raise invalid("messages", "messages: the last one is the assistant's and has no text to go on from")
+        messages.pop()  # Anthropic's API allows an empty one at the end
+        last = messages[-1]
     if last.role == "assistant" and last.tool_calls:
         raise invalid("messages", "messages: the last one calls a tool, and its result is missing")
     config = fields.output_config or OutputConfig()

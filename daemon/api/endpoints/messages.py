@@ -40,6 +40,7 @@ _ERROR_TYPES = {
 }
 # (a chat's name of a field, its name here)
 _NAMES = (
+    ("response_format.json_schema.schema", "output_config.format.schema"),
     (CHOICE_HINT, "; tool_choice any or tool makes it call, none ignores the tools"),
     (".function.parameters", ".input_schema"),
     (".function.", "."),

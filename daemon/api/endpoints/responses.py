@@ -44,6 +44,7 @@ _QUEUED, _IN_PROGRESS, _COMPLETED, _INCOMPLETE = "queued", "in_progress", "compl
 # the shared code's name of a field, which is a chat's -> its name in this body
 _NAMES = (
     ("response_format.json_schema.schema", "text.format.schema"),
+    ("response_format", "text.format"),
     (".function.", "."),
     ("max_tokens", "max_output_tokens"),
 )
@@ -51,7 +52,8 @@ _NAMES = (
 
 def _error_body(error: HearthError) -> dict[str, Any]:
     """Returns OpenAI's error object. It names fields as the body of /v1/responses does."""
-    return {"error": error.body()["error"] | error.renamed(_NAMES)}
+    own = error.code == "unsupported_parameter"  # then it names a field of this body, perhaps one that a chat has
+    return {"error": error.body()["error"] | error.renamed(() if own else _NAMES)}
 
 
 @dataclass(slots=True, frozen=True)

@@ -131,6 +131,9 @@ async def test_errors_have_anthropics_form() -> None:
         assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
         with pytest.raises(anthropic.BadRequestError, match=r"tools\[1\]\.name: 'stop' is there twice"):
             await opened.messages.create(**GOOD, tools=[*TOOLS[1:], TOOLS[1]])
+        config: Any = {"format": {"type": "json_schema", "schema": []}}
+        with pytest.raises(anthropic.BadRequestError, match=r"message': 'output_config\.format\.schema must be"):
+            await opened.messages.create(**GOOD, output_config=config)
         node.requests.refusal = NotNow("queue_full", "full", status=429, retry_after_s=3.0)
         for stream in (False, True):
             with pytest.raises(anthropic.RateLimitError) as full:
@@ -248,6 +251,12 @@ def test_the_fields_become_a_chats() -> None:
     )
 
 
+def test_an_empty_last_message_of_the_assistant_is_none() -> None:
+    for content in ("", []):
+        head, messages = read(messages=[*GOOD["messages"], {"role": "assistant", "content": content}])
+        assert (head.options.get("continue_final_message"), len(messages)) == (read()[0].options.get("continue_final_message"), 1)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -262,6 +271,8 @@ def test_the_fields_become_a_chats() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]}, "messages[0].content[0].name"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "y"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "messages"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a b"}]}, "tools[0].function.name"),
