@@ -431,7 +431,7 @@ class DaemonRun:
         node.traces.use(plan.effective.traces, files.trace_headers)
         node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
         unknown = node.registry.unknown_models()
-        about = {"unknown_models": unknown, "hidden_names": node.registry.names.hidden}
+        about = {"unknown_models": unknown, "hidden_names": list(node.registry.names.hidden)}
         return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart} | about
 
     # ---- stop

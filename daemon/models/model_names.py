@@ -3,7 +3,6 @@ adapters have names and aliases of their own, like models."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,6 @@ from daemon.models.adapters import AdapterRecord
 from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import ModelEntry
 from daemon.models.name_table import MAX_MATCHED, Lead, NameTable, Target, refusal_of
-
-log = logging.getLogger("hearthd.models")
 
 
 class ModelNames:
@@ -32,25 +29,23 @@ class ModelNames:
         """models: the names of all registered models and adapters. served: returns the entry of a model, or the error why it cannot
         be served. turned_away: (model, tenant) -> the error with which a request would be refused now, or None; asked only for
         models that an entry of the table [names] leads to. adapters: the LoRA adapters among `models`. Aliases and entries that
-        equal the name of a registered model have no effect, which is logged."""
+        equal the name of a registered model have no effect."""
         self._models, self._with_settings = models, config.models.keys()
         self._served, self._turned_away = served, turned_away
         self._adapters = adapters or {}
         self._by_base = _by_base(self._adapters)
         self._table = NameTable(config.names)
         self._aliases: dict[str, str] = {}
-        self.hidden: list[str] = []  # the aliases and entries that have no effect
+        self.hidden: dict[str, str] = {}  # a warning for each alias and entry that has no effect
         for name, settings in config.models.items():
             for alias in settings.aliases:
                 if alias in models:
-                    self.hidden.append(alias)
-                    log.warning('alias %r of "%s" is hidden by the model of that name', alias, name)
+                    self.hidden[alias] = f'alias {alias!r} of "{name}" is hidden by the model of that name'
                 else:
                     self._aliases[alias] = name
         for name in self._table.exact:
             if name in models:
-                self.hidden.append(name)
-                log.warning("the entry %r of [names] is hidden by the model of that name", name)
+                self.hidden[name] = f"the entry {name!r} of [names] is hidden by the model of that name"
 
     # ---- for requests; see ModelPort
 

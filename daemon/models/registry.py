@@ -400,8 +400,12 @@ class Registry:
         return changes
 
     def _name_all(self) -> None:
-        """Makes `names` and the list of entries anew, because the models, adapters or upstreams have changed."""
-        self.names = self._names_now()
+        """Makes `names` and the list of entries anew, because the models, adapters or upstreams have changed. Logs each name that a
+        model has begun to hide."""
+        hidden, self.names = self.names.hidden, self._names_now()
+        for name, warning in self.names.hidden.items():
+            if hidden.get(name) != warning:
+                log.warning("%s", warning)
         entries = [registered.entry for registered in self.models.values() if registered.entry is not None]
         entries += [*self.upstreams.values(), *self._with_adapters.values()]
         self._entries = sorted(entries, key=lambda entry: entry.own_name)

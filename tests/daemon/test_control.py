@@ -472,12 +472,13 @@ def test_who_writes_the_file_and_asks_is_told_what_was_applied_by_itself(node: N
 
 
 def test_a_reload_tells_names_that_models_hide(node: Node) -> None:
-    good = node.config.read_text()
+    good, before = node.config.read_text(), node.log_text().count("is hidden by the model")
     node.config.write_text("[names]\nslow = 'a'\nfine = 'a'\n" + good + "\n[models.a]\naliases = ['c', 'ay']\n")
     try:
         assert node.json("reload")["hidden_names"] == ["c", "slow"]
         told = node.cli("reload").stdout
         assert "\nthese further names are hidden by models of the same names, which answer: c, slow\n" in told
+        assert node.log_text().count("is hidden by the model") == before + 2, "told again at each scan"
     finally:
         node.config.write_text(good)
     assert node.json("reload")["hidden_names"] == []
