@@ -93,12 +93,9 @@ class ModelNames:
         model_not_found, is_adapter for a LoRA adapter, or not_local for a model that another server answers."""
         owner = self._owner(name)
         if owner is not None and owner in self._adapters:
-            base = self._adapters[owner].base
-            instead = (
-                f" of {base}, and {base} is loaded in its place"
-                if base
-                else "; its base, which is loaded in its place, is not here"
-            )
+            adapter = self._adapters[owner]
+            base = adapter.base
+            instead = f" of {base}, and {base} is loaded in its place" if base else f" and is {adapter.state}: {adapter.problem}"
             raise BadRequest("is_adapter", f"{owner!r} is a LoRA adapter{instead}.", details={"adapter": owner, "base": base})
         if owner is not None and owner in self._models:
             if isinstance(found := self._served(owner), ModelEntry) and found.upstream:

@@ -96,7 +96,7 @@ def misfit(adapter: Adapter, shape: ModelShape) -> str:
 def _modules_by_number(adapter: Adapter, shape: ModelShape) -> dict[int, dict[int, AdapterModule]]:
     """Returns the adapter's modules by the base's matrix number and the part of that product. Modules of the base that are not
     served, such as those of an image encoder, have no number and are left out. Raises CheckpointError, which names a tensor, for a
-    module that does not fit the base."""
+    module that does not fit the base, and if no module is left."""
     known, matrices = _parts(shape), adapted_matrices(shape)
     found: dict[int, dict[int, AdapterModule]] = {}
     for module in adapter.modules:
@@ -110,6 +110,9 @@ def _modules_by_number(adapter: Adapter, shape: ModelShape) -> dict[int, dict[in
         if place.part in others:
             raise CheckpointError(module.down.file, module.down.name, f"adapts the same matrix as {others[place.part].down.name}")
         others[place.part] = module
+    if not found:
+        down = adapter.modules[0].down
+        raise CheckpointError(down.file, down.name, "like all modules of the adapter changes a part of the base that is not served")
     return found
 
 

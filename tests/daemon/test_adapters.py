@@ -253,6 +253,22 @@ async def test_commands_take_the_base_alone(models: Path) -> None:
     assert registry.unknown_models() == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"r": 512}, "is refused: adapter_config.json: key r: 512 is out of range (from 1 to 256)"),
+        ({"base_model_name_or_path": "x/gone"}, "is incomplete: its base 'x/gone' is not here"),
+    ],
+)
+async def test_commands_tell_why_an_adapter_has_no_base(models: Path, changes: dict[str, Any], told: str) -> None:
+    """Tells the fault of an adapter whose base is unknown, since the base may well be here."""
+    write_adapter(models / "me" / "bad", FITTING, **changes)
+    registry = await scanned(models)
+    with pytest.raises(HearthError) as caught:
+        registry.names.local("me/bad")
+    assert caught.value.message.startswith(f"'me/bad' is a LoRA adapter and {told}")
+
+
 # ---- the scan's process, the settings
 
 

@@ -22,7 +22,7 @@ from loader.models.adapter import Adapter, parse_adapter
 from loader.models.catalog import scan, scan_one
 from loader.sizes.layout import parameter_shapes
 from tests.loader.adapters import ADAPTER_CONFIG, Tensors, adapter_tensors, modules_of, write_adapter
-from tests.loader.checkpoints import safetensors_bytes, shape, write_checkpoint
+from tests.loader.checkpoints import CONFIG, safetensors_bytes, shape, write_checkpoint
 from tests.loader.test_families import PUBLISHED
 
 LAYER = "model.layers.0."
@@ -252,6 +252,16 @@ def test_misfits_name_the_tensor(modules: dict[str, tuple[int, int]], said: str)
 def test_names_of_a_wrapper_or_a_bare_decoder_fit(body: str) -> None:
     found = parsed(adapter_tensors({f"{body}layers.1.self_attn.q_proj": (16, 16)}))
     assert [place.number for place in adapter_layout(found, shape(), 4).places] == [4]
+
+
+def test_an_adapter_of_unserved_parts_alone_is_refused() -> None:
+    """Refuses an adapter that changes an image encoder alone, which would change no answer. Beside others such modules are left
+    out."""
+    wrapped = shape(architectures=["Mistral3ForConditionalGeneration"], text_config=CONFIG | {"model_type": "mistral"})
+    encoder = {"vision_tower.transformer.layers.0.attention.q_proj": (16, 16)}
+    why = misfit(parsed(adapter_tensors(encoder)), wrapped)
+    assert why.endswith("q_proj.lora_A.weight: like all modules of the adapter changes a part of the base that is not served")
+    assert not misfit(parsed(adapter_tensors(encoder | {f"{LAYER}self_attn.q_proj": (16, 16)})), wrapped)
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
