@@ -46,6 +46,8 @@ class Rescans:
             try:
                 await self._rescan()
             except OSError as error:
+                if self._scanner.is_closed:
+                    return
                 self._again = self._again or [LOOK_AGAIN_S[-1]]
                 if open_files.are_used_up(error):
                     SHORTAGE.note("scans of the models folder put off")

@@ -108,6 +108,8 @@ class ModelScanner:
                     found = await self._scan_once(models_dir, previous, named, silent, files, limit_s)
                 except NoAnswer as failed:
                     await self._end()
+                    if self._closed:  # the process was ended by `close`, and nothing is wrong with the folder
+                        raise _stopping(models_dir) from None
                     if failed.path == models_dir:
                         self._stuck = models_dir, failed.process
                         raise OSError(errno.ETIMEDOUT, failed.why, models_dir) from None
@@ -120,6 +122,11 @@ class ModelScanner:
                     del self._silent[path]
                 return found
             raise OSError(errno.ETIMEDOUT, f"more than {MAX_SILENT} of its folders do not answer", models_dir)
+
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether the daemon is stopping, so that nothing is scanned any more."""
+        return self._closed
 
     async def close(self) -> None:
         self._closed = True

@@ -210,6 +210,33 @@ async def test_closing_does_not_wait_for_what_hangs(tmp_path: Path, parts_hang: 
         os.kill(parts_hang[0], 0)
 
 
+async def test_a_stop_in_the_middle_of_a_scan_is_no_fault_of_the_folder(
+    tmp_path: Path, parts_hang: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ends the looking for models without a word in the log on a folder that cannot be read."""
+    scanner = ModelScanner()
+    (tmp_path / "hung").mkdir()
+    said: list[str] = []
+
+    async def rescan() -> None:
+        try:
+            await scanner.scan(str(tmp_path), {})
+        except OSError as error:
+            said.append(str(error.strerror))
+            raise
+
+    rescans = Rescans(rescan, scanner)
+    rescans.changed()
+    looking = asyncio.ensure_future(rescans.run())
+    await until(lambda: bool(parts_hang))
+    async with asyncio.timeout(8):
+        await scanner.close()
+        await looking
+    assert said == ["hearthd is stopping"]
+    assert rescans.problems() == []
+    assert "cannot be read" not in caplog.text
+
+
 async def test_closing_ends_a_process_that_is_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_go_on, pids, spawn = threading.Event(), threading.Event(), list[int](), scanner_module._spawn
 
