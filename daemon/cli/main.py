@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text, description=text, parents=[common])
         one.set_defaults(run=run, goes_on=False)
         if argument:
-            one.add_argument("name", metavar=argument, nargs="?" if optional else None, type=_name)
+            one.add_argument("name", metavar=argument, nargs="?" if optional else None, type=_named)
         return one
 
     add("ps", models.ps, "what is loaded, where, and how busy")
@@ -65,7 +65,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("gpus", gpus.gpus, "the machine's GPUs: who uses them, temperature, memory, faults; also without a daemon")
     load = add("load", models.command, "load a model and wait until it is ready", "NAME")
     load.add_argument(
-        "--adapter", metavar="DIR", help="serve the LoRA adapter in this folder by the name, from now on; `unload NAME` ends that"
+        "--adapter",
+        metavar="DIR",
+        type=_named,
+        help="serve the LoRA adapter in this folder by the name, from now on; `unload NAME` ends that",
     )
     load.add_argument("--replace", action="store_true", help="with --adapter: in place of one that was loaded under the name")
     unload = add(
@@ -178,9 +181,9 @@ def _run(argv: Sequence[str] | None) -> int:
     return exit_code or EXIT_OK
 
 
-def _name(text: str) -> str:
-    """Returns the name of a model as it is given. Raises ArgumentTypeError for "", which a script's unset variable leaves: without
-    a name some commands are for the whole node."""
+def _named(text: str) -> str:
+    """Returns the name of a model or folder as given. Raises ArgumentTypeError for "", which a script's unset variable leaves:
+    without a name some commands are for the whole node, and a folder "" would be the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("is empty")
     return text

@@ -252,7 +252,7 @@ class Registry:
         if self.was_loaded(name):
             if in_place:
                 return
-            message = f"The adapter {name!r} is loaded already; load_inplace true replaces it."
+            message = f"The adapter {name!r} is loaded already; load_inplace true, or `hearth load --replace`, replaces it."
             raise BadRequest("adapter_loaded", message, param="lora_name")
         if name in self.adapters or name in self.models:
             kind = "an adapter" if name in self.adapters else "a model"

@@ -63,6 +63,7 @@ def test_usage() -> None:
         (("ps", "extra"), "hearth ps: 'extra' is one word too many"),
         (("drain", ""), "hearth drain: NAME: is empty; `hearth drain --help` tells what it takes"),
         (("load", ""), "hearth load: NAME: is empty"),
+        (("load", "a", "--adapter", ""), "hearth load: --adapter: is empty"),
     ],
 )
 def test_only_what_is_there_is_proposed(args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
