@@ -53,7 +53,9 @@ def check(config: NodeConfig, source: str) -> list[str]:
                 warnings.append(str(located_setting(ConfigError(source, f'models."{name}".chat_template', message))))
         heads = [one for one, checkpoint in found.items() if checkpoint.head is not None]
         if model.speculator not in (*speculators.KINDS, *heads):
-            message = f"there is no EAGLE-3 head {model.speculator!r} in {config.models_dir} (yet)"
+            named = found.get(model.speculator)
+            fault = named and (named.reason or named.error)
+            message = f"there is no EAGLE-3 head {model.speculator!r} in {config.models_dir} (yet){f': {fault}' if fault else ''}"
             warnings.append(str(located_setting(ConfigError(source, f'models."{name}".speculator', message))))
         if model.base is not None:
             warnings += _about_base(config, source, name, model.base, found)

@@ -269,8 +269,8 @@ class Registry:
         self, config: NodeConfig, before: Mapping[str, Registered], checkpoints: Mapping[str, catalog.Checkpoint]
     ) -> dict[str, Registered]:
         result = {}
-        heads = {name: one for name, one in checkpoints.items() if one.head is not None}
-        heads_before = {name: one.checkpoint for name, one in before.items() if one.checkpoint.head is not None}
+        heads = speculators.named_heads(config, checkpoints)
+        heads_before = speculators.named_heads(config, {name: one.checkpoint for name, one in before.items()})
         same_heads = heads.keys() == heads_before.keys() and all(heads_before[name] is one for name, one in heads.items())
         for name, checkpoint in checkpoints.items():
             if config.models.get(name, ModelConfig()).upstream is not None:
@@ -293,7 +293,7 @@ class Registry:
         for name, head in heads.items():
             used_by = [one for one, found in result.items() if found.entry is not None and found.entry.head == name]
             problem = f"it drafts tokens for {', '.join(used_by)}" if used_by else IS_HEAD
-            if name in result and head.complete and result[name].problem != problem:
+            if name in result and head.complete and head.head is not None and result[name].problem != problem:
                 result[name] = self._unusable(config, head, problem)
         return result
 

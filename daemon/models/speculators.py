@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from config.parallel import num_ranks
-from config.schema import ModelConfig
+from config.schema import ModelConfig, NodeConfig
 from loader.errors import CheckpointError
 from loader.models.catalog import Checkpoint
 from loader.models.drafters import joined
@@ -17,6 +17,15 @@ from loader.shapes.model_shape import ModelShape
 AUTO, NONE, PROMPT_LOOKUP, MTP, EAGLE3 = "auto", "none", "prompt-lookup", "mtp", "eagle3"
 KINDS = (AUTO, NONE, PROMPT_LOOKUP, MTP)  # values of the setting that are not the name of a head
 _PROVEN_KINDS = frozenset({"cpu"})  # kinds of devices on which predictors have been run; on other kinds the setting must name one
+
+
+def named_heads(config: NodeConfig, checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
+    """Returns the EAGLE-3 heads among the checkpoints, by name, and the checkpoints that settings name as a head and that are
+    incomplete or cannot be read: these have no `head`, and say why."""
+    named = {settings.speculator for settings in config.models.values()}.difference(KINDS)
+    return {
+        name: one for name, one in checkpoints.items() if one.head is not None or (name in named and bool(one.reason or one.error))
+    }
 
 
 class MayPredict(Protocol):
@@ -57,7 +66,7 @@ def prompt_lookup(shape: ModelShape, fingerprint: str, why: str = "") -> Specula
 class Choice:
     """Chooses the speculator for one model. settings: the model's. own: the facts about its own predictor. shape: its shape without
     one. kinds: the kinds of devices where it may live. checkpoint: the model's checkpoint; None: EAGLE-3 heads are not considered.
-    heads: all such heads in the models folder, by name."""
+    heads: all such heads in the models folder, by name, and what settings name as one and cannot be used (named_heads)."""
 
     settings: ModelConfig
     own: MayPredict
@@ -108,12 +117,16 @@ class Choice:
             return why
         if asked == MTP and own.predicting is None:
             return own.predictor_error or "its files hold no layer that predicts further tokens"
-        if asked != MTP and asked not in self.heads:
-            known = f"there are {', '.join(sorted(self.heads))}" if self.heads else "there is none"
+        named = self.heads.get(asked)
+        if asked != MTP and named is None:
+            usable = sorted(name for name, head in self.heads.items() if head.head is not None)
+            known = f"there are {', '.join(usable)}" if usable else "there is none"
             return f"not mtp, prompt-lookup, none, auto or the name of an EAGLE-3 head in the models folder ({known})"
-        if asked == MTP or self.checkpoint is None:
+        if named is not None and named.head is None:
+            return named.reason or named.error
+        if named is None or self.checkpoint is None:
             return ""
-        return _misfit_of(self.checkpoint, self.heads[asked])
+        return _misfit_of(self.checkpoint, named)
 
     def _head_beside(self) -> Checkpoint | None:
         """Returns the EAGLE-3 head that "auto" uses: one in the model's folder, or else one whose files name this model as its
@@ -121,8 +134,9 @@ class Choice:
         if self.checkpoint is None:
             return None
         name = self.checkpoint.name
-        inside = [head for at, head in self.heads.items() if at.startswith(f"{name}/")]
-        made_for = [one for one in self.heads.values() if one.head is not None and _is_name(one.head.verifier, name)]
+        heads = [one for one in self.heads.values() if one.head is not None]
+        inside = [one for one in heads if one.name.startswith(f"{name}/")]
+        made_for = [one for one in heads if one.head is not None and _is_name(one.head.verifier, name)]
         return min((*inside, *(() if inside else made_for)), key=lambda head: head.name, default=None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig, SamplingDefaults
 from daemon.errors import HearthError
+from daemon.models import models_check
 from daemon.models.registry import Registry
 from daemon.record.state import NodeState
 from loader.formats.int8 import INT8
@@ -448,11 +450,29 @@ async def test_a_head_that_does_not_fit_its_model_is_told_by_key_or_tensor(tmp_p
         ({"eagle_config": {}}, "a model of 3 layers has no default"),
         ({"fc_norm": False}, "head/model.safetensors: tensor fc_norm.0.weight: a head with"),
         ({"intermediate_size": 60}, "tensor midlayer.mlp.down_proj.weight: has shape [48, 56], config.json asks for [48, 60]"),
-        ({"num_hidden_layers": 2}, "not mtp, prompt-lookup, none, auto or the name of an EAGLE-3 head"),
+        ({"num_hidden_layers": 2}, "head: config.json: key num_hidden_layers: 2 is not supported"),
     ):
         found = await told(**changes)
         assert found.startswith('models."tiny".speculator: head: '), changes
         assert words in found, changes
+
+
+async def test_a_named_head_that_cannot_be_read_is_told_by_its_fault(tmp_path: Path) -> None:
+    """Tells what is wrong with the head's files, not that there is none, and uses the head once its files are whole."""
+    model = make_checkpoint(tmp_path / "tiny", **CASES["llama"])
+    make_head(tmp_path / "head", "3.1", model)
+    weights = tmp_path / "head" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-8])
+    node = NodeConfig(models_dir=str(tmp_path), models={"tiny": ModelConfig(speculator="head")}, chunk_bytes=64 << 10)
+    registry = Registry(node, [DeviceBudget("cpu:0", 64 * MIB)], NodeState(str(tmp_path / "s")))
+    said = registered(await registry.rescan())["tiny"].unusable
+    assert re.match(r'models."tiny".speculator: head: model.safetensors: tensor \S+: cut off: the file has', said), said
+    assert "(yet): model.safetensors: tensor " in "".join(models_check.check(node, "node.toml"))
+    weights.write_bytes(whole)
+    await registry.rescan()
+    assert registry.resolve("tiny").head == "head"
+    assert models_check.check(node, "node.toml") == []
 
 
 async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: Path) -> None:
