@@ -91,6 +91,8 @@ def _shape_on(devices: capacity.Devices, speculator: speculators.Speculator, des
 
 
 def _described(folder: str) -> DescribedModel:
+    if Path(folder).is_file():
+        raise _usage(f"--config {folder}: is a file; name the folder in which the model's config.json lies")
     try:
         return described_model(Path(folder))
     except CheckpointError as error:
@@ -111,7 +113,9 @@ def _speculator(
         except OSError:
             heads.clear()
         if not heads or heads[folder].head is None:
-            raise _usage(f"--speculator: one of {', '.join(speculators.KINDS)}, or the folder of an EAGLE-3 head, not {folder!r}")
+            fault = heads[folder].reason or heads[folder].error if heads else ""
+            allowed = f"one of {', '.join(speculators.KINDS)}, or the folder of an EAGLE-3 head"
+            raise _usage(f"--speculator: {allowed}, not {folder!r}{f': {fault}' if fault else ''}")
     settings, kinds = ModelConfig(speculator=folder, parallel=division), {kind} - {""}
     model = catalog.Checkpoint(options.config, options.config, shape=described.shape)
     choice = speculators.Choice(settings, described, described.shape, kinds, model, heads)

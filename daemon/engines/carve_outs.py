@@ -99,10 +99,12 @@ def _choose(config: NodeConfig, name: str, allowed: Sequence[DeviceBudget], left
     least = MIN_CHUNKS * int(config.chunk_bytes)
     roomy = [device for device in allowed if left[device.name] - num_bytes - _context_bytes(device) >= least]
     if not roomy:
+        is_given = config.models.get(name, ModelConfig()).isolate_bytes is not None
+        key = "isolate_bytes" if is_given else "max_model_len"
         has = ", ".join(f"{one.name} has {format_bytes(left[one.name])} left" for one in allowed) or "no device may hold it"
         raise _CannotCarve(
             f'models."{name}".isolate: {format_bytes(num_bytes)} cannot be set aside: {has}, of which it keeps '
-            f"{format_bytes(least)}. Give the device a larger budget, or the model a smaller max_model_len"
+            f"{format_bytes(least)}. Give the device a larger budget, or the model a smaller {key}"
         )
     return max(roomy, key=lambda device: left[device.name])
 

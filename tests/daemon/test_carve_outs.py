@@ -99,6 +99,7 @@ async def test_without_room_it_is_not_served_and_says_why(tmp_path: Path) -> Non
     (change,) = await registry.rescan()
     assert isinstance(change, ModelRegistered)
     assert "1.0 GiB cannot be set aside" in change.facts.unusable, "it does not fall back to its neighbours' engine"
+    assert change.facts.unusable.endswith("or the model a smaller isolate_bytes"), "max_model_len does not change it"
 
 
 def test_the_roomiest_allowed_device_is_divided(tmp_path: Path) -> None:

@@ -342,6 +342,8 @@ def test_shares_have_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[
         ([], 2, "which model? Name it, or a folder with --config"),
         (["name", "--config", "{}"], 2, "give NAME or --config, not both"),
         (["--config", "/nowhere"], 2, "--config /nowhere/config.json: No such file"),
+        (["--config", "{}/config.json"], 2, "/config.json: is a file; name the folder in which the model's config.json lies"),
+        (["--config", "{}", "--speculator", "{}"], 2, "': neither model.safetensors nor model.safetensors.index.json is there"),
         (["--config", "{}", "--devices", "80GiB"], 2, "--devices: as in cuda=8x80GiB"),
         (["--config", "{}", "--devices", "cuda=0x80GiB"], 2, "from 1 to 1024 devices, not 0"),
         (["--config", "{}", "--devices", "cuda=80XB"], 2, "'80XB' must be a number of bytes"),
