@@ -273,7 +273,8 @@ class Lifecycle:
     # ---- serving and evicting
 
     def _serve(self, life: Life) -> None:
-        """Puts a model into service, so that it takes part in the engine's turns. Then begins the evictions that were deferred."""
+        """Puts a model into service, so that it takes part in the engine's turns, and processes the result of its first step. Then
+        begins the evictions that were deferred."""
         assert life.served is not None
         first, evictions, life.evictions = life.first, life.evictions, []
         life.enter(State.SERVED)
@@ -282,6 +283,7 @@ class Lifecycle:
             self._set_first(life, None)
             self._models.turns.set_weight(life.name, first.weight)
             self._resume(first)
+        self._models.keep_lease()
         for message in evictions:  # the lease may have changed since the message came
             self.evict(msgspec.structs.replace(message, lease_chunks=self._models.chunks.lease_chunks))
 

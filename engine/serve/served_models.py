@@ -283,8 +283,13 @@ class ServedModels:
             embedder.forget_costs()
 
     def add(self, served: ServedModel) -> None:
+        """Puts a model into service. It may have drawn more chunks than the lease has, so `keep_lease` must be called, but not
+        before the result of its first step was processed: a sequence of that step must not be preempted."""
         self.by_name[served.spec.model] = served
         self.turns.add(served.spec.model)
+
+    def keep_lease(self) -> None:
+        """Gives chunks back as `set_lease` does, until the lease is kept."""
         self.set_lease(self.chunks.lease_chunks)
 
     def add_encoder(self, spec: LoadModel, hosted: HostedEncoder, place: Place) -> None:
@@ -343,7 +348,7 @@ class ServedModels:
                     way(scheduler, -self.chunks.room_chunks)
         while self.chunks.room_chunks < 0:
             drawing = [scheduler for scheduler in drawing if scheduler.num_drawn_chunks]
-            if not drawing:  # a model whose KV is being restored holds the other chunks; `add` sets the lease again
+            if not drawing:  # a model whose KV is being restored holds the other chunks; the lease is kept once it is served
                 break
             most = max(drawing, key=lambda scheduler: scheduler.num_drawn_chunks)
             most.preempt_one()

@@ -59,6 +59,7 @@ class Node:
         hosted = NullRunner(self.configure).load(LoadTask(spec, place.weights, lambda *_: None, lambda: False))
         assert isinstance(hosted, NullModel)
         self.models.add(self.models.make(spec, hosted, place))
+        self.models.keep_lease()
         return hosted
 
     def submit(self, name: str, request_id: int, num_prompt: int, max_tokens: int = 8) -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.contracts.steps import StepResult
@@ -16,7 +17,8 @@ from engine.lifecycle.loads import Load, Loads, Report
 from engine.loop.pulse import Doing, read_pulse
 from engine.memory.weight_gate import WeightGate
 from engine.protocol import Abort, Evicted, EvictModel, LoadDone, LoadFailed, LoadStreams, SetLease, read_journal
-from tests.engine.first_step.bench import PROMPT, Bench, truncate
+from tests.engine.first_step.bench import GREEDY, PROMPT, Bench, truncate
+from tests.engine.model_bench import MAX_LEN
 
 
 def change_behind_a_step(bench: Bench, folder: Path) -> None:
@@ -183,6 +185,45 @@ def test_what_comes_during_the_step_waits_for_its_end(bench: Bench, wanted: list
     may_end.set()
     bench.until(Evicted)
     assert bench.engine.models.chunks.free.all()
+
+
+def test_a_lease_that_became_too_small_takes_sequences_only_after_the_steps_result(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequences hold more than the lease when the model's first step ends. Then one is preempted, and goes on once there is
+    room."""
+    prompts = np.random.default_rng(6).integers(2, 211, (2, MAX_LEN - GREEDY.max_tokens)).tolist()
+    bench.load()
+    bench.until(LoadDone)
+    for request_id, prompt in enumerate(prompts, 1):
+        bench.submit(request_id, prompt)
+    wanted = bench.until_answered(1, 2)
+    bench.evict()
+    may_end = threading.Event()
+    opened = WeightGate.open
+    monkeypatch.setattr(
+        WeightGate, "open", lambda gate: threading.Thread(target=lambda: (may_end.wait(60), opened(gate))).start()
+    )
+    bench.allow(1)
+    bench.load(kv_reserved_chunks=1)
+    bench.until(LoadStreams)
+    for request_id, prompt in enumerate(prompts, 1):
+        bench.submit(request_id, prompt)
+    bench.until_waits_for(2)
+    bench.allow(99)
+    bench.until(LoadDone)
+    chunks = bench.engine.models.chunks
+    assert chunks.num_drawn == 2
+    bench.engine._handle(SetLease(1))
+    may_end.set()
+    bench.pump(lambda: not bench.engine.lifecycle.first_steps)
+    assert chunks.num_drawn <= 1
+    assert bench.engine.models.stats(0).preemptions == 1
+    assert all(bench.tokens(request_id) for request_id in (1, 2)), "the step's result was lost"
+    bench.engine._handle(SetLease(64))
+    assert bench.until_answered(1, 2) == wanted
+    bench.pump(lambda: not bench.engine.models.busy())
+    bench.evict()
 
 
 @pytest.mark.parametrize("good", [True, False])
