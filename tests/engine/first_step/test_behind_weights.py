@@ -201,9 +201,7 @@ def test_a_lease_that_became_too_small_takes_sequences_only_after_the_steps_resu
     bench.evict()
     may_end = threading.Event()
     opened = WeightGate.open
-    monkeypatch.setattr(
-        WeightGate, "open", lambda gate: threading.Thread(target=lambda: (may_end.wait(60), opened(gate))).start()
-    )
+    monkeypatch.setattr(WeightGate, "open", lambda gate: threading.Thread(target=lambda: (may_end.wait(60), opened(gate))).start())
     bench.allow(1)
     bench.load(kv_reserved_chunks=1)
     bench.until(LoadStreams)
