@@ -1,6 +1,6 @@
 """Does to a node under load whatever may go wrong, and tells what its clients lost by it.
 
-usage: python -m tests.chaos [--seconds 60] [--seed N] [--runner null|torch] [--clients N] [--only ACT,ACT]
+usage: python -m tests.chaos [--seconds 60] [--seed N] [--runner null|torch] [--clients N] [--only ACT,ACT] [--log FILE]
 
 Each line says what was done, as it is done; the last one is a JSON object. The exit code is 1 if a request was lost that was ended
 neither by its client nor by what ends connections (kill -9 of the daemon, a version that cannot read what is handed over), if an
@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,10 @@ def run(
     num_clients: int = 8,
     acts: Sequence[Act] = ACTS,
     say: Callable[[str], None] = print,
+    kept_log: Path | None = None,
 ) -> dict[str, Any]:
     """Returns what happened: counts of acts and of requests, what was lost, what is held too much, and `faults`, which is empty if
-    all is well. folder: an empty one for the node."""
+    all is well. folder: an empty one for the node. kept_log: a file for the node's log; None: it is not kept."""
     draw, cast = random.Random(seed), Cast(runner)
     skipped = [] if cast.has_adapters else ["adapters and packed weights: the null runner has none"]
     chosen = [act for act in acts if cast.has_adapters or not act.of_adapters]
@@ -113,6 +115,8 @@ def run(
         clients.faults += unexplained(node)
         after = holdings(node, cast.models)
         log = node.log_text()
+        if kept_log is not None:
+            kept_log.write_text(log)
     leaked = leaks(before, after)
     if leaked:
         say("\n".join(log.splitlines()[-SHOWN_LINES:]))
@@ -142,6 +146,7 @@ def main() -> None:
     parser.add_argument("--runner", choices=("null", "torch"), default="torch")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--only", default="", help="names of acts, separated by commas")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="where to keep the node's log")
     options = parser.parse_args()
     acts = [act for act in ACTS if not options.only or act.name in options.only.split(",")]
     if not acts:
@@ -149,7 +154,8 @@ def main() -> None:
     seed = options.seed if options.seed is not None else random.randrange(10**6)
     print(f"seed {seed}, {options.seconds:g} s, runner {options.runner}", flush=True)
     with tempfile.TemporaryDirectory(prefix="hearth-chaos-") as folder:
-        said = run(Path(folder), options.seconds, seed, options.runner, options.clients, acts, lambda line: print(line, flush=True))
+        told = partial(print, flush=True)
+        said = run(Path(folder), options.seconds, seed, options.runner, options.clients, acts, told, options.log)
     print(json.dumps(said))
     sys.exit(bool(said["faults"]))
 

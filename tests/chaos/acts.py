@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,8 @@ import psutil
 from daemon.engines.workers import START_LIMIT_S
 from loader import threads
 from tests.chaos import adapters
-from tests.chaos.cast import SPARE
-from tests.chaos.clients import KILLED, NO_MEMORY, drawn, hang_up, send_garbage
+from tests.chaos.cast import OF_GUEST, SPARE
+from tests.chaos.clients import CRASHED, KILLED, NO_MEMORY, drawn, hang_up, send_garbage
 from tests.chaos.memory import no_more_mappings
 from tests.chaos.mounts import mount_that_hangs, slow_mount
 from tests.chaos.world import DEVICES, SCANNING, SMALLER_DEVICES, STALL_S, TEXT, World
@@ -48,6 +49,11 @@ class Act(NamedTuple):
 def _ends_engines(world: World) -> None:
     """Waits until no request is left that ran when an engine ended before: one that has ended two engines is refused for that."""
     world.clients.wait_for_running(world.engines_ended_s)
+
+
+def _everybody(world: World) -> set[str]:
+    """Returns all names by which requests ask, also those of clients of single acts."""
+    return {*world.cast.names, *OF_GUEST}
 
 
 def engines(world: World) -> list[psutil.Process]:
@@ -150,23 +156,25 @@ def smaller_budgets(world: World) -> None:
 
 def short_memory(world: World) -> None:
     """The node and a process that takes all there is use up their control group's memory together. The kernel ends what the daemon
-    has started, and never the daemon."""
+    has started, some of it again and again, and never the daemon."""
     if world.groups is None:
         return
+    _ends_engines(world)
     daemon = psutil.Process(world.pid)
     pids = [daemon.pid, *(child.pid for child in daemon.children(recursive=True))]
-    told = world.clients.changed("memory is short", {*world.cast.names}, NO_MEMORY)
+    told = world.clients.changed("memory is short", _everybody(world), NO_MEMORY | CRASHED)
     with told:
         with world.groups.short_of_memory(pids, world.draw.choice((64 << 20, 128 << 20))):
             time.sleep(1 + world.draw.random() * 3)
         time.sleep(LAST_TOLD_S)
+    world.engines_ended_s = time.monotonic()
 
 
 def engine_without_mappings(world: World) -> None:
     """What it wants to map fails for a while. It may end by that, and is another engine then."""
     _ends_engines(world)
     if living := engines(world):
-        told = world.clients.changed("an engine may map nothing more", {*world.cast.names}, NO_MEMORY)
+        told = world.clients.changed("an engine may map nothing more", _everybody(world), NO_MEMORY)
         with told:
             with contextlib.suppress(ProcessLookupError), no_more_mappings(world.draw.choice(living)):
                 time.sleep(world.draw.random() * 2)
@@ -212,12 +220,26 @@ def full_state_disk(world: World) -> None:
     if not world.state_disk:
         return
     ballast = world.node.folder / "state" / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb") as file:
-        while file.write(b"0" * 4096):
-            file.flush()
+    full, done = threading.Event(), threading.Event()
+
+    def fill() -> None:
+        """Takes what is free, and what others free meanwhile: responses in the background are kept on this disk, too."""
+        with ballast.open("ab", buffering=0) as file:
+            while not done.is_set():
+                try:
+                    file.write(b"0" * 4096)
+                except OSError:
+                    full.set()
+                    done.wait(0.002)
+
+    filling = threading.Thread(target=fill)
+    filling.start()
     try:
+        full.wait()
         world.cli("disable", SPARE, codes=(NOT_SAVED,))
     finally:
+        done.set()
+        filling.join()
         ballast.unlink()
     world.cli("enable", SPARE)
     if list((world.node.folder / "state").glob("*.new")):

@@ -30,6 +30,7 @@ OF_FILES = ("adapter_unavailable", "model_incomplete")
 # adapter is another one by then, while its files are being changed, while they are broken, and while they are not there. A response
 # in the background has one code for all.
 NO_MEMORY = frozenset({"adapter_unavailable", "server_error"})
+CRASHED = frozenset({"crashed_twice", "model_failed"})  # what a request may be told whose engines end one after the other
 ANOTHER_CODE = "model_changed"
 ANOTHER = frozenset({ANOTHER_CODE, "server_error"})
 CHANGING = NO_MEMORY | ANOTHER | {"model_incomplete"}
