@@ -241,18 +241,24 @@ def wait_for_lost(own: Rank, captured: bool) -> tuple[float, bool]:
     """Begins an exchange on rank 0 for which the other ranks never come. Returns when the work behind it on the same stream had
     ended (by time.monotonic()), and whether its result was right. captured: the exchange is in a graph."""
     ranks = own.connected()
-    x, square = torch.ones(1 << 16, device=own.device), torch.full((64, 64), 2.0, device=own.device)
+    x = torch.ones(1 << 16, device=own.device)
     work = Work(lambda: ranks.sum(x), captured, ranks.alone)
     if own.rank:
         return 0.0, True
+    found = behind_lost(own, lambda: work.run_on(ranks))
+    work.destroy()
+    return found
+
+
+def behind_lost(own: Rank, launch: Callable[[], object]) -> tuple[float, bool]:
+    """Tells BEGUN and launches work for which another rank never comes. Returns when the work behind it on the same stream had
+    ended (by time.monotonic()), and whether its result was right."""
+    square = torch.full((64, 64), 2.0, device=own.device)
     product = square @ square  # libraries set themselves up before
     wait(own.device)
     own.tell(BEGUN)
     with contextlib.suppress(GroupBroken):
-        work.run_on(ranks)
+        launch()
     product = square @ square
     wait(own.device)
-    ended_s = time.monotonic()
-    right = bool((product == 256.0).all())
-    work.destroy()
-    return ended_s, right
+    return time.monotonic(), bool((product == 256.0).all())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import zlib
@@ -15,11 +14,10 @@ from torch import Tensor
 
 from benchmarks.gpu_limits import CACHE_DIR
 from benchmarks.gpu_pipeline import pipelined
-from benchmarks.gpu_ranks import BEGUN, Rank
+from benchmarks.gpu_ranks import Rank
 from benchmarks.gpu_shapes import BLOCK_TOKENS, CONFIGS, LLAMA, SPARE_BLOCKS, Bench, random_weights, shape_of
-from benchmarks.gpu_split_exchanges import wait
+from benchmarks.gpu_split_exchanges import behind_lost, wait
 from benchmarks.plain_memory import PlainRange
-from engine.contracts.ranks import GroupBroken
 from engine.cuda.backend import MAX_GRAPH_ROWS
 from engine.cuda.collectives import Collectives
 from engine.cuda.model import CudaModel
@@ -144,44 +142,35 @@ def _stage_of(shape: ModelShape, own: Rank) -> ModelShape:
 def _of_share(
     own: Rank, shape: ModelShape, links: ShareLinks, max_graph_rows: int, stage: Rank | None = None
 ) -> tuple[list[Any], int]:
-    weights = drawn_weights(shape, own.device)
-    bench = SplitBench(shape, weights, own.device, "float32", links, NUM_ROWS, LENGTH, max_graph_rows)
-    own.to_end.insert(0, bench.model.release)  # graphs end before their connection
+    bench = _share_bench(own, shape, links, max_graph_rows)
     return logits(bench, stage), len(bench.model.graphs.captured)
 
 
+def _share_bench(own: Rank, shape: ModelShape, links: ShareLinks, max_graph_rows: int) -> SplitBench:
+    """Returns a share of a drawn model. give_up releases it."""
+    bench = SplitBench(shape, drawn_weights(shape, own.device), own.device, "float32", links, NUM_ROWS, LENGTH, max_graph_rows)
+    own.to_end.insert(0, bench.model.release)  # graphs end before their connection
+    return bench
+
+
 def wait_for_lost_stage(own: Rank, max_graph_rows: int) -> tuple[float, bool]:
-    """Runs steps with a pipeline of two stages, and then one on rank 0, the last stage, alone: the other stage never sends its
-    states. Returns when the work behind that step on the same stream had ended (by time.monotonic()), and whether its result was
-    right. give_up releases the stage."""
+    """Runs two steps with a pipeline of two stages, and then one on rank 0, the last stage, alone: the other stage never sends its
+    states. Returns what wait_for_lost does. give_up releases the stage."""
     shape = _stage_of(drawn_shape("llama"), own)
-    links = own.linked(shape, "float32")
-    weights = drawn_weights(shape, own.device)
-    bench = SplitBench(shape, weights, own.device, "float32", links, NUM_ROWS, LENGTH, max_graph_rows)
-    model = bench.model
+    bench = _share_bench(own, shape, own.linked(shape, "float32"), max_graph_rows)
+    model, table = bench.model, bench.table
     assert isinstance(model, CudaShare)
-    own.to_end.insert(0, model.release)
     while model.num_uncaptured:
         model.capture_next()
-    square = torch.full((64, 64), 2.0, device=own.device)
-    for number, last in ((0, False), (1, False), (2, True)):
-        plan = step((0, number, 1), (1, number, 1))
+    *plans, last = (step((0, number, 1), (1, number, 1)) for number in range(3))
+    for number, plan in enumerate(plans):
         own.await_turn(number)
         if own.rank:
-            if not last:
-                model.follow(plan, bench.table)
-            continue
-        if not last:
-            model.execute(plan, bench.table)
+            model.follow(plan, table)
+        else:
+            model.execute(plan, table)
             own.ended[0] += 1
-            continue
-        wait(own.device)
-        own.tell(BEGUN)
-        with contextlib.suppress(GroupBroken):
-            model.execute(plan, bench.table)
-    product = square @ square
-    wait(own.device)
-    return time.monotonic(), bool((product == 256.0).all())
+    return (0.0, True) if own.rank else behind_lost(own, lambda: model.execute(last, table))
 
 
 class Mirrored:

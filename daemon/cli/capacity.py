@@ -113,7 +113,7 @@ def _speculator(
         except OSError:
             heads.clear()
         if not heads or heads[folder].head is None:
-            fault = heads[folder].reason or heads[folder].error if heads else ""
+            fault = heads[folder].fault if heads else ""
             allowed = f"one of {', '.join(speculators.KINDS)}, or the folder of an EAGLE-3 head"
             raise _usage(f"--speculator: {allowed}, not {folder!r}{f': {fault}' if fault else ''}")
     settings, kinds = ModelConfig(speculator=folder, parallel=division), {kind} - {""}

@@ -203,7 +203,7 @@ class LentEngine:
         except OSError as error:
             raise ValueError(f"{folder}: {error.strerror}") from None
         if not checkpoint.complete:
-            raise ValueError(f"{folder}: {checkpoint.reason or checkpoint.error}")
+            raise ValueError(f"{folder}: {checkpoint.fault}")
         if checkpoint.files_id != files_id:
             raise ValueError(f"{folder} holds other files than the daemon's host has under this name")
         return folder, checkpoint.fingerprint

@@ -156,9 +156,7 @@ def _record(
     name, adapter = checkpoint.name, checkpoint.adapter
     settings = config.models.get(name, ModelConfig())
     if not checkpoint.complete or adapter is None:
-        return AdapterRecord(
-            checkpoint, problem=checkpoint.reason or checkpoint.error or "not an adapter", is_incomplete=bool(checkpoint.reason)
-        )
+        return AdapterRecord(checkpoint, problem=checkpoint.fault or "not an adapter", is_incomplete=bool(checkpoint.reason))
     if foreign := foreign_settings(settings):
         problem = f'models."{name}".{foreign[0]}: has no effect on a LoRA adapter, which is computed as its base is'
         return AdapterRecord(checkpoint, problem=problem)

@@ -54,7 +54,7 @@ def check(config: NodeConfig, source: str) -> list[str]:
         heads = [one for one, checkpoint in found.items() if checkpoint.head is not None]
         if model.speculator not in (*speculators.KINDS, *heads):
             named = found.get(model.speculator)
-            fault = named and (named.reason or named.error)
+            fault = "" if named is None else named.fault
             message = f"there is no EAGLE-3 head {model.speculator!r} in {config.models_dir} (yet){f': {fault}' if fault else ''}"
             warnings.append(str(located_setting(ConfigError(source, f'models."{name}".speculator', message))))
         if model.base is not None:

@@ -180,7 +180,7 @@ class Planner:
             choice = speculators.Choice(settings, checkpoint, shape, sizing.kinds(name, settings, shape), checkpoint, heads)
             misfit = misfit or sizing.misfit(name, settings, shape) or choice.misfit(name)
         if not checkpoint.complete or shape is None or misfit:
-            return checkpoint.reason or checkpoint.error or misfit or "not a model"
+            return checkpoint.fault or misfit or "not a model"
         dtype = sizing.computed_dtype(settings.dtype or config.dtype, name, settings, shape)
         if misfit := sizing.resident_misfit(name, settings, shape, dtype):
             return misfit

@@ -23,9 +23,7 @@ def named_heads(config: NodeConfig, checkpoints: Mapping[str, Checkpoint]) -> di
     """Returns the EAGLE-3 heads among the checkpoints, by name, and the checkpoints that settings name as a head and that are
     incomplete or cannot be read: these have no `head`, and say why."""
     named = {settings.speculator for settings in config.models.values()}.difference(KINDS)
-    return {
-        name: one for name, one in checkpoints.items() if one.head is not None or (name in named and bool(one.reason or one.error))
-    }
+    return {name: one for name, one in checkpoints.items() if one.head is not None or (name in named and bool(one.fault))}
 
 
 class MayPredict(Protocol):
@@ -123,7 +121,7 @@ class Choice:
             known = f"there are {', '.join(usable)}" if usable else "there is none"
             return f"not mtp, prompt-lookup, none, auto or the name of an EAGLE-3 head in the models folder ({known})"
         if named is not None and named.head is None:
-            return named.reason or named.error
+            return named.fault
         if named is None or self.checkpoint is None:
             return ""
         return _misfit_of(self.checkpoint, named)

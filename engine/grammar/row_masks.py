@@ -54,22 +54,15 @@ def constrained_rows(plan: BatchPlan, table: SequenceTable) -> npt.NDArray[np.in
 def hold_ends_back(bits: npt.NDArray[np.uint32], ids: list[int]) -> None:
     """Clears the bits of the end ids `ids` in one mask [W], in place, so that the text does not end yet. Leaves the mask alone if
     no other bit is set: then the grammar is at its end, or the request allows no other token."""
-    without = bits.copy()
-    clear(without, ids)
-    if without.any():
-        bits[:] = without
+    if allows_others(bits, ids):
+        clear(bits, ids)
 
 
 def allows_others(bits: npt.NDArray[np.uint32], ids: Iterable[int]) -> bool:
     """Returns whether a mask [W] allows any token besides the token ids `ids`."""
-    at: dict[int, int] = {}
-    for each in ids:
-        if 0 <= each < 32 * len(bits):
-            at[each >> 5] = at.get(each >> 5, 0) | 1 << (each & 31)
-    words = {word: int(bits[word]) for word in at}
-    if any(words[word] & ~own for word, own in at.items()):
-        return True
-    return int(np.count_nonzero(bits)) > sum(bits_there != 0 for bits_there in words.values())
+    without = bits.copy()
+    clear(without, ids)
+    return bool(without.any())
 
 
 def holds_any(bits: npt.NDArray[np.uint32], ids: Iterable[int]) -> bool:

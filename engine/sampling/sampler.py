@@ -142,9 +142,9 @@ def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
     rows, since their masks contain them already, but for the rows of `allowed.banning`."""
     rows.allowed = allowed
     if rows.edits is not None:
-        banned = np.zeros(len(rows.temperature), np.bool_)
-        banned[allowed.rows] = True if allowed.banning is None else ~allowed.banning
-        rows.edits.early &= ~banned[rows.edits.rows]
+        may_ban = np.ones(len(rows.temperature), np.bool_)
+        may_ban[allowed.rows] = False if allowed.banning is None else allowed.banning
+        rows.edits.early &= may_ban[rows.edits.rows]
 
 
 def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:

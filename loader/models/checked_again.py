@@ -23,7 +23,7 @@ def scanned_again(path: str | Path, fingerprint: str, kind: str, name: str = "")
     if checkpoint.failure is not None:
         raise checkpoint.failure
     if not checkpoint.complete:
-        raise CheckpointChanged(f"{path}: incomplete: {checkpoint.reason or checkpoint.error}")
+        raise CheckpointChanged(f"{path}: incomplete: {checkpoint.fault}")
     if fingerprint and checkpoint.fingerprint != fingerprint:
         raise CheckpointChanged(f"{path}: files changed since the {kind} was registered")
     return checkpoint

@@ -76,23 +76,30 @@ def test_nothing_is_passed_on_alone() -> None:
     first.close()
 
 
-def test_a_stage_of_a_broken_group_waits_no_longer() -> None:
-    _, last, broken = joined()
-    found: list[str] = []
+def receiving(stage: DeviceStages) -> tuple[threading.Thread, list[Exception]]:
+    """Starts a thread in which a stage receives states. Returns it, and a list to which the error is added that ends it."""
+    found: list[Exception] = []
 
     def receive() -> None:
         try:
-            last.receive(TOKENS, with_update=True)
-        except GroupBroken as error:
-            found.append(str(error))
+            stage.receive(TOKENS, with_update=True)
+        except Exception as error:
+            found.append(error)
 
-    waiting = threading.Thread(target=receive)
-    waiting.start()
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_a_stage_of_a_broken_group_waits_no_longer() -> None:
+    _, last, broken = joined()
+    waiting, found = receiving(last)
     time.sleep(0.02)
     assert waiting.is_alive()
     broken[0] = 1
     waiting.join(10.0)
-    assert found == ["a stage of a pipeline waits for another one: the group has lost a device"]
+    said = "a stage of a pipeline waits for another one: the group has lost a device"
+    assert [(type(error), str(error)) for error in found] == [(GroupBroken, said)]
 
 
 class Fault(RuntimeError):
@@ -140,17 +147,8 @@ def test_a_stage_that_waits_for_another_one_raises_the_fault_of_its_own_device(m
     taking, sending = (StageLink(memory, 1, 3, HANDED, broken) for _ in range(2))
     middle = DeviceStages(taking, sending, WIDTH, torch.float32, CPU)
     middle.count(TOKENS)
-    found: list[Exception] = []
-
-    def receive() -> None:
-        try:
-            middle.receive(TOKENS, with_update=True)
-        except Exception as error:
-            found.append(error)
-
     failing(monkeypatch)
-    waiting = threading.Thread(target=receive, daemon=True)
-    waiting.start()
+    waiting, found = receiving(middle)
     middle.send(*states(1))
     waiting.join(10.0)
     assert [type(error) for error in found] == [Fault]
@@ -163,16 +161,7 @@ def test_the_stages_behind_a_faulty_one_wait_no_longer(monkeypatch: pytest.Monke
         stage.count(TOKENS)
     failing(monkeypatch)
     first.send(*states(1))
-    found: list[Exception] = []
-
-    def receive() -> None:
-        try:
-            last.receive(TOKENS, with_update=True)
-        except Exception as error:
-            found.append(error)
-
-    waiting = threading.Thread(target=receive, daemon=True)
-    waiting.start()
+    waiting, found = receiving(last)
     waiting.join(10.0)
     assert [type(error) for error in found] == [GroupBroken]
     first.close()

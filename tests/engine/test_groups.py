@@ -287,8 +287,8 @@ def test_members_may_die(tmp_path: Path, path: str, num_stages: int) -> None:
 
 
 def test_a_follower_tells_a_fault_of_its_device_although_no_step_comes(tmp_path: Path) -> None:
-    """As a GPU's, the fault is met after the step was launched, while the leader waits for this rank's part. The engine ends as by
-    a fault of its own steps, the step's request is blamed for it, and the leader waits no longer."""
+    """The follower meets the fault after it has launched the step, as that of a GPU, while the leader waits for its part. Its
+    engine ends as by a fault of its own steps, the step's request is blamed for it, and the leader waits no longer."""
     engines = NullEngines(2)
     late = null_checkpoint(tmp_path / "late", crash_token=666, crash_rank=1, crash_late_s=0.1)
     try:

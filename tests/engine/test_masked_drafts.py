@@ -37,6 +37,8 @@ GRAMMARS = [
     'lark:start: "begin " WORD " end"\nWORD: /[a-z]{3,9}/',
 ]
 
+LOCKS: Any = SimpleNamespace(lock_masks=LockedMasks, unlock_masks=lambda locked: None)  # as a device that copies masks
+
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
@@ -111,8 +113,7 @@ def test_generated_schemas(bench: Bench) -> None:
 
 
 def test_answers_where_the_sampler_bans_end_ids_are_those_of_masks_without_them(bench: Bench) -> None:
-    locks: Any = SimpleNamespace(lock_masks=LockedMasks, unlock_masks=lambda locked: None)
-    banning = Bench(bench.model, bench.spec, 64, 64 << 10, 64, locks)
+    banning = Bench(bench.model, bench.spec, 64, 64 << 10, 64, LOCKS)
     asked = requests(14)
     for at in range(15, 27):
         penalty, grammar = 0.5 * (at % 3), ["regex:[a-z]{2,30}", "regex:(ab)*c?", 'lark:start: /[a-z ]{1,20}/ "."?'][at % 3]
@@ -155,11 +156,10 @@ def test_answers_are_those_of_masks_that_the_device_copies(tmp_path: Path) -> No
     folder = make_model(tmp_path / "m", seed=3, num_layers=1, max_position_embeddings=512)
     model = load_cuda_model(folder)
     copy, model._edited.staging.copy = model._edited.staging.copy, noted  # type: ignore[method-assign]
-    locks: Any = SimpleNamespace(lock_masks=LockedMasks, unlock_masks=lambda locked: None)
     spec = LoadModel(1, "m", str(folder), "float32", "", 0, 0, 64, MAX_LEN, 8, [END_ID])
     asked = {at: ([at], SamplingParams(12, 0.0, grammar=GRAMMARS[at % 4], min_tokens=5 * (at % 2))) for at in range(1, 5)}
     asked[5] = [5], SamplingParams(12, 1.0, seed=5, grammar="regex:[a-z]{2,9}", min_tokens=6, presence_penalty=0.5, logprobs=2)
-    plain, locked = (Bench(model, spec, 64, 64 << 10, 16, each) for each in (None, locks))
+    plain, locked = (Bench(model, spec, 64, 64 << 10, 16, each) for each in (None, LOCKS))
     wanted = plain.run(asked)
     assert not copied
     assert differences(wanted.answers, locked.run(asked).answers) == []

@@ -110,7 +110,7 @@ def find(models_dir: str, name: str) -> ModelFiles:
         message = f"{models_dir} has no model {name!r}."
         raise CommandError(EXIT_NOT_FOUND, {"code": "model_not_found", "message": message, "details": {"model": name}})
     if not checkpoint.complete:
-        message = f"{name}: {checkpoint.reason or checkpoint.error}"
+        message = f"{name}: {checkpoint.fault}"
         raise CommandError(1, {"code": "bad_checkpoint", "message": message, "details": {"folder": checkpoint.path}})
     if checkpoint.is_adapter:
         message = f"{name} is a LoRA adapter; only models are packed and verified."

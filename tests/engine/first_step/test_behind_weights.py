@@ -32,6 +32,17 @@ def change_behind_a_step(bench: Bench, folder: Path) -> None:
     bench.allow(99)
 
 
+def late_ends(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Returns an event without which no first step ends, although its load does."""
+    may_end, opened = threading.Event(), WeightGate.open
+
+    def late_open(gate: WeightGate) -> None:
+        threading.Thread(target=lambda: (may_end.wait(60), opened(gate))).start()
+
+    monkeypatch.setattr(WeightGate, "open", late_open)
+    return may_end
+
+
 def test_a_prompt_is_computed_layer_by_layer_as_weights_come(bench: Bench, wanted: list[int]) -> None:
     bench.allow(1)
     bench.load()
@@ -140,13 +151,7 @@ def test_a_withdrawn_load_ends_its_step(bench: Bench) -> None:
 def test_what_comes_during_the_step_waits_for_its_end(bench: Bench, wanted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """While a first step still runs after the end of its load, new requests, aborts and an eviction wait for the step, and a
     smaller lease takes nothing from it."""
-    may_end = threading.Event()
-    opened = WeightGate.open
-
-    def late_open(gate: WeightGate) -> None:
-        threading.Thread(target=lambda: (may_end.wait(60), opened(gate))).start()
-
-    monkeypatch.setattr(WeightGate, "open", late_open)
+    may_end = late_ends(monkeypatch)
     bench.allow(1)
     bench.load()
     bench.until(LoadStreams)
@@ -199,9 +204,7 @@ def test_a_lease_that_became_too_small_takes_sequences_only_after_the_steps_resu
         bench.submit(request_id, prompt)
     wanted = bench.until_answered(1, 2)
     bench.evict()
-    may_end = threading.Event()
-    opened = WeightGate.open
-    monkeypatch.setattr(WeightGate, "open", lambda gate: threading.Thread(target=lambda: (may_end.wait(60), opened(gate))).start())
+    may_end = late_ends(monkeypatch)
     bench.allow(1)
     bench.load(kv_reserved_chunks=1)
     bench.until(LoadStreams)
