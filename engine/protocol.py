@@ -165,6 +165,7 @@ class EvictModel(Message, frozen=True):
     model: str
     lease_chunks: int  # the KV lease after the eviction
     save_slots: list[int] = []  # slots of the host tier that may take the KV
+    comes_back: bool = False  # the model will be loaded again soon: its weights stay in chunks that are free, until they are taken
 
 
 class SetLease(Message, frozen=True):
@@ -283,7 +284,9 @@ class LoadDone(Message, frozen=True):
     source_rejected: str = ""  # why source_slots were given but not used (the weights came from disk instead)
     read_as: str = ""  # which of the model's files were read and why, if some are packed
     kernels_seconds: float = 0.0  # the part of `seconds` spent on kernels alone, while no weights were read
-    adopted: bool = False  # the weights were on the device already, left by an engine that died: nothing was read or copied
+    # The weights were on the device already, left by an engine that died or by a group that lost a device: nothing was read or
+    # copied. Of a split model: those of one share at least.
+    adopted: bool = False
 
 
 class KernelsTold(Message, frozen=True):
@@ -301,7 +304,9 @@ class KernelsTold(Message, frozen=True):
 
 class WeightsHeld(Message, frozen=True):
     """Says where a ready model's weights are. Nothing writes there until the daemon evicts the model, so the next engine, given the
-    same memory, may take the weights over if their checksum is still `checksum`."""
+    same memory, may take the weights over if their checksum is still `checksum`. A checksum of 0 is unknown: such a message is not
+    sent, but kept by the engine itself for weights that stay on the device (EvictModel.comes_back). share: share_identity
+    (engine/serve/identity.py) of a split model's share; "" for a whole model."""
 
     placement_id: int
     model: str
@@ -311,6 +316,7 @@ class WeightsHeld(Message, frozen=True):
     num_bytes: int
     chunks: list[int]  # chunks of the device, in the weights' order
     checksum: int  # computed like LoadModel.checksum
+    share: str = ""
 
 
 class LoadFailed(Message, frozen=True):

@@ -3,7 +3,8 @@ which loads and evicts its own share.
 
 The engines (members) of one split model are a group. A Load becomes a LoadModel for each member, an Evict an EvictModel, and the
 members' answers become one answer. If one member fails to load, the others evict their shares before the failure is reported. A
-member that has died is not waited for.
+member that has died is not waited for. Where the model is to be loaded again, because a member has died or could not load, the
+other members leave their weights where they are.
 
 No member may wait for another one that will not come: the group is marked as broken before any member is told to leave, and as soon
 as a member has died. Results of a broken group are never used: its requests run again.
@@ -141,8 +142,8 @@ class Groups:
             return
         if unlisted := held - leases.keys():
             log.error("an eviction leaves out %s", joined(sorted(unlisted)), extra=fields(model=group.model))
-        group.phase = _Phase.LEAVING
-        self._leave(group, leases)
+        comes_back, group.phase = group.phase is _Phase.BROKEN, _Phase.LEAVING
+        self._leave(group, leases, comes_back)
         self._close_if_empty(group)
 
     # ---- what engines say
@@ -202,18 +203,18 @@ class Groups:
         if group.phase is _Phase.LOADING:
             group.failure = device, msgspec.structs.replace(message, error=f"{message.error} (on {device})")
             group.phase = _Phase.FAILING
-            self._leave(group, {})
+            self._leave(group, {}, comes_back=not message.permanent)
         self._close_if_empty(group)
 
-    def _leave(self, group: _Group, leases: dict[str, int]) -> None:
+    def _leave(self, group: _Group, leases: dict[str, int], comes_back: bool) -> None:
         """Marks the group as broken and tells all members that still hold a share to evict it. leases: device -> its new lease in
-        chunks; devices that are missing keep theirs."""
+        chunks; devices that are missing keep theirs. comes_back: as in EvictModel."""
         self._break(group)
         for device in group.devices:
             if device in group.holding and device not in group.leaving:
                 group.leaving.add(device)
                 lease_chunks = leases[device] if device in leases else self._lease_of(device)
-                self._send(device, EvictModel(group.placement_id, group.model, lease_chunks))
+                self._send(device, EvictModel(group.placement_id, group.model, lease_chunks, comes_back=comes_back))
 
     def _gone(self, group: _Group, device: str) -> None:
         group.holding.discard(device)
@@ -269,4 +270,5 @@ def _joined_load(group: _Group) -> LoadDone:
         map_seconds=max(part.map_seconds for part in parts),
         read_as="; ".join(dict.fromkeys(part.read_as for part in parts if part.read_as)),
         kernels_seconds=max(part.kernels_seconds for part in parts),
+        adopted=any(part.adopted for part in parts),
     )

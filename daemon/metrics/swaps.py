@@ -98,8 +98,8 @@ class SwapCounts:
 
 
 def source_of(message: protocol.LoadDone) -> str:
-    """Returns where a load's weights came from: disk, host or device."""
-    return DEVICE if message.adopted else DISK if message.bytes_read else HOST
+    """Returns where a load's weights came from: disk, even if only some were read, host or device."""
+    return DISK if message.bytes_read else DEVICE if message.adopted else HOST
 
 
 class KernelKills:

@@ -37,7 +37,7 @@ class LoadTask:
     chunks: IntArray
     progress: Callable[[int, int], None]
     cancelled: Callable[[], bool]
-    left: WeightsHeld | None = None  # the weights that an earlier engine left in the chunks
+    left: WeightsHeld | None = None  # the weights that were left in the chunks
     kv_chunks: IntArray | None = None  # for a share of a split model: the chunks of its KV, which the runner maps
     bytes_read: int = 0
     kept: bool = False
@@ -48,7 +48,7 @@ class LoadTask:
     read_as: str = ""
     kernels_seconds: float = 0.0
     adopted: bool = False
-    weights_bytes: int = 0  # bytes of weights from the beginning of the first chunk; 0: none that another engine could take over
+    weights_bytes: int = 0  # bytes of weights from the beginning of the first chunk; 0: none that could be taken over
     weights_checksum: int = 0  # checksum of these bytes; 0: not known yet
     # Called once, if the model can run its first step while its weights arrive; the caller opens the gate after the load.
     begun: Callable[[StreamedModel, WeightGate], None] | None = None

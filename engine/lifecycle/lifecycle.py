@@ -22,6 +22,7 @@ from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, Message, WeightsHeld
 from engine.serve.adapter_loads import AdapterRead
+from engine.serve.identity import share_identity
 from engine.serve.served_models import ServedModels
 from engine.serve.splitting import why_not_split
 from scheduler.batch.plan import BatchPlan
@@ -293,7 +294,7 @@ class Lifecycle:
         served = self._models.detach(life.name)
         self._forget(life.name)
         if served is None:
-            self._models.remove_unscheduled(life.name)
+            self._models.remove_unscheduled(life.name, self._left_by(life.load) if message.comes_back else None)
             del self.lives[life.name]
             self._send(Evicted(message.placement_id, life.name))
             return
@@ -320,7 +321,8 @@ class Lifecycle:
             log.error("KV of %s could not be saved: %s", life.name, transfer.error)
             num_lost += sum(transfer.num_tokens)
         used = transfer.slots_used if index else []
-        self._models.free(transfer.served)
+        comes_back = any(eviction.comes_back for eviction in life.evictions)
+        self._models.free(transfer.served, self._left_by(life.load) if comes_back else None)
         for eviction in life.evictions:
             saved = (index, used, num_saved, num_lost)
             self._send(Evicted(eviction.placement_id, life.name, *saved, copy_seconds=transfer.seconds))
@@ -357,11 +359,21 @@ class Lifecycle:
     def _report_weights(self, load: Load) -> None:
         """Tells the daemon which chunks hold the model's weights (WeightsHeld), so that a later engine can use them. Says nothing
         if the model has left, because its chunks are free then."""
-        task, spec, size = load.task, load.task.spec, self._memory.chunk_bytes if self._memory is not None else 1
-        chunks = load.place.weights[: -(-task.weights_bytes // size)].tolist()
-        if chunks:  # there are none once the model has left
-            held = (spec.fingerprint, spec.dtype, spec.quantize, task.weights_bytes, chunks, task.weights_checksum)
-            self._send(WeightsHeld(spec.placement_id, spec.model, *held))
+        held = self._left_by(load)
+        if held is not None:
+            self._send(held)
+
+    def _left_by(self, load: Load) -> WeightsHeld | None:
+        """Returns which chunks hold the weights of a load; None if it has no weights that can be used again, or its model has
+        left."""
+        if self._memory is None:
+            return None
+        task, spec = load.task, load.task.spec
+        chunks: list[int] = load.place.weights[: -(-task.weights_bytes // self._memory.chunk_bytes)].tolist()
+        if not chunks:
+            return None
+        held = (spec.fingerprint, spec.dtype, spec.quantize, task.weights_bytes, chunks, task.weights_checksum)
+        return WeightsHeld(spec.placement_id, spec.model, *held, share_identity(spec.group))
 
     def validate(self) -> None:
         """Checks that the lives, their first steps and the served models agree. Raises AssertionError. For tests."""

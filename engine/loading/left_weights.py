@@ -1,5 +1,5 @@
-"""Takes over a model's weights that an earlier engine left in the device's memory. They are used where they are, after their
-checksum has been compared.
+"""Takes over a model's weights that were left in the device's memory. They are used where they are; the checksum of those that an
+earlier engine left is compared first.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ log = logging.getLogger("engine")
 
 
 def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
-    """Returns whether the mapped range already holds the weights of task.left, which an earlier engine left there: their sizes and
-    checksums must agree. If so, the task's results say that they were adopted. gate: notified of the bytes whose checksum has been
-    computed; None: no step waits for them. Raises LoadCancelled."""
+    """Returns whether the mapped range already holds the weights of task.left, which were left there: their sizes and checksums
+    must agree. If so, the task's results say that they were adopted. Weights without a checksum were left by this engine, whose
+    account of its chunks says that nobody has taken them since. gate: notified of the bytes whose checksum has been computed; None:
+    no step waits for them. Raises LoadCancelled."""
     left = task.left
     if left is None or left.num_bytes != weights.num_bytes:
         return False
+    if not left.checksum:
+        if gate is not None:
+            gate.landed(0, weights.num_bytes)
+        task.adopted = True
+        return True
 
     def landed(piece: Piece) -> None:
         if gate is not None:

@@ -178,7 +178,7 @@ class TorchRunner:
         files: FileCalls,
     ) -> GroupShare:
         """Loads this device's share of a split model into the mapped range `weights`. The share's KV gets an address range of its
-        own. None of its weights are kept in the host tier or left for a later engine."""
+        own. None of its weights are kept in the host tier."""
         spec, backend = task.spec, self.backend
         kv_chunks = [] if task.kv_chunks is None else task.kv_chunks.tolist()
         kv: WeightRange | None = None
@@ -191,7 +191,9 @@ class TorchRunner:
                 raise ValueError(f"model {spec.model}: {len(groups)} KV groups, and the group's region has another number")
             kv = self._kv_ranges.of(spec.model, None, len(kv_chunks) * self._options.chunk_bytes)
             kv.map(kv_chunks)
-            self._read(task, choice, source, weights, None, files)
+            if not self._in_memory(task, weights, None):
+                self._read(task, choice, source, weights, None, files)
+            task.weights_bytes = weights.num_bytes
             compilation.wait()
             with time_of_kernels(task):
                 memory = kv.tensor(0, (kv.num_bytes,), torch.uint8)
@@ -205,8 +207,8 @@ class TorchRunner:
             raise
 
     def _in_memory(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None) -> bool:
-        """Fills the range `weights` without reading files: with weights that an earlier engine left on the device, or else with a
-        copy in the host tier. Returns False if there is neither, or if neither proves good; the files must then be read."""
+        """Fills the range `weights` without reading files: with weights that were left on the device, or else with a copy in the
+        host tier. Returns False if there is neither, or if neither proves good; the files must then be read."""
         for way, given in ((partial(adopt, self.memory), task.left), (self._copies.take, task.spec.source_slots)):
             if given:
                 if way(task, weights, gate):

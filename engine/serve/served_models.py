@@ -17,7 +17,7 @@ from engine.host.threads_apart import ThreadsApart
 from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
 from engine.protocol import EAGLE3, MTP, Configure, LoadModel, Stats, WeightsHeld
 from engine.serve.embedder import Embedder
-from engine.serve.identity import adapter_source, kv_identity, weights_identity
+from engine.serve.identity import adapter_source, kv_identity, share_identity, weights_identity
 from engine.serve.kv_caches import make_kv_cache
 from loader.sizes.work_space import staged_tokens
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
@@ -209,14 +209,18 @@ class ServedModels:
         self.discard_returned()
         return Place(weights, kv, left)
 
-    def give_up_place(self, place: Place) -> None:
-        """Frees the chunks of a failed load, or of a model whose sequences are closed and whose weights are unmapped."""
+    def give_up_place(self, place: Place, left: WeightsHeld | None = None) -> None:
+        """Frees the chunks of a failed load, or of a model whose sequences are closed and whose weights are unmapped. left: the
+        weights that stay in these chunks for the model's next load, until the chunks are taken; None: none do."""
         if place.owns_kv:
             self.chunks.give_back(place.kv, reserved=True)
         else:
             self.chunks.release_hold(place.kv)
         self.chunks.give_back_weights(place.weights)
         place.kv, place.weights = place.kv[:0], place.weights[:0]
+        if left is not None:
+            self.chunks.leave(left.model, np.array(left.chunks, np.int32))
+            self._left[left.model] = left
         self.discard_returned()
 
     def _own_kv(self, place: Place) -> None:
@@ -302,9 +306,9 @@ class ServedModels:
         self.followed[share.name] = share
         self._unscheduled_places[share.name] = place
 
-    def remove_unscheduled(self, name: str) -> bool:
-        """Removes an encoder, whose requests are dropped, or a share that another engine leads, and frees its memory. Returns False
-        if there is none of this name."""
+    def remove_unscheduled(self, name: str, left: WeightsHeld | None = None) -> bool:
+        """Removes an encoder, whose requests are dropped, or a share that another engine leads, and frees its memory. left: as in
+        give_up_place. Returns False if there is none of this name."""
         embedder, share = self.embedders.pop(name, None), self.followed.pop(name, None)
         if embedder is not None:
             self.turns.remove(name)
@@ -313,7 +317,7 @@ class ServedModels:
             share.release()
         if embedder is None and share is None:
             return False
-        self.give_up_place(self._unscheduled_places.pop(name))
+        self.give_up_place(self._unscheduled_places.pop(name), left)
         return True
 
     def detach(self, name: str) -> ServedModel | None:
@@ -328,12 +332,12 @@ class ServedModels:
             self.chunks.num_leaving += served.num_leaving_chunks
         return served
 
-    def free(self, served: ServedModel) -> None:
-        """Frees the memory of a model that `detach` returned, or that was made but never added."""
+    def free(self, served: ServedModel, left: WeightsHeld | None = None) -> None:
+        """Frees the memory of a model that `detach` returned, or that was made but never added. left: as in give_up_place."""
         self.chunks.num_leaving -= served.num_leaving_chunks
         served.scheduler.close()
         served.hosted.release()
-        self.give_up_place(served.place)
+        self.give_up_place(served.place, left)
 
     def set_lease(self, lease_chunks: int) -> None:
         """Sets the KV lease, in chunks. If more chunks are in use than that, chunks are given back until it is kept: idle adapters
@@ -386,7 +390,7 @@ class ServedModels:
         of_adapters = (adapters, without_room, num_used * self.chunks.chunk_bytes)
         return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes, *of_adapters)
 
-    # ---- weights that an earlier engine left
+    # ---- weights that an earlier engine, or an earlier load of a model that comes back, left
 
     def _take_over(self, left: Sequence[WeightsHeld]) -> None:
         """Keeps the chunks of the weights that an earlier engine left on the device, and gives the memory of all other chunks back
@@ -405,13 +409,13 @@ class ServedModels:
         log.info("an engine before this one has left %.2f GiB of weights: %s", num_bytes / 2**30, ", ".join(self._left))
 
     def _left_of(self, spec: LoadModel) -> WeightsHeld | None:
-        """Returns the weights that this load needs, if an earlier engine left them on the device, else None. Frees the chunks of
-        weights of the same name that do not fit the load (other files, dtype or format)."""
+        """Returns the weights that this load needs, if they were left on the device, else None. Frees the chunks of weights of the
+        same name that do not fit the load (other files, dtype, format or share)."""
         left = self._left.pop(spec.model, None)
         if left is None or spec.model not in self.chunks.left:
             return None
         same = (left.fingerprint, left.dtype, left.quantize) == (spec.fingerprint, spec.dtype, spec.quantize)
-        same &= spec.group is None
+        same &= left.share == share_identity(spec.group)
         if not same or len(left.chunks) > spec.weights_chunks:
             self.chunks.forget_left(spec.model)
             return None

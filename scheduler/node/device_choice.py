@@ -16,7 +16,7 @@ class Option:
     devices: tuple[str, ...]  # by rank
     victims: list[Resident]
     lease_chunks: int  # the lease before the load, on the device with the smallest lease
-    left: bool = False  # its weights are still there, left by an engine that died
+    left: bool = False  # its weights, or those of a share, are still there, left by an engine or a group that died
 
     @property
     def forced(self) -> bool:

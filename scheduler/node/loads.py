@@ -46,16 +46,15 @@ def load_finished(node: Node, event: LoadFinished) -> None:
 
 
 def _source(copy: Copy, event: LoadFinished) -> str:
-    """Returns where the weights of a load were: "device" (left in its memory by a dead engine), "host" (host memory) or "disk"."""
+    """Returns where the weights of a load were: "device" (left in its memory, or a share's), "host" (host memory) or "disk"."""
     if event.adopted:
         return "device"
     return "host" if copy.from_host and not event.source_rejected else "disk"
 
 
 def _how(copy: Copy, event: LoadFinished) -> str:
-    source = {"host": " from host memory", "device": ", its weights taken over from the engine before,"}.get(
-        _source(copy, event), ""
-    )
+    left = "with weights that were left on its devices" if copy.facts.is_split else "its weights taken over from the engine before"
+    source = {"host": " from host memory", "device": f", {left},"}.get(_source(copy, event), "")
     restored = f", KV of {event.restored_kv_tokens} tokens with it" if event.restored_kv_tokens else ""
     kernels = f", {event.kernels_s:.2f} s of it for kernels" if event.kernels_s >= NOTABLE_KERNELS_S else ""
     return f"loaded{source} in {event.seconds:.2f} s{kernels}{restored}"

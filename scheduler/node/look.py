@@ -111,7 +111,7 @@ def option_on(model: Model, members: list[_Member]) -> device_choice.Option | No
     if chosen is None:
         return None
     lease_chunks = min(member.device.ledger.lease_chunks for member in members)
-    left = not model.facts.is_split and all(model.name in member.device.left for member in members)
+    left = any(model.name in member.device.left for member in members)
     return device_choice.Option(tuple(member.device.name for member in members), chosen, lease_chunks, left)
 
 

@@ -292,7 +292,7 @@ class Device:
     held_for: str = ""  # the split model that waits for this device and others, so that nothing else may begin here; "": none
     problem: str = ""
     kv_short_at: float = -inf  # when requests in its engine last waited for KV
-    left: set[str] = field(default_factory=set)  # models whose weights a dead engine has left here, not loaded since
+    left: set[str] = field(default_factory=set)  # models whose weights a dead engine or group has left here, not loaded since
 
     @property
     def draining(self) -> Placement | None:

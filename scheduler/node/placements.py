@@ -148,7 +148,8 @@ def set_load_deadline(node: Node, copy: Copy) -> float:
 def load(node: Node, placement: Placement) -> None:
     model, devices = node.models[placement.model], [node.devices[name] for name in placement.devices]
     model.loads.note(node.now)
-    left = not placement.facts.is_split and all(model.name in device.left for device in devices)
+    num_left = sum(model.name in device.left for device in devices)
+    left = num_left == len(devices)
     keep, kept, saved = keeping.grants_of_load(node, placement, left)
     about_s = node.slowest_reload_s(model, placement.devices)
     placement.stage = LOADS
@@ -161,7 +162,7 @@ def load(node: Node, placement: Placement) -> None:
     for device in devices:
         hold(node, device, placement)
     deadline_s = set_load_deadline(node, model.copy)
-    source = "what was left there" if left else "host memory" if kept else "disk"
+    source = "what was left there" if left else "disk and what was left there" if num_left else "host memory" if kept else "disk"
     where = joined(placement.devices)
     node.set_state(model, residency.LOADING, f"placement {placement.id} on {where} from {source}, about {about_s:.1f} s")
     leader, *others = devices
@@ -388,7 +389,8 @@ def release(node: Node, model: Model, reason: str) -> None:
 
 def lose_share(node: Node, model: Model, device: Device, reason: str) -> None:
     """Handles the loss of a copy's memory on one device, whose engine has died. Shares on other devices are useless now: they are
-    evicted, and their memory counts as held until the eviction is answered."""
+    evicted, and their memory counts as held until the eviction is answered. Their weights stay there until something takes their
+    place, so the model is loaded there again if it can be."""
     copy, placement = model.copy, model.placement
     assert copy is not None
     if copy.devices == (device.name,):
@@ -397,6 +399,9 @@ def lose_share(node: Node, model: Model, device: Device, reason: str) -> None:
     device.ledger.release(model.name)
     del device.resident[model.name]
     copy.devices = tuple(name for name in copy.devices if name != device.name)
+    if copy.ready_at is not None:
+        for name in copy.devices:
+            node.devices[name].left.add(model.name)
     if placement is not None:
         leave_device(device, placement)
         placement.devices = copy.devices

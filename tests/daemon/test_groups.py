@@ -259,12 +259,12 @@ def test_what_is_told_of_a_load_is_of_all_members() -> None:
     world.groups.answer("cpu:1", LoadProgress(PLACEMENT, 30, 90))
     world.groups.answer("cpu:1", LoadStreams(PLACEMENT, "m"))
     world.groups.answer("cpu:1", LoadDone(PLACEMENT, "m", 2.0, 90, kernels_seconds=0.5, map_seconds=0.1))
-    world.groups.answer("cpu:0", LoadDone(PLACEMENT, "m", 3.0, 100, kernels_seconds=0.2, map_seconds=0.3))
+    world.groups.answer("cpu:0", LoadDone(PLACEMENT, "m", 3.0, 100, kernels_seconds=0.2, map_seconds=0.3, adopted=True))
     assert told == [
         ("cpu:0+cpu:1", LoadProgress(PLACEMENT, 10, 200)),
         ("cpu:0+cpu:1", LoadProgress(PLACEMENT, 0, 0)),
         ("cpu:0+cpu:1", LoadProgress(PLACEMENT, 40, 190)),
-        ("cpu:0+cpu:1", LoadDone(PLACEMENT, "m", 3.0, 190, kernels_seconds=0.5, map_seconds=0.3)),
+        ("cpu:0+cpu:1", LoadDone(PLACEMENT, "m", 3.0, 190, kernels_seconds=0.5, map_seconds=0.3, adopted=True)),
     ]
 
 
@@ -276,6 +276,27 @@ def test_a_failure_leaves_the_leases_and_names_the_device() -> None:
     assert world.told == []
     world.do("evicted", "cpu:0")
     assert world.told == [LoadFailed(PLACEMENT, "m", "OSError: no (on cpu:1)", False)]
+
+
+@pytest.mark.parametrize(
+    ("happens", "comes_back"),
+    [
+        (["done cpu:0", "done cpu:1", "evict"], False),
+        (["done cpu:0", "done cpu:1", "dies cpu:1", "evict"], True),
+        (["done cpu:0", "failed cpu:1"], True),
+        (["done cpu:0", "failed for good"], False),
+    ],
+)
+def test_shares_stay_where_the_model_comes_back(happens: list[str], comes_back: bool) -> None:
+    """After a death or a fault it is loaded again soon; whoever evicts it for another reason wants its room."""
+    world = World(2)
+    for what, _, device in (one.partition(" ") for one in happens):
+        if device == "for good":
+            world.groups.answer("cpu:1", LoadFailed(PLACEMENT, "m", "CheckpointError: no", permanent=True))
+        else:
+            world.do(what, device)
+    told = [message.comes_back for _, message in world.sent if isinstance(message, EvictModel)]
+    assert set(told) == {comes_back}
 
 
 def test_an_eviction_beside_a_failure_tells_the_new_leases() -> None:

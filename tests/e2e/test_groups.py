@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, without_drafts
+from tests.e2e.test_host_tier import loads
 from tests.loader.adapters import adapter_tensors, modules_of, write_adapter
 
 PROMPTS = [f"story number {i} begins" for i in range(4)]
@@ -43,7 +44,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     for name in ("split", "odd"):
         config = config.replace(f'[models."{name}"]\n', f'[models."{name}"]\nparallel = {{ tensor = 2 }}\n')
     config = config.replace('[models."wide"]\n', '[models."wide"]\nparallel = "auto"\n')
-    flags = ["--dtype", "float32", "--threads", "1"]
+    flags = ["--dtype", "float32", "--threads", "1", "--adopt-weights", "true"]
     with Node(folder, devices=["cpu:0=48MiB", "cpu:1=48MiB"], runner="torch", config=config, flags=flags) as running:
         yield running
 
@@ -185,7 +186,7 @@ def test_an_unload_under_streams_leaves_no_device_waiting(node: Node, texts: dic
 
 @pytest.mark.parametrize("killed", ["cpu:1", "cpu:0"])
 def test_a_killed_member_costs_no_stream(node: Node, texts: dict[str, list[str]], killed: str) -> None:
-    """Streams of the group start again on new shares; those of the engine that survives go on."""
+    """Streams of the group start again on new shares, of which none is read again; those of the engine that survives go on."""
     other = {"cpu:0": "elm", "cpu:1": "whole"}[killed]
     survivor, victim = engine_of(node, {"cpu:0": "cpu:1", "cpu:1": "cpu:0"}[killed]), engine_of(node, killed)
     for model in ("split", "stages", other):
@@ -194,6 +195,7 @@ def test_a_killed_member_costs_no_stream(node: Node, texts: dict[str, list[str]]
     neighbour = Stream(node, other, PROMPTS[0], NUM_TOKENS)
     neighbour.wait_for_chunks(3)
     streams[-1].wait_for_chunks(3)
+    num_loads = len(loads(node))
     os.kill(victim, signal.SIGKILL)
     assert any(stream.alive for stream in streams), "the death came too late to cost one anything"
     for at, stream in enumerate(streams):
@@ -202,6 +204,8 @@ def test_a_killed_member_costs_no_stream(node: Node, texts: dict[str, list[str]]
     assert neighbour.join().error == ""
     assert neighbour.text == texts[other][0]
     assert survivor in both_engines(node), "the other engine had to go as well"
+    again = {event["model"]: (event["adopted"], event["bytes_read"]) for event in loads(node)[num_loads:]}
     for model in ("split", "stages"):
         assert (row_of(node, model)["state"], row_of(node, model)["device"]) == ("ready", BOTH), "it came back for them"
+        assert again[model] == (True, 0)
     assert f"the engine of {killed}" in node.cli("why", "split").stdout

@@ -93,13 +93,13 @@ class Engines:
         engine, placement_id = self.all[number], self._placement_id
         engine.until(lambda: any(done.placement_id == placement_id for done in engine.of(LoadDone)))
 
-    def evict(self, model: str, numbers: Sequence[int] | None = None, pause_s: float = 0.0) -> None:
+    def evict(self, model: str, numbers: Sequence[int] | None = None, pause_s: float = 0.0, comes_back: bool = False) -> None:
         """Evicts a model from its engines in a given order, and waits until all have answered."""
         members, region = self.groups.pop(model)
         numbers = members if numbers is None else numbers
         counts = [len(self.evicted(number, model)) for number in numbers]
         for number in numbers:
-            self.all[number].send(EvictModel(self._placements[model], model, LEASE))
+            self.all[number].send(EvictModel(self._placements[model], model, LEASE, comes_back=comes_back))
             time.sleep(pause_s)
         for number, count in zip(numbers, counts, strict=True):
             self.all[number].until(lambda number=number, count=count: len(self.evicted(number, model)) > count)  # type: ignore[misc]

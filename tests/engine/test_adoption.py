@@ -56,6 +56,35 @@ def test_adopted_weights_serve_at_once_where_they_are(tmp_path: Path) -> None:
     second.pump(WeightsHeld)
 
 
+def test_a_model_that_comes_back_finds_its_weights_where_nothing_has_taken_their_place(tmp_path: Path) -> None:
+    """None of the engines outlives itself here: nothing is summed up, and the engine's own account tells what is still there."""
+    make_models(tmp_path, oak={"seed": 1}, elm={"seed": 2})
+    bench = TierBench(tmp_path)
+    assert read_anew(bench.load("oak"))
+    place = bench.models.by_name["oak"].place.weights.tolist()
+    expected = answer(bench, "oak", 1)
+    bench.evict("oak", comes_back=True)
+    bench.check_empty()
+    assert read_anew(bench.load("elm")), "which takes chunks that hold nothing"
+    done = bench.load("oak")
+    assert (done.adopted, done.bytes_read) == (True, 0)
+    assert bench.models.by_name["oak"].place.weights.tolist() == place
+    assert answer(bench, "oak", 2) == expected
+
+    bench.evict("elm")
+    bench.evict("oak", comes_back=True)
+    chunks = bench.models.chunks
+    num_held = int(chunks._is_left.sum())
+    assert num_held
+    for num_taken, is_there in ((chunks.num_chunks - num_held, True), (chunks.num_chunks - num_held + 1, False)):
+        chunks.give_back_weights(chunks.take_weights(num_taken))
+        assert ("oak" in chunks.left) == is_there
+    assert read_anew(bench.load("oak"))
+    assert answer(bench, "oak", 3) == expected
+    bench.evict("oak")
+    assert read_anew(bench.load("oak")), "nobody said that it would come back"
+
+
 @pytest.mark.parametrize("quantize", ["", "int8"])
 def test_one_changed_bit_and_they_are_read_again(tmp_path: Path, quantize: str) -> None:
     make_models(tmp_path, oak={"seed": 1})

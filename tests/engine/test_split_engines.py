@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.protocol import FINISH_STOP, Configure, Evicted, LoadFailed, TokensOut
+from engine.protocol import FINISH_STOP, Configure, Evicted, LoadDone, LoadFailed, TokensOut
 from loader.formats.stored_fp8 import BY_OUTPUT
 from loader.models.catalog import scan_one
 from loader.shapes import kv_layout
@@ -155,6 +155,30 @@ def test_what_cannot_be_split_is_refused(two: Engines, paths: dict[str, str], tm
         assert failed.permanent
         assert "parallel: num_attention_heads 3 is no multiple of 2" in failed.error
     two.evict("odd")
+
+
+def test_shares_that_come_back_are_not_read_again(two: Engines, paths: dict[str, str]) -> None:
+    """Each device knows which share it holds: with its ranks exchanged, the model is read anew."""
+
+    def come(members: list[int]) -> tuple[list[tuple[bool, bool]], list[int]]:
+        """Loads the model, asks it, and evicts it as one that comes back. Returns for each rank whether its weights were adopted
+        and whether any were read, and the answer."""
+        leader = two.load(paths["a"], "a", members, **settings(paths["a"]))
+        loaded = [two.all[member].of(LoadDone)[-1] for member in members]
+        request_id = two.ask(members[0], "a", 12, temperature=0.0, ignore_eos=True)
+        leader.wait_finished(request_id)
+        two.evict("a", comes_back=True)
+        return [(done.adopted, done.bytes_read > 0) for done in loaded], leader.output()[request_id]
+
+    read, adopted = [(False, True)] * 2, [(True, False)] * 2
+    first, text = come([0, 1])
+    assert first == read
+    assert come([0, 1]) == (adopted, text)
+    assert come([1, 0]) == (read, text)
+    assert come([1, 0]) == (adopted, text)
+    two.load_alone(paths["a"], "a", 0, **settings(paths["a"]))
+    assert not two.all[0].of(LoadDone)[-1].adopted, "a share is not the whole model"
+    two.evict_alone("a", 0)
 
 
 def test_a_killed_follower_does_not_take_its_leader_along(two: Engines, paths: dict[str, str]) -> None:

@@ -108,9 +108,9 @@ class TierBench:
         done: LoadDone = self.pump(LoadDone)
         return done
 
-    def evict(self, name: str, save_slots: range = range(0), lease_chunks: int = 64) -> Evicted:
+    def evict(self, name: str, save_slots: range = range(0), lease_chunks: int = 64, comes_back: bool = False) -> Evicted:
         self.sent.clear()
-        self.lifecycle.evict(EvictModel(9, name, lease_chunks, list(save_slots)))
+        self.lifecycle.evict(EvictModel(9, name, lease_chunks, list(save_slots), comes_back))
         gone = [message for message in self.sent if isinstance(message, Evicted)]
         return gone[0] if gone else self.pump(Evicted)
 

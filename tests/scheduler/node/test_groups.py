@@ -524,6 +524,30 @@ def test_a_death_takes_the_other_share_with_it(dead: str) -> None:
     assert node.ends[1] == "crashed_twice", "whichever engine died"
 
 
+def test_it_comes_back_where_its_shares_are_left() -> None:
+    """Other devices have more room. First one share is left, on the device that survived; later one by an engine that died."""
+    node = FakeNode({**THREE, "cpu:3": 100})
+    node.register(pair(), facts("a", 20, devices=("cpu:1",)))
+    node.arrive("pair")
+    assert members_of(node.loads[1]) == ["cpu:0", "cpu:1"]
+    node.loaded("pair")
+    node.arrive("a")
+    node.loaded("a")
+    node.engine_down("cpu:0")
+    node.evicted("pair")
+    (load,) = node.loads.values()
+    assert members_of(load) == ["cpu:1", "cpu:2"]
+    assert "from disk and what was left there" in node.view("pair").reason
+    node.loaded("pair", seconds=0.01, adopted=True)
+    assert "loaded, with weights that were left on its devices, in 0.01 s" in node.view("pair").reason
+    node.command("unload", "pair")
+    node.engine_up("cpu:0", left=("pair",))
+    node.evicted("pair")
+    (load,) = node.loads.values()
+    assert "cpu:0" in members_of(load)
+    assert "cpu:1" not in members_of(load), "it was evicted to make room"
+
+
 def test_the_second_death_while_the_share_leaves() -> None:
     node = serving()
     node.engine_down("cpu:0")
