@@ -150,6 +150,15 @@ class LoadModel(Message, frozen=True):
         return self.speculator in (MTP, EAGLE3)
 
     @property
+    def share(self) -> str:
+        """An identity of the part of the weights that this device holds; "" if that is all of them."""
+        group = self.group
+        if group is None:
+            return ""
+        copies = f" with copies {group.copies}" if group.copies else ""
+        return f"rank {group.rank} of {len(group.members)}, experts {group.expert_parts}, stages {group.num_stages}{copies}"
+
+    @property
     def kv_dtype(self) -> str:
         """The dtype in which keys and values are stored."""
         return kv_dtype_of(self.dtype, self.kv_cache_dtype)
@@ -277,7 +286,7 @@ class LoadDone(Message, frozen=True):
     seconds: float
     bytes_read: int  # bytes read from disk; 0 if the weights came from the host tier
     kept: bool = False  # a whole copy of the weights is in keep_slots, or in source_slots if those were used
-    checksum: int = 0  # checksum of the kept copy
+    checksums: list[int] = []  # checksum of the kept copy; of a split model, the checksums of all shares by rank
     copy_seconds: float = 0.0  # spent copying weights and KV between the host tier and the device
     map_seconds: float = 0.0  # spent in mapping calls
     restored_kv_tokens: int = 0  # tokens whose KV was restored from kv_slots
@@ -305,8 +314,8 @@ class KernelsTold(Message, frozen=True):
 class WeightsHeld(Message, frozen=True):
     """Says where a ready model's weights are. Nothing writes there until the daemon evicts the model, so the next engine, given the
     same memory, may take the weights over if their checksum is still `checksum`. A checksum of 0 is unknown: such a message is not
-    sent, but kept by the engine itself for weights that stay on the device (EvictModel.comes_back). share: share_identity
-    (engine/serve/identity.py) of a split model's share; "" for a whole model."""
+    sent, but kept by the engine itself for weights that stay on the device (EvictModel.comes_back).
+    share: as LoadModel.share."""
 
     placement_id: int
     model: str

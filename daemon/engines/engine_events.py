@@ -200,7 +200,7 @@ class EngineEvents:
                 placement_id=message.placement_id,
                 seconds=message.seconds,
                 kept=message.kept,
-                checksum=message.checksum,
+                checksums=tuple(message.checksums),
                 copy_s=message.copy_seconds,
                 source_rejected=message.source_rejected,
                 read_as=message.read_as,

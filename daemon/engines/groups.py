@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -109,8 +109,8 @@ class Groups:
 
     def load(self, action: actions.Load, message: LoadModel, form: GroupForm) -> None:
         """Makes the group of a split model and sends each member its LoadModel. action: the scheduler's decision, with the lease of
-        each device. message: the message for one member, to which its lease and its place in the group are added. form: how the
-        model is divided. Raises OSError if there is no exchange memory, or no room in it."""
+        each device. message: the message for one member, to which its lease, its part of the host tier's slots and its place in
+        the group are added. form: how the model is divided. Raises OSError if there is no exchange memory, or no room in it."""
         if self._regions is None:
             raise OSError("this node has no two devices of one kind to split a model over")
         leases = action.leases
@@ -125,7 +125,15 @@ class Groups:
         for rank, (device, lease_chunks) in enumerate(leases.items()):
             of_form = (form.division.expert_parts, num_stages, form.handed_bytes, form.num_kv_groups, hosts, form.files_id)
             group = protocol.Group(rank, numbers, offset, num_bytes, *of_form, form.division.copies)
-            self._send(device, msgspec.structs.replace(message, lease_chunks=lease_chunks, group=group))
+            of_member = msgspec.structs.replace(
+                message,
+                lease_chunks=lease_chunks,
+                source_slots=_part(action.source_slots, rank, devices),
+                checksum=action.checksums[rank] if action.checksums else 0,
+                keep_slots=_part(action.keep_slots, rank, devices),
+                group=group,
+            )
+            self._send(device, of_member)
 
     def evict(self, action: actions.Evict) -> None:
         """Carries out the scheduler's decision to evict a split model: sends an EvictModel to each member that still holds a share,
@@ -257,6 +265,12 @@ def _sum_of_progress(group: _Group) -> LoadProgress:
     return LoadProgress(group.placement_id, sum(one.bytes_done for one in told), total)
 
 
+def _part(slots: Sequence[int], rank: int, devices: tuple[str, ...]) -> list[int]:
+    """Returns those of the host tier's slots that are for one member."""
+    num = len(slots) // len(devices)
+    return list(slots[rank * num : (rank + 1) * num])
+
+
 def _joined_load(group: _Group) -> LoadDone:
     """Returns one LoadDone for the whole group: the longest of the members' durations, and the sum of the bytes that they have
     read."""
@@ -266,6 +280,9 @@ def _joined_load(group: _Group) -> LoadDone:
         group.model,
         seconds=max(part.seconds for part in parts),
         bytes_read=sum(part.bytes_read for part in parts),
+        kept=all(part.kept for part in parts),
+        checksums=[checksum for part in parts for checksum in part.checksums],
+        source_rejected="; ".join(f"{part.source_rejected} (rank {at})" for at, part in enumerate(parts) if part.source_rejected),
         copy_seconds=max(part.copy_seconds for part in parts),
         map_seconds=max(part.map_seconds for part in parts),
         read_as="; ".join(dict.fromkeys(part.read_as for part in parts if part.read_as)),

@@ -108,7 +108,7 @@ class HostAccount:
 
 
 def _struct(model: str, copy: HostCopy, layout: str) -> _Copy:
-    checksum = copy.checksum if isinstance(copy, KeptWeights) else 0
+    checksum = copy.checksums[0] if isinstance(copy, KeptWeights) and len(copy.checksums) == 1 else 0  # no share is used again
     index, num_tokens = (copy.index, copy.num_tokens) if isinstance(copy, SavedKV) else (b"", 0)
     return _Copy(model, layout, copy.fingerprint, copy.slots, copy.num_bytes, checksum, index, num_tokens)
 
@@ -116,4 +116,4 @@ def _struct(model: str, copy: HostCopy, layout: str) -> _Copy:
 def _host_copy(one: _Copy) -> HostCopy:
     if one.index:
         return SavedKV(one.fingerprint, one.slots, one.num_bytes, index=one.index, num_tokens=one.num_tokens)
-    return KeptWeights(one.fingerprint, one.slots, one.num_bytes, checksum=one.checksum)
+    return KeptWeights(one.fingerprint, one.slots, one.num_bytes, checksums=(one.checksum,))

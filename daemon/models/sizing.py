@@ -76,6 +76,7 @@ class Sizing:
             kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
             num_ranks=ranks,
             num_stages=division_of(settings).num_stages,
+            expert_parts=division_of(settings).expert_parts,
             max_sequences=settings.max_sequences,
             max_queued=config.max_queued_per_model if settings.max_queued is None else settings.max_queued,
             priority=settings.priority,

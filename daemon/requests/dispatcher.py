@@ -330,7 +330,7 @@ class Dispatcher:
             eos_token_ids=list(entry.eos_token_ids),
             quantize=source.quantize,
             source_slots=list(action.source_slots),
-            checksum=action.checksum,
+            checksum=action.checksums[0] if action.checksums else 0,
             keep_slots=list(action.keep_slots),
             kv_slots=list(action.kv_slots),
             kv_index=action.kv_index,

@@ -22,7 +22,6 @@ from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, Message, WeightsHeld
 from engine.serve.adapter_loads import AdapterRead
-from engine.serve.identity import share_identity
 from engine.serve.served_models import ServedModels
 from engine.serve.splitting import why_not_split
 from scheduler.batch.plan import BatchPlan
@@ -338,7 +337,7 @@ class Lifecycle:
                 load.seconds,
                 task.bytes_read,
                 kept=task.kept,
-                checksum=task.checksum,
+                checksums=[task.checksum] if task.kept else [],
                 copy_seconds=task.copy_seconds,
                 map_seconds=task.map_seconds,
                 restored_kv_tokens=restored_kv_tokens,
@@ -373,7 +372,7 @@ class Lifecycle:
         if not chunks:
             return None
         held = (spec.fingerprint, spec.dtype, spec.quantize, task.weights_bytes, chunks, task.weights_checksum)
-        return WeightsHeld(spec.placement_id, spec.model, *held, share_identity(spec.group))
+        return WeightsHeld(spec.placement_id, spec.model, *held, spec.share)
 
     def validate(self) -> None:
         """Checks that the lives, their first steps and the served models agree. Raises AssertionError. For tests."""

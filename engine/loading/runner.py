@@ -178,7 +178,7 @@ class TorchRunner:
         files: FileCalls,
     ) -> GroupShare:
         """Loads this device's share of a split model into the mapped range `weights`. The share's KV gets an address range of its
-        own. None of its weights are kept in the host tier."""
+        own."""
         spec, backend = task.spec, self.backend
         kv_chunks = [] if task.kv_chunks is None else task.kv_chunks.tolist()
         kv: WeightRange | None = None

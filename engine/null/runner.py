@@ -277,8 +277,8 @@ class PacedStep:
 
 def _mark(spec: LoadModel, index: int) -> npt.NDArray[np.uint8]:
     """Returns the uint8 [16] that a null model writes to the beginning of its index-th slot of the host tier. A load that finds
-    other bytes there knows that the slot was given to another model, too."""
-    text = f"{index} {spec.fingerprint} {spec.dtype}".encode()
+    other bytes there knows that the slot was given to another model, too, or to another share."""
+    text = f"{index} {spec.fingerprint} {spec.dtype} {spec.share}".encode()
     return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
 
 

@@ -1,23 +1,15 @@
-"""Computes the identities of weights, and of keys and values: what one load of a model leaves may be used in another load only if
-the identities are the same."""
+"""Computes the identities of keys and values: KV of one load of a model may be used in another load only if the identities are the
+same."""
 
 from __future__ import annotations
 
-from engine.protocol import AdapterSource, Group, LoadModel
+from engine.protocol import AdapterSource, LoadModel
 
 
 def weights_identity(spec: LoadModel) -> str:
     """Returns an identity of a model's files and its weight format, because weights in another format give other keys and
     values."""
     return spec.fingerprint + spec.quantize
-
-
-def share_identity(group: Group | None) -> str:
-    """Returns an identity of the part of a model's weights that one device of a group holds. "" if the model is not split."""
-    if group is None:
-        return ""
-    copies = f" copies {group.copies}" if group.copies else ""
-    return f"rank {group.rank} of {len(group.members)}, experts {group.expert_parts}, stages {group.num_stages}{copies}"
 
 
 def kv_identity(spec: LoadModel) -> str:

@@ -17,7 +17,7 @@ from engine.host.threads_apart import ThreadsApart
 from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
 from engine.protocol import EAGLE3, MTP, Configure, LoadModel, Stats, WeightsHeld
 from engine.serve.embedder import Embedder
-from engine.serve.identity import adapter_source, kv_identity, share_identity, weights_identity
+from engine.serve.identity import adapter_source, kv_identity, weights_identity
 from engine.serve.kv_caches import make_kv_cache
 from loader.sizes.work_space import staged_tokens
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
@@ -415,7 +415,7 @@ class ServedModels:
         if left is None or spec.model not in self.chunks.left:
             return None
         same = (left.fingerprint, left.dtype, left.quantize) == (spec.fingerprint, spec.dtype, spec.quantize)
-        same &= left.share == share_identity(spec.group)
+        same &= left.share == spec.share
         if not same or len(left.chunks) > spec.weights_chunks:
             self.chunks.forget_left(spec.model)
             return None

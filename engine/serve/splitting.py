@@ -15,8 +15,8 @@ def why_not_split(spec: LoadModel) -> str:
         return f"rank {group.rank} of engines {group.members}, which must be two or more different ones"
     if spec.predicts:
         return f"speculator {spec.speculator} is not built for a model that is split; prompt-lookup is"
-    if spec.source_slots or spec.keep_slots or spec.kv_slots:
-        return "the host tier keeps nothing of a model that is split"
+    if spec.kv_slots:
+        return "the host tier keeps no KV of a model that is split"
     if spec.kv_reserved_chunks <= 0:
         return "a model that is split has no KV but what is reserved for it, and none is"
     return ""

@@ -54,8 +54,10 @@ class Load(Action):
     further: tuple[tuple[str, int], ...] = ()  # for a split model: its other devices, by rank, and the lease of each
     deadline_s: float  # seconds from now
     fingerprint: str = ""  # identifies the files to load
-    source_slots: tuple[int, ...] = ()  # slots of the host tier that hold the weights, in order; empty: they are read from disk
-    checksum: int = 0  # of the weights in source_slots
+    # Slots of the host tier that hold the weights, in order; empty: they are read from disk. These and keep_slots are for a split
+    # model as many for each of its devices, one device's after the other's, by rank.
+    source_slots: tuple[int, ...] = ()
+    checksums: tuple[int, ...] = ()  # of the weights in source_slots: those of the shares by rank, or that of a whole model
     keep_slots: tuple[int, ...] = ()  # slots of the host tier to copy the weights to while they are read
     kv_slots: tuple[int, ...] = ()  # slots with KV saved at an eviction, to be restored
     kv_index: bytes = b""

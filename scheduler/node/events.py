@@ -41,6 +41,7 @@ class ModelFacts:
     # How many devices it is split over; 1: none. A split model's bytes are those of a share, and it has no KV beyond its reserve.
     num_ranks: int = 1
     num_stages: int = 1  # stages of its pipeline; each is on num_ranks // num_stages devices of one host, the last one on this host
+    expert_parts: int = 1  # as in loader.shapes.model_shape.Division: which part of the weights a share is
     unusable: str = ""  # why its files or settings can never be served; empty: they can
     if_too_large: str = ""  # text that a refusal adds to the arithmetic if the model fits nowhere
     replica_of: str = ""  # the model whose further replica this is (replicas.py); "": it is a model itself
@@ -54,8 +55,19 @@ class ModelFacts:
         return self.num_ranks > 1
 
     @property
-    def uses_host_tier(self) -> bool:
-        """Returns whether host memory may hold the model's weights and KV: False for a split model and for a further replica."""
+    def all_weights_bytes(self) -> int:
+        """The bytes of the weights on all devices together."""
+        return self.weights_bytes * self.num_ranks
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Returns whether host memory may hold the model's weights: False for a further replica."""
+        return not self.replica_of
+
+    @property
+    def saves_kv(self) -> bool:
+        """Returns whether host memory may hold the model's KV: False for a split model, of whose KV each device has a part, and for
+        a further replica."""
         return not self.is_split and not self.replica_of
 
     @property
@@ -151,7 +163,7 @@ class LoadFinished(Event):
     placement_id: int
     seconds: float
     kept: bool = False  # a whole copy of the weights is in keep_slots, or in the source_slots that it was read from
-    checksum: int = 0  # checksum of the copy in host memory
+    checksums: tuple[int, ...] = ()  # of the copy in host memory: those of the shares by rank, or that of a whole model
     copy_s: float = 0.0  # the part of `seconds` spent copying from host memory
     source_rejected: str = ""  # why the copy in source_slots was not used
     read_as: str = ""  # which of the model's files were read and why, if some are packed

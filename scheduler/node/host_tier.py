@@ -25,7 +25,7 @@ class HostCopy:
 
 @dataclass(slots=True)
 class KeptWeights(HostCopy):
-    checksum: int = 0
+    checksums: tuple[int, ...] = ()  # those of the shares by rank, or that of a whole model
 
 
 @dataclass(slots=True)

@@ -16,19 +16,20 @@ from __future__ import annotations
 from scheduler.node import residency
 from scheduler.node.events import HostCopiesFound, ModelFacts
 from scheduler.node.eviction import value
+from scheduler.node.groups import num_other_hosts
 from scheduler.node.host_tier import HostCopy, KeptWeights, SavedKV, Slots
 from scheduler.node.node import Copy, Device, Model, Node, Placement
 
 
 def same_files(one: ModelFacts, other: ModelFacts) -> bool:
     """Returns whether copies in host memory that were made with one model's facts may be loaded with the other's: fingerprint,
-    sizes and number of shares are equal."""
-    return (one.fingerprint, one.weights_bytes, one.kv_bytes_per_token, one.num_ranks) == (
-        other.fingerprint,
-        other.weights_bytes,
-        other.kv_bytes_per_token,
-        other.num_ranks,
-    )
+    sizes and division into shares are equal."""
+    return _identity(one) == _identity(other)
+
+
+def _identity(facts: ModelFacts) -> tuple[object, ...]:
+    division = (facts.num_ranks, facts.num_stages, facts.expert_parts)
+    return facts.fingerprint, facts.weights_bytes, facts.kv_bytes_per_token, division
 
 
 def found(node: Node, event: HostCopiesFound) -> None:
@@ -37,7 +38,8 @@ def found(node: Node, event: HostCopiesFound) -> None:
         model = node.models.get(name)
         if model is None or model.removed or model.facts.fingerprint != copy.fingerprint:
             continue
-        if not model.facts.uses_host_tier or (isinstance(copy, KeptWeights) and copy.num_bytes != model.facts.weights_bytes):
+        facts = model.facts
+        if facts.is_split or facts.replica_of or (isinstance(copy, KeptWeights) and copy.num_bytes != facts.weights_bytes):
             continue
         if node.host.found(name, copy):
             model.story.tell(node.now, node.cause, f"{copy.num_bytes} bytes in host memory are there from before the restart")
@@ -63,11 +65,12 @@ def _device_of(node: Node, model: Model) -> Device | None:
 
 
 def weights_value(node: Node, model: Model, num_bytes: int) -> float:
+    """Returns the value of a copy of num_bytes of weights, on all devices together. Each device loads a share."""
     device = _device_of(node, model)
     if device is None:
         return 0.0
-    costs = device.costs
-    saved_s = costs.predict_s(model.name, num_bytes) - costs.predict_from_host_s(model.name, num_bytes)
+    costs, share_bytes = device.costs, num_bytes // model.facts.num_ranks
+    saved_s = costs.predict_s(model.name, share_bytes) - costs.predict_from_host_s(model.name, share_bytes)
     return value(model.facts.priority, loads_per_s(node, model), max(0.0, saved_s), num_bytes)
 
 
@@ -93,15 +96,16 @@ def value_of(node: Node, name: str, copy: HostCopy) -> float:
 def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
     """Returns for a load that begins: slots in which to keep its weights while they are read, the copy in host memory to load from
     (None: it reads from disk), and the saved KV to restore. left: whether the weights are on the device already, so that nothing is
-    read that could be kept. For a split model or a further replica all three are empty."""
-    model, host = node.models[placement.model], node.host
-    if not host.num_slots or not placement.facts.uses_host_tier:
+    read that could be kept. All three are empty for a further replica, for a split model with devices of other hosts, which have
+    not this host's memory, and for shares with copies of experts, which another load may choose differently."""
+    model, host, facts = node.models[placement.model], node.host, placement.facts
+    if not host.num_slots or not facts.keeps_weights or num_other_hosts(placement.devices) or placement.copies is not None:
         return (), None, None
     kept = host.weights.get(model.name)
     keep: Slots = ()
     if kept is None and not left:
-        num_slots = placement.size.weights_chunks
-        num_bytes = placement.facts.weights_bytes
+        num_slots = placement.size.weights_chunks * facts.num_ranks
+        num_bytes = facts.all_weights_bytes
         if make_room(node, model, num_slots, weights_value(node, model, num_bytes), whole=True):
             keep = host.grant(placement.id, model.name, num_slots)
     host.lend(model.name, placement.id)
@@ -165,18 +169,18 @@ def drop_all(node: Node, model: Model, reason: str) -> None:
     cool(node, model, reason)
 
 
-def load_ended(node: Node, model: Model, copy: Copy, checksum: int | None) -> None:
-    """Ends a load's use of host memory. checksum: that of the complete copy of the weights in host memory, which the load has read
-    or written; None: there is none, and any older copy is dropped. Saved KV is dropped, because it is on the device by then or of
-    no use."""
+def load_ended(node: Node, model: Model, copy: Copy, checksums: tuple[int, ...] | None) -> None:
+    """Ends a load's use of host memory. checksums: those of the complete copy of the weights in host memory, which the load has
+    read or written; None: there is none, and any older copy is dropped. Saved KV is dropped, because it is on the device by then or
+    of no use."""
     host = node.host
-    if checksum is None:
+    if checksums is None:
         host.end_grant(copy.placement_id)
         host.drop_weights(model.name)
     elif copy.keep_slots:
         host.end_grant(copy.placement_id, copy.keep_slots)
-        size_bytes = copy.facts.weights_bytes
-        host.hold(model.name, KeptWeights(copy.facts.fingerprint, copy.keep_slots, size_bytes, checksum=checksum))
+        size_bytes = copy.facts.all_weights_bytes
+        host.hold(model.name, KeptWeights(copy.facts.fingerprint, copy.keep_slots, size_bytes, checksums=checksums))
     host.drop_kv(model.name)
     host.returned(model.name)
     if not same_files(copy.facts, model.facts):
@@ -200,7 +204,7 @@ def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
     host, device = node.host, node.devices[copy.leader]
     per_token = copy.facts.kv_bytes_per_token
     num_bytes = model.kv_bytes
-    if not host.num_slots or not copy.facts.uses_host_tier or not num_bytes or not per_token or model.placement is not None:
+    if not host.num_slots or not copy.facts.saves_kv or not num_bytes or not per_token or model.placement is not None:
         return ()
     if model.leaves or model.unload_to == residency.COLD:
         return ()

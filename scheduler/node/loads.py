@@ -34,7 +34,7 @@ def load_finished(node: Node, event: LoadFinished) -> None:
             costs.learn_from_host(model.facts.costs_name, weights_bytes, seconds, event.copy_s)
         elif source == "disk":
             costs.learn(model.facts.costs_name, weights_bytes, seconds)
-    keeping.load_ended(node, model, copy, event.checksum if event.kept else None)
+    keeping.load_ended(node, model, copy, event.checksums if event.kept else None)
     copy.ready_at = node.now
     copy.tenure_ends = node.now + node.tenure_s(model, copy.devices)
     node.history.ended(copy.placement_id, node.now, "ready", event.seconds, source)

@@ -179,7 +179,7 @@ def load(node: Node, placement: Placement) -> None:
             deadline_s=deadline_s,
             fingerprint=placement.facts.fingerprint,
             source_slots=kept.slots if kept else (),
-            checksum=kept.checksum if kept else 0,
+            checksums=kept.checksums if kept else (),
             keep_slots=keep,
             kv_slots=saved.slots if saved else (),
             kv_index=saved.index if saved else b"",

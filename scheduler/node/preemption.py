@@ -43,7 +43,7 @@ def pause_cost_s(node: Node, model: Model) -> float:
     num_tokens = model.kv_running_bytes / per_token if per_token else 0.0
     rate = device.costs.prefill_tokens_per_s.get(model.facts.costs_name)
     copy_s = 2 * model.kv_running_bytes / device.costs.copy_bytes_per_s
-    can_save = node.host.num_slots > 0 and copy.facts.uses_host_tier
+    can_save = node.host.num_slots > 0 and copy.facts.saves_kv
     compute_s = num_tokens / rate if rate else copy_s
     return node.slowest_reload_s(model, copy.devices) + (min(copy_s, compute_s) if can_save else compute_s)
 

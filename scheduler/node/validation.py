@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import Counter
 
 from scheduler.node import leave_rules, look, pins, residency
-from scheduler.node.groups import host_of, is_group, kind_of
+from scheduler.node.groups import host_of, is_group, kind_of, num_other_hosts
+from scheduler.node.host_tier import KeptWeights
 from scheduler.node.node import LOADS, VICTIMS_DRAIN, Copy, Device, Model, Node, Placement
 
 
@@ -114,8 +115,9 @@ def check_members(node: Node, model: Model, copy: Copy) -> None:
     assert not copy.is_whole or is_group(copy.devices, copy.facts.num_ranks, copy.facts.num_stages), f"{name} on {copy.devices}"
     if copy.facts.is_split:
         check_group(name, copy.devices)
-        assert not copy.keep_slots, f"host tier: the split model {name} is kept"
-        assert not copy.from_host, f"host tier: the split model {name} is loaded from it"
+        if num_other_hosts(copy.devices):
+            assert not copy.keep_slots, f"host tier: {name} has devices of other hosts, and is kept here"
+            assert not copy.from_host, f"host tier: {name} has devices of other hosts, and is loaded from it"
 
 
 def check_replicas(node: Node, model: Model) -> None:
@@ -172,7 +174,8 @@ def check_host(node: Node) -> None:
     for name, copy in node.host.copies():
         model = node.models.get(name)
         assert model is not None, f"host tier: {name} is forgotten"
-        assert copy.void or not model.facts.is_split, f"host tier: a copy of the split model {name}"
+        of_shares = isinstance(copy, KeptWeights) and len(copy.checksums) == model.facts.num_ranks
+        assert copy.void or of_shares or not model.facts.is_split, f"host tier: a copy of {name} is not of its shares"
         assert copy.void or copy.fingerprint == model.facts.fingerprint, f"host tier: an old copy of {name}"
         loads = model.placement is not None and model.placement.stage == LOADS
         assert not copy.lent or (loads and copy.lent == model.placement.id), f"host tier: a copy of {name} is lent to nobody"  # type: ignore[union-attr]

@@ -307,9 +307,10 @@ class OnDemand:
             place.residents[name] = resident
         self.copies[self.num_placements] = name
         self.last_used[name] = self.now
-        slots = tuple(range(size.weights_chunks))
-        warm = name in self.kept
-        keep = not warm and len(places) == 1 and self._keep(name, size.weights_chunks)
+        slots = tuple(range(size.weights_chunks * len(places)))
+        is_here = not num_other_hosts(place.name for place in places)
+        warm = is_here and name in self.kept
+        keep = is_here and name not in self.kept and self._keep(name, len(slots))
         leader, *others = places
         self.actions.append(
             Load(

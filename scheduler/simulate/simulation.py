@@ -241,11 +241,11 @@ class Simulation:
         if action.source_slots:
             seconds, copy_s = costs.host_load_s(facts), costs.host_copy_s(facts)
             self.swaps.num_host_loads += 1
-            self.swaps.host_bytes += facts.weights_bytes
+            self.swaps.host_bytes += facts.all_weights_bytes
         else:
             seconds, copy_s = costs.disk_load_s(facts), 0.0
             self.swaps.num_disk_loads += 1
-            self.swaps.disk_bytes += facts.weights_bytes * facts.num_ranks
+            self.swaps.disk_bytes += facts.all_weights_bytes
         seconds += restore_s
         finished = events.LoadFinished(
             now=self.now + seconds,

@@ -48,7 +48,7 @@ DEVICE_1 = (
 REQUEST = RequestSoFar(b"n" * 16, 5, True, True, ("ash", "f"), [SequenceSoFar([1, 2], "", 3, [(-0.5, [7], [-0.5])])], 9)
 LISTED = [Listed("main", ConnectionSoFar(b"GET", True, REQUEST)), Listed("admin", ConnectionSoFar(b"", False))]
 COPIES: list[tuple[str, HostCopy]] = [
-    ("ash", KeptWeights("f", (3, 1), 8000, checksum=77)),
+    ("ash", KeptWeights("f", (3, 1), 8000, checksums=(77,))),
     ("ash", SavedKV("f", (2,), 4000, index=b"index", num_tokens=9)),
 ]
 HELD = {"ash": protocol.WeightsHeld(4, "ash", "f", "float32", "", 8000, [5, 6], 77)}

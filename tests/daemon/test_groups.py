@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,8 @@ class World:
     """The scheduler and the members of one placement, each of which answers as engines do: an EvictModel always with Evicted,
     though a LoadDone or a LoadFailed may be on its way before it."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, **of_load: Any) -> None:
+        """of_load: what else the scheduler says of the load."""
         self.devices = list(LEASES)[:num_ranks]
         self.regions = Regions()
         self.groups = Groups(self._send, lambda device: LEASES[device] + 1, 16, self.regions, self._tell)
@@ -75,6 +77,7 @@ class World:
             lease_chunks=LEASES[leader],
             further=tuple((device, LEASES[device]) for device in others),
             deadline_s=20.0,
+            **of_load,
         )
         message = LoadModel(PLACEMENT, "m", "/m", "float32", "f", 3, 2, LEASES[leader], 64, 4, [1])
         self.groups.load(load, message, GroupForm(Division(len(self.devices))))
@@ -248,6 +251,32 @@ def test_members_get_their_own_leases_and_ranks() -> None:
         assert message.group.region_bytes > 0
     world.do("evict", "")
     assert {d: m.lease_chunks for d, m in world.sent if isinstance(m, EvictModel)} == AFTER
+
+
+def test_each_member_has_its_part_of_host_memory() -> None:
+    world = World(2, source_slots=(4, 5, 6, 7), checksums=(11, 12))
+    sent = {device: message for device, message in world.sent if isinstance(message, LoadModel)}
+    assert {device: (one.source_slots, one.checksum) for device, one in sent.items()} == {
+        "cpu:0": ([4, 5], 11),
+        "cpu:1": ([6, 7], 12),
+    }
+    told: list[tuple[str, Answer]] = []
+    world.groups._tell = lambda device, answer: told.append((device, answer))
+    world.groups.answer("cpu:1", LoadDone(PLACEMENT, "m", 1.0, 0, kept=True, checksums=[12]))
+    world.groups.answer("cpu:0", LoadDone(PLACEMENT, "m", 1.0, 0, kept=True, checksums=[11]))
+    assert told == [("cpu:0+cpu:1", LoadDone(PLACEMENT, "m", 1.0, 0, kept=True, checksums=[11, 12]))]
+
+
+def test_a_bad_share_spoils_the_copy_in_host_memory() -> None:
+    told: list[tuple[str, Answer]] = []
+    world = World(2, keep_slots=(4, 5))
+    assert [one.keep_slots for _, one in world.sent if isinstance(one, LoadModel)] == [[4], [5]]
+    world.groups._tell = lambda device, answer: told.append((device, answer))
+    world.groups.answer("cpu:0", LoadDone(PLACEMENT, "m", 1.0, 10, kept=True, checksums=[11]))
+    world.groups.answer("cpu:1", LoadDone(PLACEMENT, "m", 1.0, 10, source_rejected="checksum"))
+    ((_, joint),) = told
+    assert isinstance(joint, LoadDone)
+    assert (joint.kept, joint.source_rejected) == (False, "checksum (rank 1)")
 
 
 def test_what_is_told_of_a_load_is_of_all_members() -> None:

@@ -226,11 +226,11 @@ def test_host_memory_and_its_account_are_found_again(notify: NotifySocket) -> No
     copies = Copies()
     account = HostAccount(memory.account, 4096, copies, "layout of {}".format)
     assert account.found() == []
-    weights = KeptWeights("print", (1, 2), 8000, checksum=2**63 + 5)
+    weights = KeptWeights("print", (1, 2), 8000, checksums=(2**63 + 5,))
     kv = SavedKV("print", (4,), 4096, index=b"\x00index", num_tokens=33)
     assert copies.tier.found("a", weights)
     assert copies.tier.found("a", kv)
-    assert copies.tier.found("gone", KeptWeights("print", (7,), 1, checksum=1))
+    assert copies.tier.found("gone", KeptWeights("print", (7,), 1, checksums=(1,)))
     account.look()
     memory.close()
 
@@ -267,7 +267,7 @@ def test_the_account_follows_each_change_and_nothing_else(notify: NotifySocket, 
     slots = copies.tier.grant(1, "a", 2)
     assert seen() == [], "granted slots are about to be written"
     copies.tier.end_grant(1, slots)
-    copies.tier.hold("a", KeptWeights("print", slots, 8000, checksum=1))
+    copies.tier.hold("a", KeptWeights("print", slots, 8000, checksums=(1,)))
     assert seen() == ["a"]
     copies.tier.lend("a", 2)
     copies.tier.drop_weights("a")

@@ -137,7 +137,7 @@ async def test_a_copy_of_files_that_have_just_changed_is_not_asked_for() -> None
     _, sink = node.request()
     load = node.engine.take(protocol.LoadModel)[0]
     assert load.keep_slots
-    node.message(protocol.LoadDone(load.placement_id, "a", 0.1, 1, kept=True, checksum=5))
+    node.message(protocol.LoadDone(load.placement_id, "a", 0.1, 1, kept=True, checksums=[5]))
     node.dispatcher.command(lambda now, cause: events.UnloadRequested(now=now, cause=cause, model="a", to="warm"))
     node.entries["a"].fingerprint = "f-new"
     (evict,) = node.engine.take(protocol.EvictModel)

@@ -44,7 +44,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     for name in ("split", "odd"):
         config = config.replace(f'[models."{name}"]\n', f'[models."{name}"]\nparallel = {{ tensor = 2 }}\n')
     config = config.replace('[models."wide"]\n', '[models."wide"]\nparallel = "auto"\n')
-    flags = ["--dtype", "float32", "--threads", "1", "--adopt-weights", "true"]
+    flags = ["--dtype", "float32", "--threads", "1", "--adopt-weights", "true", "--host-tier-bytes", "64MiB"]
     with Node(folder, devices=["cpu:0=48MiB", "cpu:1=48MiB"], runner="torch", config=config, flags=flags) as running:
         yield running
 
@@ -168,6 +168,21 @@ def test_unloading_and_coming_back(node: Node, texts: dict[str, list[str]]) -> N
     assert (row["device"], row["pinned"]) == (BOTH, True)
     assert Stream(node, "split", PROMPTS[1], NUM_TOKENS).join().text == texts["whole"][1]
     assert node.cli("unpin", "split").returncode == 0
+
+
+@pytest.mark.parametrize("model", ["split", "stages"])
+def test_it_comes_back_from_host_memory(node: Node, texts: dict[str, list[str]], model: str) -> None:
+    """Host memory has each rank's share, and nothing is read."""
+    assert Stream(node, model, PROMPTS[0], 1).join().error == ""
+    weights_bytes = next(row["weights_bytes"] for row in node.ps() if row["name"] == model)
+    assert node.cli("unload", model, "--to", "warm").returncode == 0
+    assert row_of(node, model)["state"] == "warm"
+    assert node.json("status")["host_tier"]["weights_bytes"] >= weights_bytes
+    assert Stream(node, model, PROMPTS[2], NUM_TOKENS).join().text == texts["whole"][2]
+    last = loads(node)[-1]
+    assert (last["model"], last["bytes_read"], last["adopted"]) == (model, 0, False)
+    assert node.cli("unload", model).returncode == 0
+    assert row_of(node, model)["state"] == "cold"
 
 
 def test_an_unload_under_streams_leaves_no_device_waiting(node: Node, texts: dict[str, list[str]]) -> None:

@@ -248,7 +248,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.done["loads that took KV back"] += done.restored_kv_tokens > 0
         if slots:
             assert done.kept
-            self.kept[name] = (slots, done.checksum)
+            self.kept[name] = (slots, done.checksums[0])
             self.free_slots -= set(slots)
         if kv_state:
             assert done.restored_kv_tokens <= kv_state.saved_kv_tokens

@@ -63,13 +63,13 @@ def test_a_kept_copy_is_loaded_without_the_disk(folder: Path, tmp_path: Path, nu
     done = bench.load("llama", keep_slots=slots, **how)
     assert done.bytes_read > 0
     assert done.kept
-    assert done.checksum
+    assert done.checksums[0]
     bench.submit("llama", 1, PROMPTS[3], 20)
     bench.run("llama")
     first = bench.output.pop(1)
     assert bench.evict("llama").kv_slots_used == []
-    again = bench.load("llama", source_slots=slots, checksum=done.checksum, **how)
-    assert (again.bytes_read, again.kept, again.checksum, again.source_rejected) == (0, True, done.checksum, "")
+    again = bench.load("llama", source_slots=slots, checksum=done.checksums[0], **how)
+    assert (again.bytes_read, again.kept, again.checksums[0], again.source_rejected) == (0, True, done.checksums[0], "")
     if not null:
         assert done.copy_seconds > 0
         assert again.copy_seconds > 0
@@ -94,7 +94,7 @@ def test_the_next_engine_finds_the_copy(folder: Path) -> None:
     bench.submit("llama", 1, PROMPTS[3], 20)
     bench.run("llama")
     second = TierBench(folder, slots_fd=bench.slots_fd)
-    assert second.load("llama", source_slots=list(range(12)), checksum=done.checksum).bytes_read == 0
+    assert second.load("llama", source_slots=list(range(12)), checksum=done.checksums[0]).bytes_read == 0
     second.submit("llama", 1, PROMPTS[3], 20)
     second.run("llama")
     assert second.output == bench.output
@@ -106,22 +106,22 @@ def test_a_copy_that_has_changed_is_not_used(folder: Path, tmp_path: Path, null:
     slots = list(range(12))
     done = bench.load("llama", keep_slots=slots)
     bench.evict("llama")
-    wrong = bench.load("llama", source_slots=slots, checksum=done.checksum + 1, keep_slots=slots)
-    assert f"{done.checksum + 1:#x}" in wrong.source_rejected
+    wrong = bench.load("llama", source_slots=slots, checksum=done.checksums[0] + 1, keep_slots=slots)
+    assert f"{done.checksums[0] + 1:#x}" in wrong.source_rejected
     assert wrong.bytes_read == done.bytes_read
     assert wrong.kept, "what came from disk was kept"
     bench.evict("llama")
     spoil(bench, 1, 3)
-    rejected = bench.load("llama", source_slots=slots, checksum=done.checksum)
+    rejected = bench.load("llama", source_slots=slots, checksum=done.checksums[0])
     assert rejected.source_rejected
     assert (rejected.bytes_read, rejected.kept) == (done.bytes_read, False)
     bench.evict("llama")
-    few = bench.load("llama", source_slots=[NUM_SLOTS], checksum=done.checksum)
+    few = bench.load("llama", source_slots=[NUM_SLOTS], checksum=done.checksums[0])
     assert few.source_rejected
     assert few.bytes_read == done.bytes_read
     if not null:
         bench.evict("llama")
-        few = bench.load("llama", source_slots=[1, 2], checksum=done.checksum)
+        few = bench.load("llama", source_slots=[1, 2], checksum=done.checksums[0])
         assert "2 slots of 65536 bytes are too few" in few.source_rejected
     bench.evict("llama")
     bench.check_empty()

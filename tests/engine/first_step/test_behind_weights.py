@@ -250,7 +250,7 @@ def test_weights_from_the_host_tier_come_through_the_same_gate(
     if not good:
         bench.tier.slot(2)[100] ^= 1
     bench.allow(1)  # holds back any reads
-    bench.load(source_slots=list(range(12)), checksum=done.checksum)
+    bench.load(source_slots=list(range(12)), checksum=done.checksums[0])
     bench.until(LoadStreams)
     bench.submit(7)
     if not good:

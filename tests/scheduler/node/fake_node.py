@@ -178,7 +178,7 @@ class FakeNode:
             placement_id=load.placement_id,
             seconds=seconds,
             kept=kept,
-            checksum=CHECKSUM if kept else 0,
+            checksums=(CHECKSUM,) * (1 + len(load.further)) if kept else (),
             copy_s=seconds if load.source_slots and not (rejected or adopted) else 0.0,
             adopted=adopted,
             source_rejected=rejected,
@@ -361,15 +361,15 @@ class FakeNode:
             needed = held + load.weights_chunks + load.kv_reserved_chunks + view.work_space_chunks + lease_chunks
             assert needed <= view.total_chunks, f"overdraws {device}: {needed} of {view.total_chunks} chunks"
         assert load.deadline_s > 0
-        assert not load.further or not (load.source_slots or load.keep_slots or load.kv_slots), f"shares in host memory: {load}"
+        assert not load.further or not load.kv_slots, f"KV of shares in host memory: {load}"
 
     def check_host(self, load: actions.Load) -> None:
         """What is to be read was written, and nobody else writes it."""
         if load.source_slots:
-            assert len(load.source_slots) == load.weights_chunks
+            assert len(load.source_slots) == load.weights_chunks * len(load.leases)
             assert not load.keep_slots
             assert {self.host.get(slot) for slot in load.source_slots} == {("weights", load.model, load.fingerprint)}
-            assert load.checksum == CHECKSUM
+            assert load.checksums == (CHECKSUM,) * len(load.leases)
         for slot in load.kv_slots:
             assert self.host.get(slot) == ("kv", load.model, load.fingerprint), f"{load.model} is given {self.host.get(slot)}"
         reading = {slot for other in self.loads.values() for slot in (*other.source_slots, *other.kv_slots)}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler.node import actions, events
 from scheduler.node.eviction import Resident, Target, victims_on_all
 from scheduler.node.groups import MAX_GROUPS, groups, host_of, is_group, joined, kind_of, most_groups, pools
-from tests.scheduler.node.fake_node import MIB, FakeNode, facts, members_of
+from tests.scheduler.node.fake_node import CHECKSUM, MIB, FakeNode, facts, members_of
 
 TWO = {"cpu:0": 100, "cpu:1": 100}
 THREE = {**TWO, "cpu:2": 100}
@@ -369,19 +369,55 @@ def test_it_is_paused_with_its_streams_open_and_comes_back() -> None:
     assert node.ends == {1: "finished", 2: "finished"}
 
 
-def test_nothing_is_kept_in_host_memory() -> None:
+def test_its_shares_are_kept_in_host_memory() -> None:
+    """Each device has as many slots as a share has chunks; KV is not saved."""
     node = FakeNode(TWO, host_tier_slots=100)
     node.register(pair(), facts("a", 60))
     node.arrive("pair")
+    (load,) = node.loads.values()
+    assert len(load.keep_slots) == 2 * load.weights_chunks == 40
     node.loaded("pair")
     node.note_kv("cpu:0", "pair", 2 * MIB)
-    refusal = node.answers[node.command("unload", "pair", to="warm")]
-    assert refusal is not None
-    assert refusal.code == "not_kept"
-    node.command("unload", "pair")
+    node.command("unload", "pair", to="warm")
     assert node.evicts[1].save_slots == ()
     node.evicted("pair")
-    assert node.scheduler.host_tier().slots["free"] == 100
+    assert node.scheduler.host_tier().slots["weights"] == 40
+    (again,) = node.loads.values()
+    assert (again.source_slots, again.checksums, again.keep_slots) == (load.keep_slots, (CHECKSUM, CHECKSUM), ())
+    assert "from host memory" in node.view("pair").reason
+    node.loaded("pair", rejected="checksum differs (rank 1)")
+    assert node.scheduler.host_tier().slots["free"] == 100, "a copy with one bad share is dropped"
+
+
+def test_shares_that_are_more_than_host_memory_are_not_kept() -> None:
+    node = FakeNode(TWO, host_tier_slots=39)
+    node.register(pair())
+    node.arrive("pair")
+    assert next(iter(node.loads.values())).keep_slots == ()
+    node.loaded("pair")
+
+
+@pytest.mark.parametrize(("changes", "stays"), [({}, True), ({"expert_parts": 2}, False), ({"num_stages": 2}, False)])
+def test_shares_in_host_memory_are_of_one_division(changes: dict[str, int], stays: bool) -> None:
+    """Another division of the same files gives other shares of the same size."""
+    node = FakeNode(TWO, host_tier_slots=100)
+    node.register(pair())
+    node.bring_up("pair")
+    node.command("unload", "pair", to="warm")
+    node.evicted("pair")
+    assert node.state("pair") == "warm"
+    node.register(pair(**changes))
+    assert node.state("pair") == ("warm" if stays else "cold")
+
+
+def test_shares_on_other_hosts_are_not_kept() -> None:
+    node = FakeNode({"cpu:0": 100, "cpu:0@b": 100}, host_tier_slots=100)
+    node.register(pipe())
+    node.arrive("pipe")
+    (load,) = node.loads.values()
+    assert members_of(load) == ["cpu:0", "cpu:0@b"]
+    assert load.keep_slots == ()
+    node.loaded("pipe")
 
 
 def test_files_that_become_a_pairs_leave_host_memory() -> None:

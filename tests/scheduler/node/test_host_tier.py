@@ -294,7 +294,7 @@ def after_restart(*copies: tuple[str, HostCopy]) -> FakeNode:
 
 
 def test_what_an_earlier_daemon_left_in_host_memory_is_loaded_from_there() -> None:
-    weights = KeptWeights(facts("a", 20).fingerprint, tuple(range(5, 15)), 20 * MIB, checksum=CHECKSUM)
+    weights = KeptWeights(facts("a", 20).fingerprint, tuple(range(5, 15)), 20 * MIB, checksums=(CHECKSUM,))
     kv = SavedKV(facts("a", 20).fingerprint, (20, 3), 4 * MIB, index=b"index", num_tokens=50)
     node = after_restart(("a", weights), ("a", kv))
     assert (node.state("a"), node.state("b")) == ("warm", "cold")
@@ -302,7 +302,7 @@ def test_what_an_earlier_daemon_left_in_host_memory_is_loaded_from_there() -> No
     node.engine_up("cpu:0")
     node.arrive("a")
     (load,) = node.loads.values()
-    assert (load.source_slots, load.checksum, load.kv_slots, load.kv_index) == (weights.slots, CHECKSUM, kv.slots, b"index")
+    assert (load.source_slots, load.checksums, load.kv_slots, load.kv_index) == (weights.slots, (CHECKSUM,), kv.slots, b"index")
     node.arrive("b")
     granted = next(one for one in node.loads.values()).keep_slots
     assert not {*granted} & {*weights.slots, *kv.slots}
@@ -321,7 +321,7 @@ def test_what_an_earlier_daemon_left_in_host_memory_is_loaded_from_there() -> No
     ],
 )
 def test_copies_that_are_no_models_now_leave_their_slots_free(model: str, changes: dict[str, Any]) -> None:
-    fields = {"fingerprint": facts("a", 20).fingerprint, "slots": (1, 2), "num_bytes": 20 * MIB, "checksum": 9} | changes
+    fields = {"fingerprint": facts("a", 20).fingerprint, "slots": (1, 2), "num_bytes": 20 * MIB, "checksums": (9,)} | changes
     node = after_restart((model, KeptWeights(**fields)))
     assert slots(node)["free"] == 30
     assert node.state("a") == "cold"
