@@ -119,7 +119,7 @@ class Planner:
         if here.found is not None:  # its settings name these devices alone, and a pipeline may live elsewhere, too
             plan = attempt(msgspec.structs.replace(here.found.settings, devices=settings.devices))
             return _Search(plan) if isinstance(plan, Plan) else here
-        everywhere = self._search_among(name, settings, names, whole, attempt, only_stages=True)
+        everywhere = self._search_among(name, settings, names, whole, attempt, over_hosts=True)
         why = here.why if everywhere.why == here.why else f"{here.why}; over several hosts: {everywhere.why}"
         return _Search(everywhere.found, why, everywhere.largest or here.largest)
 
@@ -130,10 +130,10 @@ class Planner:
         devices: Sequence[str],
         whole: Plan,
         attempt: _Attempt,
-        only_stages: bool = False,
+        over_hosts: bool = False,
     ) -> _Search:
         """Looks for the fewest of these devices over which the model can be split so that it fits. devices: those of this machine,
-        or all with only_stages, where the model is divided by layers alone. The other arguments are those of `_search`."""
+        or all with over_hosts, where the model is divided by layers between hosts. The other arguments are those of `_search`."""
         sizing, shape = self._sizing, whole.shape
         most = max(map(len, parallel.by_kind(devices).values()), default=0)
         if most < 2:
@@ -141,7 +141,7 @@ class Planner:
             return _Search(why=f"splits over two or more devices of one kind, and {has}")
 
         def plainly(number: int) -> ParallelConfig:
-            return ParallelConfig(pipeline=number) if only_stages else ParallelConfig(number)
+            return ParallelConfig(pipeline=number) if over_hosts else ParallelConfig(number)
 
         if why := sizing.why_not_split(_divided(settings, plainly(2)), shape):
             return _Search(why=why)
@@ -155,7 +155,10 @@ class Planner:
             if whole.facts.weights_bytes * _SHARES_AT_LEAST > sizing.largest_bytes(name, asked, shape):
                 too_large.append(str(number))  # without computing a share's layout, which takes seconds for a very large model
                 continue
-            plan = attempt(asked if only_stages else _divided(among, division_over(shape, number)))
+            how = division_over_hosts(shape, number, devices) if over_hosts else division_over(shape, number)
+            plan = attempt(_divided(among, how))
+            if over_hosts and how != plainly(number) and not (isinstance(plan, Plan) and plan.fits):
+                plan = attempt(asked)  # some of a layer is whole on each of its devices, so by layers alone it may fit
             if isinstance(plan, str):
                 refused.setdefault(plan.removeprefix(f'models."{name}".parallel: '), []).append(str(number))
             elif plan.fits:
@@ -199,6 +202,18 @@ def division_over(shape: ModelShape, num_devices: int) -> ParallelConfig:
     that is impossible, too, by layers."""
     ways = (ParallelConfig(num_devices), ParallelConfig(expert=num_devices), ParallelConfig(pipeline=num_devices))
     return next((how for how in ways if not slices.refusal(shape, division(how))), ways[0])
+
+
+def division_over_hosts(shape: ModelShape, num_devices: int, devices: Sequence[str]) -> ParallelConfig:
+    """Returns how "auto" divides a model among this number of devices of several hosts: by layers between the hosts, and the layers
+    of a stage by matrices among as many devices of one host as that is possible for. devices: the names of all devices."""
+    kinds = parallel.by_kind(devices).values()
+    for size in range(num_devices // 2, 1, -1):
+        how = ParallelConfig(size, pipeline=num_devices // size)
+        is_there = num_devices % size == 0 and any(parallel.hold(names, how) for names in kinds)
+        if is_there and not slices.refusal(shape, division(how)):
+            return how
+    return ParallelConfig(pipeline=num_devices)
 
 
 def _divided(settings: ModelConfig, how: ParallelConfig) -> ModelConfig:

@@ -243,6 +243,22 @@ async def test_a_pipeline_over_hosts_where_this_machine_does_not_hold_it(tmp_pat
     assert plain.if_too_large == 'models."m".parallel = "auto" would split it over 2 devices'
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "mib", "num_heads", "division"),
+    [
+        (2, 2, 30, 4, Division(4, num_stages=2)),
+        (1, 3, 30, 4, Division(4, num_stages=4)),  # the last stage would need two devices here
+        (2, 2, 21, 3, Division(4, num_stages=4)),  # its matrices make no two shares
+    ],
+)
+async def test_stages_are_divided_where_each_host_has_the_devices(
+    tmp_path: Path, here: int, there: int, mib: int, num_heads: int, division: Division
+) -> None:
+    make_model(tmp_path / "m", num_heads=num_heads, num_kv_heads=num_heads, hidden_size=32 * num_heads, num_layers=60)
+    found = await registered(tmp_path, AUTO, *cpus(*[mib] * here), *lent(*[mib] * there))
+    assert (found.division, found.facts.if_too_large) == (division, "")
+
+
 async def test_no_number_of_devices_of_all_hosts_holds_it(tmp_path: Path) -> None:
     make_model(tmp_path / "m", num_layers=12, weights_bytes=8 * MIB)
     found = await registered(tmp_path, AUTO, *cpus(4), *lent(64, 64))
