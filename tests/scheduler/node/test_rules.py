@@ -1,4 +1,4 @@
-"""The nine rules, each from somebody's outage."""
+"""The first nine rules of docs/design/models.md, each from somebody's outage."""
 
 from __future__ import annotations
 
