@@ -21,7 +21,7 @@ log = logging.getLogger("hearthd.engine")
 FORMAT = Format(version=1, reads_from=1, readable_from=1)
 
 
-class _Copy(msgspec.Struct, array_like=True):
+class _StoredCopy(msgspec.Struct, array_like=True):
     """A copy of weights, or saved KV, in host memory. layout: see Registry.layout_id. slots: the slots that hold it. num_tokens:
     the tokens of saved KV. index: the engine's account of saved KV; b"" for a copy of weights."""
 
@@ -45,7 +45,7 @@ class _Content(msgspec.Struct):
 class _Decoded(msgspec.Struct):
     version: int
     slot_bytes: int
-    copies: list[_Copy]
+    copies: list[_StoredCopy]
     readable_from: int = 0
 
 
@@ -107,13 +107,13 @@ class HostAccount:
         )
 
 
-def _struct(model: str, copy: HostCopy, layout: str) -> _Copy:
+def _struct(model: str, copy: HostCopy, layout: str) -> _StoredCopy:
     checksum = copy.checksums[0] if isinstance(copy, KeptWeights) and len(copy.checksums) == 1 else 0  # no share is used again
     index, num_tokens = (copy.index, copy.num_tokens) if isinstance(copy, SavedKV) else (b"", 0)
-    return _Copy(model, layout, copy.fingerprint, copy.slots, copy.num_bytes, checksum, index, num_tokens)
+    return _StoredCopy(model, layout, copy.fingerprint, copy.slots, copy.num_bytes, checksum, index, num_tokens)
 
 
-def _host_copy(one: _Copy) -> HostCopy:
+def _host_copy(one: _StoredCopy) -> HostCopy:
     if one.index:
         return SavedKV(one.fingerprint, one.slots, one.num_bytes, index=one.index, num_tokens=one.num_tokens)
     return KeptWeights(one.fingerprint, one.slots, one.num_bytes, checksums=(one.checksum,))

@@ -22,9 +22,9 @@ from scheduler.batch.plan import BatchPlan
 
 
 @dataclass(slots=True)
-class _Copy:
-    """One model's region. writer: writes its plans and its table. holders: numbers of the engines that may use it. num_steps: how
-    many steps have been written."""
+class _RegionCopy:
+    """The copy of one model's region. writer: writes its plans and its table. holders: numbers of the engines that may use it.
+    num_steps: how many steps have been written."""
 
     writer: GroupRegion
     holders: set[int]
@@ -39,7 +39,7 @@ class LentRegions:
     def __init__(self, memory: ExchangeMemory) -> None:
         self.memory = memory
         self._exchange = Exchange(memory.fd, memory.doorbells)
-        self._copies: dict[tuple[str, int], _Copy] = {}
+        self._copies: dict[tuple[str, int], _RegionCopy] = {}
         self._changing = threading.Lock()
 
     def hold(self, leader: str, message: LoadModel, number: int, block_tokens: int) -> tuple[Group, GroupRegion]:
@@ -59,7 +59,7 @@ class LentRegions:
                     self.memory.free(offset)
                 raise
             if copy is None:
-                copy = self._copies[key] = _Copy(region, set())
+                copy = self._copies[key] = _RegionCopy(region, set())
             copy.holders.add(number)
             return own, region
 

@@ -94,7 +94,7 @@ def render(metrics: Metrics, now: Now, model: str | None = None) -> bytes:
 
     registry = CollectorRegistry(auto_describe=False)
 
-    class Collector:
+    class ScrapedMetrics:
         def collect(self) -> Iterator[Metric]:
             for name, rows in _all(metrics, now):
                 if model is None:
@@ -102,7 +102,7 @@ def render(metrics: Metrics, now: Now, model: str | None = None) -> bytes:
                 elif BY_NAME[name].labels[:1] in (("model",), ("model_name",)):
                     yield _family(name, ((key, value) for key, value in rows if _first(key) == model))
 
-    registry.register(Collector())
+    registry.register(ScrapedMetrics())
     return generate_latest(registry)
 
 

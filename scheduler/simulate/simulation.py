@@ -59,7 +59,7 @@ class Run:
 
 
 @dataclass(slots=True, eq=False)
-class _Copy:
+class _SimulatedCopy:
     load: actions.Load
     ready_s: float | None = None
     restored: dict[int, int] = field(default_factory=dict)  # request id -> number of tokens whose KV is restored with the model
@@ -84,7 +84,7 @@ class Simulation:
         self.num_events = self.num_ended = 0
         self._due: list[tuple[float, int, Event]] = []
         self._num_due = 0
-        self._copies: dict[int, _Copy] = {}  # placement id -> copy
+        self._copies: dict[int, _SimulatedCopy] = {}  # placement id -> copy
         self._placement_of: dict[tuple[str, str], int] = {}  # (device, model) -> placement id
         self._saved_kv: dict[bytes, dict[int, int]] = {}  # index of an eviction -> request id -> saved tokens
         self._note_kv_at = dict.fromkeys(node.devices, 0.0)
@@ -231,7 +231,7 @@ class Simulation:
     def _load(self, action: actions.Load) -> None:
         """Starts a load and schedules its end: first the weights are loaded, from host memory or disk, then KV that was saved is
         restored."""
-        copy = self._copies[action.placement_id] = _Copy(action, restored=self._saved_kv.pop(action.kv_index, {}))
+        copy = self._copies[action.placement_id] = _SimulatedCopy(action, restored=self._saved_kv.pop(action.kv_index, {}))
         self._placement_of[action.device, action.model] = action.placement_id
         self._set_leases(action)
         facts, costs = self.node.models[action.model], self.node.costs
