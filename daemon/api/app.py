@@ -10,15 +10,13 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from config.units import parse_bytes
-from daemon.access import limit_headers
 from daemon.access.admission import Access
 from daemon.access.quotas import Quotas
 from daemon.access.tenant import Key
 from daemon.api import audited, router
 from daemon.api.background import BackgroundRuns
 from daemon.api.context import ApiContext
-from daemon.api.endpoint import Call, Endpoint
-from daemon.api.endpoints.models import is_of_anthropic
+from daemon.api.endpoint import OPENAI, Call, Endpoint
 from daemon.api.forwarding import answer_elsewhere
 from daemon.api.progress import Progress
 from daemon.api.request_scope import RequestScope
@@ -156,7 +154,7 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
             key = context.access.admit(request, endpoint, per_model=target is not None and target.scope is not None)
             if key is not None:
                 more_headers = own_headers = dict(more_headers)
-                render = endpoint.limit_headers if endpoint is not None else limit_headers.openai
+                render = (OPENAI if endpoint is None else endpoint.api).limit_headers
                 is_charged = progress.before is not None and progress.before.is_charged
                 scope = RequestScope(key, context.models, context.requests, context.quotas, own_headers, render, is_charged)
                 progress.is_charged = scope.was_charged
@@ -244,7 +242,7 @@ def _progress(request: web.Request) -> Progress:
 
 
 def _error(error: HearthError, endpoint: Endpoint | None, request: web.Request) -> web.Response:
-    return error_response(error, router.error_form(endpoint, request.rel_url.raw_path, is_of_anthropic(request))(error))
+    return error_response(error, router.error_form(endpoint, request.rel_url.raw_path, request.headers)(error))
 
 
 async def _handle(

@@ -69,16 +69,42 @@ class Body(Generic[HeadT]):
 
 
 @dataclass(frozen=True, eq=False)
+class Api:
+    """An API to which endpoints belong, such as OpenAI's.
+
+    chats, models: the paths of its chats and of its list of models, which errors about unknown paths name. root: what its paths
+    begin with, so that an unknown path below it is told in its form; "": they begin with nothing of their own. client_header: a
+    request header that all its clients send and no others; "": there is none.
+
+    error_body: returns an error in the form that its clients expect. limit_headers: returns the headers that tell clients what is
+    left of their tenant's limits. Its arguments are what is left and the Unix time."""
+
+    chats: str
+    models: str
+    root: str = ""
+    client_header: str = ""
+    error_body: Callable[[HearthError], Mapping[str, Any]] = HearthError.body
+    limit_headers: Callable[[Standing, float], Mapping[str, str]] = limit_headers.openai
+
+    def sends(self, headers: Mapping[str, str]) -> bool:
+        """Returns whether a request with these headers is known to come from a client of this API."""
+        return self.client_header != "" and self.client_header in headers
+
+
+OPENAI = Api(chats="/v1/chat/completions", models="/v1/models")
+
+
+@dataclass(frozen=True, eq=False)
 class Endpoint:
-    """An endpoint of the API.
+    """An endpoint of the HTTP API.
 
     name: its name in logs and metrics. paths: the reference names the first one; {id} in a path stands for any text.
     slashes_in_id: whether that text may hold a `/`, as names of models do; else a path with one is another path. about: its line
     in the reference. operation: the model's operation in traces, as OpenTelemetry names it (gen_ai.operation.name); "": no
     model works for this endpoint. per_model: whether it is also served below /m/MODEL, for that model alone.
 
-    error_body: returns an error in the form that the endpoint's clients expect. limit_headers: returns the headers that tell
-    clients what is left of their tenant's limits. Its arguments are what is left and the Unix time.
+    api: the API to which it belongs. error_body: returns an error as Api.error_body does, where this endpoint's have a form of
+    their own; None: they do not.
 
     passes_on: the path, below another server's address, to which requests for that server's models go; "": such requests are
     refused.
@@ -94,8 +120,8 @@ class Endpoint:
     handle: Callable[[Call], Awaitable[web.StreamResponse]]
     methods: tuple[str, ...] = READ_METHODS
     body: Body[Any] | None = None
-    error_body: Callable[[HearthError], Mapping[str, Any]] = HearthError.body
-    limit_headers: Callable[[Standing, float], Mapping[str, str]] = limit_headers.openai
+    api: Api = OPENAI
+    error_body: Callable[[HearthError], Mapping[str, Any]] | None = None
     operation: str = ""
     per_model: bool = True
     slashes_in_id: bool = False

@@ -7,16 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from daemon.api.endpoint import Endpoint
-from daemon.api.endpoints.chat import CHAT
-from daemon.api.endpoints.messages import MESSAGES
-from daemon.api.endpoints.models import MODELS
-from daemon.api.endpoints.ollama import OLLAMA_CHAT
-from daemon.api.endpoints.ollama_models import OLLAMA_TAGS
+from daemon.api.endpoint import OPENAI, Api, Endpoint
 from daemon.api.endpoints.registry import ENDPOINTS
 from daemon.errors import HearthError
 
 _ID = "{id}"
+_APIS = tuple(dict.fromkeys(endpoint.api for endpoint in ENDPOINTS))
 _PATHS = [(path, endpoint) for endpoint in ENDPOINTS for path in endpoint.paths]
 _FIXED = {path.rstrip("/"): endpoint for path, endpoint in _PATHS if _ID not in path}
 # (text before the id, text after it, endpoint), the longest text after the id first: an id may contain another endpoint's text
@@ -60,29 +56,29 @@ def target(raw_path: str) -> Target | None:
     return None
 
 
-def error_form(endpoint: Endpoint | None, raw_path: str, is_anthropic: bool) -> Callable[[HearthError], Mapping[str, Any]]:
-    """Returns the function that renders an error as a request's client expects it. endpoint: None for an unknown path, which
-    belongs to the API below whose paths it lies. is_anthropic: whether a client of Anthropic's API sent the request."""
-    if endpoint is None:
-        endpoint = _api_of(raw_path)
-    if endpoint is not None and endpoint.error_body is not HearthError.body:
+def error_form(endpoint: Endpoint | None, raw_path: str, headers: Mapping[str, str]) -> Callable[[HearthError], Mapping[str, Any]]:
+    """Returns the function that renders an error as the client of a request with these headers expects it. endpoint: None for an
+    unknown path, which belongs to the API below whose root it lies."""
+    if endpoint is not None and endpoint.error_body is not None:
         return endpoint.error_body
-    return MESSAGES.error_body if is_anthropic else HearthError.body
+    api = _api_of(raw_path) if endpoint is None else endpoint.api
+    if api is OPENAI:  # also that of what no API describes, such as /healthz, and of unknown paths
+        api = next((one for one in _APIS if one.sends(headers)), api)
+    return api.error_body
 
 
-def _api_of(raw_path: str) -> Endpoint | None:
-    """Returns the main endpoint of the API below whose paths an unknown one lies; None for OpenAI's."""
-    for root, endpoint in (("/v1/messages/", MESSAGES), ("/api/", OLLAMA_CHAT)):
-        if raw_path.startswith(root) or (raw_path.startswith("/m/") and root in raw_path):
-            return endpoint
-    return None
+def _api_of(raw_path: str) -> Api:
+    """Returns the API below whose root an unknown path lies; OpenAI's if it lies below none."""
+    for api in _APIS:
+        if api.root and (raw_path.startswith(api.root) or (raw_path.startswith("/m/") and api.root in raw_path)):
+            return api
+    return OPENAI
 
 
 def main_paths(raw_path: str) -> str:
     """Returns words that name the paths of chats and of the list of models in the API to which an unknown path belongs."""
-    endpoint = _api_of(raw_path) or CHAT
-    models = OLLAMA_TAGS if endpoint is OLLAMA_CHAT else MODELS
-    return f"chats go to {endpoint.paths[0]}, and {models.paths[0]} lists what there is"
+    api = _api_of(raw_path)
+    return f"chats go to {api.chats}, and {api.models} lists what there is"
 
 
 def nearest(raw_path: str) -> str:

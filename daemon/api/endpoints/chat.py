@@ -9,7 +9,7 @@ from aiohttp import web
 from msgspec import Raw
 
 from daemon.api.bodies import chat, common
-from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
+from daemon.api.endpoint import OPENAI, Body, Call, Endpoint, FieldTable
 from daemon.api.generation.answer_format import AnswerFormat, Finished
 from daemon.api.generation.chunks import ChunkFormat, Chunks
 from daemon.api.generation.generate import generate
@@ -87,7 +87,7 @@ async def _handle(call: Call) -> web.StreamResponse:
 CHAT = Endpoint(
     name="chat",
     operation="chat",
-    paths=("/v1/chat/completions",),
+    paths=(OPENAI.chats,),
     methods=("POST",),
     about="OpenAI's chat completions; `stream: true` answers with server-sent events",
     handle=_handle,

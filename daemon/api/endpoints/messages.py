@@ -15,7 +15,7 @@ from msgspec import Raw
 from daemon.access import limit_headers
 from daemon.api.bodies import common, messages_api
 from daemon.api.body_parts import read_parts
-from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
+from daemon.api.endpoint import OPENAI, Api, Body, Call, Endpoint, FieldTable
 from daemon.api.endpoints.tokenize import num_prompt_tokens
 from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished
 from daemon.api.generation.generate import generate
@@ -48,7 +48,7 @@ _NAMES = (
 _CONTENT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 
 
-def error_body(error: HearthError) -> dict[str, Any]:
+def _error_body(error: HearthError) -> dict[str, Any]:
     """Returns Anthropic's error object. Its message names fields as Anthropic's API does, because the body was converted to a
     chat's before it was checked."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
@@ -177,7 +177,7 @@ class _Events:
         return _event("message_stop")
 
     def error(self, error: HearthError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % _json(error_body(error))
+        return b"event: error\ndata: %b\n\n" % _json(_error_body(error))
 
 
 _FORMAT = AnswerFormat(
@@ -207,23 +207,30 @@ async def _count(call: Call) -> web.Response:
     return json_response({"input_tokens": await num_prompt_tokens(call, head, messages, model)})
 
 
+ANTHROPIC = Api(
+    chats="/v1/messages",
+    models=OPENAI.models,
+    root="/v1/messages/",
+    client_header="anthropic-version",
+    error_body=_error_body,
+    limit_headers=limit_headers.anthropic,
+)
 MESSAGES = Endpoint(
     name="messages",
     operation="chat",
-    paths=("/v1/messages",),
+    paths=(ANTHROPIC.chats,),
     methods=("POST",),
     about="Anthropic's messages, streamed as they stream; errors in Anthropic's form",
     handle=_handle,
     body=_BODY,
-    error_body=error_body,
-    limit_headers=limit_headers.anthropic,
+    api=ANTHROPIC,
 )
 COUNT_TOKENS = Endpoint(
     name="count_tokens",
-    paths=("/v1/messages/count_tokens",),
+    paths=(f"{ANTHROPIC.root}count_tokens",),
     methods=("POST",),
     about="the tokens that such a message's prompt has",
     handle=_count,
     body=_COUNT_BODY,
-    error_body=error_body,
+    api=ANTHROPIC,
 )

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from daemon.api.endpoint import Call, Endpoint
+from daemon.api.endpoint import OPENAI, Call, Endpoint
+from daemon.api.endpoints.messages import ANTHROPIC
 from daemon.api.endpoints.ollama import rfc3339
 from daemon.api.pages import page
 from daemon.contracts import ModelPort
@@ -18,16 +19,11 @@ from daemon.models.entry import ModelEntry
 from daemon.upstreams import via
 
 
-def is_of_anthropic(request: web.Request) -> bool:
-    """Returns whether a client of Anthropic's API sent the request: all of them say a version of it."""
-    return "anthropic-version" in request.headers
-
-
 async def _list(call: Call) -> web.Response:
     via.onward(call.request.headers.getall("Via", ()))  # raises an error if the request came from this node itself
     models = call.context.models
     entries = models.entries() if call.scope is None else [models.resolve(call.scope)]
-    if is_of_anthropic(call.request):
+    if ANTHROPIC.sends(call.request.headers):
         return json_response(page([_anthropic_object(entry) for entry in entries], call.request.query))
     further = models.further_names()
     return json_response(
@@ -40,7 +36,7 @@ async def _one(call: Call) -> web.Response:
         call.context.models.resolve(call.scope)
     assert call.path_id is not None
     entry = _find(call.context.models, call.path_id)
-    if is_of_anthropic(call.request):
+    if ANTHROPIC.sends(call.request.headers):
         return json_response(_anthropic_object(entry))
     return json_response(_model_object(call, entry, call.context.models.further_names().get(entry.own_name, ())))
 
@@ -84,7 +80,7 @@ def _model_object(call: Call, entry: ModelEntry, further_names: Sequence[str]) -
 
 MODELS = Endpoint(
     name="models",
-    paths=("/v1/models",),
+    paths=(OPENAI.models,),
     about="OpenAI's list of models, or Anthropic's for its clients (header `anthropic-version`), in pages of `limit` (20) from "
     "`after_id` or before `before_id`; below `/m/MODEL` that one alone",
     handle=_list,

@@ -18,7 +18,7 @@ from msgspec import Raw
 
 from daemon.api.bodies import common, ollama, ollama_chat, ollama_generate
 from daemon.api.body_parts import read_parts
-from daemon.api.endpoint import Body, Call, Endpoint, FieldTable, HeadT
+from daemon.api.endpoint import Api, Body, Call, Endpoint, FieldTable, HeadT
 from daemon.api.endpoints.embeddings import Waiting
 from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished
 from daemon.api.generation.generate import answer
@@ -251,15 +251,16 @@ async def _generate(call: Call) -> web.StreamResponse:
     return await answer(call, head, prompt, model, form, _ID_PREFIX + call.request_id)
 
 
+OLLAMA = Api(chats="/api/chat", models="/api/tags", root="/api/", error_body=error_body)
 OLLAMA_CHAT = Endpoint(
     name="ollama_chat",
     operation="chat",
-    paths=("/api/chat",),
+    paths=(OLLAMA.chats,),
     methods=("POST",),
     about="Ollama's chat, streamed as a JSON object a line; errors in Ollama's form",
     handle=_chat,
     body=_CHAT_BODY,
-    error_body=error_body,
+    api=OLLAMA,
 )
 OLLAMA_GENERATE = Endpoint(
     name="ollama_generate",
@@ -269,5 +270,5 @@ OLLAMA_GENERATE = Endpoint(
     about="Ollama's completion of a prompt, through the chat template or `raw`",
     handle=_generate,
     body=_GENERATE_BODY,
-    error_body=error_body,
+    api=OLLAMA,
 )

@@ -10,7 +10,7 @@ from daemon.api.bodies import embeddings, ollama_embed
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Call, Endpoint, FieldTable
 from daemon.api.endpoints.embeddings import as_numbers, embedded, in_turns
-from daemon.api.endpoints.ollama import body_of, durations, error_body
+from daemon.api.endpoints.ollama import OLLAMA, body_of, durations, error_body
 from daemon.errors import HearthError
 from daemon.http.answers import json_response
 
@@ -49,7 +49,7 @@ OLLAMA_EMBED = Endpoint(
     about="Ollama's embeddings, of models that make them",
     handle=_handle,
     body=_BODY,
-    error_body=error_body,
+    api=OLLAMA,
 )
 OLLAMA_EMBEDDINGS = Endpoint(
     name="ollama_embeddings",
@@ -59,5 +59,6 @@ OLLAMA_EMBEDDINGS = Endpoint(
     about="Ollama's embedding of one text, as its older clients ask for it",
     handle=_handle_one,
     body=_EMBEDDINGS_BODY,
+    api=OLLAMA,
     error_body=_embeddings_error_body,
 )

@@ -12,7 +12,7 @@ from aiohttp import web
 from daemon.api.bodies import ollama_show
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Call, Endpoint, FieldTable
-from daemon.api.endpoints.ollama import body_of, error_body, rfc3339
+from daemon.api.endpoints.ollama import OLLAMA, body_of, rfc3339
 from daemon.api.generation.tool_dialect import own_dialect
 from daemon.http.answers import json_response
 from daemon.models.entry import ModelEntry
@@ -139,17 +139,17 @@ async def _version(call: Call) -> web.Response:
 
 OLLAMA_TAGS = Endpoint(
     name="ollama_tags",
-    paths=("/api/tags",),
+    paths=(OLLAMA.models,),
     about="Ollama's list of models",
     handle=_tags,
-    error_body=error_body,
+    api=OLLAMA,
 )
 OLLAMA_PS = Endpoint(
     name="ollama_ps",
     paths=("/api/ps",),
     about="Ollama's list of the models that are in memory now",
     handle=_ps,
-    error_body=error_body,
+    api=OLLAMA,
 )
 OLLAMA_SHOW = Endpoint(
     name="ollama_show",
@@ -158,12 +158,12 @@ OLLAMA_SHOW = Endpoint(
     about="what Ollama tells of one model: details, capabilities, the length of its context",
     handle=_show,
     body=_BODY,
-    error_body=error_body,
+    api=OLLAMA,
 )
 OLLAMA_VERSION = Endpoint(
     name="ollama_version",
     paths=("/api/version",),
     about="the version of Ollama whose API is served",
     handle=_version,
-    error_body=error_body,
+    api=OLLAMA,
 )

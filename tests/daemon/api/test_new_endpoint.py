@@ -1,4 +1,5 @@
-"""An endpoint is one new file and one line: proven in a copy of the tree, with one that generates text in a shape of its own."""
+"""An endpoint is one new file and one line: proven in a copy of the tree, with one of a new API,
+that generates text in a shape of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from aiohttp import web
 from daemon.api.bodies.common import Common, Head, head_of
 from daemon.api.bodies.decode import decode
 from daemon.api.bodies.prompts import prompts
-from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
+from daemon.api.endpoint import Api, Body, Call, Endpoint, FieldTable
 from daemon.api.endpoints.completions import COMPLETION_FORMAT
 from daemon.api.generation.answer_format import Finished
 from daemon.api.generation.generate import generate
@@ -55,7 +56,14 @@ async def _handle(call: Call) -> web.StreamResponse:
     return await generate(call, _BODY, _FORMAT)
 
 
-SAY = Endpoint(name="say", paths=("/v2/say",), methods=("POST",), about="says it", handle=_handle, body=_BODY)
+V2 = Api(
+    chats="/v2/say",
+    models="/v1/models",
+    root="/v2/",
+    client_header="say-version",
+    error_body=lambda error: {"wrong": error.body()["error"]["message"]},
+)
+SAY = Endpoint(name="say", paths=(V2.chats,), methods=("POST",), about="says it", handle=_handle, body=_BODY, api=V2)
 '''
 LINE = "from daemon.api.endpoints.say import SAY\n"
 USE = """
@@ -75,9 +83,13 @@ async def main():
             print((await answer.text()).strip().splitlines()[-1])
         body_parts.INLINE_BYTES = 1  # as a text worker reads it
         async with http.post("/v2/say", json={"model": "tiny", "text": 5}) as answer:
-            print(answer.status, (await answer.json())["error"]["param"])
+            print(answer.status, (await answer.json())["wrong"])
         async with http.get("/v2/say") as answer:
-            print(answer.status)
+            print(answer.status, (await answer.json())["wrong"])
+        async with http.get("/m/tiny/v2/no") as answer:
+            print(answer.status, (await answer.json())["wrong"])
+        async with http.get("/v1/no", headers={"say-version": "1"}) as answer:
+            print(answer.status, (await answer.json())["wrong"])
 
 asyncio.run(main())
 print("| POST | `/v2/say` | yes | says it |" in reference.reference(), "| `text` | text | what to say |" in reference.reference())
@@ -97,4 +109,13 @@ def test_an_endpoint_is_one_file_and_one_line(tmp_path: Path) -> None:
         [sys.executable, "-c", USE], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ['{"said": "cba"}', '{"said": "cba"}', "data: [DONE]", "400 text", "405", "True True"]
+    assert done.stdout.splitlines() == [
+        '{"said": "cba"}',
+        '{"said": "cba"}',
+        "data: [DONE]",
+        "400 text: Expected `string`, got `integer`",
+        "405 use POST for this path, not GET",
+        "404 no such path: /m/tiny/v2/no; chats go to /v2/say, and /v1/models lists what there is",
+        "404 no such path: /v1/no; chats go to /v1/chat/completions, and /v1/models lists what there is",
+        "True True",
+    ]

@@ -6,6 +6,7 @@ import aiohttp
 import pytest
 
 from daemon.api import router
+from daemon.api.endpoints.registry import ENDPOINTS
 from tests.daemon.api.fakes import serve
 
 
@@ -54,6 +55,13 @@ async def test_errors_have_the_form_of_the_paths_api(method: str, path: str, for
         assert (told.get("type") == "error") == ("code" not in told["error"]) == (form == "anthropic")
         message = told["error"]["message"]
     assert says in message
+
+
+def test_what_an_api_names_is_served() -> None:
+    apis = {endpoint.api for endpoint in ENDPOINTS}
+    assert len(apis) == 3
+    for path in (path for api in apis for path in (api.chats, api.models)):
+        assert router.target(path) is not None, path
 
 
 async def test_anthropics_clients_are_told_in_their_form_whatever_the_path() -> None:
