@@ -301,6 +301,27 @@ def test_a_backend_stands_alone(backend: str) -> None:
             assert not known, f"{module} imports {known}"
 
 
+def device_questions_in(source: str) -> list[str]:
+    """Returns the expressions of a module that ask which kind of device a tensor is on: `.type` of something named a device, and
+    `is_cuda` and the like."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            of = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            if node.attr in {"is_cuda", "is_cpu"} or (node.attr == "type" and "device" in of.lower()):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_no_file_above_a_backend_asks_which_kind_of_device_it_has() -> None:
+    """What differs between kinds of devices is in a backend's folder, or the backend says it."""
+    inside = tuple(f"{backend}." for backend in BACKENDS)
+    assert any(device_questions_in(path.read_text()) for module, path in MODULES.items() if module.startswith(inside))
+    for module, path in MODULES.items():
+        if not module.startswith(inside):
+            assert not device_questions_in(path.read_text()), module
+
+
 def is_package(module: str) -> bool:
     return MODULES[module].name == "__init__.py"
 

@@ -13,6 +13,7 @@ from engine.host import compiled
 from engine.host.processor import this_processor
 from engine.ops import reference
 from engine.ops.ops import Fp8Matrix, Int8Matrix
+from engine.ops.rows_apart import rows_apart
 from tests.engine.cpu_ops import ops
 from tests.engine.ops.twins import both, compiled_as_called, lost_by_adding_to, random, same, share_everything
 from tests.kernel_cache import CACHE_DIR
@@ -65,6 +66,15 @@ def test_a_row_that_is_not_finite_spoils_no_other(dtype: torch.dtype, num_rows: 
     ones = torch.ones(65, num_inputs, dtype=torch.int8)
     for out in (found, replayed, reference.int8_linear(x, ones, torch.ones(65), added, 1 << 20)):
         assert torch.isfinite(out).all(dim=1).tolist() == [row != num_rows // 2 for row in range(num_rows)]
+
+
+def test_rows_are_put_apart_for_whoever_asks() -> None:
+    """The caller knows where torch computes; processors without AMX show no fault if the rows stay as they are."""
+    for x in (random(5, 48, dtype=torch.bfloat16), torch.empty(5, 48, dtype=torch.float16, device="meta")):
+        apart = rows_apart(x)
+        assert (apart.shape, apart.dtype, apart.device, apart.stride()) == (x.shape, x.dtype, x.device, (64, 1))
+    for x in (random(5, 64, dtype=torch.bfloat16), random(5, 48, dtype=torch.float32)):
+        assert rows_apart(x) is x
 
 
 @pytest.mark.parametrize(("bias", "threads"), [(False, 2), (True, 1)])
