@@ -17,7 +17,6 @@ from loader.configs.kernel_sets import (
     EXPERTS,
     GELU,
     GREEDY,
-    INT8_EXPERTS,
     LAYER_NORM,
     PLAIN,
     RANKS,
@@ -48,8 +47,8 @@ def needed_kernels(
     names = [PLAIN, *sorted(_of_layers(family.decoder_of(shape), shape)), *further]
     if weight_format.kernels:
         names.append(weight_format.kernels)
-    if weight_format.kernels == "int8" and shape.experts is not None:
-        names.append(INT8_EXPERTS)
+    if weight_format.expert_kernels and shape.experts is not None:
+        names.append(weight_format.expert_kernels)
     if has_adapters:
         names.append(ADAPTERS)
     if samples:

@@ -36,6 +36,7 @@ INT8 = WeightFormat(
     ("int8",),
     place,
     kernels="int8",
+    expert_kernels="int8_experts",
     widened_bytes=WIDENED_BYTES,
     runs_encoders=False,
     runs_stacks=False,

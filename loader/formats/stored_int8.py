@@ -67,6 +67,7 @@ STORED_INT8 = WeightFormat(
     title="compressed-tensors' int-quantized with 8 bits and one symmetric scale an output",
     ignores=lambda name: name.endswith(_UNUSED),
     kernels=int8.INT8.kernels,
+    expert_kernels=int8.INT8.expert_kernels,
     widened_bytes=int8.WIDENED_BYTES,
     runs_encoders=False,
 )

@@ -136,14 +136,14 @@ class WeightFormat:
     there is none, or if the configuration is of another kind. otherwise: the name of the format that such a checkpoint has if it
     holds no tensor whose name ends with scale_suffix; "": there is no other. ignores: returns whether such a checkpoint may hold a
     given tensor in addition. kernels: the set of kernels (engine/cpu/kernel_units.py) that it needs besides those of the dtype; "":
-    none. widened_bytes: bytes of a matrix that a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders,
-    runs_experts: whether the format is supported on GPUs, for encoders, and for mixtures of experts. runs_stacks: whether it is for
-    experts of which the checkpoint holds all of a layer in one tensor, if runs_experts. check: raises UnsupportedModel
-    for a model that is not served in the format; its arguments are config.json and the shape. reorders: whether products copy their
-    inputs into another order. waits_for_kernels: whether loads to a cpu device wait until the format's kernels are compiled,
-    because the reference implementation is too slow to serve a model. load_bytes: bytes of a GPU's memory that a load takes besides
-    the weights. held_as: returns the dtype of a group's first tensor in memory if it is also the stored one, so that the tensor may
-    be read straight into place; "": the model's dtype."""
+    none. expert_kernels: the further set that mixtures of experts in this format need; "": none. widened_bytes: bytes of a matrix
+    that a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders, runs_experts: whether the format is supported on
+    GPUs, for encoders, and for mixtures of experts. runs_stacks: whether it is for experts of which the checkpoint holds all of a
+    layer in one tensor, if runs_experts. check: raises UnsupportedModel for a model that is not served in the format; its arguments
+    are config.json and the shape. reorders: whether products copy their inputs into another order. waits_for_kernels: whether loads
+    to a cpu device wait until the format's kernels are compiled, because the reference implementation is too slow to serve a model.
+    load_bytes: bytes of a GPU's memory that a load takes besides the weights. held_as: returns the dtype of a group's first tensor
+    in memory if it is also the stored one, so that the tensor may be read straight into place; "": the model's dtype."""
 
     name: str
     settings: tuple[str | None, ...]
@@ -156,6 +156,7 @@ class WeightFormat:
     otherwise: str = ""
     ignores: Callable[[str], bool] = lambda name: False
     kernels: str = ""
+    expert_kernels: str = ""
     widened_bytes: int = 0
     runs_on_gpus: bool = True
     runs_encoders: bool = True
