@@ -7,22 +7,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def changed_package(root: Path, package: str, file: str, text: str, registry: str, lines: Mapping[str, str]) -> Path:
-    """Copies the package to `root`, writes `file` there, and replaces in its registry, another file, what stands once by what is
-    to stand in its place."""
+def changed_package(root: Path, package: str, file: str, text: str, registry: str, line: str, after: str) -> Path:
+    """Copies the package to `root`, writes `file` there, and adds a line to its registry, another file, after the one that begins
+    with `after`."""
     shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     (root / package / file).write_text(text)
     listed = root / package / registry
-    for before, after in lines.items():
-        assert listed.read_text().count(before) == 1
-        listed.write_text(listed.read_text().replace(before, after))
+    lines = listed.read_text().splitlines(keepends=True)
+    (at,) = (number for number, known in enumerate(lines) if known.startswith(after))
+    listed.write_text("".join([*lines[: at + 1], f"{line}\n", *lines[at + 1 :]]))
     return root
 
 

@@ -1,4 +1,4 @@
-"""Lists the weight formats."""
+"""The list of weight formats: every WeightFormat that this module imports, by itself or in a tuple, is served."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from loader.formats.weight_format import WeightFormat
 from loader.shapes.config_fields import Fields
 from loader.shapes.model_shape import ModelShape
 
-_STORED = (STORED_INT8, *STORED_FP8, *STORED_INT4, *STORED_GPTQ, *STORED_AWQ, MXFP4, *STORED_NVFP4)
-FORMATS = {one.name: one for one in (PLAIN, INT8, PACKED_IN_MEMORY, *_STORED)}
+_IMPORTED = [one for value in list(vars().values()) for one in (value if isinstance(value, tuple) else (value,))]
+FORMATS = {one.name: one for one in _IMPORTED if isinstance(one, WeightFormat)}
 CONFIG_KEY = "quantization_config"
 AS_STORED = "plain"  # the value of `resident` that asks for no format
 

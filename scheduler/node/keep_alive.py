@@ -59,7 +59,7 @@ def story(node: Node, model: Model) -> list[str]:
     return [f"{keep} counts from the end of its last request"]
 
 
-RULE = LeaveRule(
+KEEP_ALIVE = LeaveRule(
     name="idle",
     meaning="it had no request for as long as its keep_alive says",
     leaves_at=leaves_at,

@@ -1,16 +1,14 @@
-"""Lists the rules by which idle models leave, and applies them: the first one whose time comes counts."""
+"""Applies the rules by which idle models leave: every LeaveRule that this module imports. The first one whose time comes counts."""
 
 from __future__ import annotations
 
-from scheduler.node import actions, keep_alive, residency
+from scheduler.node import actions, residency
+from scheduler.node.keep_alive import KEEP_ALIVE
 from scheduler.node.leave_rule import LeaveRule
 from scheduler.node.node import Model, Node
 from scheduler.node.placements import evict
 
-RULES: tuple[LeaveRule, ...] = (
-    keep_alive.RULE,
-)  # fmt: skip
-
+RULES = tuple(value for value in vars().values() if isinstance(value, LeaveRule))
 EVICT_REASONS = actions.EVICT_REASONS | {rule.name: rule.meaning for rule in RULES}
 
 

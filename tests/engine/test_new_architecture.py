@@ -106,10 +106,8 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of loader/ with the new file and the new line."""
-    lines = {'    "bert",\n': '    "bert",\n    "norn",\n'}
-    return changed_package(
-        tmp_path_factory.mktemp("tree"), "loader", "architectures/norn.py", FILE, "architectures/registry.py", lines
-    )
+    root = tmp_path_factory.mktemp("tree")
+    return changed_package(root, "loader", "architectures/norn.py", FILE, "architectures/registry.py", '    "norn",', '    "bert",')
 
 
 @pytest.fixture(scope="module")

@@ -76,12 +76,8 @@ print(json.dumps({"loader": loader.__file__, "logits": logits, "weights_bytes": 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of loader/ with the new file and the new line."""
-    before = "from loader.formats.stored_int8 import"
-    lines = {
-        before: f"from loader.formats.stepped import STEPPED\n{before}",
-        "(PLAIN, INT8, PACKED_IN_MEMORY,": "(PLAIN, INT8, STEPPED, PACKED_IN_MEMORY,",
-    }
-    return changed_package(tmp_path_factory.mktemp("tree"), "loader", "formats/stepped.py", FILE, "formats/registry.py", lines)
+    root, line = tmp_path_factory.mktemp("tree"), "from loader.formats.stepped import STEPPED"
+    return changed_package(root, "loader", "formats/stepped.py", FILE, "formats/registry.py", line, "from loader.formats.plain ")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ def leaves_at(model: Model) -> float | None:
     return None if model.copy is None or model.copy.ready_at is None else model.copy.ready_at + 30.0
 
 
-RULE = LeaveRule(
+MAX_AGE = LeaveRule(
     name="aged",
     meaning="it was on its device for 30 s",
     leaves_at=leaves_at,
@@ -25,10 +25,7 @@ RULE = LeaveRule(
     by="by its age",
 )
 '''
-LINES = {
-    "    keep_alive.RULE,\n": "    keep_alive.RULE,\n    max_age.RULE,\n",
-    "keep_alive, residency": "keep_alive, max_age, residency",
-}
+LINE = "from scheduler.node.max_age import MAX_AGE"
 
 # FakeNode validates the scheduler's invariants after each event.
 PROGRAM = """
@@ -60,7 +57,9 @@ print(json.dumps(told | {"scheduler": scheduler.__file__}))
 
 
 def test_a_rule_is_one_file_and_one_line(tmp_path: Path) -> None:
-    tree = changed_package(tmp_path, "scheduler", "node/max_age.py", FILE, "node/leave_rules.py", LINES)
+    tree = changed_package(
+        tmp_path, "scheduler", "node/max_age.py", FILE, "node/leave_rules.py", LINE, "from scheduler.node.keep_alive "
+    )
     told = told_by(tree, PROGRAM)
     assert told["states"] == [["ready", "ready"], ["ready", "cold"], ["ready", "cold"], ["cold", "cold"]]
     assert told["reasons"] == ["idle", "aged"], "the rule that was there still works beside it"
