@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from scheduler.node.events import ModelFacts
+from scheduler.node.settings import SchedulerSettings
 from scheduler.simulate.steps import StepSeconds
 
 
@@ -31,7 +32,7 @@ class Costs:
 
     disk_bytes_per_s: float = 6.5e9
     copy_bytes_per_s: float = 25e9
-    load_overhead_s: float = 0.2
+    load_overhead_s: float = SchedulerSettings().load_overhead_s
     evict_s: float = 0.02
     memory_bytes_per_s: float = 2e12
     flops_per_s: float = 3e14
