@@ -9,6 +9,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 
 import pytest
@@ -117,7 +118,7 @@ STARTS_THREADS = {
     "loader.threads": "does not wait for the thread without a limit",
     "loader.packing.verifier": "runs in the commands of `hearth` alone",
 }
-HEAVY = {"torch", "triton", "numba", "llvmlite", "transformers"}
+HEAVY = {"torch", "triton", "numba", "llvmlite"}
 # library in which kernels are written -> the rooms that may import it: backends, and code for the host of any device
 KERNELS_IN = {"numba": ("engine.cpu", "engine.host"), "llvmlite": ("engine.cpu", "engine.host"), "triton": ("engine.cuda",)}
 # who may know a kind of device: its own folder, and what opens the configured device or compiles for it
@@ -205,6 +206,8 @@ def test_daemon_takes_little_from_engine_and_loader(module: str) -> None:
 def test_what_rules_name_is_there_and_used() -> None:
     """A rule about something that is gone would hold for ever."""
     by_daemon = {name for module, names in imports().items() if module.startswith("daemon") for name in names}
+    by_others = {name.split(".")[0] for module, names in imports().items() if not module.startswith("scheduler") for name in names}
+    assert by_others >= HEAVY | PURE, f"no file imports {sorted((HEAVY | PURE) - by_others)}"
     assert by_daemon >= DAEMON_FROM_ENGINE | DAEMON_FROM_LOADER, (DAEMON_FROM_ENGINE | DAEMON_FROM_LOADER) - by_daemon
     for package, others in MAY_IMPORT.items():
         found = {name.split(".")[0] for module, names in imports().items() if module.startswith(package) for name in names}
@@ -216,6 +219,14 @@ def test_what_rules_name_is_there_and_used() -> None:
         for room in rooms:
             inside = [module for module in MODULES if module.startswith(f"{room}.")]
             assert any(library in {name.split(".")[0] for name in imports()[module]} for module in inside), f"{room}: no {library}"
+
+
+def test_only_tests_import_transformers() -> None:
+    """Families are served by hearthd's own code; transformers' is what tests compare it with."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]
+    assert any(one.startswith("transformers") for one in needed), "tests compare with it no more"
+    for module, names in imports().items():
+        assert "transformers" not in {name.split(".")[0] for name in names}, module
 
 
 def test_kernels_are_in_backends() -> None:
