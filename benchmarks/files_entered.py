@@ -21,8 +21,9 @@ from benchmarks.checkpoints import make
 from benchmarks.run import machine, table
 from benchmarks.server import CACHE, ROOT, Server
 
-WRITTEN_S = 0.5  # for the processes to write what they have recorded
-POLLED_S = 0.05
+LIMIT_S = 60.0  # for the processes to see a phase begin, or to write what they have recorded
+POLLED_S = 0.01
+ACCOUNTS_S = 0.05  # for a request's accounts, which are closed after its last byte
 SINK = "loader/reading/sinks.py"  # stores what was read in its place
 MODEL = "feather"
 
@@ -41,22 +42,44 @@ class Tracer:
 
     @contextmanager
     def recording(self) -> Iterator[set[Chain]]:
-        """A context in which calls are recorded. The set is filled at its end."""
+        """A context in which calls are recorded. The set is filled at its end. Raises TimeoutError if a process does not do its
+        part within LIMIT_S."""
         found: set[Chain] = set()
         self._phase += 1
-        time.sleep(WRITTEN_S)
         self._write(self._phase)
-        time.sleep(POLLED_S)
+        self._wait_for("seen", "process")
         yield found
-        time.sleep(POLLED_S)  # a request's accounts are closed after its last byte
+        time.sleep(ACCOUNTS_S)
         self._write(0)
-        time.sleep(WRITTEN_S)
+        self._wait_for("json", "seen")
         for path in self._folder.glob(f"{self._phase}-*.json"):
             found.update(tuple(chain) for chain in json.loads(path.read_text()))
+
+    def _wait_for(self, kind: str, after: str) -> None:
+        """Waits until every process that runs, and that has written its file of the kind `after`, has written that of this kind."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while lacking := sorted(filter(_runs, self._signed(after) - self._signed(kind))):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"phase {self._phase}: processes {lacking} have written no file {kind} within {LIMIT_S:g} s")
+            time.sleep(POLLED_S)
+
+    def _signed(self, kind: str) -> set[str]:
+        """Returns the ids of the processes that have written a file of this kind, for this phase where there is one for each."""
+        found = self._folder.glob(f"*.{kind}" if kind == "process" else f"{self._phase}-*.{kind}")
+        return {path.stem.rpartition("-")[2] for path in found}
 
     def _write(self, phase: int) -> None:
         with (self._folder / "phase").open("r+b") as file:
             file.write(bytes([phase]))
+
+
+def _runs(pid: str) -> bool:
+    """Returns whether a process has not ended."""
+    try:
+        state = pathlib.Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
 
 
 def chat(url: str, model: str, number: int) -> None:

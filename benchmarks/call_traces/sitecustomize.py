@@ -2,6 +2,7 @@
 
 The first byte of HEARTHD_TRACE/phase says what is being measured; 0: nothing is recorded. When it changes, each process writes what
 it has recorded to HEARTHD_TRACE/PHASE-PID.json: the distinct chains of files that called one another. Forked processes do so, too.
+The files PID.process and PHASE-PID.seen say which processes there are, and which of them have seen a phase begin.
 """
 
 import os
@@ -53,11 +54,18 @@ def _start(folder: str, root: str) -> None:
                     with open(path + ".new", "w") as out:
                         json.dump(found, out)
                     os.replace(path + ".new", path)
+                if now:
+                    sign(f"{now}-{os.getpid()}.seen")
                 last = now
             time.sleep(_POLL_S)
 
+    def sign(name: str) -> None:
+        with open(os.path.join(folder, name), "w"):
+            pass
+
     def start_writing() -> None:
         chains.clear()  # a forked process has those that its parent writes
+        sign(f"{os.getpid()}.process")
         threading.Thread(target=write, daemon=True).start()
 
     threading.setprofile(on_call)
