@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 
+KINDS = ("cpu", "cuda")  # what devices' names begin with
 # the form of a host's name; it is the name of a table and a part of devices' names, and never looked up in the network
 HOST = re.compile(r"[a-z0-9][a-z0-9-]*\Z")
 HOST_FORM = 'the name of a host has small letters, digits and "-", as in "b" or "gpu-2"'
 
 
 def kind_of(name: str) -> str:
-    """Returns the kind of a device: "cpu" or "cuda"."""
+    """Returns the kind of a device, one of KINDS."""
     return name.partition(":")[0]
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from config.device_names import host_of, kind_of
+from config.device_names import KINDS, host_of, kind_of
 from config.schema import ModelConfig, ParallelConfig
 
 AUTO = "auto"  # the fewest devices that hold the model
 MOST_RANKS = 64
 MOST_COPIES = 16  # of experts, for each device and layer
-KINDS = ("cpu", "cuda")  # kinds of devices over which models are split, each model over devices of one kind
 ONE_HOST = "a model whose matrices are divided uses the devices of this host only"
 STAGES = "each stage is on devices of one host, and the last one on devices of this host"
 SPECULATORS = ("auto", "none", "prompt-lookup")  # allowed for a split model, where auto means prompt lookup
@@ -24,7 +23,7 @@ def num_ranks(settings: ModelConfig) -> int:
 
 
 def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns kind -> names of devices, for the kinds over which models are split. names: of any devices."""
+    """Returns kind -> names of devices, because a model is split over devices of one kind. names: of any devices."""
     found: dict[str, list[str]] = {}
     for name in names:
         if (kind := kind_of(name)) in KINDS:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 
-from config.device_names import HOST, HOST_FORM
+from config.device_names import HOST, HOST_FORM, KINDS
 
 _UNITS = {
     "": 1,
@@ -26,7 +26,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*\Z")
-_DEVICE = re.compile(r"(cpu|cuda)(?::([A-Za-z0-9-]+))?(@.*)?\Z")
+_DEVICE = re.compile(rf"({'|'.join(KINDS)})(?::([A-Za-z0-9-]+))?(@.*)?\Z")
 SIZE_FORM = 'a number of bytes or a size such as "512MiB", "1.5GiB" or "2GB"'
 
 FOREVER = "forever"

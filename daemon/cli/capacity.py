@@ -210,7 +210,7 @@ def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capa
         (shape.is_encoder and kind == "cuda", "encoders are not built for cuda devices"),
         (shape.is_encoder and not weight_format.runs_encoders, f"{weight_format.name} is not built for encoders"),
         (unbuilt_experts, f"{weight_format.name} is not built for {unbuilt_experts}"),
-        (kind and kind not in kv_dtype.device_kinds, f"--kv-cache-dtype {kv_dtype.about_devices}"),
+        (kind and not kv_dtype.runs_on(kind), f"--kv-cache-dtype {kv_dtype.about_devices}"),
     ):
         if refused:
             raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{options.config}: {why}", "details": {}})

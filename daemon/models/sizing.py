@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from config import parallel, replicas
+from config.device_names import KINDS
 from config.schema import DeviceBudget, ModelConfig, NodeConfig, ParallelConfig
 from config.units import parse_duration_s
 from daemon.models.speculators import Speculator
@@ -343,14 +344,13 @@ def division(how: ParallelConfig) -> Division:
 
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
-    """Returns the kinds of devices ("cpu", "cuda") that can run the model. GPUs have no kernels for encoders and some checkpoint
+    """Returns the kinds of devices that can run the model. GPUs have no kernels for encoders and some checkpoint
     formats, CPUs none for some types of KV."""
     if shape.is_encoder:
         return {"cpu"}
-    kinds = {"cpu", "cuda"} - _refused_kinds(shape).keys()
-    if (kv_dtype := KV_CACHE_DTYPES.get(settings.kv_cache_dtype)) is not None:
-        kinds.intersection_update(kv_dtype.device_kinds)
-    return kinds
+    kinds = set(KINDS) - _refused_kinds(shape).keys()
+    kv_dtype = KV_CACHE_DTYPES.get(settings.kv_cache_dtype)
+    return kinds if kv_dtype is None else set(filter(kv_dtype.runs_on, kinds))
 
 
 def _refused_kinds(shape: ModelShape) -> dict[str, str]:

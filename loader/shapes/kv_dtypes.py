@@ -13,22 +13,26 @@ from loader.shapes.dtypes import DTYPES, ITEM_BYTES
 class KVDtype:
     """A type of keys and values. name: a dtype of models, or a value of the setting `kv_cache_dtype`. item_bytes: the size of a
     number. scale_bytes: the size of the scale that the numbers of one head of a token share; 0: they have none. device_kinds: the
-    kinds of devices that have kernels for it. capability: the lowest compute capability of a GPU that can compute with it, (8, 9)
-    for 8.9."""
+    kinds of devices that have kernels for it; (): all. capability: the lowest compute capability of a GPU that can compute with it,
+    (8, 9) for 8.9."""
 
     name: str
     item_bytes: int
     scale_bytes: int = 0
-    device_kinds: tuple[str, ...] = ("cpu", "cuda")
+    device_kinds: tuple[str, ...] = ()
     capability: tuple[int, int] = (0, 0)
 
     def head_bytes(self, head_dim: int) -> int:
         """Returns the bytes of one token's keys, or of its values, in one KV head of head_dim dimensions."""
         return head_dim * self.item_bytes + self.scale_bytes
 
+    def runs_on(self, kind: str) -> bool:
+        """Returns whether devices of this kind have kernels for it."""
+        return not self.device_kinds or kind in self.device_kinds
+
     @property
     def about_devices(self) -> str:
-        """A text that says which devices alone have kernels for it."""
+        """A text that says which devices alone have kernels for it, for a type that not all have."""
         return f"{self.name} is built for {' and '.join(self.device_kinds)} devices only"
 
 
