@@ -219,8 +219,8 @@ class Abort(Message, frozen=True):
 
 class BringAdapter(Message, frozen=True):
     """Asks the engine to load an adapter into the device's memory before a request names it. Answered by AdapterLoaded if it was
-    loaded. Nothing happens if the model is not loaded, or if the adapter cannot be read or finds no room; a request that names it
-    later is told why."""
+    loaded. Nothing happens if the model is not loaded, or if the adapter cannot be read or finds no room; the reason is reported to
+    a request that names it later."""
 
     model: str
     adapter: AdapterSource

@@ -253,7 +253,7 @@ class BackgroundRuns:
 
     def begin(self, connection: Connection, request: RequestSoFar, tenant: str, public_id: str, is_streamed: bool) -> Run:
         """Returns the run of a background response, whose request the connection has just received; it is begun unless an earlier
-        daemon has. request: the state from which its random values are drawn. public_id: the response's id. is_streamed: whether
+        daemon has. request: the state from which its random values are sampled. public_id: the response's id. is_streamed: whether
         its events may be fetched."""
         run = self._by_id.get((tenant, public_id))
         if run is None:  # otherwise the run began before a restart, which the client's connection survived

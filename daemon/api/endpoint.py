@@ -73,8 +73,8 @@ class Api:
     """An API to which endpoints belong, such as OpenAI's.
 
     chats, models: the paths of its chats and of its list of models, which errors about unknown paths name. root: what its paths
-    begin with, so that an unknown path below it is told in its form; "": they begin with nothing of their own. client_header: a
-    request header that all its clients send and no others; "": there is none.
+    begin with, so that the error about an unknown path below it has its form; "": they begin with nothing of their own.
+    client_header: a request header that all its clients send and no others; "": there is none.
 
     error_body: returns an error in the form that its clients expect. limit_headers: returns the headers that tell clients what is
     left of their tenant's limits. Its arguments are what is left and the Unix time."""

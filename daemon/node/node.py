@@ -236,7 +236,7 @@ class NodeParts:
     def take_up_kept(self) -> None:
         """Takes over the models' copies that an earlier daemon left in memory (the host tier and, where it can be adopted, devices'
         memory) through the service manager's FD store, and from then on keeps the store up to date. Called once, after the first
-        scan and before engines are told their configuration."""
+        scan and before engines get their configuration."""
         for left in self._left.values():
             if left is not None:
                 left.take_up()

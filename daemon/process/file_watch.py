@@ -22,7 +22,7 @@ def folders_of(paths: Iterable[str]) -> frozenset[str]:
 
 class FileWatch:
     """Watches folders from a thread and calls `changed` on the event loop some 0.3 s after something happened in one of them, and
-    once when the watch has begun, for changes before that. Whether a file has changed is told by its `signature`
+    once when the watch has begun, for changes before that. Whether a file has changed follows from its `signature`
     (file_signature.py). Must be made on the event loop.
 
     is_stale: whether a new watch is needed, because a folder was removed or replaced, or this watch failed."""

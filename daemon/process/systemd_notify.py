@@ -61,8 +61,8 @@ class Notifier:
             log.warning("systemd at %s was not told %s: %s", self._address, ", ".join(assignments), error)
 
     def ready(self, status: str) -> None:
-        """Tells systemd that the daemon is ready, or that a reload has ended; if it is never told, it ends the daemon. status: a
-        line for `systemctl status`."""
+        """Reports to systemd that the daemon is ready, or that a reload has ended; without such a report it ends the daemon.
+        status: a line for `systemctl status`."""
         self.send_surely("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:

@@ -212,7 +212,7 @@ class AuditLog:
         return sink
 
     def _append(self, acts: list[dict[str, Any]], sink: LineFile) -> None:
-        """Writes acts to the file. If acts were dropped since it was last told, a line with their number comes first."""
+        """Writes acts to the file. If acts were dropped since that was last reported, a line with their number comes first."""
         num_dropped = self.num_dropped
         gap = []
         if num_dropped > self._num_told:

@@ -1,5 +1,5 @@
-"""Saves the operator's decisions. If the state folder cannot be written, a decision still holds: the operator is told that it was
-not saved, and saving is tried again.
+"""Saves the operator's decisions. If the state folder cannot be written, a decision still holds: it is reported to the operator
+that it was not saved, and saving is tried again.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class _Expected(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """A request that has ended with an error of which neither its caller nor its sink has been told yet."""
+    """A request that has ended with an error that has been reported neither to its caller nor to its sink yet."""
 
     generation: Generation
     error: HearthError
@@ -240,7 +240,7 @@ class Dispatcher:
 
     def _run(self, event: events.Event, arriving: Generation | None) -> HearthError | None:
         """Handles an event as post() does. arriving: the request that the event announces, or None. Returns the error if that
-        request is refused at once, in which case its sink is not told; None if it is accepted or there is none."""
+        request is refused at once, in which case nothing is reported to its sink; None if it is accepted or there is none."""
         self._pending.append(event)
         if self._busy:
             return None
@@ -525,7 +525,7 @@ class Dispatcher:
     # ---- ends
 
     def fail(self, generation: Generation, error: HearthError, outcome: str) -> None:
-        """Ends a request with an error, of which its sink is told. outcome: "failed", "timeout" or another word of
+        """Ends a request with an error, which is reported to its sink. outcome: "failed", "timeout" or another word of
         Generation.outcome. The caller has to inform the scheduler, unless it knows already."""
         self._failed(generation, error, outcome)
         generation.sink.failed(error)

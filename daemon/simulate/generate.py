@@ -47,7 +47,7 @@ def _phases(draw: random.Random, shape: TraceShape) -> list[tuple[float, float]]
 
 
 def _times(draw: random.Random, phases: list[tuple[float, float]], number: int) -> list[float]:
-    """Returns `number` moments in seconds, unsorted, drawn uniformly from all phases together."""
+    """Returns `number` moments in seconds, unsorted, sampled uniformly from all phases together."""
     ends = list(accumulate(end - begin for begin, end in phases))
     times = []
     for _ in range(number):

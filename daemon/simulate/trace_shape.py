@@ -11,7 +11,7 @@ ARRIVALS = ("bursty", "poisson")
 class TraceShape:
     """The parameters of a generated trace of requests. The model of rank k (from 1) gets a share of the requests proportional to
     k^-zipf; ranks are given to models at random. input_tokens, output_tokens: (least, most), between which the lengths of prompts
-    and outputs are drawn evenly, both included.
+    and outputs are sampled uniformly, both included.
 
     arrivals "bursty": each model is requested at random moments in phases of burst_s seconds on average (exponential), which take
     up active_share of the time (a Markov-modulated Poisson process whose number of requests is given). "poisson": at random moments

@@ -29,7 +29,7 @@ MAX_LIST_BYTES = 4 << 20
 
 
 class _Listed(msgspec.Struct):
-    """A model in another server's answer to GET /models. max_model_len: its longest context in tokens; None: not told."""
+    """A model in another server's answer to GET /models. max_model_len: its longest context in tokens; None: not reported."""
 
     id: str = ""
     max_model_len: int | None = None

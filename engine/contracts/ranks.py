@@ -23,7 +23,7 @@ class Ranks(Protocol):
     the same widths.
 
     The tensors' numbers of rows may differ between ranks, because each rank pads its recorded steps in its own way. Only the first
-    rows are exchanged, as many as `count` was last told; these numbers must be the same on every rank."""
+    rows are exchanged, as many as were last given to `count`; these numbers must be the same on every rank."""
 
     @property
     def rank(self) -> int: ...

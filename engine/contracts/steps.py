@@ -66,8 +66,8 @@ class CountsExperts(Protocol):
 
     def news(self, wait: bool) -> LongArray | None:
         """Returns how many pairs each own expert [len(layers), len(own)] has computed since the last call that returned an array.
-        Returns None if there are none, or if the device has not told yet, which happens only if not `wait`. Called by the thread
-        that runs steps."""
+        Returns None if there are none, or if the device has not reported them yet, which happens only if not `wait`. Called by the
+        thread that runs steps."""
         ...
 
 

@@ -38,7 +38,7 @@ class DeviceBegins(Link):
 
     def waited_s(self, took_s: float) -> float:
         """Returns how long the first rank's device waited for the others to begin, in a step that has ended now and took so long
-        there. It is less than that where a follower's time is not told yet."""
+        there. It is less than that where a follower's time is not reported yet."""
         return min(took_s, self._begins.waited_s(took_s))
 
     def close(self) -> None:

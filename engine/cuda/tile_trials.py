@@ -1,5 +1,5 @@
 """Launches attention with a given tile at the sizes of a model: on zeros, whose results nobody reads, to measure tiles (launching),
-and on drawn numbers, to compare their results (Comparison). All of it is compiled before.
+and on random numbers, to compare their results (Comparison). All of it is compiled before.
 
 A tile's speed depends on the head size and on the types of numbers; in decode steps what a tile costs that joins pieces depends on
 the group (query heads of a KV head) as well. Windows, caps and sinks change all tiles alike; so models that differ in these alone
@@ -167,7 +167,7 @@ def launching(trial: Trial, device: torch.device | str, num_cores: int, compared
 
 
 class Comparison:
-    """The comparison of a tile's results with those of the table's tile, on the same drawn numbers: rows of several lengths, of no
+    """The comparison of a tile's results with those of the table's tile, on the same random numbers: rows of several lengths, of no
     pieces and of many, and more programs than the GPU holds at a time. A tile that joins pieces is launched LAUNCHES times, one
     launch right behind the other, and has to make the same bits each time as the same tile does with two kernels. Launches have two
     inputs in turns, because what a launch should not have read was written by the one before it in the same place, and would be
@@ -227,7 +227,7 @@ def _compared_pieces(trial: Trial, num_cores: int) -> list[int]:
 
 
 def _over_and_over(drawn: Tensor, target: Tensor) -> Tensor:
-    """Fills a contiguous tensor with drawn numbers, and returns it."""
+    """Fills a contiguous tensor with the numbers `drawn`, and returns it."""
     flat = target.view(-1)
     flat.copy_(drawn.repeat(ceil_div(len(flat), len(drawn)))[: len(flat)])
     return target

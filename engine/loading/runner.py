@@ -249,8 +249,8 @@ class TorchRunner:
     def _stream(
         self, task: LoadTask, source: OpenCheckpoint, weights: WeightRange, behind: Sequence[WeightGate | KeptCopy]
     ) -> None:
-        """Reads the weights of an opened checkpoint into the range. behind: objects that wait for bytes; each is told of all bytes
-        that have landed."""
+        """Reads the weights of an opened checkpoint into the range. behind: objects that wait for bytes; all bytes that have landed
+        are reported to each."""
 
         def landed(places: Places) -> None:
             for begin_bytes, end_bytes in places:

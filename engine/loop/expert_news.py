@@ -30,8 +30,8 @@ class ExpertNews:
         return max(0.0, self._told_s + TELL_EVERY_S - now) if self._stepped else None
 
     def tell(self, now: float, wait: bool) -> None:
-        """Sends what is due. wait: waits for the device, because nothing runs on it; otherwise what the device has not told yet is
-        asked for again at the next call."""
+        """Sends what is due. wait: waits for the device, because nothing runs on it; otherwise what the device has not reported yet
+        is asked for again at the next call."""
         if self.wait_s(now) != 0.0:
             return
         told = [self._tell(model, wait) for model in self._stepped]

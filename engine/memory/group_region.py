@@ -93,7 +93,7 @@ class GroupRegion:
         return Poster(self._exchange, self._members, self.offset, self._broken_word)
 
     def write_plan(self, plan: BatchPlan) -> None:
-        """Writes the plan of the next step, which no member is told of yet. Raises ValueError as `post` does."""
+        """Writes the plan of the next step, which is reported to no member yet. Raises ValueError as `post` does."""
         self._plans.write(self._num_plans % self.num_stages, plan)
         self._num_plans += 1
 

@@ -96,7 +96,7 @@ class End:
 class Constraints:
     """All constrained requests of an engine, of all models: those with a grammar, and those that rule out tokens by id. Methods are
     called by the thread that runs steps. While steps that were launched run, a request that is in one of them is not dropped, and
-    `sampled` is not told of it: the device may still read its mask. locks: page-locks masks; None: nobody does."""
+    this is not reported to `sampled`: the device may still read its mask. locks: page-locks masks; None: nobody does."""
 
     def __init__(self, locks: LocksMasks | None = None) -> None:
         self._locks = locks

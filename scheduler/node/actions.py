@@ -157,7 +157,7 @@ class Reject(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class AbortInEngine(Action):
-    """Stops a submitted request in its engine, because its client has gone or was told the outcome already."""
+    """Stops a submitted request in its engine, because its client has gone or the outcome was reported to it already."""
 
     request_id: int
     device: str

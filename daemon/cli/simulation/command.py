@@ -205,9 +205,9 @@ def _size_or_none(text: str) -> int:
 
 
 def _of_folder(folder: str, devices: dict[str, int], chunk_bytes: int) -> dict[str, ModelFacts]:
-    """Returns, by name, what the node scheduler is told of each model in the folder, as the daemon would tell it with default
-    settings. Models that cannot be loaded are left out. devices: name -> budget in bytes. Raises CommandError if the folder cannot
-    be read."""
+    """Returns, by name, what is reported to the node scheduler of each model in the folder, as the daemon would report it with
+    default settings. Models that cannot be loaded are left out. devices: name -> budget in bytes. Raises CommandError if the folder
+    cannot be read."""
     from config.schema import DeviceBudget, NodeConfig
     from daemon.models.registry import Registry
     from daemon.record.state import NodeState

@@ -180,7 +180,7 @@ def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
     as {"torch": ..., "triton": ...}. If one is clearly the faster, `linear` uses it from then on. Returns {} if that is decided
     already, if memory is short, or if the host is too slow. After MEASURE_TRIES without a decision torch's kernel stays.
 
-    The values to multiply are drawn on the host: torch <= 2.12 refuses to draw from a GPU's default generator while any thread
+    The values to multiply are sampled on the host: torch <= 2.12 refuses to sample from a GPU's default generator while any thread
     captures a graph (pytorch#172390), and a fixed seed changes nobody's numbers."""
     size = size_of(weight, num_rows)
     if size in _ours_wins:

@@ -4,9 +4,9 @@ A row is cut into tiles, and each tile has a program of its own. How it is cut d
 same token, to the last bit of every sum, alone or among others.
 
 The tokens that top_k, top_p and min_p keep are the heaviest ones. So a token that is both lighter and later in the exponential race
-of reference.sample than another can never be drawn. What is left, in the order of the race, is the row's front: each token of it
-is heavier than the one before. The token that is drawn is the first of the front that is kept, and whether one is kept is told by
-what is heavier: fewer than k tokens, or less than top_p of the mass.
+of reference.sample than another can never be sampled. What is left, in the order of the race, is the row's front: each token of it
+is heavier than the one before. The token that is sampled is the first of the front that is kept, and what is heavier decides
+whether one is kept: fewer than k tokens, or less than top_p of the mass.
 
 1. `_survey_kernel` reads all logits once and finds each tile's largest logit, mass and front. A tile's front has some ten tokens.
 2. `_propose_kernel` merges what a row's tiles found. Greedy rows, and rows that only temperature or min_p shape, are done.
