@@ -148,7 +148,7 @@ class CpuModel:
         if group.kind == "state":
             states = state_view(arena, group)
             return GroupMemory(states, states.view(-1).numpy(), rotary, group.reach)
-        kv, scales = kv_views(arena, group, kv_layout.kv_token_dims(self.shape, group.layers[0]), self._kv_dtype)
+        kv, scales = kv_views(arena, group, kv_layout.group_token_dims(self.shape, group), self._kv_dtype)
         flat = arena[:0] if scales is not None else kv.view(-1)  # no CPU kernel reads fp8
         kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
         return GroupMemory(kv, kv_flat, rotary, group.reach, scales)

@@ -184,7 +184,7 @@ class CudaModel:
         self._counted_heads = 0  # the most KV heads of a layer, if attention may have to count its pieces
         self._memory = []
         for group in self.kv_groups:
-            dims = kv_layout.kv_token_dims(shape, group.layers[0])
+            dims = kv_layout.group_token_dims(shape, group)
             kv: tuple[Tensor, Tensor | None] = (
                 (state_view(arena, group), None) if group.kind == "state" else (kv_views(arena, group, dims, spec.kv_dtype))
             )

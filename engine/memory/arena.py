@@ -20,7 +20,7 @@ from scheduler.batch.plan import IntArray
 def kv_views(arena: Tensor, group: KVGroupSpec, token_dims: tuple[int, int, int], kv_dtype: str) -> tuple[Tensor, Tensor | None]:
     """Returns the arena (uint8) as one KV group sees it: keys and values [num_blocks, layers, 2, kv_heads, block_tokens, head_dim],
     and their scales [num_blocks, layers, 2, kv_heads, block_tokens] (None if kv_dtype has none). token_dims: 2, kv_heads and
-    head_dim (kv_layout.kv_token_dims). kv_dtype: fp8, or the name of a torch dtype.
+    head_dim (kv_layout.group_token_dims). kv_dtype: fp8, or the name of a torch dtype.
 
     For fp8 both are uint8: codes of float8_e4m3fn, and codes of the scales, which are powers of two. A block holds its scales after
     its values, so a copied, saved or shared block has everything needed to read it."""

@@ -54,6 +54,15 @@ def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
     return 2, heads.num_kv_heads, heads.head_dim
 
 
+def group_token_dims(shape: ModelShape, group: KVGroupSpec) -> tuple[int, int, int]:
+    """Returns the dimensions of a token's KV in the layers of one of the model's KV groups, as kv_token_dims does; those of a group
+    of states mean nothing. A stage of a pipeline that has none of the layers sees blocks as the other stages do."""
+    layer, windows = group.layers[0], _windows(shape)
+    if layer == NO_LAYER:
+        layer = next((one for one in shape.attention_layers if windows[one] == group.window_tokens), layer)
+    return kv_token_dims(shape, layer)
+
+
 def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
     """Returns the bytes of one token's keys and values in all layers that keep them; 0 for an encoder."""
     return 0 if shape.is_encoder else sum(_layer_bytes(shape, layer, kv_dtype) for layer in _counted_layers(shape))

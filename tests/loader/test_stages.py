@@ -93,6 +93,15 @@ def test_blocks_have_one_size_in_all_stages(name: str) -> None:
         assert kv_layout.state_bytes(first) == sum(group.block_bytes for group in groups[0] if group.snapshot_tokens)
 
 
+def test_a_stage_without_layers_of_a_group_sees_its_blocks_as_other_stages_do() -> None:
+    """Also where the group's heads differ from those of the layers that the stage has."""
+    shape = published("gemma-4-31b")
+    for share in shares(shape, Division(60, num_stages=60)):
+        for group in kv_layout.kv_groups(share, "float32", 16):
+            token_bytes = 4 * math.prod(kv_layout.group_token_dims(share, group))
+            assert group.block_bytes == token_bytes * 16 * len(group.layers)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 40), st.data())
 def test_the_fullest_stage_has_as_little_as_can_be(sizes: list[int], behind: int, data: st.DataObject) -> None:
