@@ -22,11 +22,13 @@ ROWS, COLUMNS, FIRST_ALONE = "rows", "columns", "first alone"
 class Cut(NamedTuple):
     """A device's share of a stored tensor: along one axis, which has `whole` elements, it has the elements of `ranges` [begin,
     end). The ranges are in ascending order, do not touch, and lie one after the other in the share. axis: 0 selects rows. For
-    another axis k the tensor is regarded as a matrix [prod(dims[:k]), prod(dims[k:])], of which the share has some columns."""
+    another axis k the tensor is regarded as a matrix [prod(dims[:k]), prod(dims[k:])], of which the share has some columns.
+    experts: besides, the cut of the first axis, of experts, of a tensor that is cut along another axis; None: all experts."""
 
     axis: int
     ranges: tuple[tuple[int, int], ...]
     whole: int
+    experts: Cut | None = None
 
     @property
     def length(self) -> int:
@@ -35,10 +37,12 @@ class Cut(NamedTuple):
 
     def part_of(self, dims: Dims) -> Dims:
         """Returns the shape of the share. dims: shape of the whole tensor."""
+        dims = dims if self.experts is None else self.experts.part_of(dims)
         return (*dims[: self.axis], self.length, *dims[self.axis + 1 :])
 
     def whole_of(self, dims: Dims) -> Dims:
         """Returns the shape of the whole tensor. dims: shape of the share."""
+        dims = dims if self.experts is None else self.experts.whole_of(dims)
         return (*dims[: self.axis], self.whole, *dims[self.axis + 1 :])
 
 

@@ -63,8 +63,11 @@ def stored_part(name: str, shape: Dims, axes: Axes, cut: Cut | None) -> StoredPa
     """Returns the part of a stored tensor that belongs to a part of its matrix. name, shape: those of the whole tensor. axes: where
     the matrix's axes lie in the tensor. cut: the cut of the matrix; None: the whole matrix. Raises CheckpointError for a cut
     between numbers that are stored in one element, or that share a scale."""
-    if cut is None or (along := axes[cut.axis]) is None:
+    if cut is None:
         return StoredPart(shape, None)
+    of_experts = stored_part(name, shape, axes, cut.experts)
+    if (along := axes[cut.axis]) is None:
+        return of_experts
     for begin, end in cut.ranges:
         is_last = (begin, end) == cut.ranges[-1] and end == cut.whole
         for at in (begin, *(() if is_last else (end,))):
@@ -72,5 +75,5 @@ def stored_part(name: str, shape: Dims, axes: Axes, cut: Cut | None) -> StoredPa
                 why = f"cannot be cut at {at} of {cut.whole}, which is no multiple of {along.num}, of which it has one number"
                 raise CheckpointError("config.json", name, why)
     ranges = tuple((begin // along.num, -(-end // along.num)) for begin, end in cut.ranges)
-    own = Cut(along.axis, ranges, shape[along.axis])
+    own = Cut(along.axis, ranges, shape[along.axis], of_experts.cut)
     return StoredPart(own.part_of(shape), own)

@@ -219,25 +219,32 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
 
 def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
     """Returns the segments of the part of a tensor that a device's share of a model has, in file order: one for each run of bytes,
-    or a single one of whole rows if the runs are short or rows are converted. whole: the segment of the whole tensor, placed where
-    the part begins."""
+    or, if the runs are short or rows are converted, one for each run of whole rows. whole: the segment of the whole tensor, placed
+    where the part begins."""
     dims = whole.tensor.shape
     num_rows, inner = math.prod(dims[: cut.axis]), math.prod(dims[cut.axis + 1 :])
     row_bytes = (whole.end - whole.begin) // num_rows
+    rows = [(0, num_rows)]
+    if cut.experts is not None:
+        rows = [(begin * num_rows // dims[0], end * num_rows // dims[0]) for begin, end in cut.experts.ranges]
     shortest = min(end - begin for begin, end in cut.ranges) * row_bytes // cut.whole
     takes_rows = whole.whole is not None or whole.target == QUANTIZED  # converting a row needs all its kept columns
     if cut.axis and (takes_rows or (shortest < MIN_RUN_BYTES and row_bytes <= read_bytes - BLOCK_BYTES)):
         ranges = tuple((begin * inner, end * inner) for begin, end in cut.ranges)
-        return [replace(whole, columns=Cut(1, ranges, cut.whole * inner))]
+        whole = replace(whole, columns=Cut(1, ranges, cut.whole * inner))
+        kept = [(first * row_bytes, last * row_bytes) for first, last in rows]
+    else:
+        numbers = (row for first, last in rows for row in range(first, last))
+        places = ((row * cut.whole + begin, row * cut.whole + end) for row in numbers for begin, end in cut.ranges)
+        kept = [(begin * row_bytes // cut.whole, end * row_bytes // cut.whole) for begin, end in places]
     runs, unit, held_unit, num_before = [], *whole.unit_bytes, 0
-    for row in range(num_rows):
-        for first, last in cut.ranges:
-            begin, end = (whole.begin + (row * cut.whole + at) * row_bytes // cut.whole for at in (first, last))
-            run = replace(whole, begin=begin, end=end, place_bytes=whole.place_bytes + num_before * held_unit)
-            if whole.target == QUANTIZED:
-                run = replace(run, scales_at_bytes=whole.scales_at_bytes + num_before * SCALE_BYTES)
-            runs.append(run)
-            num_before += (end - begin) // unit
+    for begin, end in kept:
+        place_bytes = whole.place_bytes + num_before * held_unit
+        run = replace(whole, begin=whole.begin + begin, end=whole.begin + end, place_bytes=place_bytes)
+        if whole.target == QUANTIZED:
+            run = replace(run, scales_at_bytes=whole.scales_at_bytes + num_before * SCALE_BYTES)
+        runs.append(run)
+        num_before += (end - begin) // unit
     return runs
 
 

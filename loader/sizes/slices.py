@@ -210,8 +210,6 @@ def _refused_experts(shape: ModelShape, division: Division) -> str:
         return f"{own} is no multiple of {division.inner_parts}, the number of devices that have the same experts"
     if experts.shared_size % division.stage_size:
         return f"{family.shared_key} {experts.shared_size} is no multiple of {division.stage_size}, the number of devices"
-    if experts.stacked and division.expert_parts > 1 and division.inner_parts > 1:
-        return "a checkpoint with all experts of a layer in one tensor is divided by tensor or by expert, not by both"
     return refused_copies(shape, division) if division.copies else ""
 
 
@@ -250,7 +248,8 @@ def _refused_cut(shape: ModelShape, division: Division) -> str:
                 own.place(part, Space(0, ITEM_BYTES[shape.dtype], -1, 0, shape.dtype))
             except CheckpointError as error:
                 key = _key_of(shape, part, error.tensor or "")
-                return f"{key} in {size} parts: {own.title}: {error.tensor} {error.message}"
+                num_parts = division.inner_parts if group.num_experts else size
+                return f"{key} in {num_parts} parts: {own.title}: {error.tensor} {error.message}"
     return ""
 
 
@@ -317,9 +316,8 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
     number, num_parts = share.rank, share.size
     if group.num_experts:
         number, num_parts = share.inner_part, share.division.inner_parts
-        if share.expert_parts > 1 and group.stacked:  # each expert stays whole then
-            return _some_of_stack(group, share)
-        group = _own_experts(group, share)
+        if share.expert_parts > 1:
+            group = (_some_of_stack if group.stacked else _own_experts)(group, share)
     if group.divided not in (ROWS, COLUMNS) or num_parts == 1:
         return group
     return _along((0 if group.divided == ROWS else 1) + group.stacked, group, number, num_parts)
@@ -328,8 +326,6 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
 def _own_experts(group: TensorGroup, share: SplitShape) -> TensorGroup:
     """Returns a group with only the tensors of the experts that a device has. group: the tensors of all experts of a layer, in
     their order."""
-    if share.expert_parts == 1:
-        return group
     each = len(group.tensors) // group.num_experts
     own = share.experts_of(share.expert_part, group.layer, group.num_experts)
     return group._replace(tensors=tuple(one for at in own for one in group.tensors[at * each : (at + 1) * each]))
@@ -342,15 +338,17 @@ def _some_of_stack(group: TensorGroup, share: SplitShape) -> TensorGroup:
     ranges = _met((expert, expert + 1) for expert in own)
     cuts = tuple(Cut(0, ranges, dims[0]) for _, dims in group.tensors)
     tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(group.tensors, cuts, strict=True))
-    return group._replace(unit=1, joined=(), tensors=tensors, cuts=cuts)
+    return group._replace(tensors=tensors, cuts=cuts)
 
 
 def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> TensorGroup:
-    """Returns part `number` of num_parts of each tensor of a group, cut along this axis of the tensors."""
+    """Returns part `number` of num_parts of each tensor of a group, cut along this axis of the tensors. A group whose tensors are
+    cut already has some experts of stacks."""
     joined = group.joined or [(dims[axis],) for _, dims in group.tensors]
     kinds = [(dims, lengths) for (_, dims), lengths in zip(group.tensors, joined, strict=True)]  # few, of many experts' tensors
     cut_of = {kind: _cut_of(kind[0], axis, kind[1], group.unit, number, num_parts) for kind in set(kinds)}
-    cuts = tuple(cut_of[kind] for kind in kinds)
+    experts = group.cuts or (None,) * len(kinds)
+    cuts = tuple(cut_of[kind]._replace(experts=own) for kind, own in zip(kinds, experts, strict=True))
     tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(group.tensors, cuts, strict=True))
     return group._replace(tensors=tensors, cuts=cuts)
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from loader.architectures.architecture import Cut
 from loader.configs.hf_config import parse_config
 from loader.files.safetensors import DTYPE_BYTES
 from loader.shapes.model_shape import ModelShape
@@ -96,6 +98,14 @@ def write_checkpoint(
         weight_map |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
+
+
+def cut_out(whole: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """Returns the part of a tensor that a device's share has. cut: which part; None: all."""
+    if cut is None:
+        return whole
+    whole = cut_out(whole, cut.experts)
+    return torch.cat([whole.narrow(cut.axis, begin, end - begin) for begin, end in cut.ranges], cut.axis)
 
 
 def bfloat16_weights(num_values: int, seed: int, sigma: float = 0.02) -> bytes:

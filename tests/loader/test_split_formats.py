@@ -36,7 +36,8 @@ from loader.sizes.layout import plain_groups_of_modules, share_weights_bytes, we
 from loader.sizes.slices import refusal, split
 from tests.loader import compressed, fp8, gptq, int4, nvfp4
 from tests.loader import test_mxfp4 as mxfp4
-from tests.loader.checkpoints import CONFIG, write_checkpoint
+from tests.loader.checkpoints import CONFIG, cut_out, write_checkpoint
+from tests.loader.test_slices import published
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -333,6 +334,14 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(name: str) -> None:
         split(shape, 0, Division(2))
 
 
+def test_blocks_of_experts_are_cut_into_as_many_parts_as_there_are_devices_with_each() -> None:
+    """gpt-oss's inner dimensions are halves of whole blocks, and no quarters."""
+    shape = published("gpt-oss-120b")
+    assert refusal(shape, Division(4, 2)) == ""
+    for division in (Division(4), Division(8, 2)):
+        assert refusal(shape, division).startswith("intermediate_size 2880 in 4 parts: mxfp4 experts of gpt-oss: ")
+
+
 def test_plain_groups_are_not_refused() -> None:
     shape = parse({"quantization_config": gptq.gptq(desc_act=True)})
     plain = plain_groups_of_modules(shape, lambda module: module.endswith(COLUMNS))
@@ -347,13 +356,15 @@ CUTS = {
     "experts": (STACK, Cut(0, ((1, 2), (4, 6)), 6)),
     "outputs of experts": (STACK, Cut(1, ((2, 4), (6, 8)), 8)),
     "inputs of experts": (STACK, Cut(2, ((32, 64), (96, 128)), 128)),
+    "outputs of some experts": (STACK, Cut(1, ((2, 4), (6, 8)), 8, Cut(0, ((1, 2), (4, 6)), 6))),
+    "inputs of some experts": (STACK, Cut(2, ((32, 64),), 128, Cut(0, ((0, 2), (3, 4)), 6))),
 }
 OF_GROUPS = [
     *((name, cut) for cut in ("outputs", "inputs") for name in ("fp8 by matrix", "fp8 by output", "fp8 by block", "nvfp4")),
     *((name, cut) for cut in ("outputs", "inputs") for name in ("compressed-tensors int8", "int4 by 64, zero points")),
     *((name, cut) for cut in ("outputs", "inputs") for name in ("awq by 32", "gptq by 128, zero points")),
     *(("gptq by output, zero points", cut) for cut in ("outputs", "inputs")),
-    *(("mxfp4", cut) for cut in ("experts", "outputs of experts", "inputs of experts")),
+    *(("mxfp4", cut) for cut in CUTS if "experts" in cut),
 ]
 
 
@@ -410,12 +421,12 @@ def test_any_ranges_between_groups_and_words_are_parts(
     assert wholes.keys() == parts.keys()
     for tensor, whole in wholes.items():
         if own.axis < whole.dim() - 1:
-            wanted = torch.cat([whole.narrow(own.axis, begin, end - begin) for begin, end in own.ranges], own.axis)
+            wanted = cut_out(whole, own)
         elif dims == MATRIX and whole.shape[-1] <= 4:  # one scale, whatever part of the inputs is taken
             wanted = whole
         else:
             places = [(begin * whole.shape[-1] // own.whole, end * whole.shape[-1] // own.whole) for begin, end in own.ranges]
-            wanted = torch.cat([whole[..., begin:end] for begin, end in places], -1)
+            wanted = torch.cat([cut_out(whole, own.experts)[..., begin:end] for begin, end in places], -1)
         assert torch.equal(parts[tensor], wanted), tensor
 
 
