@@ -11,33 +11,43 @@ from tests.engine.rank_processes import RankGroup
 from tests.engine.split_models import How, execute_alone, logits_of_steps, results_of_steps, waits_of_steps
 
 FLOAT32_TOLERANCE = 2e-4
+ON_CPU = How()
 
 
-def on_one_device(group: RankGroup, family: str, dtype: str, few_steps: bool = False) -> list[np.ndarray]:
-    """Returns the logits of steps of the whole model, which rank 0 computes."""
-    group.start(logits_of_steps, family, dtype, How(few_steps=few_steps), True, ranks=[0])
+def _whole(divided: How) -> How:
+    """Returns how one device computes as much of a model as ranks that compute it so."""
+    return How(few_steps=divided.few_steps, few_layers=divided.few_layers)
+
+
+def on_one_device(group: RankGroup, family: str, dtype: str, divided: How = ON_CPU) -> list[np.ndarray]:
+    """Returns the logits of steps of the whole model, which rank 0 computes. divided: how it is divided in what is compared."""
+    group.start(logits_of_steps, family, dtype, _whole(divided), True, ranks=[0])
     logits: list[np.ndarray] = group.results(ranks=[0])[0][0]
     return logits
 
 
 def check_logits(group: RankGroup, family: str, hows: Sequence[How], tolerance: float = FLOAT32_TOLERANCE) -> None:
-    """Checks that a divided model computes the logits of the whole one, on all ranks that have a head. These have exchanged the
-    same pieces."""
-    whole = on_one_device(group, family, "float32", hows[0].few_steps)
+    """Checks that a divided model computes the logits of the whole one, on all ranks that have a head."""
+    whole = on_one_device(group, family, "float32", hows[0])
+    for logits in divided_logits(group, family, hows):
+        for own, expected in zip(logits, whole, strict=True):
+            np.testing.assert_allclose(own, expected, rtol=0, atol=tolerance)
+
+
+def divided_logits(group: RankGroup, family: str, hows: Sequence[How]) -> list[list[np.ndarray]]:
+    """Returns the float32 logits of steps of a divided model, of each rank that has a head. Checks that these ranks have exchanged
+    the same pieces, and that others have made no logits."""
     group.renew()
     every = group.run(logits_of_steps, family, "float32", list(hows))
     stage_size = group.size // hows[0].num_stages
-    for logits, pieces in every[:stage_size]:
-        assert pieces == every[0][1]
-        for own, expected in zip(logits, whole, strict=True):
-            np.testing.assert_allclose(own, expected, rtol=0, atol=tolerance)
-    for logits, _ in every[stage_size:]:
-        assert logits == [], "a stage without a head made logits"
+    assert [pieces for _, pieces in every[:stage_size]] == [every[0][1]] * stage_size
+    assert not any(logits for logits, _ in every[stage_size:]), "a stage without a head made logits"
+    return [logits for logits, _ in every[:stage_size]]
 
 
 def check_results(group: RankGroup, hows: Sequence[How]) -> None:
     """Checks that a divided model samples what the whole one does, and tells the same of it."""
-    group.start(results_of_steps, "llama", "float32", How(few_steps=hows[0].few_steps), True, ranks=[0])
+    group.start(results_of_steps, "llama", "float32", _whole(hows[0]), True, ranks=[0])
     expected = group.results(ranks=[0])[0][0]
     group.renew()
     every = group.run(results_of_steps, "llama", "float32", list(hows))

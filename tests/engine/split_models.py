@@ -46,24 +46,25 @@ from loader.reading.sinks import HostSink
 from loader.reading.staging import StagingRing
 from loader.reading.weight_stream import open_checkpoint, stream_weights
 from loader.shapes.model_shape import DeviceShare, Division, ExpertCopies, ModelShape
-from loader.sizes.layout import weight_layout, weights_bytes
+from loader.sizes.layout import stored_tensors, weight_layout, weights_bytes
 from loader.sizes.slices import split
 from loader.sizes.work_space import handed_bytes
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
 from tests.engine.gloo import Gloo
+from tests.engine.gpt_oss_checkpoint import draw_mxfp4
 from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_LAYERS, GEMMA4_ROPE, MAX_LEN, make_table, plan, put
 from tests.engine.rank_processes import BUFFER_BYTES, STAGE_BYTES, Rank
 from tests.engine.shared_regions import SharedRegions
 from tests.kernel_cache import CACHE_DIR
 from tests.loader import compressed, fp8, gptq, int4
-from tests.loader.checkpoints import write_checkpoint
+from tests.loader.checkpoints import cut_out, write_checkpoint
 
 VOCAB = 212
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 80,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -76,7 +77,7 @@ LATENTS: dict[str, Any] = {
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
-    "first_k_dense_replace": 3,
+    "first_k_dense_replace": 4,
     "moe_intermediate_size": 32,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -87,7 +88,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "mistral": {"architectures": ["MistralForCausalLM"], "tie_word_embeddings": False, "sliding_window": 7},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 13,
+        "max_window_layers": 1,
+    },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "no_rope_layers": [1, 0, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "seed-oss": {  # a bias of attention's output, which the first rank alone adds, without one of the MLP's
+        "architectures": ["SeedOssForCausalLM"],
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "attention_out_bias": True,
+    },
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    },
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         "sliding_window": 6,
@@ -96,7 +127,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "hidden_activation": "gelu_pytorch_tanh",
     },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 6,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 24,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
     "cohere": {"architectures": ["CohereForCausalLM"], "logit_scale": 0.75, "layer_norm_eps": 1e-3},
+    "cohere2": {
+        "architectures": ["Cohere2ForCausalLM"],
+        "logit_scale": 0.75,
+        "layer_norm_eps": 1e-3,
+        "sliding_window": 7,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
     "phi": {
         "architectures": ["PhiForCausalLM"],
         "num_key_value_heads": 8,
@@ -111,6 +161,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 11,
         "tie_word_embeddings": False,
     },
+    "glm": {
+        "architectures": ["GlmForCausalLM"],
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "glm4": {
         "architectures": ["Glm4ForCausalLM"],
         "num_key_value_heads": 4,
@@ -119,25 +174,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], "tie_word_embeddings": False, "head_dim": 6},
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "tie_word_embeddings": False,
+        "head_dim": 6,
+        "num_key_value_heads": 4,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    },
     "qwen3.5": {  # gates of attention's output, between layers of the delta rule
         "architectures": ["Qwen3_5ForCausalLM"],
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 12,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 4,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-    },
-    "qwen3-next": {  # one matrix for all inputs of a layer of the delta rule, key head by key head; no layer has experts
-        "architectures": ["Qwen3NextForCausalLM"],
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 4,
-        "mlp_only_layers": [0, 1, 2],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
     "gemma4": {  # all that models without experts have, of which each has some
         "architectures": ["Gemma4ForCausalLM"],
@@ -154,6 +207,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **LATENTS,
     },
     "deepseek-v2": {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "tie_word_embeddings": True, **LATENTS},
+}
+# Gemma 4 without inputs of layers, and without layers that read others' keys and values.
+FAMILIES["gemma4-unified"] = FAMILIES["gemma4"] | {
+    "architectures": ["Gemma4UnifiedForCausalLM"],
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
 }
 # Widths of which each of two ranks has whole blocks, groups and words.
 WIDE = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
@@ -174,7 +234,7 @@ GROUPED_EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 MIXTURES: dict[str, dict[str, Any]] = {
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 2},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2-moe": {
         "architectures": ["Qwen2MoeForCausalLM"],
         "num_experts": 4,
@@ -189,6 +249,28 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
+    },
+    "qwen3-next": {  # one matrix for all inputs of a layer of the delta rule, key head by key head; a layer without experts
+        "architectures": ["Qwen3NextForCausalLM"],
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    },
+    "qwen3.5-moe": FAMILIES["qwen3.5"]
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
     },
     "glm4-moe": {
         "architectures": ["Glm4MoeForCausalLM"],
@@ -214,15 +296,26 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "mxfp4"},
     },
 }
-MIXTURES["gemma4-moe"] = FAMILIES["gemma4"] | {  # beside each layer's MLP, and stacked
-    "num_kv_shared_layers": 0,
-    "use_double_wide_mlp": False,
+MIXTURES["gemma4-moe"] = FAMILIES["gemma4-unified"] | {  # beside each layer's MLP, and stacked
+    "architectures": ["Gemma4ForCausalLM"],
     "enable_moe_block": True,
     "num_experts": 4,
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
 MIXTURES["deepseek-v3-moe"] = FAMILIES["deepseek-v3"] | GROUPED_EXPERTS
+MIXTURES["glm4-moe-lite"] = (
+    FAMILIES["deepseek-v3"]
+    | GROUPED_EXPERTS
+    | {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "attention_bias": False,
+        "n_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "rope_interleave": False,
+    }
+)
+MIXTURES["deepseek-v2-moe"] = FAMILIES["deepseek-v2"] | GROUPED_EXPERTS | {"topk_method": "group_limited_greedy"}
 FAMILIES |= MIXTURES
 SLOTS = 24
 AnyModel = CpuModel | CudaShare
@@ -234,9 +327,9 @@ KV_BYTES, CHUNK_BYTES = 8 << 20, 64 << 10
 class How:
     """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps. expert_parts, num_stages, copies: as in
     Division. misrouting: its router is another one, and would choose other experts. gpu: as on a GPU, with interpreted
-    kernels. maps: ranks add up small tensors through memory that they map from each other. few_steps: it runs fewer steps, since
-    interpreted kernels take seconds for each. graph_rows, graph_tokens: as max_graph_rows and max_graph_tokens of CudaShare, for
-    tests with a stand-in for graphs."""
+    kernels. maps: ranks add up small tensors through memory that they map from each other. few_steps, few_layers: it runs fewer
+    steps, and of a model with four layers the first three, since interpreted kernels take seconds for each. graph_rows,
+    graph_tokens: as max_graph_rows and max_graph_tokens of CudaShare, for tests with a stand-in for graphs."""
 
     compiled: bool = True
     recorded: bool = True
@@ -246,6 +339,7 @@ class How:
     gpu: bool = False
     maps: bool = False
     few_steps: bool = False
+    few_layers: bool = False
     graph_rows: int = 0
     graph_tokens: int = 0
     copies: ExpertCopies = ()
@@ -267,9 +361,13 @@ def drawn_copies(shape: ModelShape, expert_parts: int, number: int, seed: int = 
     )
 
 
-def shape_of(family: str, dtype: str) -> ModelShape:
-    shape = parse_config(json.dumps(COMMON | FAMILIES[family] | {"torch_dtype": dtype}).encode())
-    return replace(shape, stored_format="")  # weights are drawn
+def shape_of(family: str, dtype: str, few_layers: bool = False) -> ModelShape:
+    """Returns the shape of one of FAMILIES. few_layers: as in How."""
+    config = COMMON | FAMILIES[family] | {"torch_dtype": dtype}
+    if few_layers and config["num_hidden_layers"] == COMMON["num_hidden_layers"]:
+        lists = {key: config[key][:3] for key in ("layer_types", "mlp_layer_types", "no_rope_layers") if key in config}
+        config |= {"num_hidden_layers": 3, **lists}
+    return replace(parse_config(json.dumps(config).encode()), stored_format="")  # weights are drawn
 
 
 def write_quantised(name: str, folder: Path) -> str:
@@ -280,6 +378,21 @@ def write_quantised(name: str, folder: Path) -> str:
     save_file(tensors, plain / "model.safetensors")
     QUANTISED[name](plain, folder / "quantised")
     return str(folder / "quantised")
+
+
+def write_mxfp4(folder: Path) -> str:
+    """Writes a checkpoint of gpt-oss, whose experts are in MXFP4, and returns its folder, as write_quantised does."""
+    config = json.dumps(COMMON | FAMILIES["gpt-oss"] | {"dtype": "float32"})
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    for tensor in stored_tensors(parse_config(config.encode())):
+        if tensor.name.endswith("_blocks"):
+            blocks, scales = draw_mxfp4(*tensor.shape[:2], tensor.shape[2] * 32, generator)
+            tensors |= {tensor.name: blocks, f"{tensor.name.removesuffix('_blocks')}_scales": scales}
+        elif not tensor.name.endswith("_scales"):
+            tensors[tensor.name] = _drawn(tensor.name, tensor.shape, False)
+    (folder / "config.json").write_text(config)
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
 
 
 def _load_files(own: Rank, folder: str, dtype: str, how: How, whole: bool) -> AnyModel:
@@ -298,7 +411,7 @@ def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False
     checkpoint."""
     if "/" in family:
         return _load_files(own, family, dtype, how, whole)
-    of_whole = shape_of(family, dtype)
+    of_whole = shape_of(family, dtype, how.few_layers)
     shape = of_whole if whole else split(of_whole, own.rank, how.division(own.size))
     memory, weights = _memory_for(weights_bytes(shape, dtype))
     for slot in weight_layout(shape, dtype):
@@ -307,9 +420,8 @@ def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False
             drawn *= 0.1
         if how.misrouting and slot.name.endswith((".mlp.gate.weight", "router.proj.weight")):
             drawn = -drawn
-        if (cut := slot.cut) is not None:
-            drawn = torch.cat([drawn.narrow(cut.axis, begin, end - begin) for begin, end in cut.ranges], cut.axis)
-        weights.tensor(slot.offset_bytes, slot.shape, getattr(torch, slot.held_as or dtype)).copy_(drawn)
+        held = weights.tensor(slot.offset_bytes, slot.shape, getattr(torch, slot.held_as or dtype))
+        held.copy_(cut_out(drawn, slot.cut))
     return _model(own, shape, dtype, how, whole, memory, weights)
 
 

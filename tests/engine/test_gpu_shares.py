@@ -11,29 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from engine.cuda.connecting import CONNECT_LIMIT_S
 from engine.protocol import Configure, LoadFailed
 from loader.models.catalog import scan_one
-from loader.sizes import slices
 from tests.e2e.checkpoints import make_model
 from tests.engine.group_engines import Engines
 from tests.engine.interpreted_engine import HOLD
 from tests.engine.rank_processes import RankGroup
-from tests.engine.split_checks import FLOAT32_TOLERANCE, check_broken, check_logits, check_results, check_waits, on_one_device
-from tests.engine.split_models import (
-    FAMILIES,
-    MIXTURES,
-    How,
-    drawn_copies,
-    execute_alone,
-    logits_of_steps,
-    shape_of,
-    write_quantised,
-)
+from tests.engine.split_checks import check_broken, check_logits, check_results, check_waits
+from tests.engine.split_models import How, drawn_copies, execute_alone, shape_of, write_quantised
 from tests.kernel_cache import CACHE_DIR
 
 pytest.importorskip("triton")
@@ -42,8 +31,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU"),
 ]
 
-STAGES = How(gpu=True, few_steps=True, num_stages=2)
-GPU, SOME_EXPERTS = How(gpu=True, few_steps=True), How(gpu=True, few_steps=True, expert_parts=2)
+GPU = How(gpu=True, few_steps=True, few_layers=True)
+STAGES, SOME_EXPERTS = replace(GPU, num_stages=2), replace(GPU, expert_parts=2)
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +42,12 @@ def two() -> Iterator[RankGroup]:
     made.close()
 
 
-# what they have the others have, too; `python -m tests.engine.test_gpu_shares` computes all
-ALIKE = {"llama", "qwen3", "cohere", "phi", "glm4", "qwen3-next", "deepseek-v2", "mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe"}
-ALIKE |= {"gemma4-moe", "deepseek-v3-moe", "gemma2", "phi3", "olmo2", "llama4"}
+# each has what others have, too; `python -m tests.engine.split_sweep --gpu` computes all
+OF_EACH_KIND = ("llama-biases", "qwen3.5", "gemma4", "deepseek-v3", "gpt-oss")
 WITH_SOME_EXPERTS = ("deepseek-v3-moe", "gpt-oss")
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ALIKE])
+@pytest.mark.parametrize("family", OF_EACH_KIND)
 def test_logits_are_those_of_one_device(two: RankGroup, family: str) -> None:
     check_logits(two, family, (GPU, GPU))
 
@@ -74,7 +62,7 @@ def test_each_rank_may_have_some_of_the_experts(two: RankGroup, family: str) -> 
 
 
 def test_ranks_may_have_copies_of_each_others_experts(two: RankGroup) -> None:
-    copies = drawn_copies(shape_of("gpt-oss", "float32"), 2, 1)
+    copies = drawn_copies(shape_of("gpt-oss", "float32", few_layers=True), 2, 1)
     check_logits(two, "gpt-oss", [replace(SOME_EXPERTS, copies=copies)] * 2)
 
 
@@ -203,33 +191,3 @@ def test_a_rank_that_is_lost_between_meeting_and_connecting_costs_the_load_alone
         assert Asked(engines, 0, "split").answers() == expected
     finally:
         engines.close()
-
-
-def main() -> None:
-    """Computes all families over two and four ranks, with the experts divided in each way, without copies of experts and with some,
-    and prints what differs most."""
-    some, each = SOME_EXPERTS, replace(SOME_EXPERTS, expert_parts=4)
-    parts = ((2, GPU, 0), (2, some, 0), (2, some, 1), (4, GPU, 0), (4, some, 0), (4, some, 1), (4, each, 0), (4, each, 1))
-    for size, asked, number in (*parts, (2, STAGES, 0), (4, STAGES, 0), (4, replace(STAGES, expert_parts=2), 1)):
-        group = RankGroup(size)
-        for family in MIXTURES if asked.expert_parts > 1 else FAMILIES:
-            how = asked
-            if number and not shape_of(family, "float32").experts.num_experts % how.expert_parts:
-                how = replace(how, copies=drawn_copies(shape_of(family, "float32"), how.expert_parts, number))
-            title = f"{family}, {size} ranks, {how.expert_parts} parts of experts, {number} copies, {how.num_stages} stages"
-            if why := slices.refusal(shape_of(family, "float32"), how.division(size)):
-                print(f"{title}: {why}", flush=True)
-                continue
-            whole = on_one_device(group, family, "float32", few_steps=True)
-            group.renew()
-            every = group.run(logits_of_steps, family, "float32", [how] * size)
-            group.renew()
-            heads = every[: size // how.num_stages]
-            worst = max(float(np.abs(own - other).max()) for logits, _ in heads for own, other in zip(logits, whole, strict=True))
-            print(f"{title}: {worst:.1e}", flush=True)
-            assert worst < FLOAT32_TOLERANCE
-        group.close()
-
-
-if __name__ == "__main__":
-    main()

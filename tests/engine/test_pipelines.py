@@ -16,8 +16,7 @@ from tests.engine.split_models import FAMILIES, QUANTISED, How, logits_of_steps,
 
 TWO = How(num_stages=2)
 RECORDED, ONE_BY_ONE, PLAIN = TWO, replace(TWO, recorded=False), replace(TWO, compiled=False)
-UNDIVIDED = ("gemma4", "gemma4-moe")  # their layers have inputs of their own
-DIVIDED = [family for family in FAMILIES if family not in UNDIVIDED]
+DIVIDED = [family for family in FAMILIES if family != "gemma4"]  # whose layers have inputs of their own
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +46,17 @@ def test_two_stages_compute_the_bits_of_one_device(two: RankGroup, family: str) 
 
 
 @pytest.mark.parametrize("family", DIVIDED)
-def test_a_stage_for_each_layer(three: RankGroup, family: str) -> None:
+def test_four_stages_compute_what_one_device_does(four: RankGroup, family: str) -> None:
+    """Most have a single layer, and none of some of the model's KV groups."""
+    check_logits(four, family, [replace(how, num_stages=4) for how in (RECORDED, PLAIN, ONE_BY_ONE, RECORDED)])
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "gemma2", "qwen3.5", "gemma4-moe", "deepseek-v3-moe"])
+def test_stages_may_have_different_numbers_of_layers(three: RankGroup, family: str) -> None:
     check_logits(three, family, [replace(how, num_stages=3) for how in (RECORDED, PLAIN, ONE_BY_ONE)])
 
 
-@pytest.mark.parametrize("family", ["llama-biases", "gemma2", "qwen3.5", "deepseek-v3-moe", "gpt-oss", "llama4"])
+@pytest.mark.parametrize("family", ["llama-biases", "gemma2", "qwen3.5", "deepseek-v3-moe", "gpt-oss", "llama4", "gemma4-unified"])
 def test_the_layers_of_a_stage_may_be_divided_too(four: RankGroup, family: str) -> None:
     check_logits(four, family, (RECORDED, RECORDED, PLAIN, ONE_BY_ONE))
 

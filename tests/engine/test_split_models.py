@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loader.architectures.decoder import Decoder
+from loader.architectures.registry import ARCHITECTURES
+from loader.architectures.wrapper import Wrapper
 from tests.engine.rank_processes import RankGroup
 from tests.engine.split_checks import check_broken, check_logits, check_results, check_waits, on_one_device
 from tests.engine.split_models import (
@@ -19,6 +22,7 @@ from tests.engine.split_models import (
     drawn_copies,
     logits_of_steps,
     shape_of,
+    write_mxfp4,
     write_quantised,
 )
 
@@ -39,6 +43,16 @@ def four() -> Iterator[RankGroup]:
 
 RECORDED, ONE_BY_ONE, PLAIN = How(), How(recorded=False), How(compiled=False)
 PLAIN_ONE_BY_ONE = How(compiled=False, recorded=False)  # as long as kernels are being compiled
+
+
+def test_all_decoders_of_the_registry_are_divided_here() -> None:
+    """Wrappers are divided as the decoders in them are: their tensors differ from these in nothing but names."""
+    shapes = {shape.architecture: shape for shape in (shape_of(family, "float32") for family in FAMILIES)}
+    assert shapes.keys() == {name for name, one in ARCHITECTURES.items() if isinstance(one, Decoder)}
+    for one in ARCHITECTURES.values():
+        if isinstance(one, Wrapper):
+            shape = replace(shapes[one.text.name], tensor_prefix="model.language_model.")
+            assert replace(one.decoder_of(shape), names=one.text.names) == one.text == ARCHITECTURES[one.text.name]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,9 +99,18 @@ def test_all_ranks_route_by_the_scores_of_the_first(two: RankGroup, family: str)
         two.renew()
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", "deepseek-v3-moe"])
+@pytest.mark.parametrize("family", ["llama4", "gemma4-moe", "glm4-moe-lite"])
+def test_each_of_several_ranks_may_have_some_of_the_experts(four: RankGroup, family: str) -> None:
+    check_logits(four, family, [replace(how, expert_parts=4) for how in (RECORDED, ONE_BY_ONE, PLAIN, RECORDED)])
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "deepseek-v3-moe", "llama4", "gpt-oss", "qwen3.5-moe"])
 def test_experts_and_their_inner_dimensions_may_both_be_divided(four: RankGroup, family: str) -> None:
     check_logits(four, family, [replace(how, expert_parts=2) for how in (RECORDED, RECORDED, RECORDED, PLAIN)])
+
+
+def test_experts_in_mxfp4_may_be_divided_in_both_ways(four: RankGroup, tmp_path: Path) -> None:
+    check_logits(four, write_mxfp4(tmp_path), [replace(RECORDED, expert_parts=2)] * 4)
 
 
 @pytest.mark.parametrize("hows", [(RECORDED, ONE_BY_ONE), (PLAIN_ONE_BY_ONE, RECORDED)], ids=["recorded", "compiled"])
@@ -99,6 +122,12 @@ def test_ranks_may_compute_in_different_ways(two: RankGroup, hows: tuple[How, ..
 @pytest.mark.parametrize("family", ["llama-biases", "phi3", "olmo2", "gemma4"])
 def test_there_may_be_more_ranks_than_kv_heads(four: RankGroup, family: str) -> None:
     check_logits(four, family, (ONE_BY_ONE, RECORDED, PLAIN, PLAIN_ONE_BY_ONE))
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "gpt-oss"])
+def test_heads_of_each_kind_may_be_divided_among_several(four: RankGroup, family: str) -> None:
+    """Those of the gated delta rule, whose inputs are stored in two ways, and those with sinks."""
+    check_logits(four, family, (RECORDED, PLAIN, ONE_BY_ONE, RECORDED))
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2"])

@@ -31,7 +31,7 @@ pytest.importorskip("triton")
 pytestmark = INTERPRETED
 __all__ = ["stand_in_graphs"]  # a fixture
 
-LAUNCHED = How(gpu=True, num_stages=2)
+LAUNCHED = How(gpu=True, num_stages=2, few_layers=True)
 REPLAYED = replace(LAUNCHED, graph_rows=8)
 MIXED = replace(REPLAYED, graph_tokens=16)
 PROMPT, STEPS = 5, 3
