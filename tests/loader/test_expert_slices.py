@@ -184,19 +184,20 @@ def test_copies_of_experts_that_make_no_sense_are_refused() -> None:
     assert [some.experts_of(layer) for layer in range(2)] == [(2, 3), (0, 1, 2, 3)]
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_planned_holds_any_copies(tmp_path: Path, name: str) -> None:
+def test_what_is_planned_holds_any_copies(tmp_path: Path, name: str, size: int) -> None:
     folder = write_checkpoint(tmp_path / "m", FAMILIES[name] | {"hidden_size": 64, "moe_intermediate_size": 96}, padding=8)
     with ExitStack() as stack:
         shape = open_checkpoint(folder, "", stack).shape
     assert shape.block_offsets
     layers, draw = [layer not in shape.experts.dense_layers for layer in range(2)], random.Random(name)
     for number in (1, 2):
-        planned = share_bytes_with_copies(shape, "float32", Division(2, 2), PLAIN, number)
+        planned = share_bytes_with_copies(shape, "float32", Division(size, 2), PLAIN, number)
         for _ in range(5):
             parts = [[tuple(sorted(draw.sample(own, draw.randint(0, number)))) for own in ([2, 3], [0, 1])] for _ in layers]
             copies = tuple(tuple(part) if layer else () for part, layer in zip(parts, layers, strict=True))
-            taken = share_weights_bytes(shape, "float32", Division(2, 2, copies=copies))
+            taken = share_weights_bytes(shape, "float32", Division(size, 2, copies=copies))
             assert taken <= planned
             if all(len(one) == number for part in copies for one in part):
                 assert planned <= taken + 4096 * len(shape.block_offsets)
