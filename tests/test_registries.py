@@ -39,5 +39,5 @@ def described_in(folder: str, kinds: tuple[type, ...]) -> dict[int, tuple[str, A
 def test_whatever_a_folder_describes_is_listed(folder: str, listed: Collection[Any]) -> None:
     described = described_in(folder, tuple({type(one) for one in listed}))
     unlisted = sorted({file for number, (file, _) in described.items() if number not in map(id, listed)})
-    assert not unlisted, f"{folder}: no registry lists what these describe"
+    assert not unlisted, f"{folder}: no registry lists what {unlisted} describe"
     assert described
