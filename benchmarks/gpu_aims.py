@@ -1,4 +1,6 @@
-"""The aims to which `make gpu` compares its figures. Aims are of an H100 or H200."""
+"""The aims to which `make gpu` compares its figures. Aims are of an H100 or H200.
+
+usage: python -m benchmarks.gpu_aims: prints the table that is in docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -117,6 +119,15 @@ AIMS = (
 )  # fmt: skip
 
 
+def table() -> str:
+    """Returns all aims as Markdown."""
+    return _table(["part", "figure", "aim"], ([one.part, one.aim.what, one.aim.aim()] for one in AIMS))
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
 def summary(parts: Collection[str], lines: Iterable[Line]) -> tuple[str, list[str], list[str]]:
     """Returns the table of the aims of these parts as Markdown, the aims that were missed, and those without a figure."""
     lines, rows = list(lines), list[list[str]]()
@@ -130,10 +141,8 @@ def summary(parts: Collection[str], lines: Iterable[Line]) -> tuple[str, list[st
             lacking.append(f"{one.part}: {one.aim.what}")
         elif MISSED in found:
             missed.append(f"{one.part}: {one.aim.what}: {found}, aim {one.aim.aim()}")
-    head = ["part", "figure", "aim", "measured"]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-    return table, missed, lacking
+    return _table(["part", "figure", "aim", "measured"], rows), missed, lacking
 
 
 if __name__ == "__main__":
-    print(summary({one.part for one in AIMS}, [])[0])
+    print(table())

@@ -66,6 +66,12 @@ def test_sizes_of_published_models_are_those_that_the_plan_says() -> None:
     assert table() in (ROOT / "docs/reference/sizes.md").read_text(), "python -m benchmarks.sizes prints the table"
 
 
+def test_aims_of_the_gpu_are_those_that_its_figures_are_held_to() -> None:
+    from benchmarks.gpu_aims import table
+
+    assert table() in (ROOT / "docs/gpu.md").read_text(), "python -m benchmarks.gpu_aims prints the table"
+
+
 def test_figures_are_those_of_the_newest_result_file() -> None:
     """The tables are written by `make bench` together with the result file; a figure typed by hand would not be in it."""
     from benchmarks import aims
