@@ -203,16 +203,19 @@ def run_parts(parts: Sequence[Part], report: Report, limit_s: float, tiny: bool,
 
 def conclude(parts: Sequence[Part], failed: Sequence[str], report: Report) -> str:
     """Adds the summary to the report, and returns it: aims with what was measured, what falls short, which parts failed."""
-    ended = {line["part"]: line["ended"] for line in report.lines if line["benchmark"] == "gpu_parts"}
+    lines = [line for line in report.lines if line["benchmark"] == "gpu_parts"]
+    ended, seconds = ({line["part"]: line[key] for line in lines} for key in ("ended", "seconds"))
     table, missed, lacking = gpu_aims.summary({part.name for part in parts}, report.lines)
-    report.add({"benchmark": "gpu_summary", "failed": list(failed), "missed": missed, "not_measured": lacking})
-    lines = [f"{part.name}: {ended.get(part.name, '')}" for part in parts if part.name in failed]
+    summed = {"failed": list(failed), "missed": missed, "not_measured": lacking, "part_seconds": seconds}
+    report.add({"benchmark": "gpu_summary"} | summed)
+    untold = [f"{part.name}: {ended.get(part.name, '')}" for part in parts if part.name in failed]
     told = [
         f"- {kind}: {one}"
-        for kind, ones in (("failed", lines), ("short of its aim", missed), ("no figure", lacking))
+        for kind, ones in (("failed", untold), ("short of its aim", missed), ("no figure", lacking))
         for one in ones
     ]
-    text = "\n".join(["## Summary", "", table, "", *(told or ["Every part ended well and every aim was met."])])
+    took = f"- seconds: {', '.join(f'{name} {value:g}' for name, value in seconds.items())}"
+    text = "\n".join(["## Summary", "", table, "", *(told or ["Every part ended well and every aim was met."]), took])
     with report.md.open("a") as file:
         file.write("\n" + text + "\n")
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -26,12 +27,11 @@ def about_gpu() -> dict[str, Any] | None:
         "python": sys.version.split()[0],
         "cores": os.cpu_count(),
     }
-    try:
-        import triton
-
-        line["triton"] = triton.__version__
-    except ImportError:
-        line["triton"] = None
+    for name in ("triton", "numpy"):
+        try:
+            line[name] = importlib.import_module(name).__version__
+        except ImportError:
+            line[name] = None
     return line
 
 

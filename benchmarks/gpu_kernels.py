@@ -26,6 +26,7 @@ from engine.cuda.kernels import (
     triton_sampling,
     triton_unpack,
 )
+from engine.cuda.model import DECODE_PIECES_PER_CORE
 from engine.cuda.ops import CudaOps
 from engine.memory.arena import kv_views
 from engine.ops import reference
@@ -107,8 +108,10 @@ def decode(
     contexts = torch.full((rows,), context, dtype=torch.int32, device=device)
     out = torch.empty(rows, heads * head_dim, dtype=dtype, device=device)
     cores = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 2
-    case, best = f"{rows} x {context}, {about(heads, kv_heads, head_dim, kv_dtype)}{f', window {window}' if window else ''}", 0.0
-    for per_core in (8,) if table.tiny else (4, 8, 16, 32):
+    case, shares = f"{rows} x {context}, {about(heads, kv_heads, head_dim, kv_dtype)}", dict[int, float]()
+    if window:
+        case += f", window {window}"
+    for per_core in (DECODE_PIECES_PER_CORE,) if table.tiny else (4, 8, 16, 32):
         work = entry.split_contexts(contexts, window, max(1, cores * per_core // kv_heads), kv_heads)
         turn = [0]
 
@@ -118,8 +121,10 @@ def decode(
                 qkv, *kv, turn[0], heads, block_table, places, work, head_dim**-0.5, 0.0, None, entry.INTERPRETED, out
             )
 
-        best = max(best, table.bytes("decode attention", f"{case}, {per_core} a core", layer_bytes, call, reads=True))
-    table.tell({"benchmark": "gpu_kernels", "kernel": "decode attention", "case": case, "best_of_limit": round(best, 3)})
+        shares[per_core] = table.bytes("decode attention", f"{case}, {per_core} a core", layer_bytes, call, reads=True)
+    found = {"served_of_limit": shares[DECODE_PIECES_PER_CORE], "best_of_limit": max(shares.values())}
+    line = {"benchmark": "gpu_kernels", "kernel": "decode attention", "case": case}
+    table.tell(line | {name: round(share, 3) for name, share in found.items()})
 
 
 def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_dim: int, kv_dtype: str = "") -> None:
@@ -216,6 +221,7 @@ def sampling(table: Table, num_rows: int, vocab: int) -> None:
         ("temperature", 1.0, 1.0, 0),
         ("top_p 0.9", 0.7, 0.9, 0),
         ("top_k 20, top_p 0.95", 0.6, 0.95, 20),
+        ("top_k 1000, top_p 0.95", 0.6, 0.95, 1000),
     ):
         column = torch.ones(num_rows, device=device)
         settings = (column * temperature, column * top_p, (column * top_k).int(), column * 0)

@@ -53,6 +53,15 @@ def give_back(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def driver_bytes(device: str) -> int:
+    """Returns how many bytes of the device are taken by all but what torch's allocator holds: the context, loaded kernels, graphs,
+    and other processes; 0 without a GPU."""
+    if device != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free - torch.cuda.memory_reserved())
+
+
 def copy_bytes_per_s(device: str, tiny: bool) -> float:
     """Device to device; bytes read and bytes written both count."""
     source = torch.randint(0, 255, ((1 << 20) if tiny else (4 << 30),), dtype=torch.uint8, device=device)

@@ -1,7 +1,8 @@
 """Steps that decode 64 rows and compute a piece of a prompt beside them, which are most steps under load: as the engine runs them,
 which is as a graph where there is one that gains anything, and with each kernel launched by the host. For an 8B and a 1B model: the
-step's time by the clock, the device's, and the host's to launch it. Where the host takes nearly all of the step, the device waits
-for it. One JSON line for each piece, and one for each graph.
+step's time by the clock, that in which the device executes something (by torch's profiler, in other steps), and the host's to
+launch it. Where the host takes nearly all of the step, the device waits for it. One JSON line for each piece, one for each graph,
+and one for what all graphs take.
 
 usage: python -m benchmarks.gpu_mixed [--tiny]
 """
@@ -12,12 +13,12 @@ import argparse
 import json
 from typing import Any
 
-from benchmarks.gpu_limits import give_back
-from benchmarks.gpu_pipeline import pipelined
+from benchmarks.gpu_limits import driver_bytes, give_back
+from benchmarks.gpu_pipeline import busy_s, pipelined
 from benchmarks.gpu_shapes import Bench
 from scheduler.batch.plan import BatchPlan
 
-NUM_ROWS, CHUNKS, CONTEXT, STEPS = 64, (64, 256, 512), 1024, 40
+NUM_ROWS, CHUNKS, CONTEXT, STEPS, PROFILED_STEPS = 64, (64, 256, 512), 1024, 40, 10
 
 
 def tell(**figures: Any) -> None:
@@ -36,6 +37,7 @@ def mixed(bench: Bench, num_rows: int, context: int, chunk: int, steps: int) -> 
     for plan in (decode, with_chunk):
         pipelined(bench, plan, 3)
     alone, took = pipelined(bench, decode, steps), pipelined(bench, with_chunk, steps)
+    busy = busy_s(bench, with_chunk, min(steps, PROFILED_STEPS))
     bench.model.mixed_graphs = graphs.none()
     pipelined(bench, with_chunk, 3)
     eager = pipelined(bench, with_chunk, steps)
@@ -47,13 +49,14 @@ def mixed(bench: Bench, num_rows: int, context: int, chunk: int, steps: int) -> 
         chunk=chunk,
         context=context,
         ms=round(took.wall * 1e3, 3),
-        device_ms=round(took.device * 1e3, 3),
+        first_to_last_ms=round(took.device * 1e3, 3),
+        busy_ms=round(busy * 1e3, 3),
         launch_host_us=round(took.host * 1e6, 1),
         host_share=round(took.host / took.wall, 3),
-        over_device=round(took.wall / took.device, 3),
+        over_device=round(took.wall / busy, 3) if busy else None,
         graph_tokens=0 if size is None else size.num_tokens,
         eager_ms=round(eager.wall * 1e3, 3),
-        eager_device_ms=round(eager.device * 1e3, 3),
+        eager_first_to_last_ms=round(eager.device * 1e3, 3),
         eager_launch_host_us=round(eager.host * 1e6, 1),
         over_eager=round(took.wall / eager.wall, 3),
         decode_alone_ms=round(alone.wall * 1e3, 3),
@@ -61,10 +64,27 @@ def mixed(bench: Bench, num_rows: int, context: int, chunk: int, steps: int) -> 
     )
 
 
+def num_graphs(bench: Bench) -> int:
+    return len(bench.model.graphs.captured) + len(bench.model.mixed_graphs.captured)
+
+
 def capture(bench: Bench) -> None:
-    """Captures what the engine would capture in idle time."""
+    """Captures what the engine would capture in idle time. What products and tiles that are compared before and after take of the
+    device is not in what the graphs take."""
+    took = list[int]()  # of the driver's memory, before the first graph and after each
     while bench.model.num_uncaptured:
+        before, num_before = driver_bytes(bench.device), num_graphs(bench)
         bench.model.capture_next()
+        if num_graphs(bench) > num_before:
+            took += [driver_bytes(bench.device)] if took else [before, driver_bytes(bench.device)]
+    driver_mib = (took[-1] - took[0]) / 2**20 if took else 0.0
+    tell(
+        what="graphs",
+        model=bench.name,
+        graphs=num_graphs(bench),
+        driver_mib=round(driver_mib, 1),
+        driver_mib_a_graph=round(driver_mib / num_graphs(bench), 2) if took else None,
+    )
     for size, graph in bench.model.mixed_graphs.captured.items():
         tell(
             what="graph",
@@ -81,7 +101,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_mixed", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="interpreted on the CPU, at a size that only shows that this runs")
     if parser.parse_args().tiny:
-        mixed(Bench("tiny", "cpu", 3, 64, 0), 2, 20, 8, 2)
+        bench = Bench("tiny", "cpu", 3, 64, 0)
+        capture(bench)
+        mixed(bench, 2, 20, 8, 2)
         return
     for name in ("8b", "1b"):
         bench = Bench(name, "cuda", NUM_ROWS + 1, CONTEXT + STEPS + max(CHUNKS) + 8, NUM_ROWS)

@@ -63,7 +63,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
 }
 # Run by their names alone.
 OTHERS = (
-    Part("peer", ("benchmarks.gpu_throughput", "--engine", "transformers"), 90),
+    Part("peer", ("benchmarks.gpu_throughput", "--engine", "both"), 130),
     Part("confined", ("benchmarks.gpu_server", "--what", "confined"), 150),
     Part("tiles", ("benchmarks.gpu_tiles",), 240),
     Part("split", ("benchmarks.gpu_split",), 400),

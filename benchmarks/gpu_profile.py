@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu_pipeline import executed_us, profiling
 from benchmarks.gpu_shapes import Bench
 
 STEPS, MOST_KERNELS = 10, 12
@@ -33,7 +33,7 @@ def profiled(step: str, device: str, steps: int, run: Callable[[int], Any]) -> N
     for number in range(steps):
         run(1 + number)
     wall_us = (time.perf_counter() - began_s) / steps * 1e6  # without the profiler, which slows the host down
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    with profiling(device) as profiler:
         for number in range(steps):
             run(1 + number)
         if on_gpu:
@@ -42,7 +42,7 @@ def profiled(step: str, device: str, steps: int, run: Callable[[int], Any]) -> N
     sort_by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     kernels = sorted(((float(getattr(row, sort_by)), row.key, row.count) for row in averages), reverse=True)
     kernels = [kernel for kernel in kernels if kernel[0] > 0]
-    busy_us = sum(total_us for total_us, _, _ in kernels) / steps
+    busy_us = executed_us(profiler, device) / steps
     tell(
         what="step",
         step=step,

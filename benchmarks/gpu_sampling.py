@@ -22,6 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},
     "top_p": {"temperature": 0.7, "top_p": 0.9},
     "top_k, top_p": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "top_k 1000, top_p": {"temperature": 0.6, "top_k": 1000, "top_p": 0.95},
     "min_p": {"temperature": 1.0, "min_p": 0.05},
     "penalties": {"temperature": 0.7, "frequency_penalty": 0.5, "presence_penalty": 0.5},
     "log-probabilities": {"temperature": 0.0, "logprobs": 5},

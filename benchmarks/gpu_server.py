@@ -1,8 +1,8 @@
 """The daemon on a GPU, from the file to the socket. `serve`: an 8B model on the default budget: start and cold load, first with no
-compiled kernels and then with those, 200 streams of chat-like lengths with the CPU of the whole process tree, an eviction to host
-memory and the load back. `confined`: the streams again, held to half a core. `cohost`: three 1B models where two have room, and
-their answers compared with those of each model alone. One JSON line each; exits 1 where weights came from elsewhere than asked, a
-request failed or a text differed.
+compiled kernels and then with those, beside a raw read of the files, 200 streams of chat-like lengths with the CPU of the whole
+process tree, an eviction to host memory and the load back. `confined`: the streams again, held to half a core. `cohost`: three 1B
+models where two have room, and their answers compared with those of each model alone. One JSON line each; exits 1 where weights
+came from elsewhere than asked, a request failed or a text differed.
 
 usage: python -m benchmarks.gpu_server [--what serve|confined|cohost] [--tiny]
 """
@@ -32,7 +32,7 @@ from benchmarks.gpu_node import TINY, Node, host_tier, last_source, settings
 from benchmarks.gpu_texts import Question, answer, compared
 from benchmarks.gpu_throughput import lengths
 from benchmarks.load import cpu_s_by_name, drive_lengths, summary, tree_rss_bytes
-from benchmarks.loading import set_cache
+from benchmarks.loading import MIB, raw, set_cache
 from benchmarks.server import CACHE, Server
 
 HALF = 0.5
@@ -55,14 +55,26 @@ def tell(**line: Any) -> None:
     print(json.dumps({"benchmark": "gpu_server"} | line), flush=True)
 
 
-def load(server: Server, name: str, num_bytes: int, what: str, source: str, **more: Any) -> bool:
-    """Loads a model. Returns whether its weights came from `source`."""
+def load(server: Server, name: str, num_bytes: int, what: str, source: str, raw_s: float = 0.0, **more: Any) -> bool:
+    """Loads a model. Returns whether its weights came from `source`. raw_s: seconds of a raw read of its files; 0: unknown."""
     began_s = time.perf_counter()
     server.cli("load", name, "--json")
     seconds, found = time.perf_counter() - began_s, last_source(server, name)
     rate = round(num_bytes / seconds / 1e9, 2)
+    more |= {"of_raw": round(raw_s / seconds, 3)} if raw_s else {}
     tell(what=what, model=name, source=found, as_asked=found == source, seconds=round(seconds, 2), gb_per_s=rate, **more)
     return found == source
+
+
+def raw_read_s(folder: pathlib.Path, name: str) -> float:
+    """Reads the weights' files around the page cache, and returns how many seconds that took."""
+    files = list((folder / name).glob("*.safetensors"))
+    read, num_bytes = raw(files, 2, 8 * MIB, huge=True, direct=True), sum(file.stat().st_size for file in files)
+    began_s = time.perf_counter()
+    read()
+    seconds = time.perf_counter() - began_s
+    tell(what="raw read", model=name, seconds=round(seconds, 2), gb_per_s=round(num_bytes / seconds / 1e9, 2))
+    return seconds
 
 
 def measured(server: Server, models: Sequence[str], pairs: Sequence[tuple[int, int]], streams: int) -> dict[str, object]:
@@ -118,9 +130,10 @@ def serve(folder: pathlib.Path, tiny: bool, confine: bool) -> None:
             if (compiled := pathlib.Path(cache) / "triton").is_dir():  # so that parts after this one need not compile them again
                 shutil.copytree(compiled, CACHE / "triton", dirs_exist_ok=True)
         right.append(dropped(folder, name))
+        raw_s = 0.0 if confine else raw_read_s(folder, name)
         with Server(folder, devices, flags, pathlib.Path(cache)) as server:
-            ready_s = round(server.ready_s, 2)
-            right.append(load(server, name, num_bytes, "cold_load", "disk", compiled_kernels=not confine, ready_s=ready_s))
+            about = {"compiled_kernels": not confine, "ready_s": round(server.ready_s, 2)}
+            right.append(load(server, name, num_bytes, "cold_load", "disk", raw_s, **about))
             measured(server, [name], pairs, len(pairs))  # captures the graphs that its steps need
             free = measured(server, [name], pairs, len(pairs))
             tell(what="streams", model=name, streams=len(pairs), confined="no", **free)
@@ -135,7 +148,7 @@ def serve(folder: pathlib.Path, tiny: bool, confine: bool) -> None:
             right.append(load(server, name, num_bytes, "load_from_host_memory", "host"))
             server.cli("unload", name, "--json")
             right.append(dropped(folder, name))
-            right.append(load(server, name, num_bytes, "cold_load_again", "disk"))
+            right.append(load(server, name, num_bytes, "cold_load_again", "disk", raw_s))
             failed = free["failed"]
     if failed or not all(right):
         sys.exit(f"serve: {failed} requests failed: {free['errors']}; cold, and from the source asked for: {right}")

@@ -1,7 +1,8 @@
 """200 requests of chat-like lengths (about 220 tokens in, 200 out) through the batch scheduler and a model on the GPU, and the same
-through transformers' continuous batching, the peer a machine without other servers has. Same shape, random weights, greedy.
+through transformers' continuous batching, the peer a machine without other servers has. Same shape, random weights, greedy. both:
+one engine after the other, each in a process of its own, and how many times as many tokens a second ours brings.
 
-usage: python -m benchmarks.gpu_throughput [--engine ours|transformers] [--model 8b] [--tiny]
+usage: python -m benchmarks.gpu_throughput [--engine ours|transformers|both] [--model 8b] [--tiny]
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -121,12 +125,31 @@ def transformers_peer(name: str, device: str, requests: list[tuple[int, int]]) -
     return figures
 
 
+def both(arguments: Sequence[str]) -> None:
+    """Prints the lines of both engines, and their ratio. arguments: of this script, without the engine."""
+    rates = dict[str, float]()
+    for engine in ("ours", "transformers"):
+        command = [sys.executable, "-m", "benchmarks.gpu_throughput", "--engine", engine, *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for text in process.stdout or ():
+                print(text, end="", flush=True)
+                if text.startswith('{"benchmark": "gpu_throughput"') and (line := json.loads(text))["run"] == "measured":
+                    rates[engine] = line["out_tokens_per_s"]
+        if process.returncode or engine not in rates:
+            sys.exit(f"{engine} ended with {process.returncode}")
+    faster = round(rates["ours"] / rates["transformers"], 2)
+    print(json.dumps({"benchmark": "gpu_throughput", "what": "ours over transformers", "ours_over_it": faster}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_throughput", description=__doc__)
-    parser.add_argument("--engine", default="ours", choices=("ours", "transformers"))
+    parser.add_argument("--engine", default="ours", choices=("ours", "transformers", "both"))
     parser.add_argument("--model", default="8b", choices=("8b", "1b"))
     parser.add_argument("--tiny", action="store_true", help="interpreted on the CPU, at a size that only shows that this runs")
     options = parser.parse_args()
+    if options.engine == "both":
+        both(["--model", options.model, *(["--tiny"] if options.tiny else [])])
+        return
     device, name = ("cpu", "tiny") if options.tiny else ("cuda", options.model)
     requests = lengths(3, 6, 4) if options.tiny else lengths(200, 220, 200)
     gc.disable()

@@ -121,6 +121,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(CudaModel, "num_uncaptured", 0)
     monkeypatch.setattr(gpu_adapters, "capture_prompts", lambda *_: None)
     monkeypatch.setattr(gpu_profile, "profiled", lambda *_: None)
+    monkeypatch.setattr(gpu_mixed, "busy_s", lambda *_: 1e-3)  # torch's profiler needs a device
     monkeypatch.setattr(gpu_forward, "swap", lambda *_: None)  # takes page-locked memory of the host, and none of the device
     for module in (gpu_limits, gpu_kernels):
         monkeypatch.setattr(module, "seconds_of", lambda *_, **__: 1e-3)

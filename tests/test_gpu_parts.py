@@ -17,7 +17,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_checkpoints, gpu_drives, gpu_ncu, gpu_node, gpu_sanitizer, gpu_server, gpu_soak, gpu_split
+from benchmarks import (
+    gpu_checkpoints,
+    gpu_drives,
+    gpu_limits,
+    gpu_mixed,
+    gpu_ncu,
+    gpu_node,
+    gpu_pipeline,
+    gpu_sanitizer,
+    gpu_server,
+    gpu_soak,
+    gpu_split,
+    gpu_throughput,
+)
 from benchmarks.gpu_evictions import gaps_in
 from benchmarks.gpu_ranks import HOST, Rank, RankProcesses, visible_devices
 from benchmarks.gpu_texts import Question, compared, prompt_of, text_of, texts_of
@@ -304,3 +317,82 @@ def test_logits_that_are_no_numbers_differ() -> None:
     numbers, nothing = np.ones((2, 3), np.float32), np.full((2, 3), np.nan, np.float32)
     assert gpu_split._difference([numbers, numbers + 0.5], [numbers, numbers]) == 0.5
     assert gpu_split._difference([numbers, nothing], [numbers, numbers]) == float("inf")
+
+
+def test_a_wait_for_the_host_is_no_work_of_the_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step's time on the device is that in which something ran there, once where two things did."""
+    cpu, cuda = gpu_pipeline.DeviceType.CPU, gpu_pipeline.DeviceType.CUDA
+    ran = [(cuda, 100, 110), (cuda, 0, 10), (cuda, 5, 15), (cuda, 6, 9), (cpu, 0, 1000)]
+    events = [SimpleNamespace(device_type=kind, time_range=SimpleNamespace(start=begin, end=end)) for kind, begin, end in ran]
+    profiler: Any = SimpleNamespace(events=lambda: events)
+    assert gpu_pipeline.executed_us(profiler, "cuda") == 25
+    assert gpu_pipeline.executed_us(profiler, "cpu") == 1000
+    graphs = SimpleNamespace(size_for=lambda *_: None, none=lambda: None)
+    bench: Any = SimpleNamespace(name="tiny", device="cpu", model=SimpleNamespace(mixed_graphs=graphs, tile_tokens=16))
+    monkeypatch.setattr(gpu_mixed, "pipelined", lambda *_: gpu_pipeline.StepSeconds(wall=0.004, device=0.0039, host=0.003))
+    for busy_s, over_device in ((0.002, 2.0), (0.0, None)):
+        monkeypatch.setattr(gpu_mixed, "busy_s", lambda *_, busy_s=busy_s: busy_s)
+        gpu_mixed.mixed(bench, 2, 20, 8, 2)
+        assert json.loads(capsys.readouterr().out)["over_device"] == over_device
+
+
+def test_what_graphs_take_of_the_driver_is_told_without_what_is_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Products are measured before the graphs are captured and tiles are compared behind them, which load kernels."""
+    mib, captured = {"taken": 700}, dict[int, None]()
+
+    class Model:
+        graphs, mixed_graphs, at = SimpleNamespace(captured=captured), SimpleNamespace(captured={}), 0
+
+        @property
+        def num_uncaptured(self) -> int:
+            return 5 - self.at
+
+        def capture_next(self) -> None:
+            self.at += 1
+            mib["taken"] += (50, 2, 6, 1, 90)[self.at - 1]  # the second graph gains nothing, and is not kept
+            if self.at in (2, 4):
+                captured[self.at] = None
+
+    monkeypatch.setattr(gpu_mixed, "driver_bytes", lambda _: mib["taken"] << 20)
+    gpu_mixed.capture(SimpleNamespace(name="8b", device="cuda", model=Model()))  # type: ignore[arg-type]
+    line = json.loads(capsys.readouterr().out)
+    assert (line["graphs"], line["driver_mib"], line["driver_mib_a_graph"]) == (2, 9.0, 4.5)
+
+
+def test_torchs_memory_is_not_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 19 << 30)
+    assert (gpu_limits.driver_bytes("cuda"), gpu_limits.driver_bytes("cpu")) == (1 << 30, 0)
+
+
+def test_both_engines_are_compared_and_one_that_fails_ends_the_part(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each engine's own process tells its rate; that of its warm-up does not count."""
+    program = tmp_path / "engine"
+
+    def told(run: str, rate: int) -> str:
+        return json.dumps({"benchmark": "gpu_throughput", "run": run, "out_tokens_per_s": rate})
+
+    ours, theirs = told("measured", 9), told("measured", 2)
+    program.write_text(f"#!/bin/sh\necho '{told('warm-up', 1)}'\n[ $4 = ours ] && echo '{ours}' || echo '{theirs}'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(gpu_throughput.sys, "executable", str(program))
+    gpu_throughput.both([])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["ours_over_it"] == 4.5
+    program.write_text(f"#!/bin/sh\necho '{ours}'\nexit 3\n")
+    with pytest.raises(SystemExit, match="ours ended with 3"):
+        gpu_throughput.both([])
+
+
+def test_a_cold_load_is_told_beside_a_raw_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.safetensors").write_bytes(bytes(3 << 20))
+    assert gpu_server.raw_read_s(tmp_path, "m") > 0
+    server: Any = SimpleNamespace(cli=lambda verb, *_: [{"source": "disk"}] if verb == "history" else {})
+    gpu_server.load(server, "m", 3 << 20, "cold_load", "disk", 1e9)
+    read, load = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (read["what"], load["what"]) == ("raw read", "cold_load")
+    assert load["of_raw"] > 1

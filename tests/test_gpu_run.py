@@ -6,11 +6,15 @@ import ctypes
 import json
 import os
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from benchmarks import gpu_aims
 from benchmarks.gpu import (
@@ -26,6 +30,7 @@ from benchmarks.gpu import (
     shared_checkpoints,
     still_deleting,
 )
+from benchmarks.gpu_about import about_gpu
 from benchmarks.gpu_drives import SHARED
 from benchmarks.gpu_parts import COMMANDS, OTHERS, PARTS, Part, chosen
 from benchmarks.gpu_probe import NUM_BYTES, Refused, probe
@@ -194,6 +199,8 @@ def test_the_summary_names_what_falls_short_and_what_has_no_figure(report: Repor
     summed = report.lines[-1]
     assert summed["failed"] == ["mixed"]
     assert len(summed["missed"]) == 1
+    assert summed["part_seconds"] == {"mixed": 1}
+    assert "- seconds: mixed 1" in text
     assert text in report.md.read_text()
 
 
@@ -209,6 +216,19 @@ def test_every_aim_is_of_a_part_and_of_lines_that_its_script_prints() -> None:
         assert f'"{value}"' in known or f"{value}=" in known or value.removeprefix("swap_in") in known, (one.part, value)
     without = {one.name for parts in COMMANDS.values() for one in parts} - {one.part for one in gpu_aims.AIMS}
     assert without == {"cache", "profile", "throughput", "ncu"}
+
+
+def test_results_tell_which_libraries_they_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(name="a card", total_memory=80 << 30, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    line = about_gpu()
+    assert line is not None
+    assert (line["gpu"], line["numpy"], line["torch"]) == ("a card", np.__version__, torch.__version__)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    line = about_gpu()
+    assert line is not None
+    assert line["triton"] is None
 
 
 @pytest.fixture
