@@ -1,22 +1,24 @@
 """The machine code of every Triton kernel, compiled without a GPU for compute capabilities 8.0, 8.9, 9.0 and 10.0: registers, what
-did not fit into them, shared memory, how many programs a multiprocessor holds at once, how wide loads are, how long the inner loop
-is. The last result is compared with this one, and what changed is printed.
+did not fit into them, shared memory, how many programs a multiprocessor holds at once, how wide loads are, how many bytes it has on
+their way, how long the inner loop is and, of attention, how many instructions of it there are for a byte of KV. The last result is
+compared with this one, and what changed is printed.
 
-A kernel that spills more than in that result, or takes more shared memory than the GPU has, ends it with exit code 1. JSON lines,
-then a table.
+A kernel that takes more shared memory than the GPU has ends it with exit code 1, and so does one that is worse than in that result:
+spills more, has fewer bytes on their way, narrower loads, or more instructions for a byte of KV. JSON lines, then a table.
 usage: python -m benchmarks.machine_code [--capability 90]… [--against FILE] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 SPILLS = ("_cos_sin_kernel",)  # angles of any size are reduced on the stack
 REGISTERS, GRANULE = 65536, 256  # of a multiprocessor; a warp's are given out in steps of so many
 SYSTEM_BYTES = 1024  # of shared memory, that a program takes besides its own
+SLACK = 0.02  # share by which a figure may be worse than before: another release of the assembler moves single instructions
 COMPARED = ("registers", "stack_bytes", "shared_bytes", "instructions", "loop_instructions", "programs", "widest_load_bytes")
+# What tells one form of a kernel from another, besides its number.
+FORM = ("head_dim", "item_bytes", "fp8", "mxfp4", "int4", "int8", "nvfp4", "zeros")
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,20 +94,44 @@ def measured(capability: int) -> list[dict[str, Any]]:
     return lines
 
 
-def key_of(line: dict[str, Any]) -> tuple[int, str, int]:
-    return line["capability"], line["kernel"], line["variant"]
+def in_flight_bytes(line: dict[str, Any]) -> int:
+    """Returns the bytes that a multiprocessor has on their way from memory at a time: those of the asynchronous copies of all the
+    programs that it holds, or of one load of each of their threads."""
+    return int(line["copies_in_flight_bytes"] or 32 * line["warps_held"] * line["widest_load_bytes"])
+
+
+def instructions_per_kv_byte(line: dict[str, Any]) -> float | None:
+    """Returns how many instructions the warps of a program issue for each byte of KV in the loop of an attention kernel; None for
+    others, and for lines of results that do not tell the bytes."""
+    kv_bytes = line.get("kv_bytes", 0)
+    return round(line["loop_instructions"] * line["warps"] / kv_bytes, 4) if kv_bytes else None
+
+
+def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["capability"], line["kernel"], line["variant"], *(line[key] for key in FORM)
 
 
 def faults(lines: Iterable[dict[str, Any]], before: Iterable[dict[str, Any]]) -> list[str]:
     """Returns what is worse than in an earlier run, or impossible, in words."""
-    old = {key_of(line): line["stack_bytes"] for line in before}
+    old = {key_of(line): line for line in before}
     found = []
     for line in lines:
         where = f"{line['kernel']} ({line['variant']}) for {line['capability']}"
-        if line["stack_bytes"] > old.get(key_of(line), 0) and line["kernel"] not in SPILLS:
-            found.append(f"{where} spills: {line['stack_bytes']} bytes of stack, before {old.get(key_of(line), 0)}")
+        was = old.get(key_of(line))
+        stack_bytes = 0 if was is None else was["stack_bytes"]
+        if line["stack_bytes"] > stack_bytes and line["kernel"] not in SPILLS:
+            found.append(f"{where} spills: {line['stack_bytes']} bytes of stack, before {stack_bytes}")
         if line["shared_bytes"] > LIMITS[line["capability"]].program_shared_bytes:
             found.append(f"{where} takes {line['shared_bytes']} bytes of shared memory, more than there are")
+        if was is None:
+            continue
+        if in_flight_bytes(line) < in_flight_bytes(was) * (1 - SLACK):
+            found.append(f"{where} has {in_flight_bytes(line)} bytes on their way, before {in_flight_bytes(was)}")
+        if line["widest_load_bytes"] < was["widest_load_bytes"]:
+            found.append(f"{where} loads {line['widest_load_bytes']} bytes at a time, before {was['widest_load_bytes']}")
+        now, then = instructions_per_kv_byte(line), instructions_per_kv_byte(was)
+        if now is not None and then is not None and now > then * (1 + SLACK):
+            found.append(f"{where} has {now} instructions for a byte of KV, before {then}")
     return found
 
 
@@ -122,7 +151,21 @@ def changes(lines: Iterable[dict[str, Any]], before: Iterable[dict[str, Any]]) -
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:
-    header = ("CAP", "KERNEL", "REGS", "STACK", "SHARED", "PROGRAMS", "WARPS", "LOAD", "COPIES", "MATRIX", "CODE", "LOOP")
+    header = (
+        "CAP",
+        "KERNEL",
+        "REGS",
+        "STACK",
+        "SHARED",
+        "PROGRAMS",
+        "WARPS",
+        "LOAD",
+        "FLYING",
+        "MATRIX",
+        "CODE",
+        "LOOP",
+        "A KV BYTE",
+    )
     rows = [
         (
             f"{line['capability'] / 10:.1f}",
@@ -133,10 +176,11 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
             str(line["programs"]),
             str(line["warps_held"]),
             f"{line['widest_load_bytes']} B",
-            f"{line['copies_in_flight_bytes'] // 1024}K" if line["copies_in_flight_bytes"] else "-",
+            f"{in_flight_bytes(line) // 1024}K",
             next((name for name in ("tcgen05", "wgmma", "mma") if line[name]), "-"),
             str(line["instructions"]),
             str(line["loop_instructions"] or "-"),
+            str(instructions_per_kv_byte(line) or "-"),
         )
         for line in lines
     ]
@@ -144,26 +188,38 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows))
 
 
+def last_lines(files: Iterable[Path], capabilities: Collection[int]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the lines of these capabilities, by file: of each capability those of the first file that has some."""
+    missing, found = set(capabilities), dict[str, list[dict[str, Any]]]()
+    for file in files:
+        lines = [line for line in map(json.loads, file.read_text().splitlines()) if line["capability"] in missing]
+        if lines:
+            found[file.name] = lines
+            missing -= {line["capability"] for line in lines}
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
     parser.add_argument("--capability", type=int, action="append", choices=sorted(LIMITS), default=None)
-    parser.add_argument(
-        "--against", metavar="FILE", default="", help="an earlier result (default: the newest of benchmarks/results)"
-    )
-    parser.add_argument("--out", metavar="FILE", default="", help="also write the lines there")
+    whose = "an earlier result (default: of each capability the newest of benchmarks/results)"
+    parser.add_argument("--against", metavar="FILE", default="", help=whose)
+    parser.add_argument("--out", metavar="FILE", default="", help="also write the lines there, a capability at a time")
     options = parser.parse_args()
-    lines = [line for capability in options.capability or sorted(LIMITS) for line in measured(capability)]
-    text = "\n".join(map(json.dumps, lines))
+    capabilities, lines = options.capability or sorted(LIMITS), list[dict[str, Any]]()
+    files = [Path(options.against)] if options.against else sorted(RESULTS.glob("*-machine-code.jsonl"), reverse=True)
+    earlier = last_lines(files, capabilities)
+    for capability in capabilities:
+        lines += measured(capability)
+        text = "\n".join(map(json.dumps, lines))
+        if options.out:
+            Path(options.out).write_text(text + "\n")
     print(f"{text}\n\n{table(lines)}")
-    newest = sorted(RESULTS.glob("*-machine-code.jsonl"))
-    against = Path(options.against) if options.against else newest[-1] if newest else None
-    before = [json.loads(line) for line in against.read_text().splitlines()] if against is not None else []
-    if against is not None:
-        told = changes(lines, before)
-        print(f"\nagainst {against.name}: {'nothing changed' if not told else ''}", *told, sep="\n")
-    if options.out:
-        Path(options.out).write_text(text + "\n")
-    found = faults(lines, before)
+    for name, before in earlier.items():
+        compared = {line["capability"] for line in before}
+        told = changes((line for line in lines if line["capability"] in compared), before)
+        print(f"\nagainst {name}: {'nothing changed' if not told else ''}", *told, sep="\n")
+    found = faults(lines, itertools.chain.from_iterable(earlier.values()))
     print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
     return 1 if found else 0
 

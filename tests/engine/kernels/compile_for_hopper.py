@@ -1,6 +1,6 @@
 """Compiles every Triton kernel to machine code for compute capability 9.0 or another, on a machine without a GPU, as the engine
-would launch it for an 8B model in bfloat16. Prints one JSON line for each kernel: what the assembler reports of it, and how many
-instructions it has.
+would launch it for an 8B model in bfloat16. Prints one JSON line for each kernel: what the assembler reports of it, how many
+instructions it has, and how many bytes of KV an iteration of attention reads.
 
 usage: python -m tests.engine.kernels.compile_for_hopper [CAPABILITY] [--unlisted] [--largest] (90, 80, 89, 100; not under
 TRITON_INTERPRET; --unlisted: without the numbers of instructions, for which the code must be listed, which takes longer than all
@@ -132,6 +132,18 @@ def widest_load_bytes(ptx: str) -> int:
     return max(direct + copied, default=0)
 
 
+def kv_bytes(kernel: str, options: dict[str, Any], item_bytes: int) -> int:
+    """Returns how many bytes of keys and values, scales included, a program of an attention kernel reads in an iteration of its
+    loop; 0 for other kernels. options: those of its launch. item_bytes: of a number that is not in FP8."""
+    if kernel in ("_piece_kernel", "_extend_kernel"):
+        num, head = 2, options["D"]
+    elif kernel in ("_latent_piece_kernel", "_latent_extend_kernel"):
+        num, head = 1, options["L"] + options["E"]
+    else:
+        return 0
+    return int(options["N"]) * num * (head + 1 if options["FP8"] else head * item_bytes)
+
+
 def compile_instead_of_running(capability: int, listed: bool) -> None:
     seen: set[str] = set()
     run = JITFunction.run
@@ -141,10 +153,12 @@ def compile_instead_of_running(capability: int, listed: bool) -> None:
         if made.hash not in seen:
             seen.add(made.hash)
             ptx = made.asm["ptx"]
+            item_bytes = args[0].element_size() if isinstance(args[0], torch.Tensor) else 0
             line = {
                 "kernel": self.fn.__name__,
                 "head_dim": options.get("D", 0),
-                "item_bytes": args[0].element_size() if isinstance(args[0], torch.Tensor) else 0,
+                "item_bytes": item_bytes,
+                "kv_bytes": kv_bytes(self.fn.__name__, options, item_bytes),
                 "fp8": bool(options.get("FP8")),
                 "mxfp4": bool(options.get("FOUR_BITS")) and not options.get("INT4") and not options["E4M3"],
                 "int4": bool(options.get("INT4")),
