@@ -118,6 +118,35 @@ def test_a_capture_is_tried_again_with_what_torch_gave_back(tmp_path: Path, stan
     assert list(model.graphs.captured) == [2]
 
 
+def test_a_graph_that_the_driver_has_no_memory_to_make_is_refused_for_a_while(
+    tmp_path: Path, stand_in_graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has the driver make a graph as its capture ends, and lets go of it as the object that holds it ends. The graph that
+    holds the pool open may meet this, too."""
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    plain = decoded(load_cuda_model(tmp_path), 3, 3)
+    model, now_s, num_ended, pools = load_cuda_model(tmp_path, max_graph_rows=4), 100.0, 0, set(StandInGraph.alive)
+    remember_steps(model)
+    monkeypatch.setattr(graphs.time, "monotonic", lambda: now_s)
+
+    def end(graph: StandInGraph) -> None:
+        nonlocal num_ended
+        num_ended += 1
+        if num_ended != 2:  # that of the pool, at the second attempt
+            raise torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the documentation.")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(StandInGraph, "capture_end", end)
+        assert decoded(model, 3, 3) == plain
+    assert (num_ended, stand_in_graphs.num_emptied, model.graphs.captured) == (3, 1, {})
+    StandInGraph.captured.clear()
+    gc.collect()
+    assert [num for pool, num in StandInGraph.alive.items() if pool not in pools] == [0, 1], "the pool's own graph alone is left"
+    now_s += graphs.RETRY_S
+    assert decoded(model, 3, 3) == plain
+    assert list(model.graphs.captured) == [4]
+
+
 def test_a_refused_graph_is_tried_again_later(
     tmp_path: Path, stand_in_graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
