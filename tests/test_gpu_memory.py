@@ -24,6 +24,7 @@ from benchmarks import (
     gpu_kernels,
     gpu_limits,
     gpu_loading,
+    gpu_memory,
     gpu_mixed,
     gpu_ncu,
     gpu_profile,
@@ -39,7 +40,7 @@ from benchmarks import (
 from benchmarks.gpu import DISK_BYTES
 from benchmarks.gpu_drives import SPARE_BYTES
 from benchmarks.gpu_node import Node, checkpoints_bytes
-from benchmarks.gpu_parts import COMMANDS, PARTS
+from benchmarks.gpu_parts import COMMANDS, MOST_WORKERS, PARTS
 from config.devices import CUDA_LEFT_BYTES
 from engine.contracts.steps import StepResult
 from engine.cuda.backend import MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS
@@ -88,8 +89,17 @@ MAINS: dict[str, tuple[Callable[[], object], list[str], str]] = {
     # the rank that holds the whole model, after its share
     "split": (partial(gpu_split_models.decode_whole, "8b", "cuda", gpu_split.CONTEXT, gpu_split.NUM_STEPS), [], "8b"),
 }
-# tests, cache, sanitizer: tiny shapes; memory, loading: a few GiB of chunks; peer: transformers takes a share of what is free
-SMALL = {"tests", "cache", "sanitizer", "memory", "loading", "peer"}
+# Of drawn shapes, and of models of a few layers and 64 numbers a token. The largest allocation is one that is to be refused:
+# tests/gpu/test_memory.py asks for KEPT_BYTES and 65 MiB.
+TEST_BYTES = 1 << 30
+# Maps each part that drives the device in a way that no meta tensor shows to what it takes there at most, in all its processes.
+SMALL_BYTES = {
+    "cache": CONTEXT_BYTES + TEST_BYTES,  # a norm of one row
+    "tests": MOST_WORKERS * (CONTEXT_BYTES + TEST_BYTES),
+    "sanitizer": CONTEXT_BYTES + 4 * TEST_BYTES,  # one shape at a time, and compute-sanitizer's own
+    "memory": CONTEXT_BYTES + 4 * gpu_memory.RANGE_BYTES,  # a mapped range, two plain ones, and what torch keeps of those before
+    "loading": CONTEXT_BYTES + gpu_loading.LAYERS * gpu_loading.LAYER_BYTES + TEST_BYTES,  # all files, plain and packed; frames
+}
 
 
 class Ended:
@@ -166,8 +176,14 @@ def test_a_model_its_kv_and_copies_fit(card: CountedMemory, monkeypatch: pytest.
     assert card.most_bytes + rest_bytes(shape) <= total_bytes, f"{card.most_bytes / 2**30:.1f} GiB of tensors at a time"
 
 
-def test_each_part_is_counted_or_small() -> None:
-    assert set(PARTS) == {*NODES, *MAINS, *SMALL}
+@pytest.mark.parametrize("card_gib", CARDS_GIB)
+def test_each_part_is_counted_or_bounded(card_gib: int) -> None:
+    """The part `peer` has one engine after the other, each in a process of its own: ours as in `throughput`, and transformers',
+    which takes a share of what it finds free."""
+    assert set(PARTS) == {*NODES, *MAINS, *SMALL_BYTES, "peer"}
+    assert PARTS["peer"].arguments == ("benchmarks.gpu_throughput", "--engine", "both")
+    assert max(SMALL_BYTES.values()) <= card_gib << 30
+    assert TEST_BYTES >= KEPT_BYTES + (65 << 20)
 
 
 @pytest.mark.parametrize("card_gib", CARDS_GIB)
