@@ -39,6 +39,11 @@ class GroupShare:
         return self.region.num_stages
 
     @property
+    def has_sequences(self) -> bool:
+        """Returns whether sequences of the model run, whichever engine leads them; those of a broken group do not."""
+        return not self.region.is_broken and bool(self.region.table.request_id.any())
+
+    @property
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
         return self.hosted.kv_groups
 

@@ -66,6 +66,12 @@ class Lifecycle:
         """Returns whether any model is being loaded, saved or restored, or its first step may run."""
         return any(life.state is not State.SERVED for life in self.lives.values())
 
+    @property
+    def may_free_memory(self) -> bool:
+        """Returns whether memory may become free before long: a model is leaving, sequences run, or a model is being loaded. While
+        one is, the daemon has no other model leave for requests that wait for memory."""
+        return self.busy or self._models.may_free_memory
+
     # ---- messages of the daemon
 
     def load(self, spec: LoadModel) -> None:

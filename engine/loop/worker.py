@@ -373,7 +373,7 @@ class Engine:
         held = (first.served for first in first_steps if not first.running)
         waiting = [served for served in (*self.models.by_name.values(), *held) if self.adapters.is_wanted(served)]
         if waiting or self.adapters.under_way:
-            self.adapters.look_after(waiting, self.models.may_free_memory or bool(first_steps))
+            self.adapters.look_after(waiting, self.lifecycle.may_free_memory)
 
     def _embed(self, name: str, embedder: Embedder) -> None:
         request_ids = embedder.next_texts()

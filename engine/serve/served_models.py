@@ -276,8 +276,11 @@ class ServedModels:
 
     @property
     def may_free_memory(self) -> bool:
-        """Returns whether memory may become free before long, because sequences run or a model is leaving."""
-        return bool(self.chunks.num_leaving) or any(served.scheduler.num_running for served in self.by_name.values())
+        """Returns whether memory may become free before long, because a model is leaving or sequences run, also those of a split
+        model that another engine leads."""
+        if self.chunks.num_leaving or any(served.scheduler.num_running for served in self.by_name.values()):
+            return True
+        return any(share.has_sequences for share in self.followed.values())
 
     def forget_costs(self) -> None:
         """Drops all learned step costs, because steps will cost something else from now on."""

@@ -19,18 +19,22 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import KernelNews, LoadTask
+from engine.contracts.steps import SplitModel
+from engine.exchange import RegionSizes
 from engine.lifecycle import kv_transfer
 from engine.lifecycle.first_step import FirstStep
 from engine.lifecycle.kv_transfer import KVTransfer
 from engine.lifecycle.life import FOLLOWERS, Life, State
 from engine.lifecycle.lifecycle import Lifecycle
 from engine.lifecycle.loads import Begun, Load, Streams
+from engine.memory.group_region import open_region
 from engine.memory.weight_gate import WeightsWithdrawn
 from engine.null.runner import NullModel, Pacer
 from engine.protocol import (
     EMBED,
     Evicted,
     EvictModel,
+    Group,
     KernelsTold,
     LoadDone,
     LoadFailed,
@@ -43,6 +47,7 @@ from engine.serve.embedder import Embedder
 from engine.serve.served_models import Place, ServedModels
 from loader.errors import CheckpointError
 from scheduler.batch.request import BatchRequest
+from tests.engine.engine_process import Node as SharedNode
 from tests.engine.engine_process import load_message, null_configure
 from tests.engine.test_served_models import Node
 
@@ -347,3 +352,29 @@ def test_steps_cost_something_else_once_other_kernels_compute_them(tmp_path: Pat
     assert changed == [pytest.approx((0.1, 0.1))]
     assert expected_s() == (0.0, 0.0)
     assert sent == [progress, over]
+
+
+def test_who_waits_for_memory_waits_for_loads_and_for_sequences_that_another_engine_leads() -> None:
+    """A request whose adapter finds no room is refused only where nothing is under way that may make some."""
+    loads, models, shared = HandLoads(), ServedModels(CONFIGURE, None), SharedNode(2)
+    lifecycle = Lifecycle(models, loads, lambda message: None, lambda name: None)  # type: ignore[arg-type]
+    assert not lifecycle.may_free_memory
+    lifecycle.load(load_message("", "a"))
+    assert lifecycle.may_free_memory
+    lifecycle.evict(EvictModel(1, "a", 16))
+    loads.reports.append(loads.loads[0])
+    lifecycle.take()
+    assert not lifecycle.may_free_memory
+    sizes = RegionSizes(2, 32, 256, CONFIGURE.block_tokens)
+    place = shared.region(sizes)
+    leader, follower = (
+        open_region(shared.exchange, load_message("", "b", group=Group(rank, [0, 1], *place)), CONFIGURE.block_tokens)
+        for rank in range(2)
+    )
+    models.followed["b"] = GroupShare(cast(SplitModel, None), follower)
+    assert not lifecycle.may_free_memory
+    leader.table.request_id[3] = 7
+    assert lifecycle.may_free_memory
+    shared.exchange.break_group(place[0])
+    assert not lifecycle.may_free_memory
+    shared.close()
