@@ -28,7 +28,7 @@ def warm() -> None:
 
 def warm_tree(tree: Path) -> None:
     """Compiles the kernels that chaos needs of a copy of the packages, which has none of its own for its path."""
-    _compile(tree, "--packed", "--adapters")
+    _compile(tree, "--packed", "--adapters", "--ranks")
 
 
 def _compile(tree: Path, *what: str) -> None:

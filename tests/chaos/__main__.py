@@ -80,15 +80,16 @@ def run(
     skipped += [f"{act.name}: a run of {seconds:g} s is too short" for act in chosen if act not in acts]
     versions = versions_for(folder, runner)
     with started(folder, runner, cast) as (node, means):
-        told = answers(node.url, all_requests((*cast.models, *cast.adapters)))
+        told = answers(node.url, all_requests(cast.asked))
         of_versions = {}
         if cast.has_adapters:
             with versions_loaded(node.folder, node.url) as names:
                 of_versions = answers(node.url, all_requests(names))
         expected = cast.expected(told | of_versions)
+        of_own = {request: text for request, text in expected.items() if request.model in (*cast.models, *cast.adapters)}
         alike = cast.alike(told | of_versions)
         node.restart(RESTART)  # what a daemon takes over belongs to what it holds
-        _same_answers(node.url, told)
+        _same_answers(node.url, of_own)
         before = holdings(node, cast.models)
         clients = Clients(node.url, cast.names, expected, draw, num_clients)
         clients.faults += alike
@@ -111,7 +112,7 @@ def run(
         clients.stop()
         seconds_taken = time.monotonic() - begin_s
         node.wait_for(node.has_all_engines, "engines at the end")
-        clients.faults += _same_answers(node.url, told)
+        clients.faults += _same_answers(node.url, of_own)
         clients.faults += unexplained(node)
         after = holdings(node, cast.models)
         log = node.log_text()

@@ -12,6 +12,10 @@ from tests.e2e.checkpoints import make_model, write_weights
 
 MODELS = ("ash", "oak", "elm")
 PACKED = "fir"  # a model that is held packed
+# Models that both devices hold together: of the first each has half of all matrices, of the second, a copy of WHOLE, half of the
+# layers.
+TENSOR, STAGES, WHOLE = "bay", "box", "elm"
+SPLIT = (TENSOR, STAGES)
 SPARE = "yew"  # a model that no client asks for
 FILLERS = ("big-0", "big-1")  # models that take all chunks of a device, weights and reserved KV together
 FAR = "far"  # a copy of the first model that is seen through a mount, for a while; an adapter lies in its folder
@@ -28,6 +32,15 @@ OF_RUST = (RUST, f"ash:{RUST}")
 OF_GUEST = (GUEST, "ash:guest")
 WEIGHTS_BYTES = 4 << 20
 FILLER_BYTES = 10 << 20
+# They have no KV but what they reserve: by default most of a device as small as these.
+SPLIT_CONFIG = f"""
+[models.{TENSOR}]
+parallel = {{ tensor = 2 }}
+kv_floor_tokens = 4096
+[models.{STAGES}]
+parallel = {{ pipeline = 2 }}
+kv_floor_tokens = 4096
+"""
 # What its layers add is zero: in bfloat16 a text would depend on how many rows share a step, and on what is computed again.
 PACKED_CONFIG = f"""
 [models.{PACKED}]
@@ -38,12 +51,17 @@ resident = "packed"
 
 class Cast:
     """Those that a runner can serve. models: that may be loaded and evicted. names: what clients ask for. has_adapters: whether it
-    takes adapters and packed weights."""
+    takes adapters and packed weights. config: what the node's configuration says of them. asked: whose texts an undisturbed node is
+    asked for, from which those of all others follow."""
 
     def __init__(self, runner: str) -> None:
         self.has_adapters = runner == "torch"
-        self.models = (*MODELS, PACKED) if self.has_adapters else MODELS
+        self.models = (*MODELS, *SPLIT, PACKED) if self.has_adapters else (*MODELS, *SPLIT)
+        self.config = SPLIT_CONFIG + (PACKED_CONFIG if self.has_adapters else "")
         self.adapters = tuple(BASES) if self.has_adapters else ()
+        # Stages compute the bits that one device computes, and what a null model says depends on the request alone.
+        self._copies = {STAGES: WHOLE} if self.has_adapters else dict.fromkeys(SPLIT, WHOLE)
+        self.asked = (*(name for name in self.models if name not in self._copies), *self.adapters)
         self.names = (*self.models, *self.adapters, *OTHER_NAMES, *OF_RUST) if self.has_adapters else self.models
 
     def make(self, folder: Path) -> None:
@@ -51,6 +69,8 @@ class Cast:
         models = folder / "models"
         for at, name in enumerate((*MODELS, SPARE)):
             make_model(models / name, seed=at, weights_bytes=WEIGHTS_BYTES)
+        for name, seed in ((TENSOR, 21), (STAGES, MODELS.index(WHOLE))):
+            make_model(models / name, seed=seed, weights_bytes=WEIGHTS_BYTES)
         for at, name in enumerate(FILLERS):
             make_model(models / name, seed=10 + at, weights_bytes=FILLER_BYTES)
         make_model(folder / FAR, seed=0, weights_bytes=WEIGHTS_BYTES)
@@ -68,7 +88,7 @@ class Cast:
 
     def expected(self, told: Mapping[Request, str]) -> dict[Request, str]:
         """Returns the texts of all requests. told: of those for models, adapters and versions by their own names."""
-        same = {FAR: MODELS[0]}
+        same = {FAR: MODELS[0]} | self._copies
         if self.has_adapters:
             same |= OTHER_NAMES | dict.fromkeys((*OF_RUST, *OF_GUEST, FAR_ADAPTER, HUNG), FIRST)
         return dict(told) | {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests import kernel_cache
-from tests.chaos.cast import PACKED_CONFIG, Cast
+from tests.chaos.cast import Cast
 from tests.chaos.clients import Clients
 from tests.chaos.memory import Groups
 from tests.chaos.slow_mount import DEVICE, SlowMount
@@ -21,8 +21,8 @@ from tests.daemon.service_manager import NotifySocket
 from tests.e2e.node import ROOT
 from tests.e2e.service_node import ServiceNode
 
-DEVICES = ("cpu:0=44MiB", "cpu:1=44MiB")
-SMALLER_DEVICES = ("cpu:0=40MiB", "cpu:1=36MiB")
+DEVICES = ("cpu:0=52MiB", "cpu:1=52MiB")
+SMALLER_DEVICES = ("cpu:0=48MiB", "cpu:1=44MiB")
 STALL_S = 10.0  # the smallest that is allowed
 CONFIG = f"""engine_stall_s = {STALL_S}
 drain_timeout_s = 5
@@ -108,7 +108,7 @@ class World:
 def started(folder: Path, runner: str, cast: Cast) -> Iterator[tuple[ServiceNode, Means]]:
     """Yields a node that runs, and what can be taken from it."""
     cast.make(folder / "n")
-    config = CONFIG + (PACKED_CONFIG if cast.has_adapters else "")
+    config = CONFIG + cast.config
     state = folder / "n" / "state"
     state.mkdir()
     notify = NotifySocket(folder)
