@@ -3,9 +3,10 @@ installed.
 
 Every load is a process of its own with its imports done; variants take turns in an order that is shuffled each round. `cold`: the
 files are dropped from the page cache before each load; `warm`: they are read into it. `--peer-python` names an interpreter with
-torch and the peers (safetensors, runai-model-streamer, fastsafetensors); one that is missing there is said in the table.
+torch and the peers (safetensors, runai-model-streamer, fastsafetensors); one that is missing there is said in the table. With
+`--ranks` shares of the checkpoint are read instead, each by a process of its own (benchmarks/loading_shares.py).
 
-usage: python -m benchmarks.loading [--rounds N] [--peer-python PATH] [--checkpoint DIR] [--threads] [--plot FILE]
+usage: python -m benchmarks.loading [--rounds N] [--peer-python PATH] [--checkpoint DIR] [--threads] [--plot FILE] [--ranks N]
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from loader.files.direct_io import is_cached, open_direct
 from loader.reading.landings import Places
 from loader.reading.sinks import HostSink
 from loader.reading.staging import HUGE_PAGE_BYTES, SLOT_BYTES, StagingRing
-from loader.reading.weight_stream import NUM_READERS, open_checkpoint, stream_weights
+from loader.reading.unpack import Decoder
+from loader.reading.weight_stream import NUM_READERS, NUMPY_DECODER, open_checkpoint, stream_weights
+from loader.shapes.model_shape import DeviceShare
 from loader.sizes.layout import weight_layout, weights_bytes
 
 STORE = Path(".cache/checkpoints")
@@ -118,12 +121,14 @@ def _all_at_once(work: Callable[[], None], num_threads: int) -> None:
         thread.join()
 
 
-def ours(folder: Path, name: str, notes: list[str]) -> tuple[Callable[[], Any], int]:
+def ours(
+    folder: Path, name: str, notes: list[str], share: DeviceShare | None = None, decoder: Decoder = NUMPY_DECODER
+) -> tuple[Callable[[], Any], int]:
     """Into memory as an engine has it. And by how much the resident set grows for the weights themselves: chunks that were not
-    prepared are counted in both of their mappings. notes: what the system refused."""
+    prepared are counted in both of their mappings. notes: what the system refused. share: what is read; None: all."""
     dtype, prepared = "float32" if "float32" in name else "bfloat16", "not prepared" not in name
     with ExitStack() as stack:
-        shape = open_checkpoint(folder, "", stack).shape
+        shape = open_checkpoint(folder, "", stack, share=share).shape
     num_bytes = weights_bytes(shape, dtype)
     num_chunks = -(-num_bytes // CHUNK_BYTES)
     chunks, ring = CpuMemory(num_chunks, CHUNK_BYTES), StagingRing()
@@ -131,9 +136,9 @@ def ours(folder: Path, name: str, notes: list[str]) -> tuple[Callable[[], Any], 
     weights.map(range(num_chunks))
     ring.prepare()
     if prepared:
-        share = sum(chunks.prepare(chunk) for chunk in range(num_chunks)) / (num_chunks * CHUNK_BYTES)
-        if share < 1:
-            notes.append(f"{share:.0%} of its memory in huge pages")
+        huge = sum(chunks.prepare(chunk) for chunk in range(num_chunks)) / (num_chunks * CHUNK_BYTES)
+        if huge < 1:
+            notes.append(f"{huge:.0%} of its memory in huge pages")
     if not ring.huge_pages:
         notes.append("staging slots without huge pages")
     tier = host_tier(num_chunks) if name == KEPT else None
@@ -142,7 +147,7 @@ def ours(folder: Path, name: str, notes: list[str]) -> tuple[Callable[[], Any], 
 
     def load() -> Any:
         with ExitStack() as opened:
-            source = open_checkpoint(folder, "", opened)
+            source = open_checkpoint(folder, "", opened, share=share)
             sink = HostSink(weights.buffer, weights.prepare)
             kept = opened.enter_context(WeightCopies(chunks, tier).keeping(task, weights, places))
 
@@ -151,7 +156,8 @@ def ours(folder: Path, name: str, notes: list[str]) -> tuple[Callable[[], Any], 
                     for begin, end in places:
                         kept.landed(begin, end)
 
-            report = stream_weights(source, dtype, sink, ring, lambda *_: None, lambda: False, landed=landed)
+            told: tuple[Any, Any] = (lambda *_: None, lambda: False)
+            report = stream_weights(source, dtype, sink, ring, *told, landed=landed, decoder=decoder)
             notes.extend(sorted({f"no direct reads: {why}" for why in report.refused.values()}))
 
     gc.disable()
@@ -379,9 +385,15 @@ def main() -> None:
     parser.add_argument("--only", help="variants, separated by semicolons")
     parser.add_argument("--threads", action="store_true", help="raw reads with other numbers of threads and block sizes too")
     parser.add_argument("--plot", type=Path, help="an SVG of the first state's speeds")
+    parser.add_argument("--ranks", type=int, help="devices over which the checkpoint is split")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.checkpoint or make_checkpoint(STORE / "loading")
+    if options.ranks:
+        from benchmarks import loading_shares  # imports this module
+
+        loading_shares.main(folder, options.rounds, options.ranks, options.child)
+        return
     if options.child:
         print(json.dumps(child(options.child, folder)))
         return
