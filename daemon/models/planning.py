@@ -175,8 +175,6 @@ class Planner:
         without a predictor if it does not fit with one."""
         sizing, name, shape = self._sizing, checkpoint.name, checkpoint.shape
         misfit = base_setting_misfit(name, settings) or sizing.without_carve_out(name, settings)
-        if parallel.num_ranks(settings) > 1 and checkpoint.is_packed_only:
-            misfit = misfit or f'models."{name}".parallel: its weights are packed; shares are read from plain files'
         if checkpoint.head is not None and checkpoint.complete:
             misfit = IS_HEAD
         if shape is not None:

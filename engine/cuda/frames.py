@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.memory.chunk_memory import ChunkMemory
+from loader.architectures.architecture import Cut
 from loader.files import frame
 from loader.packing import codec
 from loader.reading.unpack import Decoder
@@ -19,6 +21,16 @@ from loader.reading.unpack import Decoder
 log = logging.getLogger("engine")
 
 PROOF_VALUES = 2 * frame.GROUP_VALUES + 100  # values of two bytes each; not a multiple of 16 bytes (see `prove`)
+
+
+class KeptPart(NamedTuple):
+    """The values [begin, end) of a frame that a share of a split model keeps, or some columns of them. columns: which part of each
+    `columns.whole` values. out: where they belong, [N] values of two bytes each on the device."""
+
+    begin: int
+    end: int
+    columns: Cut
+    out: Tensor
 
 
 class DeviceFrames:
@@ -46,10 +58,26 @@ class DeviceFrames:
         """Starts decoding a frame to out, [N] values of two bytes each on the device. data: the frame, uint8, its checksum compared
         already. Raises FrameError if the frame's head does not fit. If decoding finds the frame invalid, `number` (not 0) is
         written to verdict."""
-        codec.Parts(data, out.numel())
         with self._lock, self._memory.copying():
-            self._memory.write(self._buffer.data_ptr(), data)
-            self._unpack(self._buffer, self._begin, frame.FRAME_VALUES, out, verdict, number)
+            self._decode(data, out, verdict, number)
+
+    def _decode(self, data: Any, out: Tensor, verdict: Tensor, number: int) -> None:
+        codec.Parts(data, out.numel())
+        self._memory.write(self._buffer.data_ptr(), data)
+        self._unpack(self._buffer, self._begin, frame.FRAME_VALUES, out, verdict, number)
+
+    def decode_parts(self, data: Any, num_values: int, kept: Sequence[KeptPart], verdict: Tensor, number: int) -> None:
+        """Starts decoding a frame of num_values values as `decode` does, of which only some belong to the share that is loaded. The
+        frame is decoded beside the weights first; the kept parts are then copied to their places on the device."""
+        with self._lock, self._memory.copying():
+            values = torch.empty(num_values, dtype=torch.int16, device=self._memory.arena.device)
+            self._decode(data, values, verdict, number)
+            for part in kept:
+                rows = values[part.begin : part.end].view(-1, part.columns.whole)
+                first, out = 0, part.out.view(-1, part.columns.length)
+                for begin, end in part.columns.ranges:
+                    out[:, first : first + end - begin].copy_(rows[:, begin:end])
+                    first += end - begin
 
     def refused(self, verdict: Tensor) -> int:
         """Waits for the decoding that was started. Returns the number of a frame that was refused, or 0."""

@@ -12,9 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.cuda.frames import DeviceFrames
+from engine.cuda.frames import DeviceFrames, KeptPart
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
+from loader.architectures.architecture import Cut
+from loader.files import frame as frame_layout
 from loader.formats.alignment import aligned
 from loader.formats.int4_relayout import order_inputs, part_of, rearrange
 from loader.formats.relayout import AWQ_WORDS, GPTQ_WORDS, WORDS_AT_ONCE
@@ -98,15 +100,28 @@ class DeviceSink:
             fence.wait()
 
     def decode(self, segment: Segment, staged: memoryview) -> bool:
-        frame, content = segment.frame, segment.content
-        if self._frames is None or self._verdict is None or frame is None or content is None or content.target:
+        frame = segment.frame
+        if self._frames is None or self._verdict is None or frame is None or segment.target:
             return False
-        out = self._weights.tensor(content.place_bytes, (frame.num_bytes // 2,), torch.int16)
+        data, num_values = np.frombuffer(staged, np.uint8), frame.num_bytes // frame_layout.VALUE_BYTES
         with self._lock:
             self.decoded.append(segment)
             number = len(self.decoded)
-        self._frames.decode(np.frombuffer(staged, np.uint8), out, self._verdict, number)
+        if segment.is_whole_frame:
+            self._frames.decode(data, self._bits(segment.place_bytes, num_values), self._verdict, number)
+            return True
+        kept, first = list[KeptPart](), segment.tensor.offset_bytes + frame.first_byte
+        for content in segment.contents:
+            begin, end = ((at - first) // frame_layout.VALUE_BYTES for at in (content.begin, content.end))
+            columns = content.columns or Cut(0, ((0, end - begin),), end - begin)
+            ((place, place_end),) = content.places
+            out = self._bits(place, (place_end - place) // frame_layout.VALUE_BYTES)
+            kept.append(KeptPart(begin, end, columns, out))
+        self._frames.decode_parts(data, num_values, kept, self._verdict, number)
         return True
+
+    def _bits(self, place_bytes: int, num_values: int) -> Tensor:
+        return self._weights.tensor(place_bytes, (num_values,), torch.int16)
 
     def fence(self) -> Fence | None:
         return self._device.fence()

@@ -53,11 +53,13 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class Frame:
-    """A frame of a tensor in a packed file: bytes [begin, end) of the file, which hold `num_bytes` of the unpacked tensor. sum:
-    checksum of the bytes in the file. packed: whether they must be decoded; else the file holds the tensor's bytes unchanged."""
+    """A frame of a tensor in a packed file: bytes [begin, end) of the file, which hold `num_bytes` of the unpacked tensor, from
+    its byte `first_byte` on. sum: checksum of the bytes in the file. packed: whether they must be decoded; else the file holds the
+    tensor's bytes unchanged."""
 
     begin: int
     end: int
+    first_byte: int
     num_bytes: int
     sum: int
     packed: bool
@@ -137,10 +139,10 @@ def frames(record: TensorRecord, begin: int, num_bytes: int, shape: tuple[int, .
         for place, told in enumerate(record.sums):
             at = place * per_frame * item_bytes
             length = min(per_frame * item_bytes, num_bytes - at)
-            yield Frame(begin + at, begin + at + length, length, int(told, 16), False)
+            yield Frame(begin + at, begin + at + length, at, length, int(told, 16), False)
         return
-    at, left = begin + -begin % frame.FRAME_ALIGN_BYTES, math.prod(shape)
+    at, first, num_values = begin + -begin % frame.FRAME_ALIGN_BYTES, 0, math.prod(shape)
     for length, told in zip(record.frame_bytes, record.sums, strict=True):
-        num_values = min(per_frame, left)
-        yield Frame(at, at + length, num_values * frame.VALUE_BYTES, int(told, 16), True)
-        at, left = at + length, left - num_values
+        held = min(per_frame, num_values - first)
+        yield Frame(at, at + length, first * frame.VALUE_BYTES, held * frame.VALUE_BYTES, int(told, 16), True)
+        at, first = at + length, first + held

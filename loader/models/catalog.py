@@ -112,11 +112,6 @@ class Checkpoint:
         """Returns what is missing or wrong; "" if nothing is known to be."""
         return self.reason or self.error
 
-    @property
-    def is_packed_only(self) -> bool:
-        """Returns whether the folder holds the weights only in packed form."""
-        return any(info.name.startswith(f"{PACKED_DIR}/") for info in self.files)
-
 
 @dataclass(slots=True, frozen=True)
 class Seen:

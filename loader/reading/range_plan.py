@@ -7,12 +7,13 @@ a direct span. All other bytes (the blocks at a tensor's ends, tensors placed di
 staging slot, where they have the same position as in the read.
 
 In a split model only the share's rows and long runs of its columns are read. Where columns are divided into short runs, whole rows
-are read, and only their parts are stored.
+are read, and only their parts are stored. Of packed files the frames are read that hold something of the share.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -42,12 +43,13 @@ class Segment:
     stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; the name of a Relayout; and "packed" for
     rows that are packed (`whole` tells where). stage: the part of a forward pass that first needs the tensor (WeightSlot.stage).
 
-    frame: the frame of a packed file that the segment consists of; None: the file is plain. content: the segment that this frame
-    decodes to, with begin and end counted as though the file held the tensor unpacked. whole: the place of the whole tensor if its
-    numbers are rearranged (loader/formats/relayout.py) or packed, else None; the segment's numbers are then scattered in this
-    place, and place_bytes counts as though they were not (for packed rows as WeightSlot.offset_bytes). kept: for "scales", the part
-    of them that is held (WeightSlot.kept). columns: the part of each row that is kept, with the tensor regarded as a matrix whose
-    rows have `columns.whole` elements; the segment then consists of whole rows. None: all columns are kept."""
+    frame: the frame of a packed file that the segment consists of; None: the file is plain. contents: the segments, in order, that
+    are stored of what this frame decodes to, with begin and end counted as though the file held the tensor unpacked. whole: the
+    place of the whole tensor if its numbers are rearranged (loader/formats/relayout.py) or packed, else None; the segment's numbers
+    are then scattered in this place, and place_bytes counts as though they were not (for packed rows as WeightSlot.offset_bytes).
+    kept: for "scales", the part of them that is held (WeightSlot.kept). columns: the part of each row that is kept, with the tensor
+    regarded as a matrix whose rows have `columns.whole` elements; the segment then consists of whole rows. None: all columns are
+    kept."""
 
     tensor: TensorRef
     begin: int
@@ -59,7 +61,7 @@ class Segment:
     repeats: int = 0
     held_bytes: int = 0
     frame: Frame | None = None
-    content: Segment | None = None
+    contents: tuple[Segment, ...] = ()
     whole: WeightSlot | None = None
     inverse: bool = False
     columns: Cut | None = None
@@ -95,8 +97,8 @@ class Segment:
         """The ranges [begin, end) of the weight range that the segment fills, in bytes: one for its values and, if it is quantised,
         one for their scales. For a tensor that is rearranged, the range is the segment's share of the tensor's place. Packed rows
         have no range for their escapes, whose place is known only when the rows are packed."""
-        if self.content is not None:
-            return self.content.places
+        if self.frame is not None:
+            return [place for content in self.contents for place in content.places]
         if self.whole is not None and (packed := self.whole.packed) is not None:
             first, last = self.rows
             return packed.ranges(first // PANEL_ROWS, -(-last // PANEL_ROWS))
@@ -106,6 +108,13 @@ class Segment:
         if self.target == QUANTIZED:
             places.append((self.scales_at_bytes, self.scales_at_bytes + num_units * SCALE_BYTES))
         return places
+
+    @property
+    def is_whole_frame(self) -> bool:
+        """Returns whether all values of the segment's frame are stored, one after the other. False if it is no frame."""
+        if self.frame is None or len(self.contents) > 1 or self.columns is not None:
+            return False
+        return self.contents[0].end - self.contents[0].begin == self.frame.num_bytes
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -210,7 +219,7 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
             if own[0].unit_bytes[0] > read_bytes - BLOCK_BYTES:
                 what = "too many scales for a read" if slot.repeats else "too long to be converted"
                 raise CheckpointError(file, tensor.name, f"has rows of {own[0].unit_bytes[0]} bytes: {what}")
-            segments += own if tensor.record is None else _framed(whole, read_bytes)
+            segments += own if tensor.record is None else _framed(own, read_bytes)
         reads += _cut(file, segments, read_bytes)
     for name in slots:
         raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")
@@ -228,8 +237,11 @@ def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
     if cut.experts is not None:
         rows = [(begin * num_rows // dims[0], end * num_rows // dims[0]) for begin, end in cut.experts.ranges]
     shortest = min(end - begin for begin, end in cut.ranges) * row_bytes // cut.whole
+    is_short = shortest < MIN_RUN_BYTES and row_bytes <= read_bytes - BLOCK_BYTES
+    if whole.tensor.record is not None:  # frames are read whole, and each must hold whole rows
+        is_short = all(frame.num_bytes % row_bytes == 0 for frame in whole.tensor.frames)
     takes_rows = whole.whole is not None or whole.target == QUANTIZED  # converting a row needs all its kept columns
-    if cut.axis and (takes_rows or (shortest < MIN_RUN_BYTES and row_bytes <= read_bytes - BLOCK_BYTES)):
+    if cut.axis and (takes_rows or is_short):
         ranges = tuple((begin * inner, end * inner) for begin, end in cut.ranges)
         whole = replace(whole, columns=Cut(1, ranges, cut.whole * inner))
         kept = [(first * row_bytes, last * row_bytes) for first, last in rows]
@@ -248,20 +260,25 @@ def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
     return runs
 
 
-def _framed(whole: Segment, read_bytes: int) -> Iterator[Segment]:
-    """Yields a segment for each frame of a packed file's tensor. whole: the segment of the whole tensor as though the file held
-    it unpacked. Raises CheckpointError for a frame that is longer than a read, or that ends within a unit (Segment.unit_bytes)."""
-    left: Segment | None = whole
-    end = whole.begin
-    for frame in whole.tensor.frames:
-        assert left is not None
-        end += frame.num_bytes
-        content, left = _split(left, end)
+def _framed(own: Iterable[Segment], read_bytes: int) -> Iterator[Segment]:
+    """Yields a segment for each frame of a packed file's tensor that holds something that is stored. own: the segments of what is
+    stored of the tensor, in order, as though the file held it unpacked. Raises CheckpointError for a frame that is longer than a
+    read, or that ends within a unit (Segment.unit_bytes)."""
+    left = deque(own)
+    tensor = left[0].tensor
+    for frame in tensor.frames:
+        contents, end = list[Segment](), tensor.offset_bytes + frame.first_byte + frame.num_bytes
         num_bytes = frame.end - frame.begin // BLOCK_BYTES * BLOCK_BYTES
-        if content is None or content.end != end or num_bytes > read_bytes:
-            why = f"packed in pieces of {num_bytes} bytes, which no read of {read_bytes} brings in whole rows"
-            raise CheckpointError(whole.tensor.file, whole.tensor.name, why)
-        yield replace(content, begin=frame.begin, end=frame.end, frame=frame, content=content)
+        while left and left[0].begin < end:
+            content, rest = _split(left.popleft(), end)
+            if content is None or (rest is not None and content.end != end) or num_bytes > read_bytes:
+                why = f"packed in pieces of {num_bytes} bytes, which no read of {read_bytes} brings in whole rows"
+                raise CheckpointError(tensor.file, tensor.name, why)
+            contents.append(content)
+            if rest is not None:
+                left.appendleft(rest)
+        if contents:
+            yield replace(contents[0], begin=frame.begin, end=frame.end, frame=frame, contents=tuple(contents))
 
 
 def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:

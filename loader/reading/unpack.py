@@ -1,5 +1,6 @@
 """Brings the frames of packed files to their place as weights. A frame is checked first, then decoded by the sink's device or by
-the host; the host decodes straight into place if possible.
+the host; the host decodes straight into place if possible. Of a frame that a share of a split model needs in part, only that part
+is stored.
 """
 
 from __future__ import annotations
@@ -43,35 +44,40 @@ class Unpacker:
         """Starts moving the weights of a segment, which must be a frame, to their place. staged: the frame's bytes, which must not
         change until a fence that the sink gives afterwards is passed. Raises CheckpointError, which names file, tensor and offset,
         for a damaged frame."""
-        frame, content = segment.frame, segment.content
+        frame = segment.frame
         assert frame is not None
-        assert content is not None
         data = np.frombuffer(staged, np.uint8)
         if self._decoder.sum_of(data) != frame.sum:
             raise damaged(segment, "don't match their checksum")
         if not frame.packed:
-            self._sink.store(Span(content, content.begin, content.end), staged)
+            self._store(segment, frame, staged)
             return
         try:
-            self._decode(segment, frame, content, data)
+            self._decode(segment, frame, data)
         except FrameError as error:
             raise damaged(segment, f"are no packed weights: {error}") from None
 
-    def _decode(self, segment: Segment, frame: Frame, content: Segment, data: Any) -> None:
+    def _decode(self, segment: Segment, frame: Frame, data: Any) -> None:
         if self._sink.decode(segment, data.data):
             return
-        in_place = self._memory is not None and not content.target
+        in_place = self._memory is not None and segment.is_whole_frame and not segment.target
         if in_place:
             assert self._memory is not None
-            out = self._memory[content.place_bytes : content.place_bytes + frame.num_bytes]
+            out = self._memory[segment.place_bytes : segment.place_bytes + frame.num_bytes]
         else:
             out = self._scratch.take(frame.num_bytes)
         self._decoder.decode(data, out.view(np.uint16))
         if not in_place:
-            self._sink.store(Span(content, content.begin, content.end), out.data)
+            self._store(segment, frame, out.data)
             fence = self._sink.fence()
             if fence is not None:  # the next frame is decoded into the same buffer
                 fence.wait()
+
+    def _store(self, segment: Segment, frame: Frame, unpacked: memoryview) -> None:
+        """Starts moving what is stored of a frame to its place. unpacked: the frame's part of the tensor."""
+        first = segment.tensor.offset_bytes + frame.first_byte
+        for content in segment.contents:
+            self._sink.store(Span(content, content.begin, content.end), unpacked[content.begin - first : content.end - first])
 
 
 def damaged(segment: Segment, why: str) -> CheckpointError:

@@ -76,7 +76,7 @@ class OpenCheckpoint:
         if self.is_packed:
             return "read its packed files: there are no plain ones"
         if self.shape.split is not None and self.checkpoint.packed_files:
-            return "read its plain files: shares of a model are not read from packed ones"
+            return "read its plain files: shares of a model are read from packed ones only where there are no others"
         why = self.checkpoint.packed_reason
         return f"read its plain files: the packed ones can't stand for them ({why})" if why else ""
 
@@ -97,8 +97,8 @@ def open_checkpoint(
     parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain and packed files; returns whether to open
     the packed ones. predicts: whether the model's own predictor, the layer that predicts one token further, is read, too. head: the
     folder of a draft head whose files are read, too; the fingerprint is then that of both; "": there is none. share: which device's
-    share of the model is read, from plain files; None: all of it. name: the name by which the model is served, for the log; "": the
-    folder's.
+    share of the model is read, from plain files if there are any; None: all of it. name: the name by which the model is served, for
+    the log; "": the folder's.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again).
     Raises UnsupportedModel, which names `parallel`, for a share of a model that is served on one device alone."""
@@ -121,7 +121,6 @@ def open_checkpoint(
         fd = open_unchanged(path, info, "model")
         stack.callback(os.close, fd)
         header = read_header(fd, info.name)
-        slices.check_packed(shape, info.name, header)
         headers[info.name], descriptors[info.name] = renamed(header, info.name) if info in further else header, fd
     return OpenCheckpoint(checkpoint, shape if in_place else replace(shape, block_offsets=()), files, headers, descriptors)
 

@@ -38,8 +38,9 @@ LIBRARY_BYTES = 128 << 20
 COMMUNICATOR_BYTES = 512 << 20
 # A rank's region of the memory that GPUs map from each other (engine/cuda/peer_regions.py): what a GPU allocates at least
 PEER_REGION_BYTES = 2 << 20
-# Buffers that packed weights pass through, and as many again while their speed is measured (engine/cuda/frames.py).
-PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES)
+# Buffers that packed weights pass through, as many again while their speed is measured, and the decoded values of a frame of which
+# a share of a split model keeps a part (engine/cuda/frames.py).
+PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES) + frame.FRAME_VALUES * frame.VALUE_BYTES
 
 
 def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:

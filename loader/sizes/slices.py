@@ -21,7 +21,6 @@ from loader.configs.adapter_matrices import decoder_of
 from loader.configs.hf_config import CONFIG_NAME
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.files.direct_io import BLOCK_BYTES
-from loader.files.safetensors import Header
 from loader.formats.plain import PLAIN
 from loader.formats.registry import stored_format
 from loader.formats.weight_format import MIN_BLOCK_ALIGNED_BYTES, Space, WeightFormat
@@ -266,13 +265,6 @@ def _key_of(shape: ModelShape, part: TensorGroup, stored: str) -> str:
     of_keys = cut.whole == shape.num_kv_heads * part.unit != shape.num_heads * part.unit
     heads = f"num_key_value_heads {shape.num_kv_heads}" if of_keys else f"num_attention_heads {shape.num_heads}"
     return f"{heads} with {part.unit} {'outputs' if cut.axis == len(dims) - 2 else 'inputs'} each"
-
-
-def check_packed(shape: ModelShape, file: str, header: Header) -> None:
-    """Raises UnsupportedModel for a share of a model whose file holds packed weights, because a frame has rows of several
-    shares."""
-    if shape.split is not None and header.source is not None:
-        raise _unsupported(f"{file} holds packed weights; shares of a model are read from plain files")
 
 
 def _unsupported(why: str) -> UnsupportedModel:

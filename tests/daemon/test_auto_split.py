@@ -20,7 +20,6 @@ from tests.daemon.test_split_models import MIB, facts_of, registry_of
 from tests.e2e.checkpoints import make_model
 from tests.e2e.test_embeddings import make_encoder
 from tests.loader.checkpoints import shape as shape_of
-from tests.loader.packed_checkpoints import pack_checkpoint
 from tests.loader.test_experts import MIXTRAL
 from tests.loader.test_predictor import config_of, tensors_of
 from tests.loader.test_predictor import write as write_predicting
@@ -125,15 +124,10 @@ async def test_reasons_are_told_once_and_not_without_end(tmp_path: Path) -> None
     assert whole.if_too_large == f'models."m".parallel = "auto" finds no number of devices: it {told}'
 
 
-async def test_weights_and_kinds_that_have_no_shares(tmp_path: Path) -> None:
+async def test_kinds_that_have_no_shares(tmp_path: Path) -> None:
     make_encoder(tmp_path / "m")
     encoder = await facts_of(tmp_path, ModelConfig(parallel="auto"), *cpus(1, 1, 1))
     assert (encoder.num_ranks, "over 2 and 3: an encoder is served on one device alone" in encoder.if_too_large) == (1, True)
-    make_model(tmp_path / "packed" / "m", dtype="bfloat16")
-    pack_checkpoint(tmp_path / "packed" / "m")
-    (tmp_path / "packed" / "m" / "model.safetensors").unlink()
-    packed = await facts_of(tmp_path / "packed", AUTO, *cpus(1, 1))
-    assert packed.if_too_large.endswith("for 1; over 2: its weights are packed; shares are read from plain files")
 
 
 @pytest.mark.parametrize(

@@ -286,14 +286,14 @@ async def test_a_format_that_gpus_do_not_compute(tmp_path: Path, monkeypatch: py
     assert problem == f'models."m".parallel: tensor = 2 needs 2 cpu devices ({why}), and the node has cpu:0, cuda:0, cuda:1'
 
 
-async def test_packed_weights_alone_are_refused(tmp_path: Path) -> None:
+async def test_packed_weights_alone_take_what_plain_ones_do(tmp_path: Path) -> None:
     make_model(tmp_path / "m", dtype="bfloat16")
     pack_checkpoint(tmp_path / "m")
-    assert (await registry_of(tmp_path, m=ModelConfig(parallel=TWO))).models["m"].problem == "", "its plain files are there, too"
+    both = await facts_of(tmp_path, ModelConfig(parallel=TWO), *CPUS)
     (tmp_path / "m" / "model.safetensors").unlink()
-    assert (await registry_of(tmp_path)).models["m"].problem == ""
-    problem = (await registry_of(tmp_path, m=ModelConfig(parallel=TWO))).models["m"].problem
-    assert problem == 'models."m".parallel: its weights are packed; shares are read from plain files'
+    alone = await facts_of(tmp_path, ModelConfig(parallel=TWO), *CPUS)
+    assert alone.num_ranks == 2
+    assert (alone.weights_bytes, alone.kv_bytes_per_token) == (both.weights_bytes, both.kv_bytes_per_token)
 
 
 async def test_adapters_of_a_split_model_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, without_drafts
 from tests.e2e.test_host_tier import loads
 from tests.loader.adapters import adapter_tensors, modules_of, write_adapter
+from tests.loader.packed_checkpoints import pack_checkpoint
 
 PROMPTS = [f"story number {i} begins" for i in range(4)]
 NUM_TOKENS = 300
@@ -24,11 +25,13 @@ BOTH = "cpu:0+cpu:1"
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """`whole`, `split` and `stages` are the same model, once on one device and twice on two, which have half of each matrix or half
-    of the layers; `elm` lives on the second device. No device holds `wide`. `mixture` and `experts` are the same mixture of
-    experts, of which each device has half of the experts."""
+    of the layers; of `split` there are packed files alone. `elm` lives on the second device. No device holds `wide`. `mixture` and
+    `experts` are the same mixture of experts, of which each device has half of the experts."""
     folder = tmp_path_factory.mktemp("groups")
     for seed, name in ((1, "whole"), (1, "split"), (1, "stages"), (2, "elm")):
-        make_model(folder / "models" / name, seed=seed, max_position_embeddings=4096)
+        make_model(folder / "models" / name, seed=seed, dtype="bfloat16", max_position_embeddings=4096)
+    pack_checkpoint(folder / "models" / "split")
+    (folder / "models" / "split" / "model.safetensors").unlink()
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     for name in ("mixture", "experts"):
         mixture = {"architecture": "Qwen2MoeForCausalLM", "model_type": "qwen2_moe", **sizes}
@@ -81,6 +84,8 @@ def both_engines(node: Node) -> list[int]:
 def test_it_answers_like_the_whole_model(node: Node, texts: dict[str, list[str]], model: str) -> None:
     alone = Stream(node, model, PROMPTS[0], NUM_TOKENS).join()
     assert (alone.error, alone.text) == ("", texts["whole"][0])
+    if model == "split":
+        assert "read its packed files: there are no plain ones" in node.cli("why", model).stdout
     together = [Stream(node, model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert [stream.join().text for stream in together] == texts["whole"]
 

@@ -39,8 +39,8 @@ from loader.reading.read_rates import ReadRates
 from loader.reading.sinks import HostSink
 from loader.reading.staging import StagingRing
 from loader.reading.unpack import Decoder
-from loader.reading.weight_stream import open_checkpoint, stream_weights
-from loader.shapes.model_shape import ModelShape
+from loader.reading.weight_stream import open_checkpoint, planned_reads, stream_weights
+from loader.shapes.model_shape import DeviceShare, Division, ModelShape
 from loader.sizes import layout
 from tests.engine.engine_process import load_message
 from tests.engine.model_bench import CHUNK_BYTES, make_memory
@@ -71,10 +71,10 @@ def memory() -> Iterator[CpuMemory]:
     made.close()
 
 
-def on_host(folder: Path, dtype: str, held_in: WeightFormat = PLAIN) -> Any:
+def on_host(folder: Path, dtype: str, held_in: WeightFormat = PLAIN, share: DeviceShare | None = None) -> Any:
     """Returns the weights as the plain files hold them, in a weight format."""
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, in_place=False)
+        source = open_checkpoint(folder, "", stack, in_place=False, share=share)
         assert not source.is_packed
         held = np.zeros(layout.weights_bytes(source.shape, dtype, held_in), np.uint8)
         stream_weights(source, dtype, HostSink(held.data), StagingRing(3, 64 << 10), lambda *_: None, lambda: False, held_in)
@@ -82,12 +82,17 @@ def on_host(folder: Path, dtype: str, held_in: WeightFormat = PLAIN) -> Any:
 
 
 def on_device(
-    folder: Path, dtype: str, memory: CpuMemory, frames: DeviceFrames | None, held_in: WeightFormat = PLAIN
+    folder: Path,
+    dtype: str,
+    memory: CpuMemory,
+    frames: DeviceFrames | None,
+    held_in: WeightFormat = PLAIN,
+    share: DeviceShare | None = None,
 ) -> tuple[Any, int]:
     """Returns the weights that the packed files are decoded to, and how many frames the device decoded. held_in: the format in
     which the weights are held."""
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, in_place=False, wants_packed=lambda checkpoint: True)
+        source = open_checkpoint(folder, "", stack, in_place=False, wants_packed=lambda checkpoint: True, share=share)
         assert source.is_packed
         weights = WeightRange(memory, layout.weights_bytes(source.shape, dtype, held_in))
         stack.callback(weights.close)
@@ -107,6 +112,33 @@ def test_the_device_decodes_what_the_host_would(packed: Path, memory: CpuMemory)
     assert num_decoded == num_packed > 10
     assert np.array_equal(found, wanted)
     by_host, num_decoded = on_device(packed, "bfloat16", memory, None)
+    assert num_decoded == 0
+    assert np.array_equal(by_host, wanted)
+
+
+def packed_alone(packed: Path, folder: Path) -> Path:
+    """Makes a folder with the same model that has packed files alone."""
+    (folder / PACKED_DIR).mkdir(parents=True)
+    for path in packed.rglob("*"):
+        if path.is_file() and (path.parent.name == PACKED_DIR or path.suffix != ".safetensors"):
+            (folder / path.relative_to(packed)).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_device_keeps_the_share_of_a_frame(packed: Path, memory: CpuMemory, tmp_path: Path, rank: int) -> None:
+    """Rows and columns of frames that are decoded beside the weights, and whole frames straight in place."""
+    folder, share = packed_alone(packed, tmp_path / "m"), DeviceShare(rank, Division(2))
+    with ExitStack() as stack:
+        reads = planned_reads(open_checkpoint(folder, "", stack, False, share=share), "bfloat16", StagingRing(3, 64 << 10))
+    segments = [segment for read in reads for segment in read.segments if segment.frame is not None and segment.frame.packed]
+    assert {segment.is_whole_frame for segment in segments} == {False, True}
+    assert {segment.columns is None for segment in segments if not segment.is_whole_frame} == {False, True}
+    found, num_decoded = on_device(folder, "bfloat16", memory, device_frames(memory), share=share)
+    assert num_decoded == len(segments)
+    wanted = on_host(packed, "bfloat16", share=share)
+    assert np.array_equal(found, wanted)
+    by_host, num_decoded = on_device(folder, "bfloat16", memory, None, share=share)
     assert num_decoded == 0
     assert np.array_equal(by_host, wanted)
 
@@ -166,7 +198,7 @@ def fewer_values(held: Any, num_values: int) -> None:
     held[:4].view("<u4")[0] -= 1
 
 
-@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("where", ["device", "host", "device, a share"])
 @pytest.mark.parametrize("change", [other_escapes, fewer_values])
 def test_a_frame_with_a_right_checksum_and_wrong_contents_is_refused(
     tmp_path: Path, packed: Path, memory: CpuMemory, where: str, change: Any
@@ -178,10 +210,12 @@ def test_a_frame_with_a_right_checksum_and_wrong_contents_is_refused(
             (folder / path.relative_to(packed)).parent.mkdir(parents=True, exist_ok=True)
             (folder / path.relative_to(packed)).write_bytes(path.read_bytes())
             os.utime(folder / path.relative_to(packed), ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
-    name = spoil(folder, change)
-    frames = device_frames(memory) if where == "device" else None
+    name, share = spoil(folder, change), DeviceShare(1, Division(2)) if "share" in where else None
+    for path in folder.glob("*.safetensors") if share is not None else ():
+        path.unlink()
+    frames = None if where == "host" else device_frames(memory)
     with pytest.raises(CheckpointError, match=rf"tensor {name}: bytes \d+ to \d+ are no packed weights: it") as caught:
-        on_device(folder, "bfloat16", memory, frames)
+        on_device(folder, "bfloat16", memory, frames, share=share)
     assert caught.value.permanent
 
 
@@ -216,11 +250,7 @@ def test_its_speed_is_measured_as_loads_use_it(packed: Path, memory: CpuMemory, 
 
 def test_a_gpu_runner_decodes_on_its_device(packed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A whole load decodes on the device. Only packed files exist, so there is nothing to choose."""
-    folder = tmp_path / "m"
-    (folder / PACKED_DIR).mkdir(parents=True)
-    for path in packed.rglob("*"):
-        if path.is_file() and (path.parent.name == PACKED_DIR or path.suffix != ".safetensors"):
-            (folder / path.relative_to(packed)).write_bytes(path.read_bytes())
+    folder = packed_alone(packed, tmp_path / "m")
     wanted = on_host(packed, "bfloat16")
     sinks: list[DeviceSink] = []
     made = DeviceSink.__init__

@@ -124,9 +124,9 @@ PACKABLE: dict[str, Any] = CONFIG | {
 }
 
 
-def write_packable(folder: Path, shards: int = 1) -> Path:
+def write_packable(folder: Path, shards: int = 1, config: dict[str, Any] = PACKABLE) -> Path:
     """A complete bfloat16 checkpoint whose weights look trained."""
-    write_checkpoint(folder, PACKABLE, shards, "BF16")
+    write_checkpoint(folder, config, shards, "BF16")
     for path in folder.glob("*.safetensors"):
         data = bytearray(path.read_bytes())
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])

@@ -171,13 +171,17 @@ def test_packed_files_load_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_shares_hold_parts_of_the_matrices(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("size", "from_packed"), [(2, False), (3, False), (3, True)])
+def test_shares_hold_parts_of_the_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, from_packed: bool) -> None:
     """The devices' parts by outputs and by inputs; embeddings and heads of split models stay plain."""
+    monkeypatch.setattr(frame, "FRAME_VALUES", 1 << 12)
     config = UNEVEN | {"hidden_size": 256, "intermediate_size": 384, "num_key_value_heads": 6, "head_dim": 64, "vocab_size": 210}
     wanted = write(tmp_path, config)
+    if from_packed:
+        pack_checkpoint(tmp_path)
+        (tmp_path / "model.safetensors").unlink()
     for rank in range(size):
-        found, layout, _ = load(tmp_path, share=DeviceShare(rank, Division(size, 1, 1)))
+        found, layout, _ = load(tmp_path, 16 << 10, packed=from_packed, share=DeviceShare(rank, Division(size, 1, 1)))
         packed = {slot.name for slot in layout if slot.packed is not None}
         assert {name.split(".")[-2] for name in packed} >= {"q_proj", "o_proj", "gate_proj", "down_proj"}
         assert not packed & {"model.embed_tokens.weight", "lm_head.weight"}

@@ -20,7 +20,6 @@ from loader.architectures.architecture import Cut, Dims
 from loader.configs.hf_config import parse_config
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.files.safetensors import Header, TensorRef
-from loader.files.weight_files import PACKED_DIR
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightSlot
@@ -44,8 +43,7 @@ from loader.sizes.slices import split, whole
 from loader.sizes.work_space import work_space_bytes
 from tests.engine.model_bench import GEMMA4_ROPE
 from tests.loader import test_predictor as predictors
-from tests.loader.checkpoints import CONFIG, cut_out, tensors_for, write_checkpoint, write_packable
-from tests.loader.packed_checkpoints import pack_checkpoint
+from tests.loader.checkpoints import CONFIG, cut_out, tensors_for, write_checkpoint
 
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
@@ -525,21 +523,6 @@ def test_what_is_not_split_is_refused_with_the_reason(name: str) -> None:
 def test_a_rank_is_one_of_the_devices() -> None:
     with pytest.raises(ValueError, match="rank 2 is not below the number of devices 2"):
         split(LLAMA, 2, Division(2))
-
-
-def test_shares_are_read_from_plain_files(tmp_path: Path) -> None:
-    folder = write_packable(tmp_path / "m")
-    pack_checkpoint(folder)
-    with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, wants_packed=lambda _: True, share=DeviceShare(1, Division(2)))
-        assert not source.is_packed
-        assert source.packed_reason == "read its plain files: shares of a model are not read from packed ones"
-        assert source.shape == split(source.checkpoint.shape or LLAMA, 1, Division(2))
-    assert {dims for name, dims in parameter_shapes(source.shape).items() if "down_proj" in name} == {(120, 250)}
-    (folder / "model.safetensors").unlink()
-    (folder / PACKED_DIR / "model.safetensors").rename(folder / "model.safetensors")
-    with ExitStack() as stack, pytest.raises(UnsupportedModel, match=r"parallel: model\.safetensors holds packed weights"):
-        open_checkpoint(folder, "", stack, share=DeviceShare(1, Division(2)))
 
 
 def test_a_tensor_of_another_shape_is_named_with_the_shape_of_the_whole(tmp_path: Path) -> None:
