@@ -6,7 +6,8 @@ exchange of the step, because the leader may write again then.
 
 from __future__ import annotations
 
-import mmap
+import os
+import weakref
 from dataclasses import fields
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from engine.exchange import PAGE_BYTES, TABLE_COLUMNS, Exchange, Poster, RegionSizes, region_layout
 from engine.host.rendezvous import Rendezvous
+from engine.memory import mappings
 from engine.memory.shared_plans import SharedPlans
 from engine.memory.stage_link import StageLink
 from engine.protocol import Group, LoadModel
@@ -41,7 +43,7 @@ class GroupRegion:
         self.offset, self.rank, self.num_stages = group.region_offset, group.rank, sizes.num_stages
         self.stage_rank, self.stage_size = group.rank % division.stage_size, division.stage_size
         self._exchange, self._members = exchange, tuple(group.members)
-        memory = mmap.mmap(exchange.fd, num_bytes, offset=group.region_offset)
+        memory = _mapped(exchange.fd, group.region_offset, num_bytes)
         arrays: dict[str, npt.NDArray[Any]] = {
             name: np.ndarray(part.shape, np.dtype(part.code), memory, part.begin) for name, part in parts.items()
         }
@@ -53,7 +55,7 @@ class GroupRegion:
         self.link = self.new_link() if sizes.num_stages > 1 else None
         self._num_plans = 0  # number of plans that this member has posted or read
         self._plans = SharedPlans(arrays["plans"], sizes.max_sequences)
-        self._broken_word = memoryview(memory)[:8].cast("q")
+        self._broken_word = self.broken.data
         columns: dict[str, Any] = {name: arrays[name] for name in TABLE_COLUMNS}
         columns |= {"block_tables": list(arrays["block_tables"]), "params": [None] * sizes.max_sequences}
         self.table = SequenceTable(tokens=arrays["tokens"], **columns)
@@ -103,6 +105,20 @@ class GroupRegion:
         plan = self._plans.read(self._num_plans % self.num_stages, model)
         self._num_plans += 1
         return plan
+
+
+def _mapped(fd: int, offset: int, num_bytes: int) -> Any:
+    """Maps num_bytes of a file, from `offset` on, and returns them as an object that supports the buffer protocol and is unmapped
+    with its last view. Raises ValueError if the file ends before, MemoryError if it cannot be mapped. Unlike Python's mmap it holds
+    no descriptor: what an evicted model leaves to the garbage collector stays until the engine is idle, and on one that is always
+    busy each load would take a descriptor."""
+    if os.fstat(fd).st_size < offset + num_bytes:
+        raise ValueError(f"parallel: region {offset} of {num_bytes} bytes ends behind the exchange memory")
+    address = mappings.reserve(num_bytes)
+    mappings.map_file(address, num_bytes, fd, offset)
+    memory = mappings.bytes_at(address, num_bytes)
+    weakref.finalize(memory, mappings.release, address, num_bytes).atexit = False
+    return memory
 
 
 def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int) -> GroupRegion:

@@ -3,6 +3,8 @@ processes with null models, whose ranks wait for each other in every step as tho
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import signal
 import time
@@ -28,7 +30,7 @@ from engine.protocol import (
     Stats,
     TokensOut,
 )
-from tests.engine.engine_process import load_message, null_checkpoint, null_configure, submit_message
+from tests.engine.engine_process import Node, load_message, null_checkpoint, null_configure, submit_message
 from tests.engine.group_engines import LEASE, Engines
 
 
@@ -329,6 +331,33 @@ def _cpu_s(pid: int) -> float:
 def test_an_engine_without_the_memory_refuses(path: str) -> None:
     with pytest.raises(ValueError, match="model m: parallel: this engine shares no memory with others"):
         open_region(None, load_message(path, group=Group(0, [0, 1], 4096, 1 << 20)), 16)
+
+
+def test_a_mapped_region_holds_no_descriptor_and_leaves_with_its_last_view(path: str) -> None:
+    node = Node(2)
+    place = node.region(RegionSizes(2, 32, 256, 16))
+    before = os.listdir("/proc/self/fd")
+    leader, follower = (open_region(node.exchange, load_message(path, group=Group(rank, [0, 1], *place)), 16) for rank in range(2))
+    assert os.listdir("/proc/self/fd") == before
+    tokens = leader.table.tokens
+    tokens[5, 7] = 11
+    assert follower.table.tokens[5, 7] == 11
+    assert _num_mapped(place[0]) == 2
+    del leader, follower
+    gc.collect()
+    assert (int(tokens[5, 7]), _num_mapped(place[0])) == (11, 1)
+    del tokens
+    gc.collect()
+    assert _num_mapped(place[0]) == 0
+    with pytest.raises(ValueError, match=r"parallel: region .* ends behind the exchange memory"):
+        open_region(node.exchange, load_message(path, group=Group(0, [0, 1], place[0] + (1 << 30), place[1])), 16)
+    node.close()
+
+
+def _num_mapped(offset: int) -> int:
+    """Returns how often this process has mapped the exchange memory at an offset."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum("hearthd-exchange" in line and int(line.split()[2], 16) == offset for line in lines)
 
 
 def test_engines_end_with_their_daemon_whatever_they_wait_for(three: NullEngines, path: str) -> None:
