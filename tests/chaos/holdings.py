@@ -17,6 +17,7 @@ from tests.e2e.processes import anonymous_bytes
 from tests.e2e.service_node import ServiceNode
 
 STATISTICS_S = 5.0  # KV that an engine uses is known from its last statistics, which follow an unload
+COLLECTED_S = 1.5  # an engine that is idle for a second collects what evicted models have left, mappings of groups among it
 IDLE_S = 30.0  # an engine that has ended is up again by then, and a compiler has ended
 MOST_STORED = 16  # descriptors in the service manager's store: FileDescriptorStoreMax= of the unit
 MOST_TEXT = 1 + 6  # the text helper; workers for models, for bodies and for grammars
@@ -78,6 +79,7 @@ def holdings(node: ServiceNode, models: Sequence[str]) -> dict[str, Any]:
     end_s = time.monotonic() + IDLE_S
     while ((kinds := _kinds(daemon))["other_processes"] or len(_engines(node)) < len(node.devices)) and time.monotonic() < end_s:
         time.sleep(0.2)
+    time.sleep(COLLECTED_S)
     assert node.notify is not None
     node.notify.read()
     status = node.json("status")
