@@ -208,10 +208,10 @@ def conclude(parts: Sequence[Part], failed: Sequence[str], report: Report) -> st
     table, missed, lacking = gpu_aims.summary({part.name for part in parts}, report.lines)
     summed = {"failed": list(failed), "missed": missed, "not_measured": lacking, "part_seconds": seconds}
     report.add({"benchmark": "gpu_summary"} | summed)
-    untold = [f"{part.name}: {ended.get(part.name, '')}" for part in parts if part.name in failed]
+    failures = [f"{part.name}: {ended.get(part.name, '')}" for part in parts if part.name in failed]
     told = [
         f"- {kind}: {one}"
-        for kind, ones in (("failed", untold), ("short of its aim", missed), ("no figure", lacking))
+        for kind, ones in (("failed", failures), ("short of its aim", missed), ("no figure", lacking))
         for one in ones
     ]
     took = f"- seconds: {', '.join(f'{name} {value:g}' for name, value in seconds.items())}"

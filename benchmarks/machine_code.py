@@ -108,7 +108,7 @@ def instructions_per_kv_byte(line: dict[str, Any]) -> float | None:
 
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    return line["capability"], line["kernel"], line["variant"], *(line[key] for key in FORM)
+    return line["capability"], line["kernel"], line["variant"], *(line.get(key) for key in FORM)
 
 
 def faults(lines: Iterable[dict[str, Any]], before: Iterable[dict[str, Any]]) -> list[str]:
