@@ -173,9 +173,17 @@ class HostSink:
         span's bytes."""
         segment = span.segment
         ((begin, end),) = segment.places
+        if segment.target in _AS_STORED:  # numpy copies parts of rows faster than torch does, and in this thread
+            item_bytes, first = DTYPE_BYTES[segment.tensor.dtype], 0
+            rows = read.reshape(-1, columns.whole * item_bytes)
+            own = self._bytes[begin:end].reshape(-1, columns.length * item_bytes)
+            for left, right in columns.ranges:
+                last = first + (right - left) * item_bytes
+                own[:, first:last] = rows[:, left * item_bytes : right * item_bytes]
+                first = last
+            return
         stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, columns.whole)
-        place = torch.from_numpy(self._bytes[begin:end])
-        held = place.view(stored.dtype if segment.target in _AS_STORED else getattr(torch, segment.target)).view(-1, columns.length)
+        held = torch.from_numpy(self._bytes[begin:end]).view(getattr(torch, segment.target)).view(-1, columns.length)
         kept = [stored[:, first:last] for first, last in columns.ranges]
         for source, to in zip(kept, held.split([part.shape[1] for part in kept], dim=1), strict=True):
             width = source.shape[1]
