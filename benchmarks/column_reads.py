@@ -22,18 +22,15 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks.loading import MIB, STORE, _all_at_once, make_checkpoint, memory, set_cache, weight_files
-from benchmarks.loading_shares import io_bytes
+from benchmarks.loading_shares import at_once, when_told
 from loader.reading.staging import SLOT_BYTES
 from loader.reading.weight_stream import NUM_READERS
 
@@ -72,18 +69,18 @@ def whole_rows(path: Path, way: str) -> Callable[[], None]:
     return all_rows
 
 
-def own_parts(path: Path, run_bytes: int, at_once: int) -> Callable[[], None]:
+def own_parts(path: Path, run_bytes: int, num_at_once: int) -> Callable[[], None]:
     """Returns what reads the first half of each 2 * run_bytes, and the sector that such a part takes in addition at most
     positions."""
     fd, left = os.open(path, os.O_RDONLY | os.O_DIRECT), iter(range(0, TOTAL_BYTES, SLOT_BYTES))
     slots = iter([memory(2 * SLOT_BYTES, huge=True, prepared=True) for _ in range(NUM_SUBMITTERS)])
-    return lambda: _all_at_once(lambda: _submit(fd, left, next(slots), run_bytes, at_once), NUM_SUBMITTERS)
+    return lambda: _all_at_once(lambda: _submit(fd, left, next(slots), run_bytes, num_at_once), NUM_SUBMITTERS)
 
 
-def _submit(fd: int, left: Iterator[int], slot: memoryview, run_bytes: int, at_once: int) -> None:
+def _submit(fd: int, left: Iterator[int], slot: memoryview, run_bytes: int, num_at_once: int) -> None:
     setup, destroy, submit, get_events = CALLS
     context = ctypes.c_ulong(0)
-    if _libc.syscall(setup, at_once, ctypes.byref(context)):
+    if _libc.syscall(setup, num_at_once, ctypes.byref(context)):
         raise OSError(ctypes.get_errno(), "io_setup")
     num_runs, length = SLOT_BYTES // (2 * run_bytes), run_bytes + SECTOR_BYTES
     number = np.arange(num_runs, dtype=np.uint64)
@@ -92,20 +89,20 @@ def _submit(fd: int, left: Iterator[int], slot: memoryview, run_bytes: int, at_o
     blocks[:, 3] = np.frombuffer(slot, np.uint8).ctypes.data + number * np.uint64(length)
     blocks[:, 4] = length
     pointers = (blocks.ctypes.data + number * np.uint64(64)).astype(np.uint64)
-    events = np.zeros((at_once, 4), np.uint64)
+    events = np.zeros((num_at_once, 4), np.uint64)
     for begin in left:
         blocks[:, 5] = begin + number * np.uint64(2 * run_bytes)
         next_run, under_way = 0, 0
         while next_run < num_runs or under_way:
-            count = min(at_once - under_way, num_runs - next_run)
+            count = min(num_at_once - under_way, num_runs - next_run)
             if count:
                 count = _libc.syscall(submit, context, ctypes.c_long(count), ctypes.c_void_p(pointers.ctypes.data + 8 * next_run))
                 if count < 0:
                     raise OSError(ctypes.get_errno(), "io_submit")
                 next_run, under_way = next_run + count, under_way + count
-            least = ctypes.c_long(min(under_way, at_once // 2))
+            least = ctypes.c_long(min(under_way, num_at_once // 2))
             count = _libc.syscall(
-                get_events, context, least, ctypes.c_long(at_once), ctypes.c_void_p(events.ctypes.data), ctypes.c_void_p(0)
+                get_events, context, least, ctypes.c_long(num_at_once), ctypes.c_void_p(events.ctypes.data), ctypes.c_void_p(0)
             )
             if count < 0 or not (events[:count, 2] == length).all():
                 raise OSError(ctypes.get_errno(), "a read failed or was short")
@@ -118,38 +115,18 @@ def ways() -> dict[str, Callable[[Path], Callable[[], None]]]:
     found: dict[str, Callable[[Path], Callable[[], None]]] = {
         way: partial(whole_rows, way=way) for way in (WHOLE, "page cache", "uncached")
     }
-    for kib, at_once in ((2, 128), (8, 128), (32, 64), (64, 64)):
-        found[f"own parts of {kib} KiB"] = partial(own_parts, run_bytes=kib << 10, at_once=at_once)
+    for kib, num_at_once in ((2, 128), (8, 128), (32, 64), (64, 64)):
+        found[f"own parts of {kib} KiB"] = partial(own_parts, run_bytes=kib << 10, num_at_once=num_at_once)
     return found
-
-
-def child(path: Path, way: str) -> None:
-    read = ways()[way](path)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    before_bytes, cpu_s, begin_s = io_bytes(), time.process_time(), time.monotonic()
-    read()
-    end_s = time.monotonic()
-    print(json.dumps([begin_s, end_s, time.process_time() - cpu_s, io_bytes() - before_bytes]))
 
 
 def together(folder: Path, way: str) -> tuple[float, float, float]:
     """Returns the seconds until all ranks have read, and the sums of their CPU seconds and of the drive's bytes."""
     set_cache(weight_files(folder), warm=False)
     command = [sys.executable, "-m", "benchmarks.column_reads", "--checkpoint", str(folder), "--child", way]
-    pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen(command, **pipe) for _ in range(NUM_RANKS)]
-    for rank in ranks:
-        assert rank.stdout is not None
-        if rank.stdout.readline() != "ready\n":
-            raise SystemExit(f"{way}: a rank ended before its reads")
-    for rank in ranks:
-        assert rank.stdin is not None
-        rank.stdin.write("\n")
-        rank.stdin.flush()
-    found = [json.loads(rank.communicate()[0]) for rank in ranks]
-    begins, ends, cpu_s, drive_bytes = zip(*found, strict=True)
-    return max(ends) - min(begins), sum(cpu_s), sum(drive_bytes) / TOTAL_BYTES
+    found = at_once([command] * NUM_RANKS)
+    seconds = max(one["end_s"] for one in found) - min(one["begin_s"] for one in found)
+    return seconds, sum(one["cpu_s"] for one in found), sum(one["drive_bytes"] for one in found) / TOTAL_BYTES
 
 
 def main() -> None:
@@ -162,7 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.checkpoint or make_checkpoint(STORE / "loading")
     if options.child:
-        child(weight_files(folder)[0], options.child)
+        when_told(ways()[options.child](weight_files(folder)[0]))
         return
     runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways()}
     for number in range(options.rounds):

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,33 @@ def child(folder: Path, kind: str, rank: int, num_ranks: int) -> None:
     decoder = weight_decoder("") if is_packed else Decoder()
     notes: list[str] = []
     load, _ = ours(folder, OURS, notes, share, decoder)
+    when_told(load, lambda: {"asked_bytes": asked_bytes, "notes": notes})
+
+
+def when_told(load: Callable[[], Any], further: Callable[[], dict[str, Any]] = dict) -> None:
+    """Says that this process is ready, carries out the load as soon as a line comes, and prints what it took. further: returns what
+    is printed with it."""
     print("ready", flush=True)
     sys.stdin.readline()
     before_bytes, cpu_s, begin_s = io_bytes(), time.process_time(), time.monotonic()
     load()
-    end_s = time.monotonic()
-    result = {"begin_s": begin_s, "end_s": end_s, "cpu_s": time.process_time() - cpu_s, "asked_bytes": asked_bytes}
-    print(json.dumps(result | {"drive_bytes": io_bytes() - before_bytes, "notes": notes}))
+    result = {"begin_s": begin_s, "end_s": time.monotonic(), "cpu_s": time.process_time() - cpu_s}
+    print(json.dumps(result | {"drive_bytes": io_bytes() - before_bytes} | further()))
+
+
+def at_once(commands: list[list[str]]) -> list[dict[str, Any]]:
+    """Starts a process for each command, all of which call `when_told`, tells them when all are ready, and returns what they
+    print."""
+    with ExitStack() as stack:
+        pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        ranks: list[Any] = [stack.enter_context(subprocess.Popen(command, **pipe)) for command in commands]
+        for command, rank in zip(commands, ranks, strict=True):
+            if rank.stdout.readline() != "ready\n":
+                raise SystemExit(f"{' '.join(command[1:])}: ended before its load")
+        for rank in ranks:
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        return [json.loads(rank.communicate()[0]) for rank in ranks]
 
 
 def load_together(folder: Path, kind: str, num_ranks: int) -> dict[str, Any]:
@@ -69,22 +90,7 @@ def load_together(folder: Path, kind: str, num_ranks: int) -> dict[str, Any]:
     memory(sum(path.stat().st_size for path in files) * 9 // 4, huge=True, prepared=True)
     set_cache(files, warm=False)
     command = [sys.executable, "-m", "benchmarks.loading", "--checkpoint", str(folder), "--ranks", str(num_ranks), "--child"]
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                subprocess.Popen([*command, f"{kind} {rank}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            )
-            for rank in range(num_ranks)
-        ]
-        for process in ranks:
-            assert process.stdout is not None
-            if process.stdout.readline() != "ready\n":
-                raise SystemExit(f"a rank of {kind} ended before its load")
-        for process in ranks:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-        results = [json.loads(process.communicate()[0]) for process in ranks]
+    results = at_once([[*command, f"{kind} {rank}"] for rank in range(num_ranks)])
     begin_s = min(result["begin_s"] for result in results)
     ends_s = [result["end_s"] - begin_s for result in results]
     sums = {key: sum(result[key] for result in results) for key in ("cpu_s", "asked_bytes", "drive_bytes")}
