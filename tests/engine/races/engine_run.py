@@ -577,8 +577,9 @@ class EngineRun:
                 while (slot := taken(free)) is None:
                     self.schedule.point()
                 self.device.host_uses(f"host memory {slot.ctypes.data}", "a slot", "a read")
-                content = SimpleNamespace(target="", place_bytes=place_bytes)
-                assert sink.decode(SimpleNamespace(frame=SimpleNamespace(num_bytes=frame_bytes), content=content), slot.data)
+                frame = SimpleNamespace(num_bytes=frame_bytes)
+                segment = SimpleNamespace(frame=frame, target="", place_bytes=place_bytes, is_whole_frame=True)
+                assert sink.decode(segment, slot.data)
                 fence = sink.fence()
                 with turn:
                     done.append((fence, slot))
