@@ -317,7 +317,7 @@ class NullRunner:
         kind = AheadNullModel if faults.get("launches_ahead") else NullModel
         total_bytes = max(1, spec.weights_chunks * self._configure.chunk_bytes)
         if self._taken(task):
-            return kind(spec, config, self._configure, self._pacer)
+            return self._made(spec, config, kind)
         load_s = float(faults.get("load_s", 0.0))
         started = time.monotonic()
         while (elapsed := time.monotonic() - started) < load_s:
@@ -335,10 +335,14 @@ class NullRunner:
             slot[:16] = _mark(spec, index)
         if spec.keep_slots:
             task.kept, task.checksum = True, _checksum(spec)
-        if spec.group is not None:
-            share = NullShare(spec, config, self._configure, self._pacer, self._exchange)
-            return GroupShare(share, share.region)
-        return kind(spec, config, self._configure, self._pacer)
+        return self._made(spec, config, kind)
+
+    def _made(self, spec: LoadModel, config: dict[str, Any], kind: type[NullModel]) -> NullModel | GroupShare:
+        """Returns the model that is loaded, of this kind if it is whole."""
+        if spec.group is None:
+            return kind(spec, config, self._configure, self._pacer)
+        share = NullShare(spec, config, self._configure, self._pacer, self._exchange)
+        return GroupShare(share, share.region)
 
     def _taken(self, task: LoadTask) -> bool:
         """Returns whether the copy in spec.source_slots is that of this model, so that the load uses it. If there is one that is

@@ -9,15 +9,20 @@ import select
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.contracts.group_share import GroupShare
+from engine.contracts.loads import LoadTask
 from engine.cpu import backend as cpu_backend
 from engine.lifecycle.kv_transfer import KVTransfer
 from engine.lifecycle.life import State
 from engine.memory.host_tier import HostTier
-from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed
+from engine.null import runner as null_runner
+from engine.protocol import Evicted, EvictModel, Group, LoadDone, LoadFailed
 from engine.serve.channel import wait_until
 from tests.engine.model_bench import BLOCK_TOKENS, CASES
 from tests.engine.tier_bench import CHUNK_BYTES, NUM_SLOTS, TierBench, make_models
@@ -53,6 +58,25 @@ def spoil(bench: TierBench, slot: int, at: int = 1000) -> None:
 
 
 # ---- weights
+
+
+def test_a_kept_share_of_a_null_model_is_a_share_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loads of both ranks use the slots of one host tier, and find their own share's in them alone."""
+    monkeypatch.setattr(null_runner, "NullShare", lambda *_: SimpleNamespace(region=SimpleNamespace(num_stages=1)))
+    bench = TierBench(tmp_path, null=True)
+
+    def load(rank: int, **changes: Any) -> LoadTask:
+        spec = bench.spec("m", group=Group(rank, [0, 1], 0, 0), **changes)
+        task = LoadTask(spec, np.arange(12, dtype=np.int32), lambda done, total: None, lambda: False)
+        assert isinstance(bench.runner.load(task), GroupShare)
+        return task
+
+    kept = [load(rank, keep_slots=[rank]) for rank in (0, 1)]
+    assert [task.kept for task in kept] == [True, True]
+    for rank in (0, 1):
+        own = load(rank, source_slots=[rank], checksum=kept[rank].checksum)
+        assert (own.bytes_read, own.source_rejected) == (0, "")
+        assert load(rank, source_slots=[1 - rank], checksum=kept[1 - rank].checksum).source_rejected
 
 
 @pytest.mark.parametrize(("null", "quantize"), [(True, ""), (False, ""), (False, "int8"), (False, "packed")])
