@@ -115,7 +115,11 @@ def _mapped(fd: int, offset: int, num_bytes: int) -> Any:
     if os.fstat(fd).st_size < offset + num_bytes:
         raise ValueError(f"parallel: region {offset} of {num_bytes} bytes ends behind the exchange memory")
     address = mappings.reserve(num_bytes)
-    mappings.map_file(address, num_bytes, fd, offset)
+    try:
+        mappings.map_file(address, num_bytes, fd, offset)
+    except MemoryError:
+        mappings.release(address, num_bytes)
+        raise
     memory = mappings.bytes_at(address, num_bytes)
     weakref.finalize(memory, mappings.release, address, num_bytes).atexit = False
     return memory

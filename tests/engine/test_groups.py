@@ -184,7 +184,7 @@ def test_a_member_that_cannot_load_leaves_the_others_free(three: NullEngines, pa
     ("changes", "why"),
     [
         ({"speculator": "mtp"}, "parallel: speculator mtp is not built"),
-        ({"keep_slots": [1]}, "parallel: the host tier keeps nothing"),
+        ({"kv_slots": [1]}, "parallel: the host tier keeps no KV"),
         ({"kv_reserved_chunks": 0}, "parallel: a model that is split has no KV but what is reserved"),
         ({"max_sequences": 4000}, "parallel: region"),
     ],

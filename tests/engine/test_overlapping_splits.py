@@ -1,10 +1,9 @@
 """Models that are split over overlapping pairs of real engines, and a whole one between them: what they say is what whole ones say
-alone, in whatever order requests, evictions and loads come, and whoever dies beside them."""
+alone, in whatever order requests, evictions and loads come."""
 
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -197,29 +196,3 @@ def test_models_over_overlapping_pairs_say_what_they_say_alone(pairs: Pairs, see
     for model, placed in pairs.placed.items():
         pairs.evict(model, placed.members)
     assert num_moved, "no request was under way when its model was evicted"
-
-
-def test_a_pair_goes_on_beside_one_that_loses_an_engine(pairs: Pairs) -> None:
-    """Streams of models over the other two engines are where they were, and get every token from there. The last test: the first
-    engine is gone afterwards."""
-    engines = pairs.engines
-    pairs.placed["tensor"].members, pairs.placed["ring"].members = [1, 0], [0, 2]
-    for model in pairs.placed:
-        pairs.load(model)
-    lost = [pairs.ask(model, what) for model in ("tensor", "ring") for what in LONG]
-    going_on = [pairs.ask(model, what) for _ in range(3) for model in ("stages", "other tensor", "own") for what in LONG]
-    for one in (*lost, *going_on):
-        engines.wait_tokens(one.number, one.request_id, 5)
-    victim = engines.all[0].process
-    victim.send_signal(signal.SIGKILL)
-    victim.wait(10)
-    for model in ("tensor", "ring"):
-        engines.node.exchange.break_group(engines.groups[model][1][0])
-    assert any(one.request_id not in engines.all[one.number].finished() for one in going_on), "the death came too late"
-    for one in going_on:
-        pairs.check(one)
-    for model in ("tensor", "ring"):
-        engines.evict(model, [number for number in pairs.placed[model].members if number])
-    assert not any(one.request_id in engines.all[1].finished() for one in lost if one.number == 1)
-    for model in ("stages", "other tensor", "own"):
-        pairs.evict(model, pairs.placed[model].members)
