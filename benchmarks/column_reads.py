@@ -46,7 +46,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def whole_rows(path: Path, way: str) -> Callable[[], None]:
-    """Returns what reads whole rows, everything prepared."""
+    """Prepares reads of whole rows, and returns a function that carries them out."""
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if way == WHOLE else 0))
     left, done = iter(range(0, TOTAL_BYTES, SLOT_BYTES)), list[int]()
     slots = iter([memory(SLOT_BYTES, huge=True, prepared=True) for _ in range(NUM_READERS)])
@@ -70,8 +70,8 @@ def whole_rows(path: Path, way: str) -> Callable[[], None]:
 
 
 def own_parts(path: Path, run_bytes: int, num_at_once: int) -> Callable[[], None]:
-    """Returns what reads the first half of each 2 * run_bytes, and the sector that such a part takes in addition at most
-    positions."""
+    """Prepares reads of the first half of each 2 * run_bytes, and returns a function that carries them out. Each read is a sector
+    longer, because a part seldom begins where a sector does."""
     fd, left = os.open(path, os.O_RDONLY | os.O_DIRECT), iter(range(0, TOTAL_BYTES, SLOT_BYTES))
     slots = iter([memory(2 * SLOT_BYTES, huge=True, prepared=True) for _ in range(NUM_SUBMITTERS)])
     return lambda: _all_at_once(lambda: _submit(fd, left, next(slots), run_bytes, num_at_once), NUM_SUBMITTERS)
@@ -111,7 +111,7 @@ def _submit(fd: int, left: Iterator[int], slot: memoryview, run_bytes: int, num_
 
 
 def ways() -> dict[str, Callable[[Path], Callable[[], None]]]:
-    """Returns what prepares each way to read a file."""
+    """Returns for each way a function that prepares it for a file (whole_rows, own_parts)."""
     found: dict[str, Callable[[Path], Callable[[], None]]] = {
         way: partial(whole_rows, way=way) for way in (WHOLE, "page cache", "uncached")
     }

@@ -89,7 +89,7 @@ MAINS: dict[str, tuple[Callable[[], object], list[str], str]] = {
     # the rank that holds the whole model, after its share
     "split": (partial(gpu_split_models.decode_whole, "8b", "cuda", gpu_split.CONTEXT, gpu_split.NUM_STEPS), [], "8b"),
 }
-# Of drawn shapes, and of models of a few layers and 64 numbers a token. The largest allocation is one that is to be refused:
+# The tests of a GPU have random shapes, and models of a few layers that are 64 wide. Their largest allocation is to be refused:
 # tests/gpu/test_memory.py asks for KEPT_BYTES and 65 MiB.
 TEST_BYTES = 1 << 30
 # Maps each part that drives the device in a way that no meta tensor shows to what it takes there at most, in all its processes.

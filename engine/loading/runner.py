@@ -150,9 +150,7 @@ class TorchRunner:
                 if early is not None and task.begun is not None and backend.steps_may_overlap:
                     gate = WeightGate(weight_layout(source.shape, spec.dtype, weight_format))
                     task.begun(early, gate)
-                if not self._in_memory(task, weights, gate):
-                    self._read(task, choice, source, weights, gate, files)
-                task.weights_bytes = num_bytes
+                self._fill(task, choice, source, weights, gate, files)
                 if early is not None:
                     return early
                 compilation.wait()
@@ -191,9 +189,7 @@ class TorchRunner:
                 raise ValueError(f"model {spec.model}: {len(groups)} KV groups, and the group's region has another number")
             kv = self._kv_ranges.of(spec.model, None, len(kv_chunks) * self._options.chunk_bytes)
             kv.map(kv_chunks)
-            if not self._in_memory(task, weights, None):
-                self._read(task, choice, source, weights, None, files)
-            task.weights_bytes = weights.num_bytes
+            self._fill(task, choice, source, weights, None, files)
             compilation.wait()
             with time_of_kernels(task):
                 memory = kv.tensor(0, (kv.num_bytes,), torch.uint8)
@@ -205,6 +201,21 @@ class TorchRunner:
             if isinstance(error, ReadCancelled):
                 raise LoadCancelled(str(error)) from None
             raise
+
+    def _fill(
+        self,
+        task: LoadTask,
+        choice: SourceChoice,
+        source: OpenCheckpoint,
+        weights: WeightRange,
+        gate: WeightGate | None,
+        files: FileCalls,
+    ) -> None:
+        """Fills the mapped range `weights`, from memory if the weights are there, else from files. The arguments are those of
+        _read."""
+        if not self._in_memory(task, weights, gate):
+            self._read(task, choice, source, weights, gate, files)
+        task.weights_bytes = weights.num_bytes
 
     def _in_memory(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None) -> bool:
         """Fills the range `weights` without reading files: with weights that were left on the device, or else with a copy in the

@@ -105,7 +105,7 @@ def load(
 def test_shares_from_packed_files_have_the_bytes_of_those_from_plain_ones(
     tmp_path: Path, name: str, config: dict[str, Any], division: Division
 ) -> None:
-    """Of frames that hold rows of several shares, of matrices whose columns are divided, of fused tensors, experts and stages."""
+    """Frames may hold rows of several shares; columns are divided as well, and fused tensors, experts and stages."""
     folder = write_packable(tmp_path / "m", config=config)
     alone = pack_alone(folder)
     num_in_part = 0
