@@ -40,6 +40,7 @@ from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel
 from loader.files.direct_io import is_cached, open_direct
 from loader.reading.landings import Places
+from loader.reading.shared_reads import SharedReads
 from loader.reading.sinks import HostSink
 from loader.reading.staging import HUGE_PAGE_BYTES, SLOT_BYTES, StagingRing
 from loader.reading.unpack import Decoder
@@ -122,10 +123,16 @@ def _all_at_once(work: Callable[[], None], num_threads: int) -> None:
 
 
 def ours(
-    folder: Path, name: str, notes: list[str], share: DeviceShare | None = None, decoder: Decoder = NUMPY_DECODER
+    folder: Path,
+    name: str,
+    notes: list[str],
+    share: DeviceShare | None = None,
+    decoder: Decoder = NUMPY_DECODER,
+    shared: SharedReads | None = None,
 ) -> tuple[Callable[[], Any], int]:
     """Into memory as an engine has it. And by how much the resident set grows for the weights themselves: chunks that were not
-    prepared are counted in both of their mappings. notes: what the system refused. share: what is read; None: all."""
+    prepared are counted in both of their mappings. notes: what the system refused. share: what is read; None: all. shared: through
+    which ranks share reads."""
     dtype, prepared = "float32" if "float32" in name else "bfloat16", "not prepared" not in name
     with ExitStack() as stack:
         shape = open_checkpoint(folder, "", stack, share=share).shape
@@ -157,7 +164,9 @@ def ours(
                         kept.landed(begin, end)
 
             told: tuple[Any, Any] = (lambda *_: None, lambda: False)
-            report = stream_weights(source, dtype, sink, ring, *told, landed=landed, decoder=decoder)
+            report = stream_weights(source, dtype, sink, ring, *told, landed=landed, decoder=decoder, shared=shared)
+            if shared is not None:
+                shared.leave()
             notes.extend(sorted({f"no direct reads: {why}" for why in report.refused.values()}))
 
     gc.disable()

@@ -1,8 +1,9 @@
 """Measures loads of a checkpoint that is split over devices: each rank is a process that reads its share, all at the same time.
 
 `python -m benchmarks.loading --ranks 2` prints one JSON line for each division (tensor, pipeline) and for each kind of files that
-the checkpoint has (plain, packed). Before each load the files are dropped from the page cache. Loads and raw reads of the same
-files (benchmarks.loading, DIRECT_SPREAD) take turns in an order that is shuffled each round.
+the checkpoint has (plain, packed). "tensor, not shared" is a tensor division whose ranks share no reads. Before each load the files
+are dropped from the page cache. Loads and raw reads of the same files (benchmarks.loading, DIRECT_SPREAD) take turns in an order
+that is shuffled each round.
 
 asked: bytes that all ranks read, as a part of the files' bytes. drive: bytes that came from the drive meanwhile, by /proc/PID/io,
 as a part of the files' bytes. ratio: the time until the last rank has its share, as a part of the raw read's. first: the time until
@@ -12,29 +13,35 @@ the first rank has its share, as a part of the last one's.
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.loading import DIRECT_SPREAD, OURS, memory, one, ours, set_cache, weight_files
 from engine.host.weight_decoder import weight_decoder
 from loader.files.weight_files import PACKED_DIR
-from loader.reading.staging import StagingRing
+from loader.reading.shared_reads import SharedReads
+from loader.reading.shared_slots import shared_reads_bytes
+from loader.reading.staging import SLOT_BYTES, StagingRing
 from loader.reading.unpack import Decoder
 from loader.reading.weight_stream import open_checkpoint, planned_reads
 from loader.shapes.model_shape import DeviceShare, Division
 
-KINDS = ("tensor", "pipeline")
+TENSOR, NOT_SHARED, PIPELINE = KINDS = ("tensor", "tensor, not shared", "pipeline")
 
 
 def division(kind: str, num_ranks: int) -> Division:
-    return Division(num_ranks, num_stages=num_ranks if kind == "pipeline" else 1)
+    return Division(num_ranks, num_stages=num_ranks if kind == PIPELINE else 1)
 
 
 def io_bytes() -> int:
@@ -43,16 +50,23 @@ def io_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
-def child(folder: Path, kind: str, rank: int, num_ranks: int) -> None:
-    """Prepares the memory of a rank's share, says so, and reads the share as soon as a line comes. Prints what it took."""
-    share = DeviceShare(rank, division(kind, num_ranks))
+def child(folder: Path, kind: str, rank: int, num_ranks: int, fd: int) -> None:
+    """Prepares the memory of a rank's share, says so, and reads the share as soon as a line comes. Prints what it took. fd: the
+    memory through which ranks share reads."""
+    share, shared = DeviceShare(rank, division(kind, num_ranks)), None
+    if kind == TENSOR:
+        memory_of_all = mmap.mmap(fd, shared_reads_bytes(num_ranks, SLOT_BYTES))
+        shared = SharedReads(np.frombuffer(memory_of_all, np.uint8), rank, num_ranks, SLOT_BYTES)
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, share=share)
         is_packed = source.is_packed
-        asked_bytes = sum(read.end - read.begin for read in planned_reads(source, "bfloat16", StagingRing()))
+        reads = planned_reads(source, "bfloat16", StagingRing(), num_sharing=1 if shared is None else num_ranks)
+    own = [read for read in reads if not read.is_shared]
+    own += [read for read in reads if read.is_shared][rank::num_ranks]
+    asked_bytes = sum(read.end - read.begin for read in own)
     decoder = weight_decoder("") if is_packed else Decoder()
     notes: list[str] = []
-    load, _ = ours(folder, OURS, notes, share, decoder)
+    load, _ = ours(folder, OURS, notes, share, decoder, shared)
     when_told(load, lambda: {"asked_bytes": asked_bytes, "notes": notes})
 
 
@@ -67,11 +81,11 @@ def when_told(load: Callable[[], Any], further: Callable[[], dict[str, Any]] = d
     print(json.dumps(result | {"drive_bytes": io_bytes() - before_bytes} | further()))
 
 
-def at_once(commands: list[list[str]]) -> list[dict[str, Any]]:
+def at_once(commands: list[list[str]], fds: Sequence[int] = ()) -> list[dict[str, Any]]:
     """Starts a process for each command, all of which call `when_told`, tells them when all are ready, and returns what they
-    print."""
+    print. fds: descriptors that the processes inherit."""
     with ExitStack() as stack:
-        pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "pass_fds": fds}
         ranks: list[Any] = [stack.enter_context(subprocess.Popen(command, **pipe)) for command in commands]
         for command, rank in zip(commands, ranks, strict=True):
             if rank.stdout.readline() != "ready\n":
@@ -90,7 +104,12 @@ def load_together(folder: Path, kind: str, num_ranks: int) -> dict[str, Any]:
     memory(sum(path.stat().st_size for path in files) * 9 // 4, huge=True, prepared=True)
     set_cache(files, warm=False)
     command = [sys.executable, "-m", "benchmarks.loading", "--checkpoint", str(folder), "--ranks", str(num_ranks), "--child"]
-    results = at_once([[*command, f"{kind} {rank}"] for rank in range(num_ranks)])
+    fd = os.memfd_create("shared reads")
+    os.ftruncate(fd, shared_reads_bytes(num_ranks, SLOT_BYTES))
+    try:
+        results = at_once([[*command, f"{kind}/{rank}/{fd}"] for rank in range(num_ranks)], [fd])
+    finally:
+        os.close(fd)
     begin_s = min(result["begin_s"] for result in results)
     ends_s = [result["end_s"] - begin_s for result in results]
     sums = {key: sum(result[key] for result in results) for key in ("cpu_s", "asked_bytes", "drive_bytes")}
@@ -157,10 +176,11 @@ def _line(folder: Path, kind: str, num_ranks: int, runs: list[dict[str, Any]], r
 
 
 def main(folder: Path, rounds: int, num_ranks: int, as_child: str | None) -> None:
-    """Measures, or carries out the load of one rank. as_child: the division and the number of that rank."""
+    """Measures, or carries out the load of one rank. as_child: the division, the number of that rank, and a
+    descriptor."""
     if as_child:
-        kind, rank = as_child.split()
-        child(folder, kind, int(rank), num_ranks)
+        kind, rank, fd = as_child.split("/")
+        child(folder, kind, int(rank), num_ranks, int(fd))
         return
     for line in measure(folder, rounds, num_ranks):
         print(json.dumps(line))

@@ -24,8 +24,10 @@ from typing import NamedTuple
 
 from engine.host.rank_memory import LINE_BYTES, rank_memory_bytes
 from engine.host.rendezvous import rendezvous_words
-from engine.host.shared_words import Fence
 from engine.host.stage_memory import stage_memory_bytes
+from loader.reading.memory_fence import MemoryFence
+from loader.reading.shared_slots import shared_reads_bytes
+from loader.reading.staging import SLOT_BYTES
 from loader.shapes.model_shape import Division
 
 QUEUE_ENTRIES = 1024
@@ -148,7 +150,10 @@ def region_layout(sizes: RegionSizes) -> tuple[dict[str, RegionArray], int]:
     begin = _pages(end)
     parts["ranks"] = RegionArray(begin, "B", (num_stages, of_ranks))
     parts["stages"] = RegionArray(begin + num_stages * of_ranks, "B", (stage_size, of_stages // stage_size))
-    return parts, _pages(begin + num_stages * of_ranks + of_stages)
+    begin = _pages(begin + num_stages * of_ranks + of_stages)
+    of_reads = shared_reads_bytes(stage_size, SLOT_BYTES) if stage_size > 1 else 0
+    parts["reads"] = RegionArray(begin, "B", (num_stages, of_reads))
+    return parts, _pages(begin + num_stages * of_reads)
 
 
 def region_bytes(sizes: RegionSizes) -> int:
@@ -301,7 +306,7 @@ class Poster:
     def __init__(self, exchange: Exchange, members: Sequence[int], region: int, broken: memoryview | None = None) -> None:
         self._exchange, self._members, self._region, self._broken = exchange, tuple(members), region, broken
         self._queues = [exchange._queue(number) for number in members]
-        self._words, self._lock, self._fence = exchange._words, exchange._lock, Fence()
+        self._words, self._lock, self._fence = exchange._words, exchange._lock, MemoryFence()
 
     def post(self) -> bool:
         """Appends the region to the queues of the group's members and rings the doorbells of all but the caller. Whatever this

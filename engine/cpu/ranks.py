@@ -21,8 +21,9 @@ from engine.cpu.ops import CpuOps
 from engine.cpu.products import array
 from engine.cpu.programs.program import call, empty
 from engine.host.rank_memory import LINE_BYTES, buffer_bytes_of
-from engine.host.shared_words import Fence, wake_all
+from engine.host.shared_words import wake_all
 from engine.host.step_begins import StepBegins
+from loader.reading.memory_fence import MemoryFence
 from scheduler.batch.plan import LongArray
 
 _SPIN_S, _SLEEP_S, _LONGEST_S = 60e-6, 50e-6, 2e-3  # Python polls for so long, then sleeps between polls
@@ -47,7 +48,7 @@ class SharedRanks:
         self._memory = memory[size * LINE_BYTES :]
         self._own = np.zeros(OWN_WORDS, np.int64)
         self._buffers = {dtype: self._memory.view(kind).reshape(2 * size, -1) for dtype, kind in _NUMPY_OF.items()}
-        self._fence = Fence()
+        self._fence = MemoryFence()
 
     def count(self, num_tokens: int, num_rows: int) -> None:
         self._own[SUM_ROWS], self._own[GATHER_ROWS] = num_tokens, num_rows

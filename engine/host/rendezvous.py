@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.host.shared_words import Fence
+from loader.reading.memory_fence import MemoryFence
 from scheduler.batch.plan import LongArray
 
 ID_WORDS = 16  # of 8 bytes
@@ -25,7 +25,7 @@ class Rendezvous:
 
     def __init__(self, words: LongArray, rank: int, broken: LongArray) -> None:
         self._id, self._is_told, self._arrived = words[:ID_WORDS], words[ID_WORDS : ID_WORDS + 1], words[ID_WORDS + 1 :]
-        self._rank, self._broken, self._fence = rank, broken, Fence()
+        self._rank, self._broken, self._fence = rank, broken, MemoryFence()
 
     def meet(self, new_id: Callable[[], bytes]) -> bytes | None:
         """Waits until all ranks have called this, and returns what new_id has returned on rank 0, 8 * ID_WORDS bytes. Returns None

@@ -1,11 +1,10 @@
-"""Functions on words in memory that several processes share: they put a thread to sleep until a word changes (futex(2)), wake
-sleeping threads, and order a thread's accesses to the memory."""
+"""Functions on words in memory that several processes share: they put a thread to sleep until a word changes (futex(2)) and wake
+sleeping threads."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
-import threading
 from functools import cache
 from typing import Any
 
@@ -16,20 +15,6 @@ FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 98)  # number of 
 FUTEX_WAIT, FUTEX_WAKE, EVERYBODY = 0, 1, (1 << 31) - 1  # on memory that processes share; how many are woken
 
 Words = npt.NDArray[np.int64]
-
-
-class Fence:
-    """A memory fence for the accesses of one thread, which works on every kind of processor."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def order(self) -> None:
-        """Orders all accesses before this call before all accesses after it: releasing a lock and taking it again are a store with
-        release semantics and a load with acquire semantics that reads it."""
-        self._lock.release()
-        self._lock.acquire()
 
 
 def wake_all(words: Words, index: int) -> None:

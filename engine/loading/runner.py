@@ -25,7 +25,7 @@ from engine.loading.kernel_wait import Compilation, time_of_kernels, wait_for_ke
 from engine.loading.left_weights import adopt
 from engine.loading.probe import probe_token
 from engine.loading.weight_copies import KeptCopy, WeightCopies
-from engine.memory.group_region import open_region
+from engine.memory.group_region import GroupRegion, open_region
 from engine.memory.host_registration import BACKGROUND_SHARE, RegistersHost, register, register_whole
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_arrivals import parameter_places
@@ -38,6 +38,7 @@ from loader.files.file_calls import FileCalls, ReadCancelled
 from loader.formats.registry import FORMATS
 from loader.reading.landings import Places
 from loader.reading.read_rates import ReadRates
+from loader.reading.shared_reads import SharedReads
 from loader.reading.source_choice import SourceChoice
 from loader.reading.staging import StagingRing
 from loader.reading.unpack import Decoder
@@ -189,7 +190,7 @@ class TorchRunner:
                 raise ValueError(f"model {spec.model}: {len(groups)} KV groups, and the group's region has another number")
             kv = self._kv_ranges.of(spec.model, None, len(kv_chunks) * self._options.chunk_bytes)
             kv.map(kv_chunks)
-            self._fill(task, choice, source, weights, None, files)
+            self._fill_share(task, choice, source, weights, files, region)
             compilation.wait()
             with time_of_kernels(task):
                 memory = kv.tensor(0, (kv.num_bytes,), torch.uint8)
@@ -202,6 +203,24 @@ class TorchRunner:
                 raise LoadCancelled(str(error)) from None
             raise
 
+    def _fill_share(
+        self,
+        task: LoadTask,
+        choice: SourceChoice,
+        source: OpenCheckpoint,
+        weights: WeightRange,
+        files: FileCalls,
+        region: GroupRegion,
+    ) -> None:
+        """Fills the mapped range `weights` with a share of a model. The other arguments are those of _fill. region: through which
+        the members of a stage share reads."""
+        shared = region.shared_reads()
+        try:
+            self._fill(task, choice, source, weights, None, files, shared)
+        finally:
+            if shared is not None:
+                region.end_reads(shared)
+
     def _fill(
         self,
         task: LoadTask,
@@ -210,11 +229,12 @@ class TorchRunner:
         weights: WeightRange,
         gate: WeightGate | None,
         files: FileCalls,
+        shared: SharedReads | None = None,
     ) -> None:
         """Fills the mapped range `weights`, from memory if the weights are there, else from files. The arguments are those of
         _read."""
         if not self._in_memory(task, weights, gate):
-            self._read(task, choice, source, weights, gate, files)
+            self._read(task, choice, source, weights, gate, files, shared)
         task.weights_bytes = weights.num_bytes
 
     def _in_memory(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None) -> bool:
@@ -236,16 +256,18 @@ class TorchRunner:
         weights: WeightRange,
         gate: WeightGate | None,
         files: FileCalls,
+        shared: SharedReads | None,
     ) -> None:
         """Reads the weights from files into the range, and copies them to the host tier if the daemon asked for that. If packed
-        files are damaged and there are plain ones, it starts again with those. files: the thread that opens and closes files."""
+        files are damaged and there are plain ones, it starts again with those. files: the thread that opens and closes files.
+        shared: as in stream_weights."""
         spec = task.spec
         layout = weight_layout(source.shape, spec.dtype, FORMATS[spec.quantize])
         places = [(begin, end) for begin, end, _ in parameter_places(layout)]
         with self._copies.keeping(task, weights, places) as kept:
             behind = [each for each in (gate, kept) if each is not None]
             try:
-                self._stream(task, source, weights, behind)
+                self._stream(task, source, weights, behind, shared)
                 task.read_as = choice.reason or source.packed_reason
             except CheckpointError as error:
                 if not source.has_plain_files_beside:
@@ -258,10 +280,15 @@ class TorchRunner:
                 task.read_as = f"read its plain files: the packed ones are damaged ({error})"
 
     def _stream(
-        self, task: LoadTask, source: OpenCheckpoint, weights: WeightRange, behind: Sequence[WeightGate | KeptCopy]
+        self,
+        task: LoadTask,
+        source: OpenCheckpoint,
+        weights: WeightRange,
+        behind: Sequence[WeightGate | KeptCopy],
+        shared: SharedReads | None = None,
     ) -> None:
         """Reads the weights of an opened checkpoint into the range. behind: objects that wait for bytes; all bytes that have landed
-        are reported to each."""
+        are reported to each. shared: as in stream_weights."""
 
         def landed(places: Places) -> None:
             for begin_bytes, end_bytes in places:
@@ -278,6 +305,7 @@ class TorchRunner:
             FORMATS[task.spec.quantize],
             landed=landed,
             decoder=self.backend.decoder() if source.is_packed else Decoder(),
+            shared=shared,
         )
         task.bytes_read = report.num_bytes
 

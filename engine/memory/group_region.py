@@ -6,6 +6,7 @@ exchange of the step, because the leader may write again then.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from dataclasses import fields
@@ -21,6 +22,8 @@ from engine.memory import mappings
 from engine.memory.shared_plans import SharedPlans
 from engine.memory.stage_link import StageLink
 from engine.protocol import Group, LoadModel
+from loader.reading.shared_reads import SharedReads
+from loader.reading.staging import SLOT_BYTES
 from loader.shapes.model_shape import Division
 from scheduler.batch.plan import BatchPlan, LongArray, SequenceTable, make_sequence_table
 
@@ -42,7 +45,7 @@ class GroupRegion:
         division = Division(sizes.num_ranks, num_stages=sizes.num_stages)
         self.offset, self.rank, self.num_stages = group.region_offset, group.rank, sizes.num_stages
         self.stage_rank, self.stage_size = group.rank % division.stage_size, division.stage_size
-        self._exchange, self._members = exchange, tuple(group.members)
+        self._exchange, self._members, self._hosts = exchange, tuple(group.members), group.hosts
         memory = _mapped(exchange.fd, group.region_offset, num_bytes)
         arrays: dict[str, npt.NDArray[Any]] = {
             name: np.ndarray(part.shape, np.dtype(part.code), memory, part.begin) for name, part in parts.items()
@@ -51,6 +54,8 @@ class GroupRegion:
         self.stage = division.stage_of(group.rank)
         self.ranks: npt.NDArray[np.uint8] = arrays["ranks"][self.stage]
         self.rendezvous = Rendezvous(arrays["rendezvous"][self.stage], self.stage_rank, self.broken)
+        self._reads: npt.NDArray[np.uint8] = arrays["reads"][self.stage]
+        self._reads_at = group.region_offset + parts["reads"].begin + self.stage * self._reads.nbytes
         self._stages, self._handed_bytes = arrays["stages"][self.stage_rank], sizes.handed_bytes
         self.link = self.new_link() if sizes.num_stages > 1 else None
         self._num_plans = 0  # number of plans that this member has posted or read
@@ -74,6 +79,21 @@ class GroupRegion:
         """Returns a new connection of a stage to its neighbours: of this member's stage, or of the one with the number `stage`."""
         of_stage = self.stage if stage is None else stage
         return StageLink(self._stages, of_stage, self.num_stages, self._handed_bytes, self.broken)
+
+    def shared_reads(self) -> SharedReads | None:
+        """Returns the memory through which the members of this member's stage share reads; None if they are on several hosts, or
+        if there is only this one."""
+        first = self.rank - self.stage_rank
+        hosts = self._hosts[first : first + self.stage_size]
+        if self.stage_size == 1 or len(set(hosts)) > 1:
+            return None
+        return SharedReads(self._reads, self.stage_rank, self.stage_size, SLOT_BYTES)
+
+    def end_reads(self, shared: SharedReads) -> None:
+        """Ends this member's part in sharing reads. The last one gives their memory back to the system."""
+        if shared.leave():
+            with contextlib.suppress(MemoryError):  # it is given back with the region at the latest
+                mappings.punch_hole(self._exchange.fd, self._reads_at, self._reads.nbytes)
 
     @property
     def is_broken(self) -> bool:

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.host.rank_memory import LINE_BYTES
-from engine.host.shared_words import Fence, sleep_while, wake_all
+from engine.host.shared_words import sleep_while, wake_all
 from engine.host.stage_memory import piece_bytes
+from loader.reading.memory_fence import MemoryFence
 from scheduler.batch.plan import LongArray
 
 Bytes = npt.NDArray[np.uint8]
@@ -39,7 +40,7 @@ class StageLink:
         self._lines = [line.view(np.int64) for line in lines]
         self._num_taken = self._num_sent = 0
         self.waited_s, self.handed_bytes = 0.0, handed
-        self._fence = Fence()
+        self._fence = MemoryFence()
 
     def take(self) -> Bytes | None:
         """Waits until the previous stage has sent the states of the next step, and returns the memory that holds them, uint8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ log = logging.getLogger("loader")
 @dataclass(slots=True, frozen=True)
 class Fetched:
     """The result of one read that was carried out. Sizes are in bytes of tensors, as they are in the file. direct_bytes: bytes read
-    past the page cache. staged_bytes: bytes that went through the staging slot.
+    past the page cache. staged_bytes: bytes that went through the staging slot. given_bytes: bytes that another rank had read.
 
     fence: passed when the read's copies to a device are done, after which the caller gives `slot` back to the ring; None: there are
     no copies, and the slot has been given back."""
@@ -33,6 +34,7 @@ class Fetched:
     staged_bytes: int
     slot: memoryview
     fence: Fence | None
+    given_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -65,35 +67,32 @@ class FileReader:
         except OSError as error:
             self._refuse(error)
 
-    def fetch(self, read: Read, at: Fetching) -> Fetched:
+    def fetch(
+        self, read: Read, at: Fetching, given: memoryview | None = None, offer: Callable[[memoryview], None] | None = None
+    ) -> Fetched:
         """Carries out a read in the calling thread. Returns when its weights are in place, or on their way there from a slot, which
-        the caller then has to give back to the ring once the fence is passed. at: the state of the thread, updated here.
+        the caller then has to give back to the ring once the fence is passed. at: the state of the thread, updated here. given: the
+        read's bytes, if another rank has read them; only for a shared read. offer: called with the bytes of a shared read, before
+        they are stored.
 
         Raises ReadFailed if the drive fails, and CheckpointError if the file ends too early or a frame is damaged; both name file,
         tensor and offset. Raises RuntimeError if the device failed, and LeftBehind if another thread has left the call behind.
         After an error the slot is back in the ring."""
         for begin_bytes, end_bytes in read.places:
             self._sink.prepare(begin_bytes, end_bytes)
+        if given is not None and self._sink.memory is not None:
+            return self._stored_from(read, given)
         slot = at.slot = self._ring.take()
+        direct_fd: int | None = None
         try:
-            direct_fd = self._direct_fd
-            with at.call:
-                if direct_fd is not None and is_cached(self._fd, read.begin, read.begin + read.needed_bytes):
-                    direct_fd = None
-            try:
-                staged = self._into_place(read, at.call, slot, direct_fd)
-            except OSError as error:
-                if direct_fd is None or error.errno not in REFUSALS:
-                    raise
-                self._refuse(error)
-                direct_fd = None
-                staged = self._into_place(read, at.call, slot, None)
-            for span in staged:
-                held = slot[span.begin - read.begin : span.end - read.begin]
-                if span.segment.frame is None:
-                    self._sink.store(span, held)
-                else:
-                    self._unpacker.store(span.segment, held)
+            if given is not None:  # no device may still copy from it when its rank reuses it
+                np.copyto(np.frombuffer(slot, np.uint8)[: read.needed_bytes], np.frombuffer(given, np.uint8)[: read.needed_bytes])
+                staged = staged_spans(read, ())
+            else:
+                direct_fd, staged = self._from_file(read, at.call, slot)
+                if offer is not None:
+                    offer(slot[: read.needed_bytes])
+            self._store(read, staged, slot)
             fence = self._sink.fence()
         except LeftBehind:
             self._ring.give_back(slot)
@@ -107,7 +106,39 @@ class FileReader:
         if fence is None:
             self._ring.give_back(slot)
         direct_bytes = read.num_bytes if direct_fd is not None else 0
-        return Fetched(read, direct_bytes, sum(span.end - span.begin for span in staged), slot, fence)
+        given_bytes = 0 if given is None else read.num_bytes
+        return Fetched(read, direct_bytes, sum(span.end - span.begin for span in staged), slot, fence, given_bytes)
+
+    def _stored_from(self, read: Read, given: memoryview) -> Fetched:
+        """Stores a shared read that another rank has carried out, straight from there into the weight range."""
+        self._store(read, staged_spans(read, ()), given)
+        if (fence := self._sink.fence()) is not None:
+            fence.wait()
+        return Fetched(read, 0, 0, given, None, read.num_bytes)
+
+    def _store(self, read: Read, spans: Iterable[Span], held: memoryview) -> None:
+        """Starts moving spans of a read to their places. held: memory that begins with the read's first byte."""
+        for span in spans:
+            staged = held[span.begin - read.begin : span.end - read.begin]
+            if span.segment.frame is None:
+                self._sink.store(span, staged)
+            else:
+                self._unpacker.store(span.segment, staged)
+
+    def _from_file(self, read: Read, call: CallUnderWay, slot: memoryview) -> tuple[int | None, list[Span]]:
+        """Reads the bytes of a read from the file, past the page cache unless they are in it. Returns the descriptor that bypassed
+        the cache, or None, and the spans that are in the slot. The arguments are those of _into_place."""
+        direct_fd = self._direct_fd
+        with call:
+            if direct_fd is not None and is_cached(self._fd, read.begin, read.begin + read.needed_bytes):
+                direct_fd = None
+        try:
+            return direct_fd, self._into_place(read, call, slot, direct_fd)
+        except OSError as error:
+            if direct_fd is None or error.errno not in REFUSALS:
+                raise
+            self._refuse(error)
+        return None, self._into_place(read, call, slot, None)
 
     def _take_back(self, slot: memoryview) -> None:
         """Gives a failed read's slot back to the ring, after waiting for the copies from it that were started already."""

@@ -7,7 +7,8 @@ a direct span. All other bytes (the blocks at a tensor's ends, tensors placed di
 staging slot, where they have the same position as in the read.
 
 In a split model only the share's rows and long runs of its columns are read. Where columns are divided into short runs, whole rows
-are read, and only their parts are stored. Of packed files the frames are read that hold something of the share.
+are read, and only their parts are stored. Of packed files the frames are read that hold something of the share. Reads of rows of
+which each rank has a part are the same on all ranks, which may share them (loader/reading/shared_reads.py).
 """
 
 from __future__ import annotations
@@ -141,12 +142,14 @@ class Span:
 @dataclass(slots=True, frozen=True)
 class Read:
     """One read from a file: its bytes [begin, end), which are whole blocks (`end` may be past the end of the file), and the
-    segments of parameters among them, in file order."""
+    segments of parameters among them, in file order. is_shared: whether all ranks that share reads have the same read, which then
+    goes through a slot."""
 
     file: str
     begin: int
     end: int
     segments: tuple[Segment, ...]
+    is_shared: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -175,10 +178,13 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtype: str, read_bytes: int) -> list[Read]:
+def plan_reads(
+    headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtype: str, read_bytes: int, num_sharing: int = 1
+) -> list[Read]:
     """Returns reads that together read every parameter once. They are ordered by the first stage of the forward pass that needs
     something from a read, then by file and position. headers: file name -> header. layout: the places of all parameters. dtype: the
-    model's dtype. read_bytes: the length of the longest read, in whole blocks, at least two.
+    model's dtype. read_bytes: the length of the longest read, in whole blocks, at least two. num_sharing: how many ranks share the
+    reads that all of them need; 1: none are shared.
 
     Tensors that are not parameters are left out (open_checkpoint has refused those that should not exist). Raises CheckpointError
     for a parameter that is missing, has another shape, or has rows too long for a read."""
@@ -187,6 +193,7 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
     reads: list[Read] = []
     for file, header in headers.items():
         segments: list[Segment] = []
+        shared: list[Segment] = []
         for tensor in header.tensors:
             slot = slots.pop(tensor.name, None)
             if slot is None or not tensor.num_bytes:
@@ -219,11 +226,19 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
             if own[0].unit_bytes[0] > read_bytes - BLOCK_BYTES:
                 what = "too many scales for a read" if slot.repeats else "too long to be converted"
                 raise CheckpointError(file, tensor.name, f"has rows of {own[0].unit_bytes[0]} bytes: {what}")
-            segments += own if tensor.record is None else _framed(own, read_bytes)
+            of_all = num_sharing > 1 and own[0].columns is not None and _has_equal_part(slot.cut, num_sharing)
+            (shared if of_all else segments).extend(own if tensor.record is None else _framed(own, read_bytes))
         reads += _cut(file, segments, read_bytes)
+        reads += [replace(read, is_shared=True) for read in _cut(file, shared, read_bytes)]
     for name in slots:
         raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")
     return sorted(reads, key=lambda read: min(segment.stage for segment in read.segments))
+
+
+def _has_equal_part(cut: Cut | None, num_ranks: int) -> bool:
+    """Returns whether each of num_ranks ranks has an equal part of the columns of a tensor, so that all of them need all its rows.
+    False where experts are divided, too, since then some ranks need other rows."""
+    return cut is not None and cut.experts is None and cut.length * num_ranks == cut.whole
 
 
 def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -27,6 +28,8 @@ from loader.models.drafters import joined, renamed
 from loader.reading.file_reader import Fetched, Fetching, FileReader
 from loader.reading.landings import Landings, Places
 from loader.reading.range_plan import Read, plan_reads
+from loader.reading.read_order import ReadOrder, Turn
+from loader.reading.shared_reads import SharedReads
 from loader.reading.sinks import WeightSink
 from loader.reading.staging import StagingRing
 from loader.reading.unpack import Decoder, Unpacker
@@ -129,18 +132,23 @@ def open_checkpoint(
 class ReadReport:
     """The amounts that a load has read, in bytes of tensors as they are in the files. num_bytes: bytes of the whole checkpoint, or,
     for a share of a model, those read for the share. direct_bytes: bytes read past the page cache. staged_bytes: bytes that went
-    through a staging slot. refused: file -> why it could not be read past the page cache."""
+    through a staging slot. given_bytes: bytes of the share that other ranks have read; they do not count in num_bytes. refused:
+    file -> why it could not be read past the page cache."""
 
     num_bytes: int
     direct_bytes: int = 0
     staged_bytes: int = 0
+    given_bytes: int = 0
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def planned_reads(source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN) -> list[Read]:
+def planned_reads(
+    source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN, num_sharing: int = 1
+) -> list[Read]:
     """Returns the reads that `stream_weights` will carry out, in that order. dtype, weight_format: how the weights are held. ring:
-    the staging slots, whose size limits a read. Raises CheckpointError."""
-    return plan_reads(source.headers, layout.weight_layout(source.shape, dtype, weight_format), dtype, ring.slot_bytes)
+    the staging slots, whose size limits a read. num_sharing: how many ranks share reads. Raises CheckpointError."""
+    slots = layout.weight_layout(source.shape, dtype, weight_format)
+    return plan_reads(source.headers, slots, dtype, ring.slot_bytes, num_sharing)
 
 
 def stream_weights(
@@ -153,17 +161,19 @@ def stream_weights(
     weight_format: WeightFormat = PLAIN,
     landed: Callable[[Places], None] = lambda places: None,
     decoder: Decoder = NUMPY_DECODER,
+    shared: SharedReads | None = None,
 ) -> ReadReport:
     """Reads a checkpoint's weights into the sink's weight range, which is laid out by layout.weight_layout. Bytes that cannot be
     read straight into place pass through slots of `ring`. weight_format: how matrices are held; they are converted as they arrive.
-    decoder: decodes packed files. progress(bytes done, all bytes) and cancelled(), which returns whether to stop, are called by the
-    calling thread between reads. landed(places) is called by it or by a reader thread when the ranges `places` of the weight range
-    have been filled.
+    decoder: decodes packed files. shared: through which the ranks of a split model share reads; the caller leaves it afterwards.
+    progress(bytes done, all bytes) and cancelled(), which returns whether to stop, are called by the calling thread between reads.
+    landed(places) is called by it or by a reader thread when the ranges `places` of the weight range have been filled.
 
-    Reads begin in the order of the plan and end in any order. When this function returns or raises, no copy to a device is under
-    way. Raises CheckpointError, which names file, tensor and offset; CheckpointChanged; ReadCancelled; RuntimeError if the device
-    failed. Reads that do not return are left behind once the load is cancelled or has failed, and with them their slots."""
-    reads = planned_reads(source, dtype, ring, weight_format)
+    Reads begin in the order of the plan, except for shared ones, and end in any order. When this function returns or raises, no
+    copy to a device is under way. Raises CheckpointError, which names file, tensor and offset; CheckpointChanged; ReadCancelled;
+    RuntimeError if the device failed. Reads that do not return are left behind once the load is cancelled or has failed, and with
+    them their slots."""
+    reads = planned_reads(source, dtype, ring, weight_format, 1 if shared is None else shared.size)
     planned = sum(read.num_bytes for read in reads)
     total = source.num_bytes if source.shape.split is None else planned
     done = total - planned  # tensors that follow from others are not read
@@ -174,23 +184,26 @@ def stream_weights(
         opened, descriptors = calls.opened, source.descriptors.items()
         files = calls.run(lambda: {file: FileReader(file, fd, sink, ring, opened, unpacker) for file, fd in descriptors})
         landings = Landings(reads, sink)
-        readers = stack.enter_context(_Readers(reads, files, ring, lambda read: landed(landings.of(read))))
+        readers = stack.enter_context(_Readers(reads, files, ring, lambda read: landed(landings.of(read)), shared))
         for _ in reads:
             fetched = readers.next_done(cancelled)
             done += fetched.read.num_bytes
             report.direct_bytes += fetched.direct_bytes
             report.staged_bytes += fetched.staged_bytes
+            report.given_bytes += fetched.given_bytes
             progress(done, total)
             if cancelled():
                 tensor = fetched.read.segments[-1].tensor
                 raise ReadCancelled(f"{tensor.file}: read of tensor {tensor.name} was cancelled")
         sink.finish()
         calls.run(lambda: _check_unchanged(source))
+    report.num_bytes -= report.given_bytes
     report.refused = {name: reader.refused for name, reader in files.items() if reader.refused}
     log.info(
-        "%s: read %.1f MiB, %.1f of it past the page cache, %.1f through staging slots%s",
+        "%s: read %.1f MiB, took %.1f from other ranks, %.1f past the page cache, %.1f through staging slots%s",
         source.checkpoint.name,
         report.num_bytes / MIB,
+        report.given_bytes / MIB,
         report.direct_bytes / MIB,
         report.staged_bytes / MIB,
         "" if ring.huge_pages else " without huge pages (the system allows none)",
@@ -205,15 +218,22 @@ def _check_unchanged(source: OpenCheckpoint) -> None:
 
 class _Readers:
     """The threads that carry out `reads` of a load; each takes the next read in order. landed: called with each read whose weights
-    are in place. On leaving the context the threads end after their current read. A thread whose read does not return within
-    LEAVE_AFTER_S seconds is left behind: it touches nothing but its slot then.
+    are in place. shared: through which ranks share reads, or None. On leaving the context the threads end after their current read.
+    A thread whose read does not return within LEAVE_AFTER_S seconds is left behind: it touches nothing but its slot then.
 
     The threads do not wait for copies to a device. The caller's thread does, and then frees the buffer that was copied, so that the
     next read into it can begin."""
 
-    def __init__(self, reads: list[Read], files: dict[str, FileReader], ring: StagingRing, landed: Callable[[Read], None]) -> None:
-        self._files, self._ring, self._landed = files, ring, landed
-        self._left = enumerate(reads)  # next() on it is atomic under the interpreter lock
+    def __init__(
+        self,
+        reads: list[Read],
+        files: dict[str, FileReader],
+        ring: StagingRing,
+        landed: Callable[[Read], None],
+        shared: SharedReads | None,
+    ) -> None:
+        self._files, self._ring, self._landed, self._shared = files, ring, landed, shared
+        self._left = ReadOrder(reads, shared)
         self._done: SimpleQueue[Fetched | Exception | Fetching] = SimpleQueue()  # Fetching: that thread has ended
         self._failed: dict[int, Exception] = {}  # by the read's index in the plan
         self._stopped = False
@@ -311,19 +331,24 @@ class _Readers:
 
     def _run(self, at: Fetching) -> None:
         try:
-            for place, read in self._left:
-                if self._stopped:
-                    return
+            while (turn := self._left.next(lambda: self._stopped)) is not None:
                 try:
-                    fetched = self._files[read.file].fetch(read, at)
+                    fetched = self._fetch(turn, at)
+                    self._left.end(turn)
                     if fetched.fence is None:
-                        self._landed(read)
+                        self._landed(turn.read)
                     self._done.put(fetched)
                 except LeftBehind:
                     return
                 except Exception as error:
-                    self._failed[place] = error
+                    self._failed[turn.place] = error
                     self._done.put(error)
                     return
         finally:
             self._done.put(at)
+
+    def _fetch(self, turn: Turn, at: Fetching) -> Fetched:
+        if (shared := self._shared) is None or not turn.read.is_shared:
+            return self._files[turn.read.file].fetch(turn.read, at)
+        offer = partial(shared.offer, turn.number, turn.read) if turn.is_offered else None
+        return self._files[turn.read.file].fetch(turn.read, at, turn.given, offer)

@@ -1,0 +1,123 @@
+"""The memory through which the ranks of a split model share reads.
+
+Where devices have columns of a matrix, each of them needs parts of all rows. The ranks read such rows in turn: each one reads some
+of them from the drive and offers them here, and the others take them from here. So the drive gives each byte once, whatever the
+number of ranks.
+
+Nobody waits for another rank for long. A rank that finds no room for what it has read offers it to nobody, and a rank that is
+offered nothing reads from the file itself. So ranks may begin at any time, fail, or find their weights elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.reading.memory_fence import MemoryFence
+from loader.reading.range_plan import Read
+from loader.reading.shared_slots import ENDED, KEYS, LEFT, NUM_SLOTS, NUMBERS, TAKEN, num_words, shared_reads_bytes, words_bytes
+
+
+class Offer(Enum):
+    """What a rank says of one of its reads. COMING: it has not read it yet. READY: its bytes are in a slot. NONE: it offers it to
+    nobody."""
+
+    COMING = "coming"
+    READY = "ready"
+    NONE = "none"
+
+
+class SharedReads:
+    """One rank's view of the memory through which it shares reads. memory: all of it, of shared_reads_bytes bytes. rank, size: the
+    rank and the number of ranks. slot_bytes: the length of the longest read. Methods may be called by any thread.
+
+    The reads that are shared are numbered alike on all ranks; rank r reads those whose number divided by `size` leaves r. `number`
+    counts the reads of one rank. Raises ValueError for memory of another size."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], rank: int, size: int, slot_bytes: int) -> None:
+        if len(memory) != shared_reads_bytes(size, slot_bytes):
+            raise ValueError(f"{len(memory)} bytes are not the memory of {size} ranks that share reads of {slot_bytes} bytes")
+        self.rank, self.size, self.slot_bytes = rank, size, slot_bytes
+        begin = words_bytes(size)
+        self._words = memory[: size * num_words(size) * 8].view(np.int64).reshape(size, -1)
+        self._own = self._words[rank]
+        self._slots = memory[begin:]
+        self._done: dict[int, set[int]] = {other: set() for other in range(size)}  # ended or taken out of turn
+        self._lock = threading.Lock()
+        self._fence = MemoryFence()
+
+    def leave(self) -> bool:
+        """Says that this rank neither reads nor takes any more. Returns whether that is so of all ranks, so that nobody uses the
+        slots again."""
+        with self._lock:
+            self._fence.order()
+            self._own[LEFT] = 1
+            self._fence.order()
+        return bool(self._words[:, LEFT].all())
+
+    def has_room(self, number: int) -> bool:
+        """Returns whether this rank may offer its read `number`: all others have taken the one that was in the same slot before."""
+        return all(
+            self._words[other, LEFT] or self._words[other, TAKEN + self.rank] > number - NUM_SLOTS
+            for other in range(self.size)
+            if other != self.rank
+        )
+
+    def offer(self, number: int, read: Read, data: memoryview) -> None:
+        """Offers this rank's read `number`, for which there is room. data: its bytes."""
+        slot = number % NUM_SLOTS
+        with self._lock:
+            self._fence.order()
+        self._slot(self.rank, slot)[: len(data)] = np.frombuffer(data, np.uint8)
+        with self._lock:
+            self._own[KEYS + slot] = _key(read)
+            self._fence.order()
+            self._own[NUMBERS + slot] = number + 1
+
+    def end(self, number: int) -> None:
+        """Says that this rank will not offer its read `number` any more, unless it is offered already."""
+        with self._lock:
+            self._count(ENDED, self.rank, number)
+
+    def look(self, owner: int, number: int, read: Read) -> Offer:
+        """Returns what the rank `owner` says of its read `number`. read: what that read is on this rank."""
+        words, slot = self._words[owner], number % NUM_SLOTS
+        is_over = bool(words[LEFT]) or words[ENDED] > number
+        with self._lock:
+            self._fence.order()
+            if words[NUMBERS + slot] == number + 1:
+                self._fence.order()
+                return Offer.READY if words[KEYS + slot] == _key(read) else Offer.NONE
+        return Offer.NONE if is_over else Offer.COMING
+
+    def data(self, owner: int, number: int) -> memoryview:
+        """Returns the slot with the read `number` of the rank `owner`, which is ready. It stays as it is until it is taken."""
+        return self._slot(owner, number % NUM_SLOTS).data
+
+    def take(self, owner: int, number: int) -> None:
+        """Says that this rank does not need the read `number` of the rank `owner` any more."""
+        with self._lock:
+            self._count(TAKEN + owner, owner, number)
+
+    def _count(self, column: int, whose: int, number: int) -> None:
+        """Raises a count of this rank to the number of reads, from the first one on, that are done; `number` is done now."""
+        done, count = self._done[whose], int(self._own[column])
+        done.add(number)
+        self._fence.order()
+        while count in done:
+            done.remove(count)
+            count += 1
+        self._own[column] = count
+
+    def _slot(self, owner: int, slot: int) -> npt.NDArray[np.uint8]:
+        begin = (owner * NUM_SLOTS + slot) * self.slot_bytes
+        return self._slots[begin : begin + self.slot_bytes]
+
+
+def _key(read: Read) -> int:
+    """Returns a number that differs for different reads."""
+    return zlib.crc32(f"{read.file} {read.begin} {read.end}".encode())

@@ -1,0 +1,30 @@
+"""Defines the layout of the memory through which the ranks of a split model share reads (loader/reading/shared_reads.py).
+
+It begins with the words of each rank, int64, which only that rank writes: whether it has left, how many of its reads have ended,
+the numbers (plus 1) and keys of the reads in its slots, and how many reads of each rank it has taken. Then come the slots of each
+rank. All memory is zero at the beginning.
+"""
+
+from __future__ import annotations
+
+NUM_SLOTS = 3  # of each rank: one for each thread that reads
+LEFT, ENDED, NUMBERS, KEYS, TAKEN = 0, 1, 2, 2 + NUM_SLOTS, 2 + 2 * NUM_SLOTS  # the first columns of a rank's words
+
+_PAGE_BYTES = 4096
+_LINE_WORDS = 8  # a cache line, so that writing one rank's words does not invalidate another one's
+
+
+def num_words(size: int) -> int:
+    """Returns how many words each of `size` ranks has."""
+    return -(-(TAKEN + size) // _LINE_WORDS) * _LINE_WORDS
+
+
+def words_bytes(size: int) -> int:
+    """Returns the bytes of the words of `size` ranks, a multiple of the page size."""
+    return -(-size * num_words(size) * 8 // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def shared_reads_bytes(size: int, slot_bytes: int) -> int:
+    """Returns the bytes of the memory through which `size` ranks share reads of up to slot_bytes bytes. Pages that nobody touches
+    take no memory."""
+    return words_bytes(size) + size * NUM_SLOTS * slot_bytes
