@@ -237,8 +237,8 @@ def plan_reads(
 
 def _has_equal_part(cut: Cut | None, num_ranks: int) -> bool:
     """Returns whether each of num_ranks ranks has an equal part of the columns of a tensor, so that all of them need all its rows.
-    False where experts are divided, too, since then some ranks need other rows."""
-    return cut is not None and cut.experts is None and cut.length * num_ranks == cut.whole
+    False where the ranks have different experts: fewer of them divide each expert, so parts are longer."""
+    return cut is not None and cut.length * num_ranks == cut.whole
 
 
 def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:

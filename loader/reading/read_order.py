@@ -38,8 +38,8 @@ class ReadOrder:
     Reads begin in the order of the plan, but what another rank has read is taken first, because that rank may wait for its slot.
     Nothing is waited for while there is anything else to read."""
 
-    def __init__(self, reads: Sequence[Read], shared: SharedReads | None = None, patience_s: float = PATIENCE_S) -> None:
-        self._shared, self._patience_s = shared, patience_s
+    def __init__(self, reads: Sequence[Read], shared: SharedReads | None = None) -> None:
+        self._shared = shared
         self._own: deque[Turn] = deque()
         self._by_owner: list[deque[Turn]] = [] if shared is None else [deque() for _ in range(shared.size)]
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class ReadOrder:
         now = time.monotonic()
         if self._waits_since_s is None:
             self._waits_since_s = now
-        if now - self._waits_since_s < self._patience_s:
+        if now - self._waits_since_s < PATIENCE_S:
             return None
         for turns in self._by_owner:
             if turns:

@@ -31,6 +31,8 @@ from engine.exchange import (
 )
 from engine.memory.group_region import GroupRegion
 from engine.protocol import Group
+from loader.reading.range_plan import Read
+from loader.reading.shared_reads import Offer
 from scheduler.batch.plan import BatchPlan, make_sequence_table
 from tests.engine.engine_process import ROOT
 
@@ -352,3 +354,52 @@ def test_a_region_that_is_too_small_is_refused() -> None:
         exchange.clear(offset, num_bytes)
         with pytest.raises(ValueError, match="parallel: region"):
             GroupRegion(exchange, Group(0, [0, 1], offset, num_bytes - PAGE_BYTES), SIZES)
+
+
+def test_the_memory_for_shared_reads_is_given_back_after_the_load() -> None:
+    """The rest of the region stays as it is."""
+    with exchange_of(2) as (fd, _, exchange):
+        offset, num_bytes = first_region(2), region_bytes(SIZES)
+        exchange.clear(offset, num_bytes)
+        members = [GroupRegion(exchange, Group(rank, [1, 0], offset, num_bytes), SIZES) for rank in (0, 1)]
+        members[0].table.tokens[:] = 7
+        reads = [member.shared_reads() for member in members]
+        before = os.fstat(fd).st_blocks
+        read = Read("f", 0, 1 << 20, (), is_shared=True)
+        for view in reads:
+            assert view is not None
+            view.offer(0, read, memoryview(bytes(1 << 20)))
+        assert os.fstat(fd).st_blocks >= before + (2 << 20) // 512
+        for member, view in zip(members, reads, strict=True):
+            assert view is not None
+            assert os.fstat(fd).st_blocks > before
+            member.end_reads(view)
+        assert os.fstat(fd).st_blocks <= before
+        assert (members[1].table.tokens == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_stages", "hosts", "shares"),
+    [
+        (4, 2, ["", "", "b", "b"], [True] * 4),
+        (4, 1, ["", "", "b", "b"], [False] * 4),
+        (4, 2, ["", "b", "", ""], [False, False, True, True]),
+        (2, 2, [], [False, False]),
+        (2, 1, [], [True, True]),
+    ],
+)
+def test_only_members_of_a_stage_on_one_host_share_reads(ranks: int, num_stages: int, hosts: list[str], shares: list[bool]) -> None:
+    sizes = SIZES._replace(num_ranks=ranks, num_stages=num_stages, handed_bytes=1024)
+    with exchange_of(4) as (_, _, exchange):
+        offset, num_bytes = first_region(4), region_bytes(sizes)
+        exchange.clear(offset, num_bytes)
+        views = []
+        for rank in range(ranks):
+            group = Group(rank, list(range(ranks)), offset, num_bytes, num_stages=num_stages, hosts=hosts)
+            views.append(GroupRegion(exchange, group, sizes).shared_reads())
+        assert [view is not None for view in views] == shares
+        if num_stages == 2 and all(shares):  # stages share nothing with each other
+            read = Read("f", 0, 4096, (), is_shared=True)
+            views[0].offer(0, read, memoryview(bytes(4096)))  # type: ignore[union-attr]
+            seen = [view.look(0, 0, read) for view in views[1:]]  # type: ignore[union-attr]
+            assert seen == [Offer.READY, Offer.COMING, Offer.COMING]

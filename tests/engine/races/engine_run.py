@@ -561,7 +561,7 @@ class EngineRun:
     def _unpack(self, packed: Tensor, begin: Tensor, most_values: int, out: Tensor, verdict: Tensor, number: int) -> None:
         self.device.launch("unpack", [reads(packed), reads(begin), writes(out), writes(verdict)])
 
-    def _stream(self, source: Any, dtype: str, sink: Any, *how: Any, landed: Any, decoder: Any) -> Any:
+    def _stream(self, source: Any, dtype: str, sink: Any, *how: Any, landed: Any, decoder: Any, shared: Any) -> Any:
         """Stands in for loader.reading.weight_stream.stream_weights: threads read frames into slots, and this thread gives a slot
         back when its frame is decoded."""
         cancelled, turn, free, done = how[2], self._ring, self._free_slots, list[tuple[Any, Any]]()

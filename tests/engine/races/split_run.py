@@ -413,7 +413,7 @@ class SplitRun(EngineRun):
         self.other = OtherEngine(self, other, Steps(self.other_exchange, OTHER, doorbells[OTHER]))
         self.other.begin()
         sizes = RegionSizes(2, MOST_SEQUENCES, LENGTH, BLOCK_TOKENS, 1, 2, HANDED_BYTES)
-        self._region_bytes = region_bytes(sizes)
+        self._region_bytes = max(region_bytes(sizes), region_bytes(sizes._replace(num_stages=1)))
 
     def _patch(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         cuda_memory = super()._patch(monkeypatch)
