@@ -200,13 +200,13 @@ def stream_weights(
     report.num_bytes -= report.given_bytes
     report.refused = {name: reader.refused for name, reader in files.items() if reader.refused}
     log.info(
-        "%s: read %.1f MiB, took %.1f from other ranks, %.1f past the page cache, %.1f through staging slots%s",
+        "%s: read %.1f MiB, %.1f of it past the page cache, %.1f through staging slots%s%s",
         source.checkpoint.name,
         report.num_bytes / MIB,
-        report.given_bytes / MIB,
         report.direct_bytes / MIB,
         report.staged_bytes / MIB,
         "" if ring.huge_pages else " without huge pages (the system allows none)",
+        f"; {report.given_bytes / MIB:.1f} MiB more were read by other ranks" if report.given_bytes else "",
     )
     return report
 
