@@ -23,7 +23,7 @@ from loader.reading.shared_slots import ENDED, KEYS, LEFT, NUM_SLOTS, NUMBERS, T
 
 
 class Offer(Enum):
-    """What a rank says of one of its reads. COMING: it has not read it yet. READY: its bytes are in a slot. NONE: it offers it to
+    """A rank's answer about one of its reads. COMING: it has not read it yet. READY: its bytes are in a slot. NONE: it offers it to
     nobody."""
 
     COMING = "coming"
@@ -84,7 +84,7 @@ class SharedReads:
             self._count(ENDED, self.rank, number)
 
     def look(self, owner: int, number: int, read: Read) -> Offer:
-        """Returns what the rank `owner` says of its read `number`. read: what that read is on this rank."""
+        """Returns the answer of the rank `owner` about its read `number`. read: what that read is on this rank."""
         words, slot = self._words[owner], number % NUM_SLOTS
         is_over = bool(words[LEFT]) or words[ENDED] > number
         with self._lock:
