@@ -7,7 +7,7 @@ import math
 import os
 import tomllib
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -398,7 +398,8 @@ def _say(kind: Any) -> str:
         return units.SIZE_FORM
     if kinds == {float, str}:
         return units.DURATION_FORM
-    return " or ".join(names.get(one, one.__name__) for one in kinds)
+    words = [f'"{word}"' for one in get_args(kind) if get_origin(one) is Literal for word in get_args(one)]
+    return " or ".join([*(names.get(one, one.__name__) for one in kinds), *words])
 
 
 # ---- what a value may be
@@ -627,7 +628,7 @@ def _check_across(source: str, config: NodeConfig) -> None:
             raise ConfigError(source, f"{where}.devices", message)
         if wrong := parallel.problem(model, known):
             raise ConfigError(source, f"{where}.parallel", wrong)
-        if wrong := replicas.problem(model):
+        if wrong := replicas.problem(model, known):
             raise ConfigError(source, f"{where}.replicas", wrong)
         if wrong := parallel.problem_of_copies(model):
             raise ConfigError(source, f"{where}.expert_copies", wrong)

@@ -34,9 +34,29 @@ def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 def hold(names: Iterable[str], how: ParallelConfig) -> bool:
     """Returns whether there are enough devices for a model that is divided in this way: each stage needs its devices on one host,
     and the last one on this machine. A model without stages is a single, last one. names: of devices of one kind."""
+    return _num_groups(names, how) > 0
+
+
+def _num_groups(names: Iterable[str], how: ParallelConfig) -> int:
+    """Returns over how many groups without a common device a model may be split in this way at once. The arguments are those of
+    `hold`. The rule is that of scheduler.node.groups.most_groups."""
     stage_size = how.tensor * how.expert
-    numbers = Counter(map(host_of, names))
-    return numbers[""] >= stage_size and sum(number // stage_size for number in numbers.values()) >= how.pipeline
+    stages = {host: number // stage_size for host, number in Counter(map(host_of, names)).items()}
+    return min(stages.get("", 0), sum(stages.values()) // how.pipeline)
+
+
+def num_places(settings: ModelConfig, devices: Sequence[str]) -> int:
+    """Returns on how many devices, or groups of them if it is split, a model may be at once by its settings. With "auto" it counts
+    as whole. devices: names of the node's devices, those of other hosts included."""
+    kinds = [kind for kind in KINDS if kind not in _refused(settings)]
+    there = by_kind(settings.devices or devices)
+    how = settings.parallel if isinstance(settings.parallel, ParallelConfig) else ParallelConfig()
+    return sum(_num_groups(there.get(kind, ()), how) for kind in kinds)
+
+
+def named_devices(settings: ModelConfig, devices: Sequence[str]) -> str:
+    """Returns in words on which devices the model may live. devices: names of the node's devices."""
+    return f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(devices) or 'none'}"
 
 
 def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str, str] | None = None) -> str:
@@ -51,9 +71,7 @@ def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str,
         return f"does not go with speculator = {settings.speculator!r}: allowed beside it are {', '.join(SPECULATORS)}"
     if ranks > MOST_RANKS:
         return f"{_asked(settings)} asks for {ranks} devices; a model is split over {MOST_RANKS} at most"
-    reasons = dict(refused or {})
-    if settings.kv_cache_dtype != "auto":
-        reasons = {"cpu": f"kv_cache_dtype = {settings.kv_cache_dtype!r} is not built for cpu devices"} | reasons
+    reasons = _refused(settings) | dict(refused or {})
     kinds, why = [kind for kind in KINDS if kind not in reasons], "; ".join(reasons.values())
     if not kinds:
         return f"{_asked(settings)} is possible on no kind of device: {why}"
@@ -62,9 +80,15 @@ def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str,
     if any(hold(there.get(kind, ()), how) for kind in kinds):
         return ""
     needed = f"{ranks} devices of one kind" if len(kinds) > 1 else f"{ranks} {kinds[0]} devices"
-    has = f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(devices) or 'none'}"
     rule = f"; {ONE_HOST if how.pipeline == 1 else STAGES}" if any(map(host_of, named)) else ""
-    return f"{_asked(settings)} needs {needed}{f' ({why})' if why else ''}, and {has}{rule}"
+    return f"{_asked(settings)} needs {needed}{f' ({why})' if why else ''}, and {named_devices(settings, devices)}{rule}"
+
+
+def _refused(settings: ModelConfig) -> dict[str, str]:
+    """Returns kind of device -> why a model's settings do not allow that kind; kinds that they allow are left out."""
+    if settings.kv_cache_dtype == "auto":
+        return {}
+    return {"cpu": f"kv_cache_dtype = {settings.kv_cache_dtype!r} is not built for cpu devices"}
 
 
 def problem_of_copies(settings: ModelConfig) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from config import parallel
 from config.schema import ModelConfig
 
 AUTO = "auto"  # as many as the current requests keep busy
@@ -16,11 +18,30 @@ def check(value: Any) -> None:
         raise ValueError(f"must be from 1 to {MOST}, or {AUTO!r}")
 
 
-def problem(settings: ModelConfig) -> str:
-    """Returns why a model cannot have the number of replicas in its settings, or "" if it can."""
+def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
+    """Returns why a model cannot have the number of replicas in its settings, or "" if it can. devices: names of the node's
+    devices, those of other hosts included. The model's files, which are not known here, may allow fewer; see `missing`."""
     if settings.replicas != 1 and settings.isolate:
         return "does not go with isolate = true: an isolated model has a part of one device"
-    return ""
+    most = max(1, parallel.num_places(settings, devices))
+    if _asked(settings) <= most:
+        return ""
+    has = parallel.named_devices(settings, devices)
+    return f"{settings.replicas} is too many: {has}, where there is room for {most}, each on devices of its own"
+
+
+def missing(settings: ModelConfig, num_replicas: int) -> str:
+    """Returns a sentence for operators if a model has fewer replicas than its settings ask for; "" if not. num_replicas: how many
+    it may have on the devices that its files allow."""
+    if _asked(settings) <= num_replicas:
+        return ""
+    are = "1 is" if num_replicas == 1 else f"{num_replicas} are"
+    return f"of replicas = {settings.replicas}, only {are} possible on the devices that can run it"
+
+
+def _asked(settings: ModelConfig) -> int:
+    """Returns how many replicas the model has to have at least; 1 for "auto"."""
+    return 1 if settings.replicas == AUTO else int(settings.replicas)
 
 
 def number(settings: ModelConfig, num_places: int) -> int:

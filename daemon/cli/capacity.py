@@ -43,7 +43,7 @@ def capacity_plan(options: argparse.Namespace) -> int:
     """Runs `hearth plan --config`: prints the plan, as JSON if that is asked for. Returns the exit code, which is EXIT_NO_FIT if
     the model fits none of the given devices. Raises CommandError for wrong options and models that cannot be loaded, and without
     --json for a model that does not fit."""
-    kind, num_devices, memory_bytes = _devices(options.devices) if options.devices else ("", 0, 0)
+    kind, num_devices, memory_bytes = ("", 0, 0) if options.devices is None else _devices(options.devices)
     described = _described(options.config)
     settings = _settings(options, described.shape, kind)
     budget_bytes = max(0, memory_bytes - (CUDA_LEFT_BYTES if kind == "cuda" else 0))

@@ -28,7 +28,6 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FOLDER",
-        default="",
         help="what the model in this folder would take, by its config.json; no daemon is asked",
     )
     defaults: dict[str, tuple[str, object]] = {}  # of the options that only --config has a use for: flag and default, by attribute
@@ -36,7 +35,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     def add(flag: str, default: str | int | None, **words: Any) -> None:
         defaults[parser.add_argument(flag, default=default, **words).dest] = flag, default
 
-    add("--devices", "", metavar="KIND=[Nx]BYTES", help="with --config: on these devices, as in cuda=8x80GiB or cpu=64GiB")
+    add("--devices", None, metavar="KIND=[Nx]BYTES", help="with --config: on these devices, as in cuda=8x80GiB or cpu=64GiB")
     add("--tensor", None, metavar="N", type=int, help="with --devices: the tensor of the model's parallel")
     add("--expert", None, metavar="N", type=int, help="with --devices: the expert of the model's parallel")
     add("--pipeline", None, metavar="N", type=int, help="with --devices: the pipeline of the model's parallel")
@@ -51,9 +50,11 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(client: Client, options: argparse.Namespace) -> int | None:
-    if options.config:
+    if options.config is not None:
         if options.name:
             raise _usage("give NAME or --config, not both")
+        if not options.config:
+            raise _usage("--config: is empty; name the folder in which the model's config.json lies")
         from daemon.cli.capacity import capacity_plan  # imported here, because loading code for checkpoints takes time
 
         return capacity_plan(options)

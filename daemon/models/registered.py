@@ -37,6 +37,7 @@ class Registered:
     # Number of further experts in each layer of a share -> the most bytes of its weights; for the numbers that loads may take.
     bytes_with_copies: Mapping[int, int] = field(default_factory=dict)
     missing_template: str = ""  # the file that the setting chat_template names, if it is not there
+    missing_replicas: str = ""  # a sentence about replicas that the settings ask for and no devices can hold; "": there are none
 
     @property
     def held_as(self) -> str:
@@ -57,12 +58,15 @@ class Registered:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for operators about what the model's files hold and is not used, and what they lack."""
+        """Sentences for operators about what the model's files hold and is not used, what they lack, and which replicas it cannot
+        have."""
         notes = list(self.checkpoint.notes)
         if not self.has_tokenizer:
             notes.append(f"{_TOKENIZER} is missing, so it can read and write no text: copy it there from where the model came from")
         if self.missing_template:
             notes.append(f"chats are refused: its chat_template, {self.missing_template}, is not there")
+        if self.missing_replicas:
+            notes.append(self.missing_replicas)
         return tuple(notes)
 
     @property

@@ -371,8 +371,9 @@ class Registry:
         held = (weight_format.name, kv_cache_dtype)
         with_copies = self._sizing.bytes_with_copies(plan.settings, speculator.shape, dtype)
         missing = next((file for file in template_files(config, [name]) if self._signature_of(file) == MISSING), "")
+        lost = config_replicas.missing(settings, number)
         return Registered(
-            checkpoint, facts, entry, dtype, "", *held, speculator.shape, plan.division, replicas, with_copies, missing
+            checkpoint, facts, entry, dtype, "", *held, speculator.shape, plan.division, replicas, with_copies, missing, lost
         )
 
     def _swap(self, config: NodeConfig, found: dict[str, Registered], adapters: dict[str, AdapterRecord]) -> list[events.Event]:

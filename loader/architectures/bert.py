@@ -57,7 +57,7 @@ class Encoder:
             num_kv_heads=num_heads,
             head_dim=hidden_size // num_heads,
             vocab_size=fields.integer("vocab_size"),
-            rms_norm_eps=fields.number("layer_norm_eps", 1e-12),
+            rms_norm_eps=fields.positive("layer_norm_eps", 1e-12),
             max_position_embeddings=num_positions - first_position,
             rope=RopeParameters(),
             tie_word_embeddings=True,

@@ -173,7 +173,7 @@ class Decoder:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             vocab_size=fields.integer("vocab_size"),
-            rms_norm_eps=fields.number(self.norm_eps_key, self.rms_norm_eps),
+            rms_norm_eps=fields.positive(self.norm_eps_key, self.rms_norm_eps),
             max_position_embeddings=max_position_embeddings,
             rope=rope,
             tie_word_embeddings=fields.boolean("tie_word_embeddings", self.tie_word_embeddings),

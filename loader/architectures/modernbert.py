@@ -66,7 +66,7 @@ class ModernEncoder:
             num_kv_heads=num_heads,
             head_dim=head_dim,
             vocab_size=fields.integer("vocab_size"),
-            rms_norm_eps=fields.number("norm_eps", 1e-5),
+            rms_norm_eps=fields.positive("norm_eps", 1e-5),
             max_position_embeddings=max_position_embeddings,
             rope=rope,
             local_rope=local_rope,

@@ -28,7 +28,7 @@ def asked_format(quantize: str | None, resident: str = AS_STORED) -> WeightForma
     if resident != AS_STORED and quantize not in PLAIN.settings:
         raise ValueError(f"quantize: {quantize} does not go with resident = {resident!r}; leave one of them out")
     for one in FORMATS.values():
-        if one.resident == resident if resident != AS_STORED else quantize in one.settings:
+        if one.resident == resident != "" if resident != AS_STORED else quantize in one.settings:
             return one
     key, value = ("quantize", quantize) if resident == AS_STORED else ("resident", resident)
     raise ValueError(f"{key}: {value!r} is no weight format")

@@ -8,6 +8,7 @@ import msgspec
 
 from loader.errors import CheckpointError, UnsupportedModel
 
+MAX_FLOAT32 = float.fromhex("0x1.fffffep127")  # in kernels a larger number is infinite
 MAX_IDS = 1024  # most ids under one key, such as the ids that end a text
 
 
@@ -53,8 +54,10 @@ class Fields:
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self.number(key, default)
-        if not 0 < value < float("inf"):
+        if not value > 0:
             raise self.fail(key, f"{value} is not positive")
+        if value > MAX_FLOAT32:
+            raise self.fail(key, f"{value} is out of range (at most {MAX_FLOAT32:.2e})")
         return value
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:

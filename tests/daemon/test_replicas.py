@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError, load
+from config.parallel import num_places
 from config.schema import DeviceBudget, ModelConfig, NodeConfig, ParallelConfig
 from daemon.models.registry import Registry
 from daemon.record.state import NodeState
 from scheduler.node import events
+from scheduler.node.groups import most_groups, pools
 from scheduler.node.replica_names import REPLICA_AT
 from tests.e2e.checkpoints import make_model
 
@@ -96,7 +98,7 @@ async def test_a_folder_may_have_the_name_of_a_replica(tmp_path: Path) -> None:
     [
         ("replicas = 0", "must be from 1 to 64"),
         ("replicas = 65", "must be from 1 to 64"),
-        ('replicas = "many"', "replicas"),
+        ('replicas = "many"', """'many' must be a whole number or "auto"$"""),
         ("replicas = 2\nisolate = true", "does not go with isolate"),
     ],
 )
@@ -105,3 +107,49 @@ def test_numbers_that_cannot_be_meant_are_refused(tmp_path: Path, line: str, tol
     path.write_text(f'[models."m"]\n{line}\n')
     with pytest.raises(ConfigError, match=told):
         load(str(path), {})
+
+
+FOUR = '["cpu:0=64MiB", "cpu:1=64MiB", "cuda:0", "cpu:0@b=64MiB"]'
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("replicas = 3", ""),
+        ("replicas = 4", "4 is too many: the node has cpu:0, cpu:1, cuda:0, cpu:0@b, where there is room for 3, each on"),
+        ('replicas = 3\ndevices = ["cpu:0", "cuda:0"]', "3 is too many: devices names cpu:0, cuda:0, where there is room for 2"),
+        ('replicas = 2\nkv_cache_dtype = "fp8"', "2 is too many: the node has .*, where there is room for 1"),
+        ("replicas = 2\nparallel = { tensor = 2 }", "2 is too many: the node has .*, where there is room for 1, each on devices"),
+        ("replicas = 1\nparallel = { tensor = 2 }", ""),
+        ("replicas = 2\nparallel = { pipeline = 2 }", "2 is too many"),
+        ('replicas = 3\nparallel = "auto"', ""),
+        ('replicas = "auto"', ""),
+    ],
+)
+def test_more_replicas_than_places_for_them_are_refused(tmp_path: Path, lines: str, told: str) -> None:
+    path = tmp_path / "hearthd.toml"
+    (tmp_path / "key").write_text("k")
+    path.write_text(f'device = {FOUR}\n[hosts.b]\naddress = "10.0.0.2:7100"\nkey_file = "key"\n[models."org/m"]\n{lines}\n')
+    if not told:
+        load(str(path), {})
+        return
+    with pytest.raises(ConfigError, match=rf'hearthd.toml:\d+: models."org/m".replicas: {told}'):
+        load(str(path), {})
+
+
+@pytest.mark.parametrize("how", [None, ParallelConfig(2), ParallelConfig(pipeline=2), ParallelConfig(2, pipeline=2)])
+def test_the_settings_allow_what_the_scheduler_finds_devices_for(how: ParallelConfig | None) -> None:
+    names = [*(f"cpu:{number}" for number in range(5)), "cuda:0", "cuda:1", *(f"cpu:{number}@b" for number in range(3))]
+    settings = ModelConfig(parallel=how)
+    split = (1, 1) if how is None else (how.num_devices, how.pipeline)
+    assert num_places(settings, names) == sum(most_groups(pool, *split) for pool in pools(names, *split))
+
+
+async def test_a_model_tells_which_replicas_its_files_do_not_allow(tmp_path: Path) -> None:
+    """A model of four replicas by its settings that is split by "auto" over two devices each."""
+    make_model(tmp_path / "m")
+    registry = registry_of(tmp_path, m=ModelConfig(replicas=4, parallel=ParallelConfig(2)))
+    await registry.rescan()
+    note = "of replicas = 4, only 2 are possible on the devices that can run it"
+    assert registry.models["m"].notes[-1] == note
+    assert note in registry.describe("m")

@@ -94,6 +94,8 @@ def test_phi2_has_biases_throughout() -> None:
         (COHERE2, {"sliding_window": None}, "sliding_window: missing"),
         (COHERE2, {"sliding_window_pattern": 0}, "sliding_window_pattern: 0 is out of range"),
         (COHERE2, {"layer_norm_eps": "small"}, "layer_norm_eps: 'small' is not a number"),
+        (COHERE2, {"layer_norm_eps": -1e-5}, "layer_norm_eps: -1e-05 is not positive"),
+        (PHI, {"layer_norm_eps": 0}, "layer_norm_eps: 0.0 is not positive"),
         (PHI, {"qk_layernorm": True}, "qk_layernorm: PhiForCausalLM is supported with false only"),
         (PHI, {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported; supported: gelu_new"),
         (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers: not a list of num_hidden_layers 36 numbers"),

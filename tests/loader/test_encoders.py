@@ -170,6 +170,8 @@ def test_refusals_name_the_key(config: dict[str, Any], changes: dict[str, Any], 
         (GTE_MODERNBERT, {"num_attention_heads": 768}, "num_attention_heads"),
         (GTE_MODERNBERT, {"local_attention": "128"}, "local_attention"),
         (BGE_M3, {"pad_token_id": -1}, "pad_token_id"),
+        (BGE_M3, {"layer_norm_eps": -1e-12}, "layer_norm_eps"),
+        (GTE_MODERNBERT, {"norm_eps": -1e-5}, "norm_eps"),
         (BGE_RERANKER_V2_M3, {"id2label": ["a"]}, "id2label"),
     ],
 )

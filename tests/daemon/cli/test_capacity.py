@@ -344,6 +344,10 @@ def test_shares_have_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--config", "/nowhere"], 2, "--config /nowhere/config.json: No such file"),
         (["--config", "{}/config.json"], 2, "/config.json: is a file; name the folder in which the model's config.json lies"),
         (["--config", "{}", "--speculator", "{}"], 2, "': neither model.safetensors nor model.safetensors.index.json is there"),
+        (["--config", ""], 2, "--config: is empty; name the folder in which the model's config.json lies"),
+        (["name", "--devices", ""], 2, "--devices: goes with --config FOLDER"),
+        (["--config", "{}", "--devices", ""], 2, "--devices: as in cuda=8x80GiB, cuda=80GiB or cpu=64GiB; not ''"),
+        (["--config", "{}", "--resident", ""], 2, "--resident: '' is no weight format"),
         (["--config", "{}", "--devices", "80GiB"], 2, "--devices: as in cuda=8x80GiB"),
         (["--config", "{}", "--devices", "cuda=0x80GiB"], 2, "from 1 to 1024 devices, not 0"),
         (["--config", "{}", "--devices", "cuda=80XB"], 2, "'80XB' must be a number of bytes"),
@@ -400,6 +404,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list
     [
         ({"architectures": ["FalconForCausalLM"]}, "'FalconForCausalLM' is not supported"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"rms_norm_eps": -1}, "config.json: key rms_norm_eps: -1.0 is not positive"),
         (
             {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4096, "num_experts_per_tok": 1, "num_hidden_layers": 1024},
             "experts",
