@@ -7,11 +7,14 @@ import json
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 from daemon.record import whole_file
+from daemon.record.saved_object import DamagedFile, entries, saved_object
 
 log = logging.getLogger("hearthd.state")
 VERSION = 1
+KEPT = "pins, switched-off models and loaded adapters"  # what the file holds, for messages
 
 
 class NodeState:
@@ -42,26 +45,17 @@ class NodeState:
         except OSError as error:
             raise OSError(f"state_dir {self.path.parent}: {error.strerror}; name another with --state-dir DIR") from None
         try:
-            values = json.loads(text)
-            if values["version"] != VERSION:
-                raise ValueError(f"version {values['version']} is not {VERSION}")
-            pinned, enabled = values["pinned"], values["enabled"]
-            if not all(isinstance(value, bool) for value in (*pinned.values(), *enabled.values())):
-                raise ValueError("a value is neither true nor false")
-            adapters = values.get("adapters", {})  # absent in files of earlier versions
-            if not all(isinstance(value, str) for value in adapters.values()):
-                raise ValueError("an adapter's folder is no text")
-            self.pinned, self.enabled, self.adapters = dict(pinned), dict(enabled), dict(adapters)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            values = saved_object(text, VERSION)
+            self.pinned, self.enabled, self.adapters = (
+                entries(values, "pinned", _is_switch, "true or false"),
+                entries(values, "enabled", _is_switch, "true or false"),
+                # absent in files of earlier versions
+                entries({"adapters": {}} | values, "adapters", _is_text, "a text, the path of the adapter's folder"),
+            )
+        except DamagedFile as error:
             aside = self.path.with_name(f"{self.path.name}.bad-{int(time.time())}")
             self.path.replace(aside)
-            log.warning(
-                "%s cannot be read (%s: %s); kept as %s, starting without pins and loaded adapters",
-                self.path,
-                type(error).__name__,
-                error,
-                aside,
-            )
+            log.warning("%s cannot be used: %s; kept as %s, and hearthd starts without %s", self.path, error, aside, KEPT)
 
     def snapshot(self) -> bytes:
         values = {"version": VERSION, "pinned": self.pinned, "enabled": self.enabled, "adapters": self.adapters}
@@ -70,3 +64,11 @@ class NodeState:
     def write(self, data: bytes) -> None:
         """Replaces the file's content by `data`, a snapshot, atomically. Raises OSError."""
         whole_file.write(self.path, data)
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

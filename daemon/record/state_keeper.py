@@ -10,11 +10,10 @@ import time
 
 from daemon.errors import ServerFault
 from daemon.process.long_tasks import LongTasks
-from daemon.record.state import NodeState
+from daemon.record.state import KEPT, NodeState
 
 log = logging.getLogger("hearthd.state")
 RETRY_S = 5.0
-KEPT = "pins, switched-off models and loaded adapters"
 
 
 class StateKeeper:
@@ -59,9 +58,7 @@ class StateKeeper:
         if self._retrying is not None:
             self._retrying.cancel()
         if self.problem:
-            log.error(
-                "pins, switched-off models and loaded adapters were not saved, the next start finds older ones: %s", self.problem
-            )
+            log.error("%s were not saved, the next start finds older ones: %s", KEPT, self.problem)
 
     async def _save(self) -> str:
         """Saves the current state, one call after the other. Returns why that failed, "" if it did not; after a failure it is tried
@@ -79,9 +76,7 @@ class StateKeeper:
 
     def _failed(self, problem: str) -> None:
         if problem != self.problem:
-            log.error(
-                "pins, switched-off models and loaded adapters are not saved: %s; tried again every %g s", problem, self._retry_s
-            )
+            log.error("%s are not saved: %s; tried again every %g s", KEPT, problem, self._retry_s)
         if not self.problem:
             self.since = round(time.time(), 3)
         self.problem = problem

@@ -7,13 +7,15 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from daemon.record import whole_file
+from daemon.record.saved_object import DamagedFile, entries, field, saved_object
 
 log = logging.getLogger("hearthd.state")
 VERSION = 1
 SAVE_EVERY_S = 30.0
+_NUMBER = "a whole number of at least 0"
 
 
 class DayUsage(NamedTuple):
@@ -41,19 +43,16 @@ class UsageFile:
         """Returns the use that an earlier process has saved; NO_USAGE if there is no file, or, with a warning, if it cannot be
         read."""
         try:
-            values = json.loads(self._path.read_bytes())
-            if values["version"] != VERSION:
-                raise ValueError(f"version {values['version']} is not {VERSION}")
-            tokens = values["tokens"]
-            if not all(type(number) is int and number >= 0 for number in (values["day"], *tokens.values())):
-                raise ValueError("a number is none, or below 0")
-            self._saved = DayUsage(values["day"], dict(tokens))
+            values = saved_object(self._path.read_bytes(), VERSION)
+            tokens = entries(values, "tokens", _is_number, _NUMBER)
+            if not _is_number(day := field(values, "day")):
+                raise DamagedFile(f"key day: must be {_NUMBER}")
+            self._saved = DayUsage(day, tokens)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning(
-                "%s cannot be read (%s: %s): the tokens of today's limits count from 0", self._path, type(error).__name__, error
-            )
+        except (OSError, DamagedFile) as error:
+            why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"cannot be used: {error}"
+            log.warning("%s %s; it is ignored: the tokens of today's limits count from 0", self._path, why)
         return self._saved
 
     async def run(self) -> None:
@@ -81,3 +80,7 @@ class UsageFile:
             if self._problem:
                 log.info("%s is saved again", self._path)
             self._saved, self._problem = now, ""
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0

@@ -19,27 +19,39 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "said"),
     [
-        "",
-        "{",
-        "[]",
-        "{}",
-        '{"version": 2, "pinned": {}, "enabled": {}}',
-        '{"version": 1, "pinned": {"a": 1}, "enabled": {}}',
-        "\xff",
+        ("", "it is empty"),
+        ("{", "it is no valid JSON: line 1, column 2: Expecting property name"),
+        ("[]", "it holds no JSON object, {...}"),
+        ("{}", "key version: missing"),
+        ("[" * 100_000, "it is no valid JSON"),
+        ("1" * 10_000, "it is no valid JSON"),
+        (
+            '{"version": 2, "pinned": {}, "enabled": {}}',
+            "key version: 2, and this hearthd reads 1: another version of hearthd wrote it",
+        ),
+        ('{"version": 1, "enabled": {}}', "key pinned: missing"),
+        ('{"version": 1, "pinned": {}, "enabled": ["a"]}', "key enabled: must be an object"),
+        ('{"version": 1, "pinned": {"org/a": 1}, "enabled": {}}', 'key pinned."org/a": must be true or false'),
+        ('{"version": 1, "pinned": {}, "enabled": {}, "adapters": {"a": 1}}', 'key adapters."a": must be a text, the path of'),
+        ('{"version": 1, "pinned": {"a": true}, "enabled": {}, "adapters": null}', "key adapters: must be an object"),
+        ("\xff", "it is no valid JSON"),
     ],
 )
-def test_an_unreadable_file_is_kept_aside(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_file_is_kept_aside(tmp_path: Path, text: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "state.json"
     path.write_bytes(text.encode("latin-1"))
     state = NodeState(str(tmp_path))
     state.load()
-    assert (state.pinned, state.enabled) == ({}, {})
-    assert str(path) in caplog.text
+    assert (state.pinned, state.enabled, state.adapters) == ({}, {}, {})
     (aside,) = tmp_path.glob("state.json.bad-*")
     assert aside.read_bytes() == text.encode("latin-1")
     assert not path.exists()
+    (message,) = caplog.messages
+    assert message.startswith(f"{path} cannot be used: {said}")
+    end = f"; kept as {aside}, and hearthd starts without pins, switched-off models and loaded adapters"
+    assert message.endswith(end)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,21 +37,25 @@ async def test_only_changes_are_written_and_only_where_a_day_counts(tmp_path: Pa
 
 
 BROKEN = [
-    "",
-    "[]",
-    '{"version": 2, "day": 1, "tokens": {}}',
-    '{"version": 1, "day": 1, "tokens": {"a": -1}}',
-    '{"version": 1, "day": true, "tokens": {}}',
-    '{"version": 1, "day": 1, "tokens": []}',
+    ("", "it is empty"),
+    ("[]", "it holds no JSON object"),
+    ('{"version": 2, "day": 1, "tokens": {}}', "key version: 2, and this hearthd reads 1"),
+    ('{"version": 1, "day": 1, "tokens": {"a": -1}}', 'key tokens."a": must be a whole number of at least 0'),
+    ('{"version": 1, "day": true, "tokens": {}}', "key day: must be a whole number of at least 0"),
+    ('{"version": 1, "tokens": {}}', "key day: missing"),
+    ('{"version": 1, "day": 1, "tokens": []}', "key tokens: must be an object"),
 ]
 
 
-@pytest.mark.parametrize("text", BROKEN)
-async def test_a_file_that_cannot_be_read_counts_as_none(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("text", "said"), BROKEN)
+async def test_a_file_that_cannot_be_read_counts_as_none(
+    tmp_path: Path, text: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "usage.json").write_text(text)
     assert UsageFile(str(tmp_path), lambda: None).load() == NO_USAGE
-    assert str(tmp_path / "usage.json") in caplog.text
-    assert "count from 0" in caplog.text
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path / 'usage.json'} cannot be used: {said}")
+    assert message.endswith("; it is ignored: the tokens of today's limits count from 0")
 
 
 async def test_a_full_disk_is_said_once_and_tried_again(
