@@ -50,7 +50,7 @@ def ps(client: Client, options: argparse.Namespace) -> None:
     device. Models that cannot be loaded are only counted."""
     found = client.get("/control/v1/models")
     held = [row for row in found if row["state"] != "adapter" or row["device"]]
-    rows = [row for row in held if row["state"] not in ("cold", *NOT_TO_BE_LOADED)]
+    rows = [row for row in held if row["state"] not in ("cold", "head", *NOT_TO_BE_LOADED)]
     num_others = sum(row["state"] in NOT_TO_BE_LOADED for row in found)
     if options.json:
         shown = [{key: row[key] for key in ROW_KEYS} | {key: row[key] for key in OPTIONAL_KEYS if key in row} for row in rows]
@@ -87,6 +87,8 @@ def models(client: Client, options: argparse.Namespace) -> None:
         for row in rows:
             for note in row.get("notes", ()):
                 print(f"\n{row['name']}: {note}")
+            if row["state"] == "head":
+                print(f"\n{row['name']}: {row['reason']}")
             if row["state"] in ("refused", "incomplete", "failed", "down"):
                 print(f"\n{row['name']} is {row['state']}: {row['reason']}")
     if not options.json and (names := client.get("/control/v1/names")):

@@ -67,7 +67,8 @@ def plan(client: Client, options: argparse.Namespace) -> int | None:
     if options.json:
         print(json.dumps(value, indent=1))
         return None
-    print(f"{value['model']} is {value['state']}; it {VERDICTS[value['verdict']]}: {value['reason']}")
+    state = "a head" if value["state"] == "head" else value["state"]
+    print(f"{value['model']} is {state}; it {VERDICTS[value['verdict']]}: {value['reason']}")
     if value["verdict"] in ("fits", "evicts"):
         source = "host memory" if value["source"] == "host" else "disk"
         print(f"the load takes about {value['load_s']:.2f} s, from {source}")

@@ -45,8 +45,8 @@ FAMILIES = (
     _of(GAUGE, "hearth_requests_active", "requests", "model", "Handed to the engine and not ended"),
     # models
     _of(GAUGE, "hearth_model_state", "", "model state",
-        "1 for the state the model is in, else 0: cold, warm, loading, ready, paused, draining, failed, refused, disabled, "
-        "incomplete"),
+        "1 for the state the model is in, else 0: cold, warm, loading, ready, paused, draining, failed, refused, head, "
+        "disabled, incomplete"),
     _of(GAUGE, "hearth_upstream_up", "", "model", "1 while the server that answers for the name (upstream) can be used"),
     _of(GAUGE, "hearth_model_weights_bytes", "bytes", "model device", "Weights in a device's memory"),
     _of(GAUGE, "hearth_kv_bytes", "bytes", "model device", "KV of running sequences"),

@@ -12,7 +12,7 @@ from daemon.metrics.counters import Metrics, TenantCounts
 from daemon.metrics.families import BY_NAME, COUNTER, HISTOGRAM
 from daemon.metrics.histogram import Histogram
 
-STATES = ("cold", "warm", "loading", "ready", "paused", "draining", "failed", "refused", "disabled", "incomplete")
+STATES = ("cold", "warm", "loading", "ready", "paused", "draining", "failed", "refused", "head", "disabled", "incomplete")
 Key = str | tuple[str, ...]
 
 

@@ -311,6 +311,7 @@ class Registry:
             fingerprint=checkpoint.fingerprint,
             incomplete=problem if checkpoint.reason else "",  # missing files may still arrive
             unusable="" if checkpoint.reason else problem,
+            drafts=checkpoint.complete and checkpoint.head is not None,
         )
         return Registered(checkpoint, facts, None, settings.dtype or config.dtype, problem)
 
@@ -461,7 +462,8 @@ class Registry:
         served."""
         found = self.models[name]
         if found.entry is None:
-            return f"{name}: {'incomplete' if found.facts.incomplete else 'refused'}: {found.problem}"
+            state = "incomplete" if found.facts.incomplete else "draft head" if found.facts.drafts else "refused"
+            return f"{name}: {state}: {found.problem}"
         facts = found.facts
         limit = found.checkpoint.shape.max_position_embeddings if found.checkpoint.shape is not None else 0
         capped = f" of {limit}" if facts.max_model_len < limit else ""

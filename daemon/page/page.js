@@ -43,7 +43,7 @@ function colour(model) {
   if (!colours.has(model)) colours.set(model, `var(--c${colours.size % 8})`);
   return { "--c": colours.get(model) };
 }
-const KIND = { ready: "good", loading: "busy", draining: "busy", paused: "busy", failed: "bad", refused: "bad", incomplete: "bad", warm: "calm", cold: "calm", disabled: "calm", up: "good", unknown: "busy", down: "bad" };
+const KIND = { ready: "good", loading: "busy", draining: "busy", paused: "busy", failed: "bad", refused: "bad", incomplete: "bad", warm: "calm", cold: "calm", head: "calm", disabled: "calm", up: "good", unknown: "busy", down: "bad" };
 const ON_DEVICE = ["loading", "ready", "draining"];
 
 // ---- figures
@@ -154,14 +154,14 @@ function keyed(place, items, key, draw) {
 
 // ---- models
 
-const RANK = { ready: 0, loading: 1, draining: 2, paused: 3, failed: 4, warm: 5, cold: 6, incomplete: 7, refused: 8, disabled: 9, up: 3, unknown: 3, down: 4 }; // up, unknown, down: another server answers
+const RANK = { ready: 0, loading: 1, draining: 2, paused: 3, failed: 4, warm: 5, cold: 6, incomplete: 7, refused: 8, head: 9, disabled: 10, up: 3, unknown: 3, down: 4 }; // up, unknown, down: another server answers
 function drawModel(row) {
   const loaded = ON_DEVICE.includes(row.state), kind = KIND[row.state] || "calm";
   const cell = (label, text, number = true) => h("td", { class: `${number ? "number" : ""} ${label === "Weights" || label === "Last used" ? "" : "live"}`, "data-label": label }, text);
   const state = h("td", { class: "state" }, h("span", { class: `pill ${kind}` }, row.state));
   if (row.bytes_total) state.append(h("progress", { max: row.bytes_total, value: row.bytes_done, "aria-label": `loading ${row.name}` }));
   const name = h("th", { scope: "row" }, h("div", { class: "name" }, loaded ? h("i", { class: "dot", style: colour(row.name), "aria-hidden": "true" }) : null, row.name, row.pinned ? h("span", { class: "badge" }, "pinned") : null));
-  const telling = kind === "bad" || row.state === "loading" || row.state === "draining" || row.state === "paused" || row.state === "disabled";
+  const telling = kind === "bad" || row.state === "loading" || row.state === "draining" || row.state === "paused" || row.state === "head" || row.state === "disabled";
   if (telling && row.reason) name.append(h("div", { class: `reason ${kind}` }, row.reason.replace(/\d+ bytes \(([\d.]+ [KMGT]iB)\)/g, "$1")));
   for (const line of row.lines) name.append(h("div", { class: "dim" }, line));
   if (row.host_bytes && !loaded) name.append(h("div", { class: "dim" }, `${bytes(row.host_bytes)} in host memory`));
@@ -171,7 +171,7 @@ function drawModel(row) {
 function drawModels(state) {
   const wanted = $("filter").value.trim().toLowerCase();
   const rows = state.models.filter((row) => !wanted || row.name.toLowerCase().includes(wanted) || row.state.includes(wanted));
-  rows.sort((a, b) => (RANK[a.state] ?? 9) - (RANK[b.state] ?? 9) || (a.name < b.name ? -1 : 1));
+  rows.sort((a, b) => (RANK[a.state] ?? 10) - (RANK[b.state] ?? 10) || (a.name < b.name ? -1 : 1));
   // rounded, because exact seconds would redraw each row twice a second
   const told = rows.map((row) => ({ ...row, drafted_tokens: 0, accepted_tokens: 0, lines: [...acceptance(row), ...adaptersOf(row)], last_used: row.last_used && 1, ago: row.last_used && ago(state.time - row.last_used) }));
   keyed($("models"), told, (row) => row.name, drawModel);

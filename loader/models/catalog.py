@@ -329,16 +329,18 @@ def holds_adapter(folder: str | Path) -> bool:
 
 
 def holds_head(folder: str | Path) -> bool:
-    """Returns whether the folder's config.json describes a head that drafts tokens for a model (EAGLE-3); False also if there is no
-    config.json or it is not valid JSON. Raises OSError if the file can't be read."""
+    """Returns whether the folder's config.json describes a head that drafts tokens for a model (EAGLE-3); also if that cannot be
+    read or is no valid JSON, and weights lie beside it, because it may be a damaged head's. Raises OSError if the folder can't be
+    read."""
     try:
-        text = read_regular(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES)
+        return eagle.is_head(json_fields(read_regular(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES), CONFIG_NAME))
     except FileNotFoundError:
         return False
-    try:
-        return eagle.is_head(json_fields(text, CONFIG_NAME))
-    except CheckpointError:
-        return False
+    except (OSError, CheckpointError) as error:
+        if isinstance(error, OSError) and open_files.are_used_up(error):
+            raise
+    with os.scandir(folder) as entries:
+        return any(entry.name.endswith(".safetensors") and _is_file(entry) for entry in entries)
 
 
 def _looks_like_model(names: set[str]) -> bool:

@@ -57,7 +57,7 @@ def closed(node: Node, model: Model) -> Refusal | None:
         return None
     if model.state == residency.INCOMPLETE:
         return Refusal("model_incomplete", f"{model.name} is incomplete: {model.facts.incomplete}")
-    if model.state == residency.REFUSED and model.facts.unusable:
+    if model.facts.unusable:
         return Refusal("model_unusable", f"{model.name} cannot be served: {model.facts.unusable}", details={"model": model.name})
     if model.state == residency.REFUSED:
         return Refusal("model_too_large", f"{model.name} can never fit: {model.too_large}", details={"model": model.name})

@@ -43,6 +43,7 @@ class ModelFacts:
     num_stages: int = 1  # stages of its pipeline; each is on num_ranks // num_stages devices of one host, the last one on this host
     expert_parts: int = 1  # as in loader.shapes.model_shape.Division: which part of the weights a share is
     unusable: str = ""  # why its files or settings can never be served; empty: they can
+    drafts: bool = False  # whether it is a head that drafts tokens for other models; `unusable` tells for which
     if_too_large: str = ""  # text that a refusal adds to the arithmetic if the model fits nowhere
     replica_of: str = ""  # the model whose further replica this is (replicas.py); "": it is a model itself
     # For a further replica: how many requests each loaded replica must have before this one is loaded; 0: any request will do.

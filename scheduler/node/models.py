@@ -44,7 +44,7 @@ def rest(node: Node, model: Model, reason: str) -> None:
     elif model.facts.incomplete:
         state, reason = residency.INCOMPLETE, model.facts.incomplete
     elif model.facts.unusable:
-        state, reason = residency.REFUSED, model.facts.unusable
+        state, reason = residency.HEAD if model.facts.drafts else residency.REFUSED, model.facts.unusable
     elif model.too_large:
         state, reason = residency.REFUSED, model.too_large
     elif model.failure:

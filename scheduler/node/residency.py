@@ -9,10 +9,11 @@ PAUSED = "paused"  # preempted: off the device, and requests that ran there wait
 DRAINING = "draining"  # leaves the device: what runs goes on to its end, what arrives waits or is refused
 FAILED = "failed"  # its last loads failed or it crashed engines; may carry a time when it is tried again
 REFUSED = "refused"  # can't be served as it is: not a supported kind, or it fits on no allowed device even when that is empty
+HEAD = "head"  # no model of its own: it drafts tokens for other models and is loaded with them
 DISABLED = "disabled"  # switched off by the operator
 INCOMPLETE = "incomplete"  # files are missing or shorter than their headers say
 
-ALL = frozenset({COLD, WARM, LOADING, READY, PAUSED, DRAINING, FAILED, REFUSED, DISABLED, INCOMPLETE})
+ALL = frozenset({COLD, WARM, LOADING, READY, PAUSED, DRAINING, FAILED, REFUSED, HEAD, DISABLED, INCOMPLETE})
 
 # States in which a model holds chunks of a device's ledger.
 IN_MEMORY = frozenset({LOADING, READY, DRAINING})
@@ -23,4 +24,4 @@ RUNNING = frozenset({READY, DRAINING})
 # States in which a placement may be made for it.
 PLACEABLE = frozenset({COLD, WARM, PAUSED})
 # States in which it refuses every request, so nothing may be queued.
-CLOSED = frozenset({FAILED, REFUSED, DISABLED, INCOMPLETE})
+CLOSED = frozenset({FAILED, REFUSED, HEAD, DISABLED, INCOMPLETE})

@@ -22,7 +22,7 @@ import pytest
 from daemon.cli.client import Client, CommandError
 from loader.models.catalog import scan_one
 from tests.e2e.chat import Stream
-from tests.e2e.checkpoints import make_model
+from tests.e2e.checkpoints import make_head, make_model
 from tests.e2e.node import Node, environment
 from tests.loader.adapters import adapter_tensors, modules_of, write_adapter
 
@@ -41,6 +41,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     make_model(folder / "models" / "bad", hearthd_null={"load_error": "model.safetensors: tensor x is damaged"})
     make_model(folder / "models" / "huge", weights_bytes=80 * MIB)
     (make_model(folder / "models" / "half") / "model.safetensors").unlink()
+    make_head(folder / "models" / "head", folder / "models" / "c")
     config = make_model(folder / "models" / "foreign") / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLM", "FalconForCausalLM"))
     with Node(folder, devices=["cpu=84MiB"], null_step_ms=2, config='[models."org/b"]\naliases = ["bee"]\n') as running:
@@ -90,6 +91,20 @@ def test_ps_contract(node: Node) -> None:
 def test_ps_leaves_out_what_cannot_be_loaded_and_says_so(node: Node) -> None:
     assert not {"huge", "half", "foreign"} & {row["name"] for row in node.ps()}
     assert "cannot be loaded; `hearth models` says why" in node.cli("ps").stdout
+
+
+def test_a_head_is_no_model_that_is_refused(node: Node) -> None:
+    (row,) = [row for row in node.json("models") if row["name"] == "head"]
+    drafts = "it drafts tokens for other models"
+    assert (row["state"], row["reason"].startswith(drafts)) == ("head", True)
+    listed = node.cli("models").stdout
+    assert f"\nhead: {drafts}" in listed
+    assert "head is refused" not in listed
+    assert "head" not in {row["name"] for row in node.ps()}
+    assert "\n3 cannot be loaded" in node.cli("ps").stdout, "half, foreign and huge"
+    assert node.cli("plan", "head").stdout.startswith(f"head is a head; it cannot be loaded: head cannot be served: {drafts}")
+    assert 'hearth_model_state{model="head",state="head"} 1.0' in node.get("/metrics")[1]
+    assert f"head: draft head: {drafts}" in node.log_text()
 
 
 def test_ps_shows_what_runs(node: Node) -> None:

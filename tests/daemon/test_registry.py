@@ -404,6 +404,7 @@ async def test_a_head_drafts_for_the_model_that_names_it_or_beside_which_it_lies
         registry = Registry(config, [DeviceBudget("cpu:0", budget_mib * MIB)], NodeState(str(tmp_path / "s")))
         facts = registered(await registry.rescan())
         is_used = settings.get("speculator") == "other"
+        assert facts["other"].drafts
         assert facts["other"].unusable.startswith("it drafts tokens for tiny" if is_used else "it drafts tokens for other models")
         assert await registry.rescan() == []
         return facts["tiny"], registry

@@ -132,3 +132,25 @@ def test_other_folders_in_a_models_folder_are_none_of_its_heads(tmp_path: Path) 
         (tmp_path / "m" / name).mkdir()
         (tmp_path / "m" / name / "config.json").write_text(text)
     assert sorted(scan(tmp_path)) == ["m"]
+
+
+def test_a_damaged_head_in_a_model_s_folder_is_listed(tmp_path: Path) -> None:
+    """And a folder that is none is not: its config.json is that of something else, or nothing lies beside a damaged one."""
+    model = make_model(tmp_path / "m")
+    for name in ("good", "cut", "no-json", "not-a-file", "no-weights", "other"):
+        make_head(model / name, model)
+    weights = model / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (model / "no-json" / "config.json").write_text("{")
+    (model / "not-a-file" / "config.json").unlink()
+    (model / "not-a-file" / "config.json").mkdir()
+    (model / "no-weights" / "config.json").write_text("{")
+    (model / "no-weights" / "model.safetensors").unlink()
+    (model / "other" / "config.json").write_text('{"architectures": ["SiglipVisionModel"]}')
+    found = scan(tmp_path)
+    assert {name: one.fault.split(": ")[:2] for name, one in found.items() if name not in ("m", "m/good")} == {
+        "m/cut": ["model.safetensors", "tensor norm.weight"],
+        "m/no-json": ["config.json", "not valid JSON"],
+        "m/not-a-file": ["config.json is missing"],
+    }
+    assert (found["m"].complete, found["m/good"].complete) == (True, True)

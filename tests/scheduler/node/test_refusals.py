@@ -46,6 +46,16 @@ def test_model_of_a_kind_that_is_not_served_until_its_files_are_others() -> None
     assert node.loads
 
 
+def test_head_that_drafts_for_other_models() -> None:
+    node = FakeNode()
+    node.register(facts("a", unusable="it drafts tokens for b", drafts=True))
+    request = node.arrive("a")
+    assert refused(node, request) == ("model_unusable", False)
+    assert "it drafts tokens for b" in node.refusals[request].message
+    assert node.state("a") == "head"
+    assert node.scheduler.why("a")[-1] == "now head: it drafts tokens for b"
+
+
 def test_disabled_model() -> None:
     node = FakeNode()
     node.register(facts("a", enabled=False))
