@@ -101,6 +101,7 @@ _REFUSALS: dict[str, tuple[type[HearthError], int]] = {
     "model_failed": (NotNow, 503),
     "model_draining": (NotNow, 503),
     "node_draining": (NotNow, 503),
+    "server_restarting": (NotNow, 503),
     "queue_full": (NotNow, 429),
     "would_not_fit": (NotNow, 503),
     "wait_exceeded": (NotNow, 503),

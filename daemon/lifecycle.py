@@ -454,14 +454,19 @@ class DaemonRun:
     async def _let_end(self, node: NodeParts) -> None:
         """Accepts no new requests, and waits until the open ones have ended, but at most drain_timeout_s seconds and not beyond a
         second stop signal."""
-        node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown"))
+        self._take_no_more(node)
         empty = node.dispatcher.open.when_empty()
         now = asyncio.ensure_future(self._stop_now.wait())
         either: list[asyncio.Future[Any]] = [empty, now]
         await asyncio.wait(either, timeout=self._config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         now.cancel()
 
+    def _take_no_more(self, node: NodeParts) -> None:
+        node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown", stopping=True))
+
     def _fail_rest(self, node: NodeParts) -> None:
+        """Fails the requests that have not ended, and refuses those whose texts are still being read, with server_restarting."""
+        self._take_no_more(node)
         error = NotNow("server_restarting", "The server is restarting; send the request again.", retry_after_s=5.0)
         num_cut = node.dispatcher.fail_all(error)
         if num_cut:

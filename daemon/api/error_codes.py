@@ -155,8 +155,8 @@ CODES: dict[str, tuple[int, str, str]] = {
     "model_failed": (503, "the last load failed; the message says why", "correct the files, then `hearth load MODEL`"),
     "model_disabled": (503, "an operator switched the model off", "`hearth enable MODEL`"),
     "model_draining": (503, "an operator drains the model", "`hearth resume MODEL`"),
-    "node_draining": (503, "an operator drains the node, or it is stopping", "retry; `hearth resume`"),
-    "server_restarting": (503, "hearthd stops and the request did not end in time", "send it again"),
+    "node_draining": (503, "an operator drains the node", "retry; `hearth resume`"),
+    "server_restarting": (503, "hearthd is stopping: the request came too late, or did not end in time", "send it again"),
     "unloaded": (503, "an operator unloaded the model while the request ran", "send it again"),
     "not_kept": (409, "`hearth unload --to warm`: no copy of its weights is kept", "leave out --to, or set host_tier_bytes"),
     "overloaded": (

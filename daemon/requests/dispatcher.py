@@ -66,8 +66,7 @@ class SchedulerPort(Protocol):
 
     def why(self, name_or_request: str) -> list[str]: ...
 
-    @property
-    def draining(self) -> bool: ...
+    def gate(self) -> actions.Refusal | None: ...
 
 
 class _Expected(NamedTuple):
@@ -194,8 +193,8 @@ class Dispatcher:
         self._cancelled(generation.request_id)
 
     def forward(self, generation: Generation) -> None:
-        if self.scheduler.draining:
-            raise NotNow("node_draining", "the node is drained", retry_after_s=5.0)
+        if (refusal := self.scheduler.gate()) is not None:
+            raise from_refusal(refusal)
         generation.request_id, generation.arrived_s = next(self._ids), time.monotonic()
         self.open.add(generation)
         self.open.accepted(generation)

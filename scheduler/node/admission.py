@@ -16,8 +16,8 @@ def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | No
     name = facts.model
     if model is None:
         return Refusal("model_not_found", f"no model {name!r} on this node")
-    if node.draining:
-        return Refusal("node_draining", "this node takes no new requests", node.settings.drain_retry_after_s)
+    if (shut := gate(node)) is not None:
+        return shut
     if model.removed:
         return removed(model)
     refusal = closed(node, model)
@@ -32,6 +32,15 @@ def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | No
             return refusal
     if model.copy is None and not pins.has_place(node, model) and not model.served_elsewhere:
         return pins.would_not_fit(node, model)
+    return None
+
+
+def gate(node: Node) -> Refusal | None:
+    """Returns why the node takes no new requests, whatever model they name; None if it takes them."""
+    if node.stopping:
+        return Refusal("server_restarting", "the server is restarting; send the request again", node.settings.drain_retry_after_s)
+    if node.draining:
+        return Refusal("node_draining", "this node takes no new requests", node.settings.drain_retry_after_s)
     return None
 
 

@@ -165,6 +165,7 @@ def disable(node: Node, event: DisableRequested) -> None:
 
 def drain(node: Node, event: DrainRequested) -> None:
     """Refuses new requests for the model, or for the whole node if none is named; waiting and running ones continue."""
+    node.stopping |= event.stopping
     _close(node, event.model, True)
 
 
@@ -174,8 +175,8 @@ def resume(node: Node, event: ResumeRequested) -> None:
 
 def _close(node: Node, name: str, closed: bool) -> None:
     if not name:
-        node.draining = closed
-        _done(node, "", None)
+        node.draining = closed or node.stopping
+        _done(node, "", None if closed else admission.gate(node))
         return
     model = _find(node, name)
     if model is not None:

@@ -333,9 +333,11 @@ class DisableRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DrainRequested(Event):
-    """`hearth drain`: refuses new requests for the model (empty: for all models of the node); waiting and running ones continue."""
+    """`hearth drain`: refuses new requests for the model (empty: for all models of the node); waiting and running ones continue.
+    stopping: the daemon stops, so the node refuses new requests for good."""
 
     model: str = ""
+    stopping: bool = False
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

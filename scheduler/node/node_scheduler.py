@@ -176,6 +176,10 @@ class NodeScheduler:
         facts = events.RequestFacts(request_id=0, model=model, num_prompt_tokens=0, max_tokens=0, tenant=tenant)
         return admission.refuse(self._node, self._node.models.get(model), facts)
 
+    def gate(self) -> Refusal | None:
+        """Returns why the node takes no new requests, whatever they are for; None if it takes them."""
+        return admission.gate(self._node)
+
     def why(self, name_or_request: str) -> list[str]:
         """Returns the lines of `hearth why` for a model's name or a request's id: what has happened to it, oldest first, and what
         it waits for; [] if it is unknown."""

@@ -348,10 +348,14 @@ async def test_drain_and_fail_all() -> None:
     node = Harness()
     generation, sink = node.request()
     node.loaded()
-    node.dispatcher.post(events.DrainRequested(now=0.0, cause="shutdown"))
-    with pytest.raises(HearthError) as caught:
-        node.request()
-    assert caught.value.code == "node_draining"
+    for stopping, code in ((False, "node_draining"), (True, "server_restarting")):
+        node.dispatcher.post(events.DrainRequested(now=0.0, cause="cli-1", stopping=stopping))
+        with pytest.raises(HearthError) as caught:
+            node.request()
+        assert (caught.value.status, caught.value.code) == (503, code)
+        with pytest.raises(HearthError) as caught:  # one that another server would answer
+            node.dispatcher.forward(generation)
+        assert (caught.value.status, caught.value.code) == (503, code)
     empty = node.dispatcher.open.when_empty()
     assert not empty.done()
     assert node.dispatcher.fail_all(NotNow("server_restarting", "again")) == 1

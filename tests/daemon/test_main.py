@@ -208,7 +208,7 @@ def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
             os.kill(pid, number)
         node.wait_for(lambda: node.json("status")["draining"], "draining")
         assert node.get("/readyz")[0] == 503
-        assert "takes no new requests" in Stream(node, "a", "late", 3).join().error
+        assert "the server is restarting" in Stream(node, "a", "late", 3).join().error
         for pid in engines:
             os.kill(pid, signal.SIGCONT)
         for stream in streams:

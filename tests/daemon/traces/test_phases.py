@@ -208,13 +208,13 @@ async def test_ends_of_all_kinds() -> None:
     node.step({silent.request_id: []}, finish={silent.request_id: FINISH_LENGTH})
     _, spans = node.spans_of(trace)
     assert [span.name for span in spans] == ["queue", "prefill"]
-    node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown"))
+    node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown", stopping=True))
     refused = node.tracer.begin((), (), drawn(5), time.monotonic())
     generation = Generation(node.entries["a"], [1], SamplingParams(max_tokens=1), Sink())
     refused.follow(generation)
     with pytest.raises(HearthError):
         node.dispatcher.submit(generation)
-    assert refused.error == "node_draining"
+    assert refused.error == "server_restarting"
     assert generation.trace is not None
     assert [phase.name for phase in generation.trace.phases] == ["queue"]
 

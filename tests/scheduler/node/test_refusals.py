@@ -231,6 +231,20 @@ def test_loads_that_fail_for_now_are_tried_again_then_quarantined() -> None:
     assert node.state("a") == "cold", "a load that worked wipes the slate"
 
 
+def test_a_node_that_stops_says_so_whatever_operators_do() -> None:
+    node = FakeNode()
+    node.register(facts("a"))
+    node.command("drain")
+    assert refused(node, node.arrive("a")) == ("node_draining", True)
+    node.command("drain", stopping=True)
+    assert refused(node, node.arrive("a")) == ("server_restarting", True)
+    answer = node.answers[node.command("resume")]
+    assert answer is not None
+    assert answer.code == "server_restarting"
+    assert refused(node, node.arrive("a")) == ("server_restarting", True)
+    assert node.scheduler.draining
+
+
 def test_drained_node_and_drained_model() -> None:
     node = FakeNode()
     node.register(facts("a"), facts("b", 20))
