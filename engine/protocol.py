@@ -436,7 +436,8 @@ class Stats(Message, frozen=True):
     """The engine's state, sent when it changes, at most 4 times a second. kv_chunks_used: chunks that hold KV or adapters. models:
     name -> [kv_bytes, active, queued, cached_bytes]. steps, preemptions: counted since the engine's start. without_room: how many
     of a model's queued requests wait because their adapter finds no room, for models with such requests. adapter_bytes: of all
-    adapters that running requests use."""
+    adapters that running requests use. share_chunks: model -> chunks with KV of a share, for split models that this engine leads;
+    each of their devices has as many, and engines that follow count none."""
 
     kv_chunks_used: int
     models: dict[str, list[int]]
@@ -446,6 +447,7 @@ class Stats(Message, frozen=True):
     adapters: dict[str, dict[str, int]] = {}  # model -> adapter in memory -> its bytes, for models with adapters
     without_room: dict[str, int] = {}
     adapter_bytes: int = 0
+    share_chunks: dict[str, int] = {}
 
 
 class ExpertTokens(Message, frozen=True):

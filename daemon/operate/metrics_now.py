@@ -113,6 +113,7 @@ def _resident_bytes(pid: int) -> int:
 
 def _devices(node: NodeParts) -> dict[str, DeviceNow]:
     views = {view.name: view for view in node.scheduler.devices()}
+    kv_chunks = _kv_chunks(node)
     found = {}
     for device in node.devices:
         one = found[device.name] = DeviceNow(up=node.workers[device.name].up, budget_bytes=device.budget_bytes)
@@ -122,9 +123,20 @@ def _devices(node: NodeParts) -> dict[str, DeviceNow]:
             one.held_bytes = sum(view.held.values()) * view.chunk_bytes
             one.lease_bytes = view.lease_chunks * view.chunk_bytes
             if stats is not None:
-                one.kv_used_bytes, one.preemptions = stats.kv_chunks_used * view.chunk_bytes, stats.preemptions
-                one.kv_moved_bytes = stats.kv_moved_bytes
-            one.chunks = chunks_by_state(view, 0 if stats is None else stats.kv_chunks_used)
+                one.preemptions, one.kv_moved_bytes = stats.preemptions, stats.kv_moved_bytes
+            one.kv_used_bytes = kv_chunks[device.name] * view.chunk_bytes
+            one.chunks = chunks_by_state(view, kv_chunks[device.name])
             one.planned_bytes = view.weights_chunks * view.chunk_bytes + one.kv_used_bytes
             one.measured_bytes = _resident_bytes(node.workers[device.name].pid)
+    return found
+
+
+def _kv_chunks(node: NodeParts) -> Counter[str]:
+    """Returns the number of chunks with KV on each device. Those of a split model are reported by its first device alone."""
+    all_stats = node.engine_events.stats
+    found = Counter({device: stats.kv_chunks_used for device, stats in all_stats.items()})
+    for view in node.scheduler.snapshot():
+        leader, *others = view.devices or ("",)
+        if others and leader in all_stats:
+            found.update(dict.fromkeys(others, all_stats[leader].share_chunks.get(view.name, 0)))
     return found

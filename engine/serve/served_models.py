@@ -373,6 +373,7 @@ class ServedModels:
     def stats(self, num_steps: int) -> Stats:
         models = {name: [0, 0, len(embedder.waiting), 0] for name, embedder in self.embedders.items()}
         num_chunks, preemptions = 0, self._preempted_before
+        share_chunks: dict[str, int] = {}
         for name, served in self.by_name.items():
             scheduler, kv = served.scheduler, served.scheduler.kv
             models[name] = [
@@ -381,7 +382,10 @@ class ServedModels:
                 scheduler.num_waiting,
                 kv.cached_bytes,
             ]
-            num_chunks += kv.num_used_chunks + scheduler.adapters.num_chunks
+            num_kv_chunks = kv.num_used_chunks
+            if served.share is not None:
+                share_chunks[name] = num_kv_chunks
+            num_chunks += num_kv_chunks + scheduler.adapters.num_chunks
             preemptions += scheduler.num_preemptions
         adapters: dict[str, dict[str, int]] = {}
         for name, served in self.by_name.items():
@@ -391,7 +395,7 @@ class ServedModels:
         num_used = sum(served.scheduler.adapters.num_used_chunks for served in self.by_name.values())
         without_room = {name: num for name, served in self.by_name.items() if (num := served.scheduler.adapters.num_without_room)}
         of_adapters = (adapters, without_room, num_used * self.chunks.chunk_bytes)
-        return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes, *of_adapters)
+        return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes, *of_adapters, share_chunks)
 
     # ---- weights that an earlier engine, or an earlier load of a model that comes back, left
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -127,6 +128,28 @@ def test_what_operators_see(node: Node) -> None:
     assert f'"device": "{BOTH}"' in node.cli("events", "--json").stdout
     placed = [one for one in node.json("history") if one["model"] == "split"]
     assert (placed[-1]["device"], placed[-1]["outcome"]) == (BOTH, "ready")
+
+
+def test_both_devices_count_its_kv(node: Node) -> None:
+    """The one that follows has no requests of the model, and as much of its KV in memory."""
+
+    def counted() -> dict[str, float]:
+        page = node.get("/metrics")[1]
+        states = re.findall(r'^hearth_device_chunks{device="(cpu:.)",state="(\w+)"} (\S+)$', page, re.MULTILINE)
+        chunks = {(device, state): float(number) for device, state, number in states}
+        used = dict(re.findall(r'^hearth_device_kv_used_bytes{device="(cpu:.)"} (\S+)$', page, re.MULTILINE))
+        assert sum(chunks.values()) == 2 * 24, "both budgets of 48 MiB, in chunks"
+        assert {device: float(number) for device, number in used.items()} == {
+            device: chunks[device, "kv"] * (2 << 20) for device in ("cpu:0", "cpu:1")
+        }
+        return {device: chunks[device, "kv"] for device in ("cpu:0", "cpu:1") if chunks[device, "kv"]}
+
+    for model in ("whole", "split", "stages", "elm", "mixture", "experts"):
+        assert node.cli("unload", model).returncode == 0
+    node.wait_for(lambda: not counted(), "devices without KV")  # engines' figures are up to 0.25 s old
+    Stream(node, "split", "counted", 40).join()
+    found = node.wait_for(lambda: len(found := counted()) == 2 and found, "KV on both devices")
+    assert found["cpu:0"] == found["cpu:1"]
 
 
 def test_one_that_cannot_be_divided(node: Node) -> None:
