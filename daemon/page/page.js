@@ -165,7 +165,7 @@ function drawModel(row) {
   if (telling && row.reason) name.append(h("div", { class: `reason ${kind}` }, row.reason.replace(/\d+ bytes \(([\d.]+ [KMGT]iB)\)/g, "$1")));
   for (const line of row.lines) name.append(h("div", { class: "dim" }, line));
   if (row.host_bytes && !loaded) name.append(h("div", { class: "dim" }, `${bytes(row.host_bytes)} in host memory`));
-  return h("tr", { class: loaded || row.queued ? null : "away" }, name, state, cell("Device", row.device || row.upstream || "–", false), cell("Weights", row.weights_bytes ? bytes(row.weights_bytes) : "–"), cell("KV in use", loaded ? bytes(row.kv_bytes) : "–"),
+  return h("tr", { class: loaded || row.queued ? null : "away" }, name, state, cell("Device", row.device || row.upstream || (row.num_ranks > 1 ? several(row.num_ranks, "device") : "–"), false), cell("Weights", row.weights_bytes ? bytes(row.weights_bytes) : "–"), cell("KV in use", loaded ? bytes(row.kv_bytes) : "–"),
     cell("Active", String(row.active)), cell("Queued", String(row.queued)), cell("Last used", row.last_used === null ? "never" : row.ago));
 }
 function drawModels(state) {
@@ -237,7 +237,7 @@ function addEvents(more) {
 }
 const devicesOf = (name) => name.includes("/") ? [name] : name.split("+"); // those of a split model have one name together
 function spansOf(state, span_s) { // device -> model -> [{kind, from, to}]
-  const start = state.time - span_s, lanes = new Map(state.devices.map((device) => [device.name, new Map()])), open = new Map();
+  const start = state.time - span_s, lanes = new Map(state.devices.map((device) => [device.name, new Map()])), open = new Map(), seen = new Set();
   const add = (span, to) => {
     for (const models of devicesOf(span.device).map((name) => lanes.get(name)))
       if (models && to >= start) models.set(span.model, [...models.get(span.model) || [], { ...span, from: Math.max(span.from, start), to }]);
@@ -249,8 +249,9 @@ function spansOf(state, span_s) { // device -> model -> [{kind, from, to}]
     if (event.event !== "state") continue;
     const before = open.get(event.model), device = event.device || (before && before.device);
     if (before) { add(before, event.time); open.delete(event.model); }
-    else if (ON_DEVICE.includes(event.old) && event.old !== "loading" && device) add({ model: event.model, device, kind: event.old, from: start }, event.time); // it was on the device before the first event
+    else if (!seen.has(event.model) && ON_DEVICE.includes(event.old) && event.old !== "loading" && device) add({ model: event.model, device, kind: event.old, from: start }, event.time); // it was on the device before the first event
     if (ON_DEVICE.includes(event.new) && device) open.set(event.model, { model: event.model, device, kind: event.new, from: event.time });
+    seen.add(event.model);
   }
   for (const row of state.models) {
     if (!ON_DEVICE.includes(row.state) || !row.device) continue;

@@ -17,6 +17,7 @@ import pytest_asyncio
 from daemon.access import keys
 from tests.e2e import browser
 from tests.e2e.browser import Browser, Page
+from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
 
@@ -121,6 +122,42 @@ async def test_it_follows_the_node_without_a_reload(node: Node, chromium: Browse
     for width in (360, 768, 1280):
         await page.look(width)
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@needs_browser
+async def test_a_split_model_is_on_both_devices_and_one_row(tmp_path: Path, chromium: Browser) -> None:
+    """Before it is loaded, while it answers, and when one of its devices has failed."""
+    node = Node(tmp_path / "node", devices=DEVICES, null_step_ms=5, config='[models."org/pair"]\nparallel = { tensor = 2 }\n')
+    make_model(node.models / "org" / "pair", weights_bytes=8 * MIB)
+    with node:
+        page = await chromium.open(node.url)
+        await page.wait_for(f"{state('org/pair')} === 'cold'")
+        device = f"{row('org/pair')}.querySelector('[data-label=Device]').textContent"
+        assert await page.evaluate(device) == "2 devices"
+        stream = Stream(node, "org/pair", "hello", 1500)
+        await page.wait_for(f"{state('org/pair')} === 'ready' && {row('org/pair')}.textContent.includes('KiB')")
+        assert await page.evaluate(device) == "cpu:0+cpu:1"
+        assert await page.evaluate("document.querySelectorAll('#models tr').length") == 1
+        legends = "[...document.querySelectorAll('#devices .legend')].map((each) => each.firstChild.textContent)"
+        await page.wait_for(f"{legends}.every((text) => /^org.pairweights .*KV in use .*KV reserved /.test(text))")
+        first, second = await page.evaluate(legends)
+        assert first == second
+        lanes = "[...document.querySelectorAll('#timeline .card')].map((each) => each.querySelectorAll('.lane').length)"
+        await page.wait_for(f"{lanes}.join() === '1,1'")
+        arrows = "[...document.querySelectorAll('#events li')].filter((each) => each.textContent.includes('loading → ready'))"
+        (text,) = await page.evaluate(f"{arrows}.map((each) => each.querySelector('span').textContent)")
+        assert text.startswith("loading → ready on cpu:0+cpu:1: ")
+
+        os.kill(await page.evaluate("last.devices[1].pid"), signal.SIGKILL)
+        await page.wait_for(f"{arrows}.length === 2 && {state('org/pair')} === 'ready'")
+        begun = "events.find((event) => event.event === 'state' && event.new === 'loading').time"
+        spans = "[...spansOf(last, 60).values()].map((lane) => [...lane.get('org/pair')])"
+        for bars in await page.evaluate(spans):
+            assert [bar["kind"] for bar in bars if bar["kind"] != "draining"] == ["loading", "ready", "loading", "ready"]
+            assert min(bar["from"] for bar in bars) == await page.evaluate(begun), "no bar begins before the model was there"
+        await asyncio.to_thread(stream.hang_up)
+        assert stream.error == ""
+        assert page.problems == []
 
 
 def test_the_snapshot_adds_up(node: Node) -> None:
