@@ -122,17 +122,20 @@ def _tell_room(plans: list[dict[str, Any]]) -> None:
 
 
 def _one(client: Client, options: argparse.Namespace) -> None:
-    found = client.get("/control/v1/room?bytes=1")
-    here = [(device["device"], one) for device in found for one in device["candidates"] if one["name"] == options.name]
+    planned = client.get(f"/control/v1/plan/{quote(options.name)}")  # raises CommandError if there is no such model
+    found, name = client.get("/control/v1/room?bytes=1"), planned["model"]
+    here = [(device["device"], one) for device in found for one in device["candidates"] if one["name"] == name]
     if not here:
-        state = client.get(f"/control/v1/plan/{quote(options.name)}")["state"]  # raises CommandError if there is no such model
-        message = f"{options.name} is on no device: it is {state}"
+        state = planned["state"]
+        message = f"{name} is on no device: it is {state}"
         raise CommandError(EXIT_NOT_FOUND, {"code": "not_loaded", "message": message, "details": {"state": state}})
-    device, one = here[0]
+    devices, (_, one) = [device for device, _ in here], here[0]
+    reload_s = max(each["reload_s"] for _, each in here)
     if options.json:
-        print(json.dumps({"device": device, **one}, indent=1))
+        print(json.dumps({"device": "+".join(devices), **one, "reload_s": reload_s}, indent=1))
         return
-    print(f"{options.name} would free {size(one['freed_bytes'])} of {device}; to load it again takes about {one['reload_s']:.2f} s")
+    where = " and as much of ".join(devices)
+    print(f"{name} would free {size(one['freed_bytes'])} of {where}; to load it again takes about {reload_s:.2f} s")
     if one["active"] or one["queued"]:
         print(f"{one['active']} running requests would wait and bring it back, beside {one['queued']} that wait already")
 

@@ -62,6 +62,8 @@ def test_evict(node: Node) -> None:
     dry = node.json("evict", "--dry-run", "c")
     assert (dry["name"], dry["device"], dry["active"]) == ("c", "cpu:0", 0)
     assert "c would free " in node.cli("evict", "--dry-run", "c").stdout
+    node.cli("load", "bee")
+    assert node.json("evict", "--dry-run", "bee")["name"] == "org/b"
     assert node.json("evict", "--dry-run", "--bytes", "50MiB")[0]["verdict"] == "evicts"
     assert "c" in {row["name"] for row in node.ps()}
     assert node.cli("evict", "c").stdout.startswith("c is unloaded")

@@ -123,6 +123,9 @@ def test_what_operators_see(node: Node) -> None:
         parts = {part["kind"]: part["bytes"] for part in status[device]["parts"] if part["model"] == "split"}
         assert parts["weights"] * 2 == rows["split"]["weights_bytes"]
         assert parts["reserved"] > 0
+    dry = node.json("evict", "--dry-run", "split")
+    assert (dry["device"], dry["freed_bytes"]) == (BOTH, sum(parts.values())), "of each"
+    assert " of cpu:0 and as much of cpu:1; to load it again" in node.cli("evict", "--dry-run", "split").stdout
     metrics = node.get("/metrics")[1]
     assert f'hearth_model_weights_bytes{{device="{BOTH}",model="split"}} {float(rows["split"]["weights_bytes"])}' in metrics
     assert f'"device": "{BOTH}"' in node.cli("events", "--json").stdout
