@@ -25,7 +25,8 @@ def plan(node: NodeParts, name: str) -> dict[str, Any]:
     found = node.scheduler.plan_load(model, time.monotonic())
     if found is None:
         raise BadRequest("model_not_found", f"There is no model {name!r}.", status=404, details={"name": name})
-    return asdict(found) | {"notes": list(node.registry.models[model].notes)}
+    registered = node.registry.models[model]
+    return asdict(found) | {"notes": [] if registered.entry is None else list(registered.notes)}
 
 
 def experts(node: NodeParts, name: str) -> dict[str, Any]:

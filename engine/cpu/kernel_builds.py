@@ -94,7 +94,8 @@ class _Build:
     @property
     def title(self) -> str:
         """The names of the sets that are still being compiled, for messages."""
-        return " and ".join(dict.fromkeys(kernel_set.title for kernel_set in self.left))
+        titles = list(dict.fromkeys(kernel_set.title for kernel_set in self.left))
+        return " and ".join(part for part in (", ".join(titles[:-1]), *titles[-1:]) if part)
 
     @property
     def left_s(self) -> float:

@@ -20,7 +20,8 @@ def load(node: Node, model: Model) -> LoadPlan:
         refusal = pins.would_not_fit(node, model)
     devices = [node.devices[name] for name in model.devices]
     if refusal is not None:
-        plans = tuple(_on_device(node, model, device, None) for device in devices)
+        has_size = not (model.facts.unusable or model.facts.incomplete)
+        plans = tuple(_on_device(node, model, device, None) for device in devices) if has_size else ()
         return _plan(node, model, REFUSED, refusal.message, (), plans)
     if model.copy is not None or model.placement is not None:
         where = model.copy or model.placement

@@ -55,7 +55,7 @@ def arithmetic(facts: ModelFacts, chunk_bytes: int, budgets: dict[str, int]) -> 
     each = f"{'at most ' if facts.kv_reserved_bytes else ''}{facts.kv_bytes_per_token} bytes"
     weights, kv, work = (n * chunk_bytes for n in (size.weights_chunks, size.kv_chunks, size.work_space_chunks))
     stages = f" in {facts.num_stages} stages" if facts.num_stages > 1 else ""
-    share = f"it is split over {facts.num_ranks} devices of one kind{stages} (num_ranks), each with " if facts.is_split else ""
+    share = f"it is split over {facts.num_ranks} devices of one kind{stages} (parallel), each with " if facts.is_split else ""
     lines = [
         f"{share}weights {amount(weights)} + reserved KV {amount(kv)} for {max(facts.kv_floor_tokens, facts.max_model_len)} tokens"
         f" of {each} + work space {amount(work)} = {amount(weights + kv + work)}"

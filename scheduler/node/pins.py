@@ -121,6 +121,6 @@ def would_not_fit(node: Node, model: Model) -> Refusal:
         names = ", ".join(other.name for other in node.pinned.values() if name in other.home)
         parts.append(f"{name} has {total}, of which pinned models ({names or 'none'}) take {kept}")
     num_ranks = model.facts.num_ranks
-    split = f" on each of {num_ranks} devices of one kind (num_ranks)" if model.facts.is_split else ""
+    split = f" on each of {num_ranks} devices of one kind (parallel)" if model.facts.is_split else ""
     message = f"{model.name} needs {need} with its reserved KV and work space{split}; " + "; ".join(parts)
     return Refusal("would_not_fit", message, details={"model": model.name, "needed_bytes": model.size.chunks * chunk})

@@ -102,7 +102,10 @@ def test_a_head_is_no_model_that_is_refused(node: Node) -> None:
     assert "head is refused" not in listed
     assert "head" not in {row["name"] for row in node.ps()}
     assert "\n3 cannot be loaded" in node.cli("ps").stdout, "half, foreign and huge"
-    assert node.cli("plan", "head").stdout.startswith(f"head is a head; it cannot be loaded: head cannot be served: {drafts}")
+    planned = node.cli("plan", "head").stdout
+    assert planned.startswith(f"head is a head; it cannot be loaded: head cannot be served: {drafts}")
+    assert planned.count("\n") == 1, "no sizes, which are not known, and nothing that it lacks as a model"
+    assert node.cli("plan", "foreign").stdout.count("\n") == 1
     assert 'hearth_model_state{model="head",state="head"} 1.0' in node.get("/metrics")[1]
     assert f"head: draft head: {drafts}" in node.log_text()
 

@@ -149,7 +149,7 @@ def test_steps_come_before_sampling_and_the_longest_first_and_each_set_is_used_w
             news.apply()
     assert one.used == [ATTENTION, STEPS, KernelSet("float32", ""), SAMPLING, KernelSet("float32", "sampling")]
     kinds = list(dict.fromkeys(news.told.kind for news in one.news))
-    assert kinds == ["sampling and bfloat16 and float32", "sampling and float32", "sampling", ""]
+    assert kinds == ["sampling, bfloat16 and float32", "sampling and float32", "sampling", ""]
     assert [news.told.kind for news in one.news].count("") == 1, "its end is told once"
 
 

@@ -145,7 +145,7 @@ def test_a_pipeline_that_fits_nowhere_tells_why() -> None:
     node = FakeNode({"cpu:0": 60, "cpu:0@b": 100, "cpu:1@b": 100})
     node.register(pipe(num_ranks=4))
     reason = node.view("pipe").reason
-    assert "split over 4 devices of one kind in 2 stages" in reason
+    assert "split over 4 devices of one kind in 2 stages (parallel)" in reason
     assert reason.endswith(
         "4 are needed (2 for each stage, on one host, that of the last one on this), "
         "a share fits on 1 of kind cpu, 2 of kind cpu on b"
@@ -254,7 +254,7 @@ def test_never_a_carve_out_nor_two_kinds() -> None:
     reason = node.view("pair").reason
     for part in (
         "split over 2 devices",
-        "num_ranks",
+        "(parallel)",
         "48.0 MiB",
         "cpu:0/org/x is set aside",
         "a share fits on 1 of kind cpu, 1 of",
@@ -710,7 +710,7 @@ def test_a_pin_that_cannot_be_says_what_it_needs() -> None:
     node.command("pin", "a")
     refusal = node.answers[node.command("pin", "pair")]
     assert refusal is not None
-    assert "on each of 2 devices of one kind (num_ranks)" in refusal.message
+    assert "on each of 2 devices of one kind (parallel)" in refusal.message
 
 
 def test_the_home_of_a_share_that_leaves_may_shrink() -> None:
