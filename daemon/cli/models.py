@@ -31,8 +31,8 @@ ROW_KEYS = (
     "keep_alive_s",
     "leaves",
 )
-# Fields of the rows of some models: those that have drafted tokens, and those whose devices have copies of experts.
-OPTIONAL_KEYS = ("drafted_tokens", "accepted_tokens", "expert_copies")
+# Fields of the rows of some models: those that have drafted tokens, whose devices have copies of experts, or that are drained.
+OPTIONAL_KEYS = ("drafted_tokens", "accepted_tokens", "expert_copies", "drained")
 RIGHT = ("WEIGHTS", "BITS", "KV", "ACTIVE", "QUEUED")  # columns of numbers
 NOT_TO_BE_LOADED = ("disabled", "incomplete", "refused")
 DONE = {
@@ -60,6 +60,7 @@ def ps(client: Client, options: argparse.Namespace) -> None:
         compiling = {row["device"]: row["kernels"] for row in rows if row.get("kernels")}
         for device, told in compiling.items():
             print(f"\n{kernels_sentence(device, told)}")
+        _tell_drained(found)
         for row in found:
             if "not_warmed" in row:
                 print(f"\n{row['name']} was {row['not_warmed']}")
@@ -84,6 +85,7 @@ def models(client: Client, options: argparse.Namespace) -> None:
             print(f"\nembeddings, and no text, are made by {', '.join(embedders)}")
         if scorers := [row["name"] for row in rows if row.get("task") == "score"]:
             print(f"\npairs of texts are scored, and no text is made, by {', '.join(scorers)}")
+        _tell_drained(rows)
         for row in rows:
             for note in row.get("notes", ()):
                 print(f"\n{row['name']}: {note}")
@@ -93,6 +95,12 @@ def models(client: Client, options: argparse.Namespace) -> None:
                 print(f"\n{row['name']} is {row['state']}: {row['reason']}")
     if not options.json and (names := client.get("/control/v1/names")):
         print("\n" + _names(names))
+
+
+def _tell_drained(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        if "drained" in row:
+            print(f"\n{row['name']} takes no new requests (hearth drain); `hearth resume {row['name']}` ends that")
 
 
 def _table(rows: list[dict[str, Any]], with_formats: bool = False) -> str:

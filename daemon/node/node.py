@@ -372,6 +372,8 @@ class NodeParts:
                     row["notes"] = notes
             if drafted := self.metric.drafted_tokens.get(view.name, 0):
                 row["drafted_tokens"], row["accepted_tokens"] = drafted, self.metric.accepted_tokens.get(view.name, 0)
+            if view.closed:
+                row["drained"] = True
             if view.expert_copies:
                 row["expert_copies"] = view.expert_copies
             if not view.device and (not_warmed := self.warming.problems.get(view.name)) is not None:

@@ -163,6 +163,7 @@ function drawModel(row) {
   const name = h("th", { scope: "row" }, h("div", { class: "name" }, loaded ? h("i", { class: "dot", style: colour(row.name), "aria-hidden": "true" }) : null, row.name, row.pinned ? h("span", { class: "badge" }, "pinned") : null));
   const telling = kind === "bad" || row.state === "loading" || row.state === "draining" || row.state === "paused" || row.state === "head" || row.state === "disabled";
   if (telling && row.reason) name.append(h("div", { class: `reason ${kind}` }, row.reason.replace(/\d+ bytes \(([\d.]+ [KMGT]iB)\)/g, "$1")));
+  if (row.drained) name.append(h("div", { class: "dim" }, "takes no new requests: drained"));
   for (const line of row.lines) name.append(h("div", { class: "dim" }, line));
   if (row.host_bytes && !loaded) name.append(h("div", { class: "dim" }, `${bytes(row.host_bytes)} in host memory`));
   return h("tr", { class: loaded || row.queued ? null : "away" }, name, state, cell("Device", row.device || row.upstream || (row.num_ranks > 1 ? several(row.num_ranks, "device") : "–"), false), cell("Weights", row.weights_bytes ? bytes(row.weights_bytes) : "–"), cell("KV in use", loaded ? bytes(row.kv_bytes) : "–"),

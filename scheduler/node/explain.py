@@ -16,6 +16,7 @@ def why(node: Node, name: str) -> list[str]:
         return [
             *model.story.lines(node.now),
             f"now {model.state}: {model.reason}",
+            *([f"takes no new requests; `hearth resume {name}` ends that"] if model.closed else []),
             *waits_for(node, model),
             *leave_rules.story(node, model),
             *replicas.story(node, model),

@@ -253,6 +253,7 @@ def _model_view(node: Node, model: Model) -> ModelView:
         quarantined_until=model.quarantined_until,
         keep_alive_s=model.keep_alive_s,
         leaves_at=leave_rules.leaves_at(model),
+        closed=model.closed,
         kept_bytes=kept.num_bytes if (kept := node.host.weights.get(model.name)) is not None else 0,
         saved_kv_tokens=saved.num_tokens if (saved := node.host.kv.get(model.name)) is not None else 0,
     )

@@ -28,6 +28,7 @@ class ModelView:
     quarantined_until: float | None = None  # monotonic seconds
     keep_alive_s: float = inf  # how long it may stay after its last request; inf: until its memory is needed
     leaves_at: float | None = None  # monotonic seconds at which it leaves if no request comes; None: it stays
+    closed: bool = False  # the operator drains it: it takes no new requests
 
     @property
     def num_shares(self) -> int:

@@ -294,7 +294,13 @@ def test_drain_and_resume_one_model(node: Node) -> None:
     assert node.cli("drain", "a").returncode == 0
     assert "drain" in Stream(node, "a", "x", 2).join().error
     assert node.is_ready()
+    told = "a takes no new requests (hearth drain); `hearth resume a` ends that"
+    for command in ("ps", "models"):
+        assert f"\n{told}\n" in node.cli(command).stdout
+    assert "\ntakes no new requests; `hearth resume a` ends that\n" in node.cli("why", "a").stdout
+    assert [row["name"] for row in node.json("models") if row.get("drained")] == ["a"]
     assert node.cli("resume", "a").returncode == 0
+    assert told not in node.cli("models").stdout
     assert Stream(node, "a", "x", 2).join().error == ""
 
 

@@ -106,6 +106,8 @@ async def test_it_follows_the_node_without_a_reload(node: Node, chromium: Browse
     assert "drafted" not in shown[0]
     assert "71 % of drafted tokens accepted" in shown[1]
     assert "3 adapters, none in memory" in shown[2]
+    assert "takes no new requests" in await page.evaluate(f"{ONE_MORE}({{drained: true}}, 32).textContent")
+    assert "takes no new requests" not in shown[3]
     assert not any(word in shown[at] for at, word in ((2, "drafted"), (3, "drafted"), (3, "adapter")))
 
     with node.openai() as client:
