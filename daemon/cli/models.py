@@ -201,4 +201,6 @@ def command(client: Client, options: argparse.Namespace) -> int | None:
 def _extra(verb: str, result: dict[str, Any]) -> str:
     if result["state"] == "adapter":
         return f", an adapter of {result['base']}"
+    if verb == "unload" and result["state"] in ("loading", "ready"):
+        return f"; requests that wait for it bring it back ({result['state']})"
     return f" ({result['state']})" if verb in ("pin", "enable", "unload") and result["state"] != "absent" else ""

@@ -137,7 +137,7 @@ def _one(client: Client, options: argparse.Namespace) -> None:
     where = " and as much of ".join(devices)
     print(f"{name} would free {size(one['freed_bytes'])} of {where}; to load it again takes about {reload_s:.2f} s")
     if one["active"] or one["queued"]:
-        print(f"{one['active']} running requests would wait and bring it back, beside {one['queued']} that wait already")
+        print(f"requests would wait and bring it back: {one['active']} that run, {one['queued']} that wait already")
 
 
 def _candidates(candidates: list[dict[str, Any]]) -> None:

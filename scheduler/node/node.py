@@ -334,7 +334,7 @@ class Node:
         self.crowded_replicas: dict[str, object] = {}  # model whose further replica found no room -> what room there was
         self.ended = EndedRequests()
         self.history = History()
-        self.draining = self.stopping = False  # whether it takes no new requests: by an operator's command; for good
+        self.draining = self.stopping = False  # whether it takes no new requests, and whether that is for good
         self.num_placements = 0
 
     # ---- reporting

@@ -133,6 +133,16 @@ def test_load_and_unload(node: Node) -> None:
     assert node.cli("unload", "org/b").returncode == 0, "unloading what is not loaded is done already"
 
 
+def test_unloading_what_runs_says_that_it_comes_back(node: Node) -> None:
+    stream = Stream(node, "a", "hello", 400)
+    stream.wait_for_chunks(3)
+    dry = node.cli("evict", "--dry-run", "a").stdout.splitlines()
+    assert dry[1:] == ["requests would wait and bring it back: 1 that run, 0 that wait already"]
+    told = node.cli("unload", "a").stdout
+    assert re.fullmatch(r"a is unloaded; requests that wait for it bring it back \((loading|ready)\)\n", told)
+    assert stream.join().error == ""
+
+
 @pytest.mark.parametrize(
     ("args", "code", "error"),
     [
