@@ -194,4 +194,5 @@ def broke(share: GroupShare, error: GroupBroken) -> None:
     """Marks a share as part of a broken group, so that no more steps of it are run, and logs the error. The share stays in memory
     until the daemon evicts it."""
     share.is_broken = True
-    log.warning("%s: no step is run until it is evicted: %s", share.name, error)
+    # Not a warning: an eviction of a busy model reaches its devices one after the other, and the daemon reports a lost device.
+    log.info("%s: no more steps: another of its devices has evicted its share or has failed (%s)", share.name, error)
