@@ -9,7 +9,7 @@ import inspect
 import sys
 from typing import Any
 
-from tests import interpreter_types
+from tests import interpreter_operators, interpreter_types
 
 
 def quicken() -> None:
@@ -40,11 +40,13 @@ def _call_builtins_directly(interpreter: Any) -> None:
 
         return call
 
+    quick = interpreter_operators.quick(interpreter, interpreted)
+
     def patch(package: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
         if scope:
-            scope[0].set_attr(package, name, interpreted(member))
+            scope[0].set_attr(package, name, quick.get(member) or interpreted(member))
         else:
-            setattr(package, name, interpreted(member))
+            setattr(package, name, quick.get(member) or interpreted(member))
 
     interpreter._patch_attr = patch
 

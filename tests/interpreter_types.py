@@ -25,6 +25,8 @@ def share(interpreter: Any) -> None:
     _leave_operands_of_one_type(interpreter.interpreter_semantic, language)
     _broadcast_by_sizes(interpreter.interpreter_semantic, language)
     _make_handles_quickly(interpreter)
+    _know_at_once_what_is_unwrapped(language)
+    _keep_cache_policies(language)
 
 
 def _key(kind: Any) -> tuple[Any, ...]:
@@ -196,3 +198,23 @@ def _make_handles_quickly(interpreter: Any) -> None:
             dtype._largest_item = data.itemsize
 
     handle.__init__ = init
+
+
+def _know_at_once_what_is_unwrapped(language: Any) -> None:
+    """Gives back tensors and numbers, most of what is looked at for a value of compile time, without looking further."""
+    unwrap, plain = language._unwrap_if_constexpr, {language.tensor, str, type(None), *NUMBERS}
+    language._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
+
+
+def _keep_cache_policies(language: Any) -> None:
+    """Keeps what loads and stores say of caches, which the interpreter has none of but checks anew each time."""
+    normalize, known = language._normalize_cache_policy, dict[Any, Any]()
+
+    def kept(policy: Any, modifier: Any, eviction: Any) -> Any:
+        if policy is not None or type(modifier) is not str or type(eviction) is not str:
+            return normalize(policy, modifier, eviction)
+        if (modifier, eviction) not in known:
+            known[modifier, eviction] = normalize(policy, modifier, eviction)
+        return known[modifier, eviction]
+
+    language._normalize_cache_policy = kept
