@@ -37,6 +37,7 @@ from benchmarks.gpu_texts import Question, compared, prompt_of, text_of, texts_o
 from benchmarks.gpu_watched import watched
 from benchmarks.load import Result
 from loader.files.direct_io import is_cached
+from tests import interpreter
 
 
 def test_checkpoints_are_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +56,20 @@ def test_checkpoints_are_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_parts_of_a_run_share_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is made once, and the models of a part are of different ones. What a part is given costs no time to delete."""
+    """Each is made once, and the models of a part are of different ones. What a part is given costs no time to delete. A part that
+    is killed while it makes one leaves it under another name, and the next one makes it."""
     monkeypatch.setenv(gpu_drives.SHARED, str(tmp_path))
+
+    def killed(folder: Path, shapes: dict[str, str], *_: object) -> list[int]:
+        (folder / next(iter(shapes))).mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, gpu_drives.checkpoints_folder(0) as of_killed:
+        patch.setattr(gpu_checkpoints, "_made_apart", killed)
+        with pytest.raises(KeyboardInterrupt):
+            gpu_checkpoints.make_apart(of_killed, {"a": "tiny"}, "cpu")
+    (half,) = set(tmp_path.iterdir()) - {of_killed}
+    assert half.name.startswith("making-")
     with gpu_drives.checkpoints_folder(0) as first:
         made = gpu_checkpoints.make_apart(first, {"a": "tiny"}, "cpu")
     with gpu_drives.checkpoints_folder(0) as second:
@@ -65,32 +78,13 @@ def test_the_parts_of_a_run_share_checkpoints(tmp_path: Path, monkeypatch: pytes
     assert weights[0].samefile(weights[1])
     assert weights[1].read_bytes() != weights[2].read_bytes()
     assert (second / "x" / "tokenizer.json").read_bytes() == (second / "y" / "tokenizer.json").read_bytes()
-    assert {path.name for path in tmp_path.iterdir()} == {"tiny-0", "tiny-1", first.name, second.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny-0", "tiny-1", first.name, second.name, of_killed.name, half.name}
     monkeypatch.setattr(gpu_checkpoints, "_made_apart", lambda *_: pytest.fail("made again"))
     with gpu_drives.checkpoints_folder(0) as third:
         gpu_checkpoints.make_apart(third, {"b": "tiny"}, "cpu")
     assert gpu_server.dropped(third, "b")
     with weights[0].open("rb") as file:
         assert not is_cached(file.fileno(), 0, 1 << 12), "the page cache holds a shared file by another name"
-
-
-def test_half_a_checkpoint_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that is killed while it makes one leaves it under another name."""
-    monkeypatch.setenv(gpu_drives.SHARED, str(tmp_path))
-    made_apart = gpu_checkpoints._made_apart
-
-    def killed(folder: Path, shapes: dict[str, str], *_: object) -> list[int]:
-        (folder / next(iter(shapes))).mkdir()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpu_checkpoints, "_made_apart", killed)
-    with gpu_drives.checkpoints_folder(0) as folder, pytest.raises(KeyboardInterrupt):
-        gpu_checkpoints.make_apart(folder, {"a": "tiny"}, "cpu")
-    assert not (tmp_path / "tiny-0").exists()
-    monkeypatch.setattr(gpu_checkpoints, "_made_apart", made_apart)
-    with gpu_drives.checkpoints_folder(0) as folder:
-        gpu_checkpoints.make_apart(folder, {"a": "tiny"}, "cpu")
-    assert (folder / "a" / "model.safetensors").exists()
 
 
 def test_room_is_made_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +251,11 @@ def failing_rank(own: Rank) -> None:
     own.connected()
 
 
+def quickened(own: Rank) -> None:
+    """Lets the interpreter of a rank's process compute as that of a test's own."""
+    interpreter.quicken()
+
+
 def test_ranks_that_fail_are_told_and_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     """A rank that raises while the other one waits for it, one that was killed before it is told what to do, and, after these, one
     that is killed while the other one waits in an exchange."""
@@ -277,25 +276,20 @@ def test_ranks_that_fail_are_told_and_replaced(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
-def test_stages_of_a_pipeline_are_compared_with_one_device_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The second figure of the whole model is that of the first."""
+def test_stages_of_a_pipeline_are_compared_with_one_device_timed_and_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The second figure of the whole model is that of the first. At last a stage is killed while the next one waits for its
+    states."""
     group = gpu_split.Group([""] * 2, "cpu", HOST)
+    group.does("quickened", lambda ranks: ranks.run(quickened) and None)
     group.does("logits", lambda ranks: gpu_split.stages_logits(ranks, "llama", 0))
-    group.does("decode", lambda ranks: gpu_split.decoding(ranks, "tiny", 20, 4, 0, [1e6], staged=True), ends=True)
+    group.does("decode", lambda ranks: gpu_split.decoding(ranks, "tiny", 20, 4, 0, [1e6], staged=True))
+    group.does("killing", lambda ranks: gpu_split.lose_stage(ranks, 0), ends=True)
     assert not group.failed
-    _, logits, of_stages, decode = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    _, logits, of_stages, decode, killed = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert (logits["what"], logits["stages"]) == ("logits of a pipeline", 2)
     assert logits["difference"] <= 2e-4 < 1.0 < logits["largest"]
     assert (of_stages["what"], decode["what"]) == ("decode of a pipeline", "decode in stages")
     assert decode["faster"] == pytest.approx(1e6 / decode["ms"], rel=1e-3)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
-def test_a_stage_is_killed_while_the_next_one_waits_for_its_states(capsys: pytest.CaptureFixture[str]) -> None:
-    group = gpu_split.Group([""] * 2, "cpu", HOST)
-    group.does("killing", lambda ranks: gpu_split.lose_stage(ranks, 0), ends=True)
-    assert not group.failed
-    _, killed = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert killed == {
         "benchmark": "gpu_split",
         "what": "stage killed",
