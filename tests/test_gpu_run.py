@@ -7,7 +7,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,11 +50,15 @@ def ends(report: Report) -> list[str]:
     return [line["ended"] for line in report.lines if line["benchmark"] == "gpu_parts"]
 
 
-@pytest.fixture
-def report(tmp_path: Path) -> Report:
-    made = Report(tmp_path, "gpu-speed")
+def new_report(folder: Path) -> Report:
+    made = Report(folder, "gpu-speed")
     made.add({"benchmark": "gpu", "gpu": "none"})
     return made
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    return new_report(tmp_path)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -239,38 +243,25 @@ def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_worker")
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
-def test_failures_are_told_as_they_come(report: Report, tmp_path: Path, workers: Sequence[str]) -> None:
-    """Also those of a run that is ended before it can sum up."""
+def test_failures_are_told_as_they_come(tmp_path: Path) -> None:
+    """Also those of a run that is ended before it can sum up, in one process and in several. Both runs take their limit, which is
+    what they may need to begin on a busy machine: they go side by side."""
     test = tmp_path / "test_it.py"
     test.write_text(
         "import time\ndef test_well(): pass\ndef test_wrong(): assert 1 == 2, 'one is not two'\ndef test_long(): time.sleep(60)\n"
     )
-    tests = Part(
-        "tests",
-        (
-            "pytest",
-            "-q",
-            "-o",
-            "addopts=",
-            "-W",
-            "default",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "benchmarks.gpu_failures",
-            "-c",
-            "/dev/null",
-            *workers,
-            str(test),
-        ),
-        1,
-    )
-    assert not run_part(tests, report, 12.0, tiny=False)
-    assert ends(report) == ["out of time"]
-    (told,) = [line for line in report.lines if line["benchmark"] == "gpu_tests"]
-    assert "test_wrong" in told["test"]
-    assert "one is not two" in told["why"]
+    arguments = ("pytest", "-q", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-p", "benchmarks.gpu_failures")
+    workers = {"in one process": (), "in two": ("-n", "2")}
+    parts = [Part(name, (*arguments, "-c", "/dev/null", *more, str(test)), 1) for name, more in workers.items()]
+    reports = [new_report(tmp_path / part.name) for part in parts]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        ended = list(pool.map(lambda part, report: run_part(part, report, 12.0, tiny=False), parts, reports))
+    assert ended == [False, False]
+    for report in reports:
+        assert ends(report) == ["out of time"]
+        (told,) = [line for line in report.lines if line["benchmark"] == "gpu_tests"]
+        assert "test_wrong" in told["test"]
+        assert "one is not two" in told["why"]
 
 
 @pytest.mark.usefixtures("no_worker")
