@@ -21,10 +21,10 @@ COMPARISONS = {
     "eq": np.equal,
     "ne": np.not_equal,
 }
-BITS = {"and": np.bitwise_and, "or": np.bitwise_or}
+BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 DIVISIONS = {"truediv": np.divide}
 NUMBERS = STAY - {"int1"}
-OFFSETS = NUMBERS - {"fp32", "fp64"}
+INTEGERS = NUMBERS - {"fp32", "fp64"}
 BOOL = np.dtype(np.bool_)
 EVERYTHING = slice(None)
 
@@ -33,7 +33,7 @@ def quick(interpreter: Any, directly: Callable[[Any], Any]) -> dict[Any, Any]:
     """Returns what stands for operators of the language's tensors, by the operator. directly: what stands for all others."""
     members = vars(interpreter.tl.core.tensor)
     found = {}
-    for of, names in ((ARITHMETIC, NUMBERS), (COMPARISONS, NUMBERS), (BITS, {"int1"}), (DIVISIONS, {"fp32", "fp64"})):
+    for of, names in ((ARITHMETIC, NUMBERS), (COMPARISONS, NUMBERS), (BITS, {"int1", *INTEGERS}), (DIVISIONS, {"fp32", "fp64"})):
         for name, compute in of.items():
             member = members[f"__{name}__"]
             found[member] = _operator(interpreter, name, compute, names, directly(member))
@@ -70,7 +70,7 @@ def _operator(interpreter: Any, name: str, compute: Any, names: set[str], slow: 
             return None, 0
         if scalar is other and scalar.name in names:
             made, width = language.int1 if compares else scalar, 0
-        elif name == "add" and scalar.is_ptr() and other.name in OFFSETS:
+        elif name == "add" and scalar.is_ptr() and other.name in INTEGERS:
             made, width = scalar, max(1, scalar.element_ty.primitive_bitwidth // 8)
         else:
             return None, 0

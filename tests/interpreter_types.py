@@ -25,6 +25,7 @@ def share(interpreter: Any) -> None:
     _leave_operands_of_one_type(interpreter.interpreter_semantic, language)
     _broadcast_by_sizes(interpreter.interpreter_semantic, language)
     _make_handles_quickly(interpreter)
+    _leave_what_has_the_type(interpreter.interpreter_semantic)
     _know_at_once_what_is_unwrapped(language)
     _keep_cache_policies(language)
 
@@ -198,6 +199,16 @@ def _make_handles_quickly(interpreter: Any) -> None:
             dtype._largest_item = data.itemsize
 
     handle.__init__ = init
+
+
+def _leave_what_has_the_type(semantic: Any) -> None:
+    kind = type(semantic)
+    convert = kind.cast
+
+    def cast(self: Any, value: Any, to: Any, *rounding: Any, **named: Any) -> Any:
+        return value if value.dtype is to else convert(self, value, to, *rounding, **named)
+
+    kind.cast = cast
 
 
 def _know_at_once_what_is_unwrapped(language: Any) -> None:

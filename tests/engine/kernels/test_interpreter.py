@@ -87,6 +87,24 @@ def test_operators_compute_as_with_everything_looked_at(first: torch.dtype, seco
 
 
 @triton.jit
+def _bits_kernel(x, y, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    a, b = tl.load(x + at), tl.load(y + at)
+    tl.store(out + at, (a & b).to(tl.int64))
+    tl.store(out + SIZE + at, (a | b).to(tl.int64))
+    tl.store(out + 2 * SIZE + at, ((a ^ b) & 5).to(tl.int64))
+    tl.store(out + 3 * SIZE + at, ((a > b) ^ (a == 12)).to(tl.int64))
+
+
+@pytest.mark.parametrize(("first", "second"), [(torch.int32,) * 2, (torch.uint8,) * 2, (torch.int32, torch.int64)], ids=str)
+def test_bits_are_those_of_both(first: torch.dtype, second: torch.dtype) -> None:
+    a, b, out = torch.tensor([12, 12, 3, 127]).to(first), torch.tensor([10, 127, 0, 12]).to(second), torch.zeros(4, 4).long()
+    for _ in range(2):  # with what was kept, too
+        _bits_kernel[(1,)](a, b, out, 4)
+        assert out.tolist() == torch.stack([a & b, a | b, (a ^ b) & 5, (a > b) ^ (a == 12)]).tolist()
+
+
+@triton.jit
 def _offsets_kernel(x, by, out, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     tl.store(out + at, tl.load(x + SIZE + tl.load(by + at)))
