@@ -95,7 +95,7 @@ def test_state_files_without_adapters_are_read_and_bad_ones_are_not(tmp_path: Pa
     for bad in ('{"a": 1}', "[]", '"x"'):
         state.path.write_text(f'{{"version": 1, "pinned": {{}}, "enabled": {{}}, "adapters": {bad}}}')
         state.load()
-        assert f"{state.path} cannot be read" in caplog.text
+        assert f"{state.path} cannot be used: key adapters" in caplog.text
         caplog.clear()
 
 

@@ -151,6 +151,21 @@ def test_two_split_models_and_single_ones_beside_each_other(two: Engines, paths:
         two.evict(model) if len(members) > 1 else two.evict_alone(model, members[0])
 
 
+def test_engines_pass_on_what_all_of_them_need(two: Engines, paths: dict[str, str]) -> None:
+    """They read less from the file than if each read all rows of which it has columns. How much less depends on when each begins,
+    but whoever begins later finds what the other one has offered."""
+    alone_bytes = 0
+    with ExitStack() as stack:
+        for rank in range(2):
+            source = open_checkpoint(paths["b"], "", stack, share=DeviceShare(rank, Division(2)))
+            reads = planned_reads(source, "float32", StagingRing(), num_sharing=2)
+            assert sum(read.is_shared for read in reads) >= 2
+            alone_bytes += sum(read.num_bytes for read in reads)
+    two.load(paths["b"], "b", [0, 1], **split_settings(paths["b"]))
+    assert sum(engine.of(LoadDone)[-1].bytes_read for engine in two.all) < alone_bytes
+    two.evict("b")
+
+
 def test_what_cannot_be_split_is_refused(two: Engines, paths: dict[str, str], tmp_path: Path) -> None:
     path = str(make_model(tmp_path / "odd", hidden_size=60, num_heads=3, num_kv_heads=3))
     two.begin(path, "odd", [0, 1], **settings(path))
@@ -204,18 +219,3 @@ def test_a_killed_follower_does_not_take_its_leader_along(two: Engines, paths: d
     assert leader.of(Evicted)
     assert len(leader.output()[stream]) == before < 200
     assert stream not in leader.finished()
-
-
-def test_engines_pass_on_what_all_of_them_need(two: Engines, paths: dict[str, str]) -> None:
-    """They read less from the file than if each read all rows of which it has columns. How much less depends on when each begins,
-    but whoever begins later finds what the other one has offered."""
-    alone_bytes = 0
-    with ExitStack() as stack:
-        for rank in range(2):
-            source = open_checkpoint(paths["b"], "", stack, share=DeviceShare(rank, Division(2)))
-            reads = planned_reads(source, "float32", StagingRing(), num_sharing=2)
-            assert sum(read.is_shared for read in reads) >= 2
-            alone_bytes += sum(read.num_bytes for read in reads)
-    two.load(paths["b"], "b", [0, 1], **split_settings(paths["b"]))
-    assert sum(engine.of(LoadDone)[-1].bytes_read for engine in two.all) < alone_bytes
-    two.evict("b")
