@@ -50,9 +50,9 @@ def _unexplained(node: ServiceNode) -> list[str]:
     of_adapters, of_prefixes = defaultdict[str, int](int), defaultdict[str, int](int)
     found = [f"{row['name']} has {row['kv_bytes']} bytes of KV and nothing to do" for row in top["models"] if row["kv_bytes"]]
     for row in top["models"]:
-        leader, num_ranks = (row["devices"] or [""])[0], max(1, len(row["devices"]))  # a split model's leader tells of all chunks
-        of_adapters[leader] += sum(row.get("adapters", {}).values())
-        of_prefixes[leader] += row["kv_cached_bytes"] // num_ranks
+        of_adapters[(row["devices"] or [""])[0]] += sum(row.get("adapters", {}).values())  # split models have none
+        for device in row["devices"]:
+            of_prefixes[device] += row["kv_cached_bytes"] // len(row["devices"])
     for device in top["devices"]:
         name = device["name"]
         chunk_bytes = device["budget_bytes"] / total[name]
