@@ -35,6 +35,7 @@ ROW_KEYS = (
 OPTIONAL_KEYS = ("drafted_tokens", "accepted_tokens", "expert_copies", "drained")
 RIGHT = ("WEIGHTS", "BITS", "KV", "ACTIVE", "QUEUED")  # columns of numbers
 NOT_TO_BE_LOADED = ("disabled", "incomplete", "refused")
+LEFT_OUT = ("cold", "head", *NOT_TO_BE_LOADED)  # `ps` and `top` leave models in these states out
 DONE = {
     "load": "is loaded",
     "unload": "is unloaded",
@@ -50,7 +51,7 @@ def ps(client: Client, options: argparse.Namespace) -> None:
     device. Models that cannot be loaded are only counted."""
     found = client.get("/control/v1/models")
     held = [row for row in found if row["state"] != "adapter" or row["device"]]
-    rows = [row for row in held if row["state"] not in ("cold", "head", *NOT_TO_BE_LOADED)]
+    rows = [row for row in held if row["state"] not in LEFT_OUT]
     num_others = sum(row["state"] in NOT_TO_BE_LOADED for row in found)
     if options.json:
         shown = [{key: row[key] for key in ROW_KEYS} | {key: row[key] for key in OPTIONAL_KEYS if key in row} for row in rows]

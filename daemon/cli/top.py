@@ -13,7 +13,7 @@ from typing import Any
 
 from daemon.cli.client import WAITING, Client, CommandError
 from daemon.cli.drafts import acceptance
-from daemon.cli.models import NOT_TO_BE_LOADED
+from daemon.cli.models import LEFT_OUT
 from daemon.cli.node import host_memory
 from daemon.cli.table import size, table
 from daemon.errors import EXIT_USAGE
@@ -121,7 +121,7 @@ def _bar(device: dict[str, Any], letters: dict[str, str], width: int, colours: b
 
 
 def _models(now: dict[str, Any], before: dict[str, Any], passed_s: float, letters: dict[str, str]) -> str:
-    shown = [model for model in now["models"] if model["state"] not in ("cold", "head", *NOT_TO_BE_LOADED)]
+    shown = [model for model in now["models"] if model["state"] not in LEFT_OUT]
     if not shown:
         return "no model is loaded"
     earlier = {model["name"]: model for model in before["models"]}

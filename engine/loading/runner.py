@@ -25,7 +25,7 @@ from engine.loading.kernel_wait import Compilation, time_of_kernels, wait_for_ke
 from engine.loading.left_weights import adopt
 from engine.loading.probe import probe_token
 from engine.loading.weight_copies import KeptCopy, WeightCopies
-from engine.memory.group_region import GroupRegion, open_region
+from engine.memory.group_region import open_region
 from engine.memory.host_registration import BACKGROUND_SHARE, RegistersHost, register, register_whole
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_arrivals import parameter_places
@@ -190,7 +190,8 @@ class TorchRunner:
                 raise ValueError(f"model {spec.model}: {len(groups)} KV groups, and the group's region has another number")
             kv = self._kv_ranges.of(spec.model, None, len(kv_chunks) * self._options.chunk_bytes)
             kv.map(kv_chunks)
-            self._fill_share(task, choice, source, weights, files, region)
+            with region.sharing_reads() as shared:
+                self._fill(task, choice, source, weights, None, files, shared)
             compilation.wait()
             with time_of_kernels(task):
                 memory = kv.tensor(0, (kv.num_bytes,), torch.uint8)
@@ -202,24 +203,6 @@ class TorchRunner:
             if isinstance(error, ReadCancelled):
                 raise LoadCancelled(str(error)) from None
             raise
-
-    def _fill_share(
-        self,
-        task: LoadTask,
-        choice: SourceChoice,
-        source: OpenCheckpoint,
-        weights: WeightRange,
-        files: FileCalls,
-        region: GroupRegion,
-    ) -> None:
-        """Fills the mapped range `weights` with a share of a model. The other arguments are those of _fill. region: through which
-        the members of a stage share reads."""
-        shared = region.shared_reads()
-        try:
-            self._fill(task, choice, source, weights, None, files, shared)
-        finally:
-            if shared is not None:
-                region.end_reads(shared)
 
     def _fill(
         self,

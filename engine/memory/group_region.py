@@ -6,9 +6,10 @@ exchange of the step, because the leader may write again then.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cached_property
 from typing import Any
@@ -80,20 +81,22 @@ class GroupRegion:
         of_stage = self.stage if stage is None else stage
         return StageLink(self._stages, of_stage, self.num_stages, self._handed_bytes, self.broken)
 
-    def shared_reads(self) -> SharedReads | None:
-        """Returns the memory through which the members of this member's stage share reads; None if they are on several hosts, or
-        if there is only this one."""
+    @contextmanager
+    def sharing_reads(self) -> Iterator[SharedReads | None]:
+        """Returns a context with the memory through which the members of this member's stage share reads; None if they are on
+        several hosts, or if there is only this one. The last member to leave the context gives the memory back to the system."""
         first = self.rank - self.stage_rank
         hosts = self._hosts[first : first + self.stage_size]
         if self.stage_size == 1 or len(set(hosts)) > 1:
-            return None
-        return SharedReads(self._reads, self.stage_rank, self.stage_size, SLOT_BYTES)
-
-    def end_reads(self, shared: SharedReads) -> None:
-        """Ends this member's part in sharing reads. The last one gives their memory back to the system."""
-        if shared.leave():
-            with contextlib.suppress(MemoryError):  # it is given back with the region at the latest
-                mappings.punch_hole(self._exchange.fd, self._reads_at, self._reads.nbytes)
+            yield None
+            return
+        shared = SharedReads(self._reads, self.stage_rank, self.stage_size, SLOT_BYTES)
+        try:
+            yield shared
+        finally:
+            if shared.leave():
+                with suppress(MemoryError):  # it is given back with the region at the latest
+                    mappings.punch_hole(self._exchange.fd, self._reads_at, self._reads.nbytes)
 
     @property
     def is_broken(self) -> bool:

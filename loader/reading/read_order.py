@@ -6,7 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from loader.reading.range_plan import Read
 from loader.reading.shared_reads import Offer, SharedReads
@@ -21,14 +22,14 @@ _LOOK_EVERY_S = 0.0005
 class Turn:
     """The next read that a thread carries out. place: the read's index in the plan. owner: the rank that reads it for all; -1: it
     is not shared. number: its number among the owner's reads. given: its bytes, which the owner has read; None: it is read from the
-    file. is_offered: whether it is then offered to the other ranks."""
+    file. offer: called with its bytes, offers them to the other ranks; None: it is offered to nobody."""
 
     place: int
     read: Read
     owner: int = -1
     number: int = -1
     given: memoryview | None = None
-    is_offered: bool = False
+    offer: Callable[[memoryview], None] | None = None
 
 
 class ReadOrder:
@@ -66,10 +67,12 @@ class ReadOrder:
 
     def end(self, turn: Turn) -> None:
         """Tells the other ranks that a turn has ended."""
-        if self._shared is not None and turn.owner == self._shared.rank:
-            self._shared.end(turn.number)
-        elif self._shared is not None and turn.given is not None:
-            self._shared.take(turn.owner, turn.number)
+        if (shared := self._shared) is None:
+            return
+        if turn.owner == shared.rank:
+            shared.end(turn.number)
+        elif turn.given is not None:
+            shared.take(turn.owner, turn.number)
 
     def _ready(self) -> Turn | None:
         """Removes and returns the turn that comes next; None if there is nothing left but what other ranks must do first."""
@@ -82,7 +85,7 @@ class ReadOrder:
         if may_offer and (not self._own or ours[0].place < self._own[0].place):
             self._waits_since_s = None
             turn = ours.popleft()
-            return Turn(turn.place, turn.read, turn.owner, turn.number, is_offered=True)
+            return replace(turn, offer=partial(self._shared.offer, turn.number, turn.read))
         if self._own:
             return self._own.popleft()
         return self._alone(self._shared)
@@ -98,13 +101,10 @@ class ReadOrder:
                 turns.popleft()
                 if offer is Offer.READY:
                     self._waits_since_s = None
-                    return Turn(turn.place, turn.read, owner, turn.number, shared.data(owner, turn.number))
-                self._make_own(shared, turn)
+                    return replace(turn, given=shared.data(owner, turn.number))
+                shared.take(owner, turn.number)
+                self._own.append(turn)
         return None
-
-    def _make_own(self, shared: SharedReads, turn: Turn) -> None:
-        shared.take(turn.owner, turn.number)
-        self._own.append(Turn(turn.place, turn.read))
 
     def _alone(self, shared: SharedReads) -> Turn | None:
         """Removes and returns a read that waits for another rank, once it has waited long enough."""

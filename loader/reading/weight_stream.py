@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -28,7 +27,7 @@ from loader.models.drafters import joined, renamed
 from loader.reading.file_reader import Fetched, Fetching, FileReader
 from loader.reading.landings import Landings, Places
 from loader.reading.range_plan import Read, plan_reads
-from loader.reading.read_order import ReadOrder, Turn
+from loader.reading.read_order import ReadOrder
 from loader.reading.shared_reads import SharedReads
 from loader.reading.sinks import WeightSink
 from loader.reading.staging import StagingRing
@@ -232,7 +231,7 @@ class _Readers:
         landed: Callable[[Read], None],
         shared: SharedReads | None,
     ) -> None:
-        self._files, self._ring, self._landed, self._shared = files, ring, landed, shared
+        self._files, self._ring, self._landed = files, ring, landed
         self._left = ReadOrder(reads, shared)
         self._done: SimpleQueue[Fetched | Exception | Fetching] = SimpleQueue()  # Fetching: that thread has ended
         self._failed: dict[int, Exception] = {}  # by the read's index in the plan
@@ -333,7 +332,7 @@ class _Readers:
         try:
             while (turn := self._left.next(lambda: self._stopped)) is not None:
                 try:
-                    fetched = self._fetch(turn, at)
+                    fetched = self._files[turn.read.file].fetch(turn.read, at, turn.given, turn.offer)
                     self._left.end(turn)
                     if fetched.fence is None:
                         self._landed(turn.read)
@@ -346,9 +345,3 @@ class _Readers:
                     return
         finally:
             self._done.put(at)
-
-    def _fetch(self, turn: Turn, at: Fetching) -> Fetched:
-        if (shared := self._shared) is None or not turn.read.is_shared:
-            return self._files[turn.read.file].fetch(turn.read, at)
-        offer = partial(shared.offer, turn.number, turn.read) if turn.is_offered else None
-        return self._files[turn.read.file].fetch(turn.read, at, turn.given, offer)

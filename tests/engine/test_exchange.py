@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 
 import numpy as np
@@ -363,17 +363,17 @@ def test_the_memory_for_shared_reads_is_given_back_after_the_load() -> None:
         exchange.clear(offset, num_bytes)
         members = [GroupRegion(exchange, Group(rank, [1, 0], offset, num_bytes), SIZES) for rank in (0, 1)]
         members[0].table.tokens[:] = 7
-        reads = [member.shared_reads() for member in members]
+        sharing = [ExitStack() for _ in members]
+        reads = [stack.enter_context(member.sharing_reads()) for stack, member in zip(sharing, members, strict=True)]
         before = os.fstat(fd).st_blocks
         read = Read("f", 0, 1 << 20, (), is_shared=True)
         for view in reads:
             assert view is not None
             view.offer(0, read, memoryview(bytes(1 << 20)))
         assert os.fstat(fd).st_blocks >= before + (2 << 20) // 512
-        for member, view in zip(members, reads, strict=True):
-            assert view is not None
+        for stack in sharing:
             assert os.fstat(fd).st_blocks > before
-            member.end_reads(view)
+            stack.close()
         assert os.fstat(fd).st_blocks <= before
         assert (members[1].table.tokens == 7).all()
 
@@ -390,13 +390,13 @@ def test_the_memory_for_shared_reads_is_given_back_after_the_load() -> None:
 )
 def test_only_members_of_a_stage_on_one_host_share_reads(ranks: int, num_stages: int, hosts: list[str], shares: list[bool]) -> None:
     sizes = SIZES._replace(num_ranks=ranks, num_stages=num_stages, handed_bytes=1024)
-    with exchange_of(4) as (_, _, exchange):
+    with exchange_of(4) as (_, _, exchange), ExitStack() as sharing:
         offset, num_bytes = first_region(4), region_bytes(sizes)
         exchange.clear(offset, num_bytes)
         views = []
         for rank in range(ranks):
             group = Group(rank, list(range(ranks)), offset, num_bytes, num_stages=num_stages, hosts=hosts)
-            views.append(GroupRegion(exchange, group, sizes).shared_reads())
+            views.append(sharing.enter_context(GroupRegion(exchange, group, sizes).sharing_reads()))
         assert [view is not None for view in views] == shares
         if num_stages == 2 and all(shares):  # stages share nothing with each other
             read = Read("f", 0, 4096, (), is_shared=True)

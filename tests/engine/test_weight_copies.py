@@ -235,7 +235,7 @@ def test_the_tier_fills_while_the_file_is_read(folder: Path, monkeypatch: pytest
         reads[:] = plan(*args)
         return reads
 
-    def fetch_last_behind_the_copy(reader: FileReader, read: Read, at: Fetching) -> Fetched:
+    def fetch_last_behind_the_copy(reader: FileReader, read: Read, at: Fetching, *how: Any) -> Fetched:
         if read is reads[-1]:
             waits(lambda: ended.qsize() == len(reads) - 1)
             places = [place for each in reads for place in each.places]
@@ -244,7 +244,7 @@ def test_the_tier_fills_while_the_file_is_read(folder: Path, monkeypatch: pytest
             others = [slots[piece] for piece in range(num_pieces) if piece not in missing]
             assert len(others) > num_pieces / 2
             waits(lambda: all(bench.tier.slot(slot).any() for slot in others))
-        fetched = fetch(reader, read, at)
+        fetched = fetch(reader, read, at, *how)
         ended.put(read)
         return fetched
 
@@ -264,14 +264,14 @@ def test_a_load_that_ends_half_way_leaves_the_slots_to_others(folder: Path, monk
     bench = TierBench(folder)
     fetch, lock, begun = FileReader.fetch, threading.Lock(), [0]
 
-    def stopped(reader: FileReader, read: Read, at: Fetching) -> Fetched:
+    def stopped(reader: FileReader, read: Read, at: Fetching, *how: Any) -> Fetched:
         with lock:
             begun[0] += 1
             if begun[0] == 6:
                 if not cancel:
                     raise ReadFailed("model.safetensors", "w", "bad sector")
                 waits(bench.lifecycle.lives["llama"].load.cancelled.is_set)
-        return fetch(reader, read, at)
+        return fetch(reader, read, at, *how)
 
     monkeypatch.setattr(FileReader, "fetch", stopped)
     bench.lifecycle.load(bench.spec("llama", keep_slots=list(range(12))))

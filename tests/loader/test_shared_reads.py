@@ -175,7 +175,8 @@ def test_ranks_read_shared_rows_once_in_every_format(plain: Path, tmp_path: Path
 def test_ranks_read_shared_rows_once(
     tmp_path: Path, config: dict[str, Any], division: Division, dtype: str, quantize: str | None, on_device: bool
 ) -> None:
-    """Of experts that some ranks have, other ranks need no rows: they are not shared. On a device copies end later."""
+    """Rows of experts that only some ranks have are not shared, because the others do not need them. On a device copies end
+    later."""
     folder = formats.write_drawn(tmp_path / "m", config)
     shared = [read for read in Loading(folder, division, dtype, quantize, on_device).check()[0].reads if read.is_shared]
     names = {segment.tensor.name for read in shared for segment in read.segments}
@@ -253,7 +254,7 @@ def test_what_another_rank_has_read_comes_first() -> None:
     first, second = (ReadOrder(reads, view) for view in views)
     for turn in turns(first, 5):
         assert turn is not None
-        if turn.is_offered:
+        if turn.offer is not None:
             offer(views[0], turn, first)
     given = second.next(lambda: False)
     assert given is not None
@@ -270,7 +271,7 @@ def test_nothing_is_offered_over_what_was_not_taken() -> None:
     first, second = (ReadOrder(reads, view) for view in views)
     for turn in turns(first, NUM_SLOTS):
         assert turn is not None
-        assert turn.is_offered
+        assert turn.offer is not None
         offer(views[0], turn, first)
     assert not views[0].has_room(NUM_SLOTS)
     waiting = iter([False, False, True])
@@ -293,7 +294,7 @@ def test_a_rank_that_has_waited_long_reads_for_itself(monkeypatch: pytest.Monkey
     order = ReadOrder(reads_of(num, num), view)
     found = turns(order, num)
     assert {turn.place for turn in found if turn is not None} == set(range(num))
-    assert [turn.is_offered for turn in found if turn is not None and turn.owner == 0] == [True] * NUM_SLOTS + [False]
+    assert [turn.offer is not None for turn in found if turn is not None and turn.owner == 0] == [True] * NUM_SLOTS + [False]
     assert order.next(lambda: False) is None
     for turn in found:
         assert turn is not None

@@ -65,11 +65,11 @@ class Bench:
         self.spoil: Callable[[Read], None] = lambda read: None
         fetch, wait = FileReader.fetch, WeightGate.wait
 
-        def held_fetch(reader: FileReader, read: Read, at: Fetching) -> Fetched:
+        def held_fetch(reader: FileReader, read: Read, at: Fetching, *how: Any) -> Fetched:
             with self.changed:
                 assert self.changed.wait_for(lambda: min(segment.stage for segment in read.segments) <= self.allowed, 30)
             self.spoil(read)
-            return fetch(reader, read, at)
+            return fetch(reader, read, at, *how)
 
         def noted_wait(gate: WeightGate, stage: int) -> None:
             with self.changed:
