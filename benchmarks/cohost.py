@@ -249,6 +249,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     calibration = calibrating(known.trace or TraceShape(tuple(known.models)))
     names = sorted(known.models)
     costs = table["costs"]
+    STORE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hearth-cohost-", dir=STORE.parent) as place:
         folder = pathlib.Path(place)
         models = folder / "models"

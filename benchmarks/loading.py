@@ -40,7 +40,7 @@ from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel
 from loader.files.direct_io import is_cached, open_direct
 from loader.reading.landings import Places
-from loader.reading.shared_reads import SharedReads
+from loader.reading.shared_reads import SharedReads, leave
 from loader.reading.sinks import HostSink
 from loader.reading.staging import HUGE_PAGE_BYTES, SLOT_BYTES, StagingRing
 from loader.reading.unpack import Decoder
@@ -128,7 +128,7 @@ def ours(
     notes: list[str],
     share: DeviceShare | None = None,
     decoder: Decoder = NUMPY_DECODER,
-    shared: SharedReads | None = None,
+    shared: Sequence[SharedReads] = (),
 ) -> tuple[Callable[[], Any], int]:
     """Into memory as an engine has it. And by how much the resident set grows for the weights themselves: chunks that were not
     prepared are counted in both of their mappings. notes: what the system refused. share: what is read; None: all. shared: through
@@ -165,8 +165,8 @@ def ours(
 
             told: tuple[Any, Any] = (lambda *_: None, lambda: False)
             report = stream_weights(source, dtype, sink, ring, *told, landed=landed, decoder=decoder, shared=shared)
-            if shared is not None:
-                shared.leave()
+            if shared:
+                leave(shared)
             notes.extend(sorted({f"no direct reads: {why}" for why in report.refused.values()}))
 
     gc.disable()

@@ -27,21 +27,30 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.checkpoints import SHAPES
 from benchmarks.loading import DIRECT_SPREAD, OURS, memory, one, ours, set_cache, weight_files
 from engine.host.weight_decoder import weight_decoder
 from loader.files.weight_files import PACKED_DIR
-from loader.reading.shared_reads import SharedReads
-from loader.reading.shared_slots import shared_reads_bytes
+from loader.reading.shared_reads import SharedReads, shared_by
+from loader.reading.shared_slots import stage_reads_bytes
 from loader.reading.staging import SLOT_BYTES, StagingRing
 from loader.reading.unpack import Decoder
 from loader.reading.weight_stream import open_checkpoint, planned_reads
 from loader.shapes.model_shape import DeviceShare, Division
 
 TENSOR, NOT_SHARED, PIPELINE = KINDS = ("tensor", "tensor, not shared", "pipeline")
+EXPERTS, EXPERTS_NOT_SHARED = KINDS_OF_MIXTURES = ("tensor, two parts of experts", "tensor, two parts of experts, not shared")
 
 
 def division(kind: str, num_ranks: int) -> Division:
-    return Division(num_ranks, num_stages=num_ranks if kind == PIPELINE else 1)
+    expert_parts = 2 if kind in KINDS_OF_MIXTURES else 1
+    return Division(num_ranks, expert_parts, num_ranks if kind == PIPELINE else 1)
+
+
+def kinds_of(folder: Path) -> Sequence[str]:
+    """Returns the divisions that are measured of a checkpoint."""
+    is_mixture = any(key in SHAPES["mixture"] for key in json.loads((folder / "config.json").read_text()) if "expert" in key)
+    return (*KINDS, *KINDS_OF_MIXTURES) if is_mixture else KINDS
 
 
 def io_bytes() -> int:
@@ -53,16 +62,19 @@ def io_bytes() -> int:
 def child(folder: Path, kind: str, rank: int, num_ranks: int, fd: int) -> None:
     """Prepares the memory of a rank's share, says so, and reads the share as soon as a line comes. Prints what it took. fd: the
     memory through which ranks share reads."""
-    share, shared = DeviceShare(rank, division(kind, num_ranks)), None
-    if kind == TENSOR:
-        memory_of_all = mmap.mmap(fd, shared_reads_bytes(num_ranks, SLOT_BYTES))
-        shared = SharedReads(np.frombuffer(memory_of_all, np.uint8), rank, num_ranks, SLOT_BYTES)
+    divided = division(kind, num_ranks)
+    share, shared = DeviceShare(rank, divided), tuple[SharedReads, ...]()
+    if kind in (TENSOR, EXPERTS):
+        parts = divided.expert_parts
+        memory_of_all = mmap.mmap(fd, stage_reads_bytes(num_ranks, parts, SLOT_BYTES))
+        shared = shared_by(np.frombuffer(memory_of_all, np.uint8), rank, num_ranks, parts, SLOT_BYTES)
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, share=share)
         is_packed = source.is_packed
-        reads = planned_reads(source, "bfloat16", StagingRing(), num_sharing=1 if shared is None else num_ranks)
+        reads = planned_reads(source, "bfloat16", StagingRing(), sharing=[each.size for each in shared])
     own = [read for read in reads if not read.is_shared]
-    own += [read for read in reads if read.is_shared][rank::num_ranks]
+    for among in shared:
+        own += [read for read in reads if read.num_readers == among.size][among.rank :: among.size]
     asked_bytes = sum(read.end - read.begin for read in own)
     decoder = weight_decoder("") if is_packed else Decoder()
     notes: list[str] = []
@@ -105,7 +117,7 @@ def load_together(folder: Path, kind: str, num_ranks: int) -> dict[str, Any]:
     set_cache(files, warm=False)
     command = [sys.executable, "-m", "benchmarks.loading", "--checkpoint", str(folder), "--ranks", str(num_ranks), "--child"]
     fd = os.memfd_create("shared reads")
-    os.ftruncate(fd, shared_reads_bytes(num_ranks, SLOT_BYTES))
+    os.ftruncate(fd, stage_reads_bytes(num_ranks, division(kind, num_ranks).expert_parts, SLOT_BYTES))
     try:
         results = at_once([[*command, f"{kind}/{rank}/{fd}"] for rank in range(num_ranks)], [fd])
     finally:
@@ -119,10 +131,11 @@ def load_together(folder: Path, kind: str, num_ranks: int) -> dict[str, Any]:
 
 def measure(folder: Path, rounds: int, num_ranks: int) -> list[dict[str, Any]]:
     """Returns one line for each division and kind of files."""
-    cases = [(folder, kind) for kind in KINDS]
+    kinds = kinds_of(folder)
+    cases = [(folder, kind) for kind in kinds]
     packed = folder / PACKED_DIR
     if packed.is_dir():
-        cases += [(_packed_alone(folder, packed), kind) for kind in KINDS]
+        cases += [(_packed_alone(folder, packed), kind) for kind in kinds]
     runs: dict[Any, list[dict[str, Any]]] = {case: [] for case in cases}
     raw: dict[Path, list[dict[str, Any]]] = {own: [] for own, _ in cases}
     for number in range(rounds):

@@ -26,7 +26,7 @@ from engine.host.rank_memory import LINE_BYTES, rank_memory_bytes
 from engine.host.rendezvous import rendezvous_words
 from engine.host.stage_memory import stage_memory_bytes
 from loader.reading.memory_fence import MemoryFence
-from loader.reading.shared_slots import shared_reads_bytes
+from loader.reading.shared_slots import stage_reads_bytes
 from loader.reading.staging import SLOT_BYTES
 from loader.shapes.model_shape import Division
 
@@ -114,7 +114,7 @@ class RegionSizes(NamedTuple):
     """The numbers that determine the size of a group's region. num_ranks: number of devices. max_sequences, max_model_len: the
     model's, as in LoadModel. block_tokens: as in Configure. num_kv_groups: number of KV groups of the model
     (loader/shapes/kv_layout.py). num_stages: number of stages into which the model's layers are divided. handed_bytes: bytes of the
-    states that a step passes from stage to stage (loader/sizes/work_space.py)."""
+    states that a step passes from stage to stage (loader/sizes/work_space.py). expert_parts: as in Division."""
 
     num_ranks: int
     max_sequences: int
@@ -123,6 +123,7 @@ class RegionSizes(NamedTuple):
     num_kv_groups: int = 1
     num_stages: int = 1
     handed_bytes: int = 0
+    expert_parts: int = 1
 
 
 def plan_bytes(num_rows: int) -> int:
@@ -151,7 +152,7 @@ def region_layout(sizes: RegionSizes) -> tuple[dict[str, RegionArray], int]:
     parts["ranks"] = RegionArray(begin, "B", (num_stages, of_ranks))
     parts["stages"] = RegionArray(begin + num_stages * of_ranks, "B", (stage_size, of_stages // stage_size))
     begin = _pages(begin + num_stages * of_ranks + of_stages)
-    of_reads = shared_reads_bytes(stage_size, SLOT_BYTES) if stage_size > 1 else 0
+    of_reads = stage_reads_bytes(stage_size, sizes.expert_parts, SLOT_BYTES)
     parts["reads"] = RegionArray(begin, "B", (num_stages, of_reads))
     return parts, _pages(begin + num_stages * of_reads)
 

@@ -115,15 +115,16 @@ class Groups:
             raise OSError("this node has no two devices of one kind to split a model over")
         leases = action.leases
         numbers = [self._regions.number(device) for device in leases]
-        num_stages, of_model = form.division.num_stages, (message.max_sequences, message.max_model_len)
-        sizes = RegionSizes(len(leases), *of_model, self._block_tokens, form.num_kv_groups, num_stages, form.handed_bytes)
+        num_stages, expert_parts = form.division.num_stages, form.division.expert_parts
+        of_model = (message.max_sequences, message.max_model_len, self._block_tokens, form.num_kv_groups)
+        sizes = RegionSizes(len(leases), *of_model, num_stages, form.handed_bytes, expert_parts)
         num_bytes = region_bytes(sizes)
         offset = self._regions.allocate(num_bytes)
         devices = tuple(leases)
         self._groups[action.placement_id] = _Group(action.placement_id, action.model, devices, offset, set(devices))
         hosts = [host_of(device) for device in devices] if any(map(host_of, devices)) else []
         for rank, (device, lease_chunks) in enumerate(leases.items()):
-            of_form = (form.division.expert_parts, num_stages, form.handed_bytes, form.num_kv_groups, hosts, form.files_id)
+            of_form = (expert_parts, num_stages, form.handed_bytes, form.num_kv_groups, hosts, form.files_id)
             group = protocol.Group(rank, numbers, offset, num_bytes, *of_form, form.division.copies)
             of_member = msgspec.structs.replace(
                 message,

@@ -212,7 +212,7 @@ class TorchRunner:
         weights: WeightRange,
         gate: WeightGate | None,
         files: FileCalls,
-        shared: SharedReads | None = None,
+        shared: Sequence[SharedReads] = (),
     ) -> None:
         """Fills the mapped range `weights`, from memory if the weights are there, else from files. The arguments are those of
         _read."""
@@ -239,7 +239,7 @@ class TorchRunner:
         weights: WeightRange,
         gate: WeightGate | None,
         files: FileCalls,
-        shared: SharedReads | None,
+        shared: Sequence[SharedReads],
     ) -> None:
         """Reads the weights from files into the range, and copies them to the host tier if the daemon asked for that. If packed
         files are damaged and there are plain ones, it starts again with those. files: the thread that opens and closes files.
@@ -268,7 +268,7 @@ class TorchRunner:
         source: OpenCheckpoint,
         weights: WeightRange,
         behind: Sequence[WeightGate | KeptCopy],
-        shared: SharedReads | None = None,
+        shared: Sequence[SharedReads] = (),
     ) -> None:
         """Reads the weights of an opened checkpoint into the range. behind: objects that wait for bytes; all bytes that have landed
         are reported to each. shared: as in stream_weights."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cached_property
@@ -23,7 +23,7 @@ from engine.memory import mappings
 from engine.memory.shared_plans import SharedPlans
 from engine.memory.stage_link import StageLink
 from engine.protocol import Group, LoadModel
-from loader.reading.shared_reads import SharedReads
+from loader.reading.shared_reads import SharedReads, leave, shared_by
 from loader.reading.staging import SLOT_BYTES
 from loader.shapes.model_shape import Division
 from scheduler.batch.plan import BatchPlan, LongArray, SequenceTable, make_sequence_table
@@ -46,6 +46,7 @@ class GroupRegion:
         division = Division(sizes.num_ranks, num_stages=sizes.num_stages)
         self.offset, self.rank, self.num_stages = group.region_offset, group.rank, sizes.num_stages
         self.stage_rank, self.stage_size = group.rank % division.stage_size, division.stage_size
+        self._expert_parts = sizes.expert_parts
         self._exchange, self._members, self._hosts = exchange, tuple(group.members), group.hosts
         memory = _mapped(exchange.fd, group.region_offset, num_bytes)
         arrays: dict[str, npt.NDArray[Any]] = {
@@ -82,19 +83,20 @@ class GroupRegion:
         return StageLink(self._stages, of_stage, self.num_stages, self._handed_bytes, self.broken)
 
     @contextmanager
-    def sharing_reads(self) -> Iterator[SharedReads | None]:
-        """Returns a context with the memory through which the members of this member's stage share reads; None if they are on
-        several hosts, or if there is only this one. The last member to leave the context gives the memory back to the system."""
+    def sharing_reads(self) -> Iterator[Sequence[SharedReads]]:
+        """Returns a context with the memory through which the members of this member's stage share reads (shared_by); () if they
+        are on several hosts, or if there is only this one. The last member to leave the context gives the memory back to the
+        system."""
         first = self.rank - self.stage_rank
         hosts = self._hosts[first : first + self.stage_size]
         if self.stage_size == 1 or len(set(hosts)) > 1:
-            yield None
+            yield ()
             return
-        shared = SharedReads(self._reads, self.stage_rank, self.stage_size, SLOT_BYTES)
+        shared = shared_by(self._reads, self.stage_rank, self.stage_size, self._expert_parts, SLOT_BYTES)
         try:
             yield shared
         finally:
-            if shared.leave():
+            if leave(shared):
                 with suppress(MemoryError):  # it is given back with the region at the latest
                     mappings.punch_hole(self._exchange.fd, self._reads_at, self._reads.nbytes)
 
@@ -155,5 +157,5 @@ def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int) -
         raise ValueError(f"model {spec.model}: parallel: this engine shares no memory with others")
     group = spec.group
     of_model = (spec.max_sequences, spec.max_model_len, block_tokens, group.num_kv_groups)
-    sizes = RegionSizes(len(group.members), *of_model, group.num_stages, group.handed_bytes)
+    sizes = RegionSizes(len(group.members), *of_model, group.num_stages, group.handed_bytes, group.expert_parts)
     return GroupRegion(exchange, spec.group, sizes)

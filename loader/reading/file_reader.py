@@ -89,7 +89,7 @@ class FileReader:
                 np.copyto(np.frombuffer(slot, np.uint8)[: read.needed_bytes], np.frombuffer(given, np.uint8)[: read.needed_bytes])
                 staged = staged_spans(read, ())
             else:
-                direct_fd, staged = self._from_file(read, at.call, slot)
+                direct_fd, staged = self._from_file(read, at.call, slot, in_place=offer is None)
                 if offer is not None:
                     offer(slot[: read.needed_bytes])
             self._store(read, staged, slot)
@@ -125,20 +125,20 @@ class FileReader:
             else:
                 self._unpacker.store(span.segment, staged)
 
-    def _from_file(self, read: Read, call: CallUnderWay, slot: memoryview) -> tuple[int | None, list[Span]]:
+    def _from_file(self, read: Read, call: CallUnderWay, slot: memoryview, in_place: bool) -> tuple[int | None, list[Span]]:
         """Reads the bytes of a read from the file, past the page cache unless they are in it. Returns the descriptor that bypassed
-        the cache, or None, and the spans that are in the slot. The arguments are those of _into_place."""
+        the cache, or None, and the spans that are in the slot. The arguments are those of _brought."""
         direct_fd = self._direct_fd
         with call:
             if direct_fd is not None and is_cached(self._fd, read.begin, read.begin + read.needed_bytes):
                 direct_fd = None
         try:
-            return direct_fd, self._into_place(read, call, slot, direct_fd)
+            return direct_fd, self._brought(read, call, slot, direct_fd, in_place)
         except OSError as error:
             if direct_fd is None or error.errno not in REFUSALS:
                 raise
             self._refuse(error)
-        return None, self._into_place(read, call, slot, None)
+        return None, self._brought(read, call, slot, None, in_place)
 
     def _take_back(self, slot: memoryview) -> None:
         """Gives a failed read's slot back to the ring, after waiting for the copies from it that were started already."""
@@ -150,12 +150,13 @@ class FileReader:
             log.warning("%s: %s", self._file, error)
         self._ring.give_back(slot)
 
-    def _into_place(self, read: Read, call: CallUnderWay, slot: memoryview, direct_fd: int | None) -> list[Span]:
+    def _brought(self, read: Read, call: CallUnderWay, slot: memoryview, direct_fd: int | None, in_place: bool) -> list[Span]:
         """Reads the bytes of a read from the file: those that can go straight to their place in the weight range are read there,
         all others into the staging slot. call: guards the file system calls. direct_fd: a descriptor that bypasses the page cache;
-        None: the page cache is used. Returns the spans that are in the slot."""
+        None: the page cache is used. in_place: whether bytes may go straight to their place; if not, all are in the slot. Returns
+        the spans that are in the slot."""
         memory, direct = self._memory, list[Span]()
-        if memory is not None:
+        if memory is not None and in_place:
             direct = direct_spans(read, self._address, ANY_ALIGNMENT if direct_fd is None else self._span_alignment)
         buffers, position = [], read.begin
         for span in direct:

@@ -8,7 +8,8 @@ staging slot, where they have the same position as in the read.
 
 In a split model only the share's rows and long runs of its columns are read. Where columns are divided into short runs, whole rows
 are read, and only their parts are stored. Of packed files the frames are read that hold something of the share. Reads of rows of
-which each rank has a part are the same on all ranks, which may share them (loader/reading/shared_reads.py).
+which several ranks have a part each, and of matrices that they have whole, are the same on these ranks, which may share them
+(loader/reading/shared_reads.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from loader.architectures.architecture import Cut
 from loader.errors import CheckpointError
@@ -29,6 +31,8 @@ from loader.shapes.dtypes import DTYPE_OF, FP8, ITEM_BYTES, SCALES_IN
 
 # Shorter runs of columns are read together with the bytes between them: a few long reads are faster than many short ones.
 MIN_RUN_BYTES = 256 << 10
+# Smaller tensors that all ranks have whole (norms, biases) are read by each rank, together with what lies beside them in the file.
+MIN_SHARED_BYTES = 1 << 20
 MIN_DIRECT_BYTES = 32 << 10  # shorter spans are as cheap to copy, and a system call accepts 1,024 pieces at most
 ANY_ALIGNMENT = Alignment(1, 1)
 QUANTIZED, SCALES, PACKED = "int8", "scales", "packed"
@@ -142,14 +146,18 @@ class Span:
 @dataclass(slots=True, frozen=True)
 class Read:
     """One read from a file: its bytes [begin, end), which are whole blocks (`end` may be past the end of the file), and the
-    segments of parameters among them, in file order. is_shared: whether all ranks that share reads have the same read, which then
-    goes through a slot."""
+    segments of parameters among them, in file order. num_readers: how many ranks share the read, all of which have the same one; 1:
+    it is not shared."""
 
     file: str
     begin: int
     end: int
     segments: tuple[Segment, ...]
-    is_shared: bool = False
+    num_readers: int = 1
+
+    @property
+    def is_shared(self) -> bool:
+        return self.num_readers > 1
 
     @property
     def num_bytes(self) -> int:
@@ -179,12 +187,16 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def plan_reads(
-    headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtype: str, read_bytes: int, num_sharing: int = 1
+    headers: Mapping[str, Header],
+    layout: Iterable[WeightSlot],
+    dtype: str,
+    read_bytes: int,
+    readers: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Read]:
     """Returns reads that together read every parameter once. They are ordered by the first stage of the forward pass that needs
     something from a read, then by file and position. headers: file name -> header. layout: the places of all parameters. dtype: the
-    model's dtype. read_bytes: the length of the longest read, in whole blocks, at least two. num_sharing: how many ranks share the
-    reads that all of them need; 1: none are shared.
+    model's dtype. read_bytes: the length of the longest read, in whole blocks, at least two. readers: parameter ->
+    how many ranks have something of it and share reads; reads of other parameters are not shared.
 
     Tensors that are not parameters are left out (open_checkpoint has refused those that should not exist). Raises CheckpointError
     for a parameter that is missing, has another shape, or has rows too long for a read."""
@@ -193,7 +205,7 @@ def plan_reads(
     reads: list[Read] = []
     for file, header in headers.items():
         segments: list[Segment] = []
-        shared: list[Segment] = []
+        shared: dict[int, list[Segment]] = {}  # by the number of readers
         for tensor in header.tensors:
             slot = slots.pop(tensor.name, None)
             if slot is None or not tensor.num_bytes:
@@ -226,19 +238,16 @@ def plan_reads(
             if own[0].unit_bytes[0] > read_bytes - BLOCK_BYTES:
                 what = "too many scales for a read" if slot.repeats else "too long to be converted"
                 raise CheckpointError(file, tensor.name, f"has rows of {own[0].unit_bytes[0]} bytes: {what}")
-            of_all = num_sharing > 1 and own[0].columns is not None and _has_equal_part(slot.cut, num_sharing)
-            (shared if of_all else segments).extend(own if tensor.record is None else _framed(own, read_bytes))
+            is_same = own[0].columns is not None or (slot.cut is None and num_bytes >= MIN_SHARED_BYTES)
+            num_readers = readers.get(tensor.name, 1) if is_same else 1
+            among = shared.setdefault(num_readers, []) if num_readers > 1 else segments
+            among.extend(own if tensor.record is None else _framed(own, read_bytes))
         reads += _cut(file, segments, read_bytes)
-        reads += [replace(read, is_shared=True) for read in _cut(file, shared, read_bytes)]
+        for num_readers, of_all in shared.items():
+            reads += [replace(read, num_readers=num_readers) for read in _cut(file, of_all, read_bytes)]
     for name in slots:
         raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")
     return sorted(reads, key=lambda read: min(segment.stage for segment in read.segments))
-
-
-def _has_equal_part(cut: Cut | None, num_ranks: int) -> bool:
-    """Returns whether each of num_ranks ranks has an equal part of the columns of a tensor, so that all of them need all its rows.
-    False where the ranks have different experts: fewer of them divide each expert, so parts are longer."""
-    return cut is not None and cut.length * num_ranks == cut.whole
 
 
 def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:

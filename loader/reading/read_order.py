@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
 from loader.reading.range_plan import Read
 from loader.reading.shared_reads import Offer, SharedReads
@@ -22,7 +23,8 @@ _LOOK_EVERY_S = 0.0005
 class Turn:
     """The next read that a thread carries out. place: the read's index in the plan. owner: the rank that reads it for all; -1: it
     is not shared. number: its number among the owner's reads. given: its bytes, which the owner has read; None: it is read from the
-    file. offer: called with its bytes, offers them to the other ranks; None: it is offered to nobody."""
+    file. offer: called with its bytes, offers them to the other ranks; None: it is offered to nobody. shared: the memory through
+    which it is shared; None: it is not."""
 
     place: int
     read: Read
@@ -30,29 +32,27 @@ class Turn:
     number: int = -1
     given: memoryview | None = None
     offer: Callable[[memoryview], None] | None = None
+    shared: SharedReads | None = None
 
 
 class ReadOrder:
-    """The reads of a load that no thread has begun. shared: through which the ranks of a split model share reads; None: all reads
-    are this process's own. Several threads may call the methods at once.
+    """The reads of a load that no thread has begun. shared: through which ranks of a split model share reads, each with another
+    number of ranks (shared_by); (): all reads are this process's own. Several threads may call the methods at once.
 
     Reads begin in the order of the plan, but what another rank has read is taken first, because that rank may wait for its slot.
     Nothing is waited for while there is anything else to read."""
 
-    def __init__(self, reads: Sequence[Read], shared: SharedReads | None = None) -> None:
-        self._shared = shared
+    def __init__(self, reads: Sequence[Read], shared: Sequence[SharedReads] = ()) -> None:
         self._own: deque[Turn] = deque()
-        self._by_owner: list[deque[Turn]] = [] if shared is None else [deque() for _ in range(shared.size)]
+        by_size = {each.size: _SharedTurns(each) for each in shared}
+        self._shared = list(by_size.values())
         self._lock = threading.Lock()
         self._waits_since_s: float | None = None
-        num_shared = 0
         for place, read in enumerate(reads):
-            if shared is None or not read.is_shared:
+            if (among := by_size.get(read.num_readers)) is None:
                 self._own.append(Turn(place, read))
-                continue
-            number, owner = divmod(num_shared, shared.size)
-            self._by_owner[owner].append(Turn(place, read, owner, number))
-            num_shared += 1
+            else:
+                among.add(place, read)
 
     def next(self, stopped: Callable[[], bool]) -> Turn | None:
         """Returns what the calling thread does next, and waits if that depends on another rank. Returns None if nothing is left,
@@ -60,14 +60,14 @@ class ReadOrder:
         while not stopped():
             with self._lock:
                 turn = self._ready()
-                if turn is not None or not (self._own or any(self._by_owner)):
+                if turn is not None or not (self._own or any(among.is_left for among in self._shared)):
                     return turn
             time.sleep(_LOOK_EVERY_S)
         return None
 
     def end(self, turn: Turn) -> None:
         """Tells the other ranks that a turn has ended."""
-        if (shared := self._shared) is None:
+        if (shared := turn.shared) is None:
             return
         if turn.owner == shared.rank:
             shared.end(turn.number)
@@ -76,47 +76,80 @@ class ReadOrder:
 
     def _ready(self) -> Turn | None:
         """Removes and returns the turn that comes next; None if there is nothing left but what other ranks must do first."""
-        if self._shared is None:
-            return self._own.popleft() if self._own else None
-        if (taken := self._offered(self._shared)) is not None:
-            return taken
-        ours = self._by_owner[self._shared.rank]
-        may_offer = bool(ours) and self._shared.has_room(ours[0].number)
-        if may_offer and (not self._own or ours[0].place < self._own[0].place):
-            self._waits_since_s = None
-            turn = ours.popleft()
-            return replace(turn, offer=partial(self._shared.offer, turn.number, turn.read))
+        for among in self._shared:
+            if (given := among.offered(self._own)) is not None:
+                self._waits_since_s = None
+                return given
+        ours = [(turn.place, among) for among in self._shared if (turn := among.to_offer()) is not None]
+        if ours:
+            place, among = min(ours, key=itemgetter(0))
+            if not self._own or place < self._own[0].place:
+                self._waits_since_s = None
+                return among.offering()
         if self._own:
             return self._own.popleft()
-        return self._alone(self._shared)
+        return self._alone()
 
-    def _offered(self, shared: SharedReads) -> Turn | None:
-        """Removes and returns a read that another rank has carried out. Makes reads this rank's own that are offered to nobody."""
-        for owner, turns in enumerate(self._by_owner):
-            while owner != shared.rank and turns:
-                turn = turns[0]
-                offer = shared.look(owner, turn.number, turn.read)
-                if offer is Offer.COMING:
-                    break
-                turns.popleft()
-                if offer is Offer.READY:
-                    self._waits_since_s = None
-                    return replace(turn, given=shared.data(owner, turn.number))
-                shared.take(owner, turn.number)
-                self._own.append(turn)
-        return None
-
-    def _alone(self, shared: SharedReads) -> Turn | None:
+    def _alone(self) -> Turn | None:
         """Removes and returns a read that waits for another rank, once it has waited long enough."""
         now = time.monotonic()
         if self._waits_since_s is None:
             self._waits_since_s = now
         if now - self._waits_since_s < PATIENCE_S:
             return None
+        return next((turn for among in self._shared if (turn := among.alone()) is not None), None)
+
+
+class _SharedTurns:
+    """The turns of the reads that some ranks share and that no thread of this rank has begun. shared: through which they share
+    them."""
+
+    def __init__(self, shared: SharedReads) -> None:
+        self._shared = shared
+        self._by_owner = [deque[Turn]() for _ in range(shared.size)]
+        self._num_reads = 0
+
+    @property
+    def is_left(self) -> bool:
+        return any(self._by_owner)
+
+    def add(self, place: int, read: Read) -> None:
+        """Adds the next read of the plan that these ranks share. place: its index in the plan."""
+        number, owner = divmod(self._num_reads, self._shared.size)
+        self._by_owner[owner].append(Turn(place, read, owner, number, shared=self._shared))
+        self._num_reads += 1
+
+    def offered(self, own: deque[Turn]) -> Turn | None:
+        """Removes and returns a read that another rank has carried out. Moves reads that are offered to nobody to `own`."""
+        for owner, turns in enumerate(self._by_owner):
+            while owner != self._shared.rank and turns:
+                turn = turns[0]
+                offer = self._shared.look(owner, turn.number, turn.read)
+                if offer is Offer.COMING:
+                    break
+                turns.popleft()
+                if offer is Offer.READY:
+                    return replace(turn, given=self._shared.data(owner, turn.number))
+                self._shared.take(owner, turn.number)
+                own.append(turn)
+        return None
+
+    def to_offer(self) -> Turn | None:
+        """Returns the next read that this rank carries out for all; None if there is none, or no room to offer it."""
+        turns = self._by_owner[self._shared.rank]
+        return turns[0] if turns and self._shared.has_room(turns[0].number) else None
+
+    def offering(self) -> Turn:
+        """Removes and returns the turn that to_offer returned."""
+        turn = self._by_owner[self._shared.rank].popleft()
+        return replace(turn, offer=partial(self._shared.offer, turn.number, turn.read))
+
+    def alone(self) -> Turn | None:
+        """Removes and returns any turn, whose read this rank carries out for itself; None if there is none."""
         for turns in self._by_owner:
             if turns:
                 turn = turns.popleft()
-                if turn.owner != shared.rank:
-                    shared.take(turn.owner, turn.number)
+                if turn.owner != self._shared.rank:
+                    self._shared.take(turn.owner, turn.number)
                 return turn
         return None

@@ -1,8 +1,8 @@
 """The memory through which the ranks of a split model share reads.
 
-Where devices have columns of a matrix, each of them needs parts of all rows. The ranks read such rows in turn: each one reads some
-of them from the drive and offers them here, and the others take them from here. So the drive gives each byte once, whatever the
-number of ranks.
+Where devices have columns of a matrix, each of them needs parts of all rows; other matrices all devices have whole. The ranks read
+such rows in turn: each one reads some of them from the drive and offers them here, and the others take them from here. So the drive
+gives each byte once, whatever the number of ranks. What is said of all ranks holds as well among those with the same experts.
 
 Nobody waits for another rank for long. A rank that finds no room for what it has read offers it to nobody, and a rank that is
 offered nothing reads from the file itself. So ranks may begin at any time, fail, or find their weights elsewhere.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
@@ -19,7 +20,18 @@ import numpy.typing as npt
 
 from loader.reading.memory_fence import MemoryFence
 from loader.reading.range_plan import Read
-from loader.reading.shared_slots import ENDED, KEYS, LEFT, NUM_SLOTS, NUMBERS, TAKEN, num_words, shared_reads_bytes, words_bytes
+from loader.reading.shared_slots import (
+    ENDED,
+    KEYS,
+    LEFT,
+    NUM_SLOTS,
+    NUMBERS,
+    TAKEN,
+    num_words,
+    shared_reads_bytes,
+    stage_reads_bytes,
+    words_bytes,
+)
 
 
 class Offer(Enum):
@@ -116,6 +128,29 @@ class SharedReads:
     def _slot(self, owner: int, slot: int) -> npt.NDArray[np.uint8]:
         begin = (owner * NUM_SLOTS + slot) * self.slot_bytes
         return self._slots[begin : begin + self.slot_bytes]
+
+
+def shared_by(memory: npt.NDArray[np.uint8], rank: int, size: int, expert_parts: int, slot_bytes: int) -> tuple[SharedReads, ...]:
+    """Returns one rank's views of the memory through which the ranks of a stage share reads: of the part that all of them use, and,
+    if ranks have the same experts, of the part that these use. memory: all of it, of stage_reads_bytes bytes. rank: the rank's
+    number in the stage. size: number of ranks. expert_parts: as in Division. Raises ValueError for memory of another size."""
+    if len(memory) != stage_reads_bytes(size, expert_parts, slot_bytes):
+        what = f"{size} ranks with {expert_parts} parts of experts that share reads of {slot_bytes} bytes"
+        raise ValueError(f"{len(memory)} bytes are not the memory of {what}")
+    begin, inner = shared_reads_bytes(size, slot_bytes), size // expert_parts
+    of_all = SharedReads(memory[:begin], rank, size, slot_bytes)
+    if expert_parts == 1 or inner == 1:
+        return (of_all,)
+    part, inner_part = divmod(rank, inner)
+    num_bytes = shared_reads_bytes(inner, slot_bytes)
+    own = memory[begin + part * num_bytes :][:num_bytes]
+    return of_all, SharedReads(own, inner_part, inner, slot_bytes)
+
+
+def leave(shared: Sequence[SharedReads]) -> bool:
+    """Says that a rank neither reads nor takes any more. Returns whether that is so of all ranks of the stage, so that nobody uses
+    the memory again. shared: the rank's views (shared_by)."""
+    return [each.leave() for each in reversed(shared)][-1]
 
 
 def _key(read: Read) -> int:

@@ -3,6 +3,9 @@
 It begins with the words of each rank, int64, which only that rank writes: whether it has left, how many of its reads have ended,
 the numbers (plus 1) and keys of the reads in its slots, and how many reads of each rank it has taken. Then come the slots of each
 rank. All memory is zero at the beginning.
+
+The ranks of a stage that have the same experts share the reads of these in memory of their own, laid out alike, which comes behind
+that of the whole stage.
 """
 
 from __future__ import annotations
@@ -25,6 +28,13 @@ def words_bytes(size: int) -> int:
 
 
 def shared_reads_bytes(size: int, slot_bytes: int) -> int:
-    """Returns the bytes of the memory through which `size` ranks share reads of up to slot_bytes bytes. Pages that nobody touches
-    take no memory."""
-    return words_bytes(size) + size * NUM_SLOTS * slot_bytes
+    """Returns the bytes of the memory through which `size` ranks share reads of up to slot_bytes bytes; 0 for one rank. Pages that
+    nobody touches take no memory."""
+    return words_bytes(size) + size * NUM_SLOTS * slot_bytes if size > 1 else 0
+
+
+def stage_reads_bytes(size: int, expert_parts: int, slot_bytes: int) -> int:
+    """Returns the bytes of the memory through which the ranks of a stage share reads of up to slot_bytes bytes. size: number of
+    ranks. expert_parts: as in Division."""
+    of_experts = expert_parts * shared_reads_bytes(size // expert_parts, slot_bytes) if expert_parts > 1 else 0
+    return shared_reads_bytes(size, slot_bytes) + of_experts

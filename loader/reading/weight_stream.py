@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -142,12 +142,15 @@ class ReadReport:
 
 
 def planned_reads(
-    source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN, num_sharing: int = 1
+    source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN, sharing: Collection[int] = ()
 ) -> list[Read]:
     """Returns the reads that `stream_weights` will carry out, in that order. dtype, weight_format: how the weights are held. ring:
-    the staging slots, whose size limits a read. num_sharing: how many ranks share reads. Raises CheckpointError."""
+    the staging slots, whose size limits a read. sharing: the numbers of ranks that share reads (Read.num_readers). Raises
+    CheckpointError."""
     slots = layout.weight_layout(source.shape, dtype, weight_format)
-    return plan_reads(source.headers, slots, dtype, ring.slot_bytes, num_sharing)
+    readers = layout.readers(source.shape, weight_format) if sharing else {}
+    shared = {name: number for name, number in readers.items() if number in sharing}
+    return plan_reads(source.headers, slots, dtype, ring.slot_bytes, shared)
 
 
 def stream_weights(
@@ -160,19 +163,20 @@ def stream_weights(
     weight_format: WeightFormat = PLAIN,
     landed: Callable[[Places], None] = lambda places: None,
     decoder: Decoder = NUMPY_DECODER,
-    shared: SharedReads | None = None,
+    shared: Sequence[SharedReads] = (),
 ) -> ReadReport:
     """Reads a checkpoint's weights into the sink's weight range, which is laid out by layout.weight_layout. Bytes that cannot be
     read straight into place pass through slots of `ring`. weight_format: how matrices are held; they are converted as they arrive.
-    decoder: decodes packed files. shared: through which the ranks of a split model share reads; the caller leaves it afterwards.
-    progress(bytes done, all bytes) and cancelled(), which returns whether to stop, are called by the calling thread between reads.
-    landed(places) is called by it or by a reader thread when the ranges `places` of the weight range have been filled.
+    decoder: decodes packed files. shared: through which the ranks of a split model share reads (shared_by); the caller leaves
+    it afterwards. progress(bytes done, all bytes) and cancelled(), which returns whether to stop, are called by the calling thread
+    between reads. landed(places) is called by it or by a reader thread when the ranges `places` of the weight range have been
+    filled.
 
     Reads begin in the order of the plan, except for shared ones, and end in any order. When this function returns or raises, no
     copy to a device is under way. Raises CheckpointError, which names file, tensor and offset; CheckpointChanged; ReadCancelled;
     RuntimeError if the device failed. Reads that do not return are left behind once the load is cancelled or has failed, and with
     them their slots."""
-    reads = planned_reads(source, dtype, ring, weight_format, 1 if shared is None else shared.size)
+    reads = planned_reads(source, dtype, ring, weight_format, [each.size for each in shared])
     planned = sum(read.num_bytes for read in reads)
     total = source.num_bytes if source.shape.split is None else planned
     done = total - planned  # tensors that follow from others are not read
@@ -217,7 +221,7 @@ def _check_unchanged(source: OpenCheckpoint) -> None:
 
 class _Readers:
     """The threads that carry out `reads` of a load; each takes the next read in order. landed: called with each read whose weights
-    are in place. shared: through which ranks share reads, or None. On leaving the context the threads end after their current read.
+    are in place. shared: through which ranks share reads. On leaving the context the threads end after their current read.
     A thread whose read does not return within LEAVE_AFTER_S seconds is left behind: it touches nothing but its slot then.
 
     The threads do not wait for copies to a device. The caller's thread does, and then frees the buffer that was copied, so that the
@@ -229,7 +233,7 @@ class _Readers:
         files: dict[str, FileReader],
         ring: StagingRing,
         landed: Callable[[Read], None],
-        shared: SharedReads | None,
+        shared: Sequence[SharedReads],
     ) -> None:
         self._files, self._ring, self._landed = files, ring, landed
         self._left = ReadOrder(reads, shared)

@@ -36,7 +36,7 @@ from loader.formats.weight_format import (
 from loader.shapes.dtypes import DTYPE_OF, ITEM_BYTES
 from loader.shapes.expert_copies import any_copies
 from loader.shapes.model_shape import Division, ModelShape
-from loader.sizes.slices import block_offsets_of_share, format_of, groups_of_share, split, whole
+from loader.sizes.slices import block_offsets_of_share, format_of, groups_of_share, num_readers, split, whole
 
 # To be raised when the bytes that a load writes to a slot change, for example by another rounding of int8; not when slots change.
 CONTENT_VERSION = 1
@@ -172,6 +172,20 @@ def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
     """Returns the place of every parameter in the weight range. dtype, weight_format: the dtype and format in which the weights are
     held."""
     return _laid_out(shape, dtype, weight_format)[0]
+
+
+def readers(shape: ModelShape, weight_format: WeightFormat = PLAIN) -> dict[str, int]:
+    """Returns parameter -> how many devices of a stage have something of it, for those parameters of a device's share of which
+    more than one of them has (num_readers). weight_format: as in weight_layout."""
+    if (share := shape.split) is None:
+        return {}
+    numbers = [(at, group, num_readers(group, share)) for at, group in _groups(shape)]
+    return {
+        tensor.name: number
+        for at, group, number in numbers
+        if number > 1
+        for tensor in format_of(shape, at, group, weight_format).stored(group)
+    }
 
 
 def _laid_out(shape: ModelShape, dtype: str, weight_format: WeightFormat) -> tuple[list[WeightSlot], int]:

@@ -304,6 +304,14 @@ def _has_some(group: TensorGroup, share: SplitShape) -> bool:
     return number == 0 or group.divided != FIRST_ALONE
 
 
+def num_readers(group: TensorGroup, share: SplitShape) -> int:
+    """Returns how many devices of a stage have something of the same tensors of a group. They need the same bytes of those that
+    they have whole, or of whose rows each of them needs a part."""
+    if group.divided == FIRST_ALONE:
+        return 1
+    return share.division.inner_parts if group.num_experts else share.size
+
+
 def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
     number, num_parts = share.rank, share.size
     if group.num_experts:

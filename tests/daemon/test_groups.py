@@ -13,6 +13,7 @@ from daemon.engines.exchange_memory import ExchangeMemory, exchange_memory
 from daemon.engines.groups import Answer, Groups
 from engine import protocol
 from engine.exchange import Exchange, GroupForm
+from engine.memory.group_region import open_region
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, SetLease
 from loader.shapes.model_shape import Division
 from scheduler.node import actions
@@ -366,6 +367,27 @@ def test_regions_do_not_overlap_and_are_empty_again() -> None:
     with pytest.raises(OSError, match="no room"):
         memory.allocate(1 << 50)
     seen.close()
+    memory.close()
+
+
+@pytest.mark.parametrize("division", [Division(4), Division(4, 2), Division(8, 2, 2), Division(6, num_stages=3)], ids=str)
+def test_members_find_all_that_they_share_in_the_region(division: Division) -> None:
+    """The daemon sizes it by the model's form, and each engine opens it by its LoadModel."""
+    devices = [f"cpu:{number}" for number in range(division.size)]
+    memory, sent = ExchangeMemory(devices), list[protocol.Message]()
+    groups = Groups(lambda _, message: sent.append(message), lambda _: 0, 16, memory, lambda *_: None)
+    leases = tuple((device, 9) for device in devices)
+    sizes: dict[str, Any] = {"weights_chunks": 3, "kv_reserved_chunks": 2, "lease_chunks": 9, "deadline_s": 20.0}
+    load = actions.Load(cause="c", placement_id=PLACEMENT, model="m", device=devices[0], further=leases[1:], **sizes)
+    groups.load(load, LoadModel(PLACEMENT, "m", "/m", "float32", "f", 3, 2, 9, 64, 4, [1]), GroupForm(division, 2, 1024))
+    exchange = Exchange(memory.fd)
+    for rank, message in enumerate(sent):
+        assert isinstance(message, LoadModel)
+        region = open_region(exchange, message, 16)
+        with region.sharing_reads() as shared:
+            assert (region.rank, {view.size for view in shared}) == (rank, {division.stage_size, division.inner_parts} - {1})
+    assert len(sent) == division.size
+    exchange.close()
     memory.close()
 
 

@@ -342,22 +342,23 @@ def test_a_mapped_region_holds_no_descriptor_and_leaves_with_its_last_view(path:
     tokens = leader.table.tokens
     tokens[5, 7] = 11
     assert follower.table.tokens[5, 7] == 11
-    assert _num_mapped(place[0]) == 2
+    assert _num_mapped(node, place[0]) == 2
     del leader, follower
     gc.collect()
-    assert (int(tokens[5, 7]), _num_mapped(place[0])) == (11, 1)
+    assert (int(tokens[5, 7]), _num_mapped(node, place[0])) == (11, 1)
     del tokens
     gc.collect()
-    assert _num_mapped(place[0]) == 0
+    assert _num_mapped(node, place[0]) == 0
     with pytest.raises(ValueError, match=r"parallel: region .* ends behind the exchange memory"):
         open_region(node.exchange, load_message(path, group=Group(0, [0, 1], place[0] + (1 << 30), place[1])), 16)
     node.close()
 
 
-def _num_mapped(offset: int) -> int:
-    """Returns how often this process has mapped the exchange memory at an offset."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sum("hearthd-exchange" in line and int(line.split()[2], 16) == offset for line in lines)
+def _num_mapped(node: Node, offset: int) -> int:
+    """Returns how often this process has mapped a node's exchange memory at an offset."""
+    inode = str(os.fstat(node.exchange.fd).st_ino)
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return sum(line[4] == inode and int(line[2], 16) == offset for line in lines)
 
 
 def test_engines_end_with_their_daemon_whatever_they_wait_for(three: NullEngines, path: str) -> None:
