@@ -108,9 +108,8 @@ class PlanRank:
         has_followed = False
         while len(self._begun) < num:
             has_followed |= self._steps.run_queue()
-            more_comes = has_followed and self._steps.comes_soon()
+            more_comes = self._steps.is_waiting or (has_followed and self._steps.comes_soon())
             has_followed = more_comes and self._steps.run_queue()
             for _ in poller.poll(0.0 if more_comes else 1.0):
                 self._steps.awake()
-                has_followed |= self._steps.run_queue()
         poller.close()

@@ -228,9 +228,15 @@ class Exchange:
                 return region
         return None
 
+    def has_entries(self, number: int) -> bool:
+        """Returns whether an engine's queue has entries. `take` may find none, if all of them are of groups that the engine has
+        left."""
+        queue = self._queue(number)
+        return self._words[queue + _TAKEN] != self._words[queue]
+
     def comes_within(self, number: int, most_s: float) -> bool:
-        """Waits until an engine's queue has entries, for most_s seconds at most, without sleeping. Returns whether it has any.
-        `take` may still find none, if all of them are of groups that the engine has left."""
+        """Waits until an engine's queue has entries, for most_s seconds at most, without sleeping. Returns whether it has any
+        (has_entries)."""
         words, queue, now = self._words, self._queue(number), time.perf_counter
         taken, until_s = words[queue + _TAKEN], now() + most_s
         while words[queue] == taken:

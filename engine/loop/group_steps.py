@@ -66,12 +66,18 @@ class GroupSteps:
 
     def run_queue(self) -> bool:
         """Runs the steps in the queue that other engines lead, up to the first one that this engine leads, which is run when its
-        result is asked for. Returns whether it ran any."""
-        ran = False
-        while (region := self._exchange.take(self._number, self._posted)) is not None:
+        result is asked for, and at most one of each model: with several steps under way, or several models, the queue may never
+        be empty, and messages and this engine's own models must have their turn between them. Returns whether it ran any."""
+        ran: set[int] = set()
+        while (region := self._exchange.take(self._number, self._posted.keys() | ran)) is not None:
             self._follow(region)
-            ran = True
-        return ran
+            ran.add(region)
+        return bool(ran)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the queue has an entry."""
+        return self._exchange.has_entries(self._number)
 
     def comes_soon(self) -> bool:
         """Waits for an entry in the queue, for LINGER_S at most, without sleeping, because going to sleep and waking up takes as

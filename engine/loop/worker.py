@@ -159,8 +159,8 @@ class Engine:
                     watching_out = not watching_out
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
                 runs = bool(busy or self._under_way)
-                more_comes = groups is not None and has_followed and not runs and groups.comes_soon()
-                has_followed = groups is not None and more_comes and groups.run_queue()
+                more_comes = groups is not None and (groups.is_waiting or (has_followed and not runs and groups.comes_soon()))
+                has_followed = groups is not None and more_comes and not runs and groups.run_queue()
                 follows = groups is not None and not runs and not more_comes and not groups.has_ended()
                 if not runs and not more_comes and not follows:
                     self.journal.nothing_runs()
@@ -179,7 +179,6 @@ class Engine:
                         self._end_constrained(self.constraints.receive())
                     elif groups is not None and fd == groups.fileno():
                         groups.awake()
-                        has_followed |= groups.run_queue()
                     else:
                         if events & select.EPOLLOUT:
                             self.channel.flush()

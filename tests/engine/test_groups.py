@@ -152,6 +152,31 @@ def test_overlapping_groups_and_single_models_at_random(three: NullEngines, path
         three.check_empty(path, number)
 
 
+@pytest.mark.parametrize("groups", [{"a": [0, 1], "b": [2, 1]}, {"a": [0, 1]}], ids=["two models", "a pipeline"])
+def test_a_busy_follower_serves_its_own_models_and_answers(path: str, groups: dict[str, list[int]]) -> None:
+    """With two models that others lead, or with several steps of a pipeline under way, its queue is never empty. A step of its own
+    comes between two of theirs all the same, and so do messages."""
+    engines = NullEngines(3, 10.0)
+    try:
+        num_stages = 2 if len(groups) == 1 else 1
+        engines.load_alone(path, "own", 1)
+        for name, members in groups.items():
+            engines.load(path, name, members, num_stages=num_stages)
+        streams = [(members[0], engines.ask(members[0], name, 100)) for name, members in groups.items() for _ in range(num_stages)]
+        for leader, stream in streams:
+            engines.wait_tokens(leader, stream, 3)
+        engines.check(1, engines.ask(1, "own", 10), 10)
+        engines.evict_alone("own", 1)
+        for leader, stream in streams:
+            while engines.all[leader].receive(0.0):  # takes in what has been sent so far
+                pass
+            assert stream not in engines.all[leader].finished()
+        for leader, stream in streams:
+            engines.check(leader, stream, 100)
+    finally:
+        engines.close()
+
+
 def test_evictions_in_any_order_end_in_the_middle_of_steps(three: NullEngines, path: str) -> None:
     choose = random.Random(11)
     for _ in range(25):
