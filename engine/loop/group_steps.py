@@ -76,7 +76,7 @@ class GroupSteps:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the queue has an entry."""
+        """Returns whether the queue has an entry."""
         return self._exchange.has_entries(self._number)
 
     def comes_soon(self) -> bool:
