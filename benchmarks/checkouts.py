@@ -28,6 +28,7 @@ from benchmarks import load
 from benchmarks.checkpoints import make
 from benchmarks.cpu import STORE, server_of
 from benchmarks.run import commit_of, machine, table
+from benchmarks.serve import wait_quiet
 from benchmarks.server import ROOT, without_drafts
 
 LOADED, STEPPED, SERVED = "one-b", "mid", "feather"  # checkpoints of benchmarks.checkpoints
@@ -63,9 +64,10 @@ def served(checkout: pathlib.Path) -> dict[str, float]:
 
 
 def serving(checkout: pathlib.Path) -> Iterator[tuple[str, float]]:
-    """Starts the checkout's daemon with the null runner and, as in benchmarks.server, without drafts. Yields the microseconds of
-    processor time per streamed token of the whole process tree, by the number of streams. Raises RuntimeError if requests failed or
-    if tokens did not come in events of their own."""
+    """Starts the checkout's daemon with the null runner and, as in benchmarks.server, without drafts, and waits until it has
+    prepared its memory, which happens once and not for each token. Yields the microseconds of processor time per streamed token of
+    the whole process tree, by the number of streams. Raises RuntimeError if requests failed or if tokens did not come in events of
+    their own."""
     with ExitStack() as stack:
         flags = ["--runner", "null", "--null-step-ms", "10"]
         if "speculator" in (checkout / "config/schema.py").read_text():  # else it drafts nothing
@@ -73,6 +75,7 @@ def serving(checkout: pathlib.Path) -> Iterator[tuple[str, float]]:
             flags += ["--config", str(without_drafts(STORE, folder / "node.toml"))]
         server = stack.enter_context(server_of(checkout, ["cpu=2GiB"], stack, flags))
         uvloop.run(load.measure(server.url, [SERVED], server.pid, 8, 8, NUM_IN, 16))  # loads the model and its tokenizer
+        wait_quiet(server.pid)
         for streams in STREAMS:
             found = uvloop.run(load.measure(server.url, [SERVED], server.pid, WAVES * streams, streams, NUM_IN, NUM_OUT))
             if found["failed"] or float(str(found["events_per_token"])) < 0.99:

@@ -35,21 +35,26 @@ def bare_forward(folder: pathlib.Path, rows: int, context: int) -> dict[str, Any
     return found
 
 
-def idle(server: Server, seconds: float = 10.0) -> dict[str, float]:
-    """Share of one core while nothing is asked, and resident memory: a model is loaded, its KV and prefix cache hardly used. A node
-    that has come up prepares its free memory first; quiet_after_s says when it was done."""
+def share_of(pid: int, window_s: float) -> float:
+    """Returns the share of one core that a process and all below it take during the next window_s seconds."""
+    before, start = tree_cpu_s(pid), time.perf_counter()
+    time.sleep(window_s)
+    return (tree_cpu_s(pid) - before) / (time.perf_counter() - start)
 
-    def share_of(window_s: float) -> float:
-        before, start = tree_cpu_s(server.pid), time.perf_counter()
-        time.sleep(window_s)
-        return (tree_cpu_s(server.pid) - before) / (time.perf_counter() - start)
 
+def wait_quiet(pid: int) -> float:
+    """Waits until a node that has come up has prepared its free memory, and does nothing any more. Returns how many seconds that
+    took."""
     asked_s = time.perf_counter()
     time.sleep(FIRST_LOOK_S)
-    while share_of(2) > QUIET_SHARE and time.perf_counter() - asked_s < QUIET_LIMIT_S:
+    while share_of(pid, 2) > QUIET_SHARE and time.perf_counter() - asked_s < QUIET_LIMIT_S:
         pass
-    quiet_after_s = time.perf_counter() - asked_s
-    share = share_of(seconds)
+    return time.perf_counter() - asked_s
+
+
+def idle(server: Server, seconds: float = 10.0) -> dict[str, float]:
+    """Share of one core while nothing is asked, and resident memory: a model is loaded, its KV and prefix cache hardly used."""
+    quiet_after_s, share = wait_quiet(server.pid), share_of(server.pid, seconds)
     engines = [p.memory_info().rss / 1e6 for p in server.engines()]
     return {
         "quiet_after_s": round(quiet_after_s),
