@@ -49,7 +49,7 @@ class Sources:
 
     @property
     def files(self) -> list[str]:
-        """Returns the files that were read, in their order."""
+        """Returns the paths of the settings files that were read, in the order in which they were read."""
         return [file for file, _ in self._texts]
 
     @cached_property

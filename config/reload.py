@@ -1,4 +1,5 @@
-"""Compares the running settings with those of a changed file: which differences apply now, and which need a restart."""
+"""Compares the running settings with those of a changed file: which differences apply now (those in live keys), and which need a
+restart."""
 
 from __future__ import annotations
 
@@ -49,9 +50,10 @@ def _merge(
     skip: tuple[str, ...] = (),
     at_restart: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Returns the values in `new` of the live keys that differ between `old` and `new`. Adds each differing key, behind `prefix`,
-    to the list `applied` or `needs_restart` of `result`. struct: the type of `old` and `new`. skip: keys that are not compared.
-    at_restart: live keys that need a restart this time."""
+    """Compares two structs of settings. Returns the new values, by key, of the keys that differ and that a reload applies (live
+    keys). Adds each key that differs, with `prefix` before it, to one of the lists of `result`: `applied` for a live key, else
+    `needs_restart`. struct: the type of `old` and `new`. skip: keys that are not compared. at_restart: live keys whose change needs
+    a restart in this case."""
     live = live_keys(struct).difference(at_restart)
     values = {}
     for key in struct.__struct_fields__:

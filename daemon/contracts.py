@@ -193,8 +193,8 @@ class ModelPort(Protocol):
 
 
 class LoadedAdapter(NamedTuple):
-    """The result of loading or unloading a LoRA adapter. name: the adapter's. base: the model that it is for. not_saved: why the
-    change would be lost at a restart; None if it is saved."""
+    """The result of loading or unloading a LoRA adapter. name: the adapter's name. base: the model that it is for. not_saved: why
+    the change would be lost at a restart; None if it is saved."""
 
     name: str
     base: str

@@ -112,7 +112,7 @@ class GroupForm(NamedTuple):
 
 class RegionSizes(NamedTuple):
     """The numbers that determine the size of a group's region. num_ranks: number of devices. max_sequences, max_model_len: the
-    model's, as in LoadModel. block_tokens: as in Configure. num_kv_groups: number of KV groups of the model
+    model's limits, as in LoadModel. block_tokens: as in Configure. num_kv_groups: number of KV groups of the model
     (loader/shapes/kv_layout.py). num_stages: number of stages into which the model's layers are divided. handed_bytes: bytes of the
     states that a step passes from stage to stage (loader/sizes/work_space.py). expert_parts: as in Division."""
 

@@ -206,7 +206,7 @@ def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.N
 
 
 def _drop_output() -> None:
-    """Has whatever is still written to standard output lost, also what the interpreter writes as it ends."""
+    """Discards whatever is written to standard output from now on, also what the interpreter writes as it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

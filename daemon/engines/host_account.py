@@ -63,8 +63,9 @@ class HostCopies(Protocol):
 
 
 class HostAccount:
-    """Keeps the account of host memory up to date, and reads the one that an earlier daemon left. account: where it is kept.
-    slot_bytes: the size of a slot. copies: the scheduler, which knows what each slot holds. layout_of: see Registry.layout_id."""
+    """Keeps the account of what host memory holds up to date, and reads the one that an earlier daemon left. account: the memory in
+    which it is kept. slot_bytes: the size of a slot. copies: the scheduler, which knows what each slot holds. layout_of: see
+    Registry.layout_id."""
 
     def __init__(self, account: Account, slot_bytes: int, copies: HostCopies, layout_of: Callable[[str], str]) -> None:
         self._account, self._slot_bytes, self._copies, self._layout_of = account, slot_bytes, copies, layout_of
@@ -87,8 +88,9 @@ class HostAccount:
         return [(one.model, _host_copy(one)) for one in content.copies if one.layout and one.layout == self._layout_of(one.model)]
 
     def look(self) -> None:
-        """Writes the account if host memory has changed. Called after each event that the scheduler has handled, before its
-        decisions are carried out."""
+        """Writes down what host memory holds, for the next daemon, if that has changed since the last call. Called after each event
+        that the scheduler has handled, before the scheduler's decisions are carried out. If it cannot be written, that is only
+        logged."""
         if self._copies.host_revision != self._revision:
             self._revision = self._copies.host_revision
             try:

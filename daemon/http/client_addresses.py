@@ -49,7 +49,7 @@ class ClientAddresses:
 
     def _note(self, address: str) -> None:
         """Logs refused connections, in at most one line a minute, because a client that opens many must not be able to fill the
-        log. address: the client's."""
+        log. address: the client's address."""
         self._num_untold += 1
         now = time.monotonic()
         if now - self._told_s < TELL_EVERY_S:

@@ -183,7 +183,8 @@ def _no_passphrase() -> str:
 
 def _tried(context: ssl.SSLContext, chain: bytes) -> Mapping[str, Any]:
     """Does a TLS handshake in memory with a client that trusts the certificate, and returns the certificate's fields in the form of
-    SSLSocket.getpeercert. context: the server's. chain: its certificates in PEM. Raises ssl.SSLError if the handshake fails."""
+    SSLSocket.getpeercert. context: the server's context. chain: its certificates in PEM. Raises ssl.SSLError if the handshake
+    fails."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.load_verify_locations(cadata=_ascii(chain))

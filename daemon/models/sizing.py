@@ -131,8 +131,8 @@ class Sizing:
         return replace(facts, kv_floor_tokens=num_tokens, kv_reserved_bytes=kv_reserved_bytes)
 
     def fits(self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape) -> bool:
-        """Returns whether an empty device where the model may live, or as many of one kind as it is split over, has enough memory
-        for the model. facts: the model's."""
+        """Returns whether the model fits on an empty device that its settings allow or, if it is split, on as many such devices of
+        one kind as it has shares. facts: the model's facts."""
         chunk_bytes = int(config.chunk_bytes)
         size = size_of(facts, chunk_bytes)
         budget_bytes, _ = self._budgets(facts.name, settings, shape)

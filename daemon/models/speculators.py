@@ -62,9 +62,10 @@ def prompt_lookup(shape: ModelShape, fingerprint: str, why: str = "") -> Specula
 
 @dataclass(slots=True, frozen=True)
 class Choice:
-    """Chooses the speculator for one model. settings: the model's. own: the facts about its own predictor. shape: its shape without
-    one. kinds: the kinds of devices where it may live. checkpoint: the model's checkpoint; None: EAGLE-3 heads are not considered.
-    heads: all such heads in the models folder, by name, and what settings name as one and cannot be used (named_heads)."""
+    """Chooses the speculator for one model. settings: the model's settings. own: the facts about the model's own predictor. shape:
+    the model's shape without a predictor. kinds: the kinds of devices where it may live. checkpoint: the model's checkpoint; None:
+    EAGLE-3 heads are not considered. heads: all such heads in the models folder, by name, and what settings name as one and cannot
+    be used (named_heads)."""
 
     settings: ModelConfig
     own: MayPredict

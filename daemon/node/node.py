@@ -253,7 +253,7 @@ class NodeParts:
             self._store.drop_rest()
 
     def _open_text(self, entry: ModelEntry) -> None:
-        """Has the text service parse a model's tokenizer while the model's weights load, if the model generates text."""
+        """Tells the text service to parse a model's tokenizer while the model's weights load, if the model generates text."""
         if entry.generates_text:
             self.text.open_ahead(entry)
 

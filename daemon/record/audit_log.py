@@ -162,7 +162,7 @@ class AuditLog:
         return [f"audit_log {self.problem}; {self.num_dropped} acts were dropped"] if self.problem else []
 
     async def close(self) -> None:
-        """Has the thread write the acts in the queue, and waits for it for at most CLOSE_S, because the disk may hang."""
+        """Waits until the thread has written the acts in the queue, but for at most CLOSE_S, because the disk may hang."""
         for kind in list(self._minutes):
             self._tell_left_out(kind)
         self._closing = True

@@ -32,8 +32,8 @@ class EventRing:
         return list(self._history)
 
     def follow(self, follower: Follower) -> Callable[[], None]:
-        """Has `follower` called with every new event, until the returned function is called. The follower must not block, because
-        it runs on the event loop."""
+        """Calls `follower` with every new event from now on, until the returned function is called. The follower must not block,
+        because it runs on the event loop."""
         self._followers.append(follower)
 
         def stop() -> None:

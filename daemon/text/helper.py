@@ -79,8 +79,8 @@ class Helper:
         asyncio.get_running_loop().add_reader(control, self._on_packets, control)
 
     async def connect(self, opening: Open) -> WorkerConnection:
-        """Has the helper fork a worker for the model of `opening` and returns the connection to it. Raises NotNow if the daemon has
-        no free descriptor, ServerFault if the helper does not start or has been ended."""
+        """Asks the helper to fork a worker for the model of `opening`, and returns the connection to the worker. Raises NotNow if
+        the daemon has no free descriptor, ServerFault if the helper does not start or has been ended."""
         loop = asyncio.get_running_loop()
         for _ in range(2):
             await self.start()

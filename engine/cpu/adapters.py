@@ -12,7 +12,7 @@ from loader.shapes.model_shape import ModelShape
 
 class HostAdapterMemory(AdapterTables):
     """The engine.contracts.adapters.AdapterMemory of a model on the `cpu` device. Its tables never move, because recorded steps
-    read them. dtype: the model's. added: a method of the model, called after each `set`."""
+    read them. dtype: the model's dtype. added: a method of the model, called after each `set`."""
 
     def __init__(self, shape: ModelShape, dtype: str, added: Callable[[], None]) -> None:
         super().__init__(shape, dtype)

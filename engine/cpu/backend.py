@@ -107,14 +107,15 @@ class CpuBackend:
             raise RuntimeError(f"kernels for {kernel_set}, without which it is too slow to be served: {problem}")
 
     def _need(self, sets: Sequence[KernelSet]) -> None:
-        """Has sets of kernels compiled by other processes, unless they are compiled already. Does not wait. Does nothing without
-        Numba."""
+        """Starts other processes that compile sets of kernels, unless they are compiled already. Does not wait for them. Does
+        nothing without Numba."""
         if self._builds is not None:
             self._builds.need(sets)
 
     def _compile_late(self, kernel_set: KernelSet) -> None:
-        """Has a set of kernels compiled that a step has needed although loader/configs/kernel_needs.py does not list it for the
-        model, and those for sampling at once if the step samples. The step goes on with the reference implementation."""
+        """Starts compiling a set of kernels that a step has needed although loader/configs/kernel_needs.py does not list it for the
+        model. If it is the set for sampling, its compilation no longer waits for the engine to be idle. The step goes on with the
+        reference implementation."""
         if self._builds is not None and kernel_set.name == SAMPLING:
             self._builds.hurry([kernel_set])
         if self._builds is not None and not self._builds.knows(kernel_set):

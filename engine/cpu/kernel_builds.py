@@ -124,8 +124,8 @@ class _Measure:
 
 
 class CpuKernelBuilds:
-    """Has the kernels compiled that this process needs. num_threads: threads that run the models' kernels; if more than one,
-    kernels are also compiled in their forms for several threads. num_processes: how many compilers may run at a time,
+    """Compiles the kernels that this process needs, in other processes. num_threads: threads that run the models' kernels; if more
+    than one, kernels are also compiled in their forms for several threads. num_processes: how many compilers may run at a time,
     MOST_COMPILERS at most. use: called with each set of kernels that has been compiled. give_up: called with each set that cannot
     be. tell: called from other threads with news of the compilation."""
 
@@ -178,8 +178,8 @@ class CpuKernelBuilds:
                 self._builder = builder
 
     def hurry(self, sets: Iterable[KernelSet]) -> None:
-        """Has sets of kernels that only sampling calls compiled without waiting for the engine to be idle, because a step calls
-        them or something waits."""
+        """Compiles at once, without waiting for the engine to be idle, sets of kernels that only sampling calls: a step calls them,
+        or something waits for them."""
         with self._lock:
             self._hurry(sets)
 
@@ -298,7 +298,7 @@ class CpuKernelBuilds:
             ended.put(None)
 
     def _run_process(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
-        """Has a compiler process compile the units in build.queue, one by one, and puts each unit with its problem ("": none) into
+        """Gives the units in build.queue to a compiler process, one by one, and puts each unit with its problem ("": none) into
         `ended`; starts a new process whenever one has crashed or was ended for a wait. A process that is alive at the end is kept
         for the next build, because starting one takes a second, unless it has grown large."""
         process = None
@@ -377,7 +377,7 @@ def _start(parallel: bool) -> subprocess.Popen[str]:
 
 
 def _compile_in(process: subprocess.Popen[str], asked: list[str]) -> bool:
-    """Has the compiler process compile one unit. asked: dtype and name of the set, and the unit's name. Returns whether the unit
+    """Compiles one unit in the compiler process. asked: dtype and name of the set, and the unit's name. Returns whether the unit
     was compiled; if not, the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None

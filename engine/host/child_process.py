@@ -43,9 +43,9 @@ def limit_memory(num_bytes: int, oom_score_adj: int) -> None:
 
 
 def end_before_daemon(pid: int) -> None:
-    """Has the kernel end a child of the daemon, and what that starts, before the daemon when memory runs out: an ended engine is
-    started again and its requests go on, while the daemon's end cuts all connections. Called in the daemon, so that it holds from
-    the child's first allocations on."""
+    """Makes the system's kernel kill a child of the daemon, and the processes that the child starts, before the daemon when memory
+    runs out: an ended engine is started again and its requests go on, while the daemon's end cuts all connections. Called in the
+    daemon, so that it holds from the child's first allocations on."""
     own = int(Path("/proc/self/oom_score_adj").read_text())
     _raise_oom_score_adj(pid, min(1000, own + OOM_SCORE_ADJ_OVER_DAEMON))
 

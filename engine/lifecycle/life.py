@@ -21,9 +21,9 @@ class State(Enum):
     """The states of a model's life.
 
     LOADING: its load runs; the model itself does not exist yet. STREAMING: its load runs, and the model exists: its first step may
-    run as soon as its first weights and its saved KV are there. LOADED: its load has ended, but its saved KV is still being copied
-    back or its first step still runs. SERVED: it takes requests like any other. LEAVING: it takes no more requests, and its KV is
-    being saved."""
+    run as soon as its first weights and its saved KV are in the device's memory. LOADED: its load has ended, but its saved KV is
+    still being copied back or its first step still runs. SERVED: it takes requests like any other. LEAVING: it takes no more
+    requests, and its KV is being saved."""
 
     LOADING = "loading"
     STREAMING = "streaming"

@@ -18,7 +18,7 @@ class AdapterTables:
     """Host tables of where the LoRA adapters of one model lie, the part of AdapterMemory (engine.contracts.adapters) that does not
     depend on the device. For M products that adapters may change and A = MAX_ADAPTERS adapter numbers: places [M, A] int64, the
     first element of an adapter's matrices in the KV arena, in elements of `dtype`, -1 for none; ranks [M, A] int32, their LoRA
-    rank. dtype: the model's."""
+    rank. dtype: the model's dtype."""
 
     def __init__(self, shape: ModelShape, dtype: str) -> None:
         self._shape, self._dtype = shape, dtype
@@ -29,8 +29,8 @@ class AdapterTables:
         return read_adapter(source, self._shape, self._dtype)
 
     def fill(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
-        """Writes column `number` of both tables for an adapter. first_byte: where its matrices begin in the arena. Raises
-        ValueError if that is no multiple of the dtype's size, IndexError if there is no such column."""
+        """Writes column `number` of `places` and `ranks` for an adapter. first_byte: where in the KV arena the adapter's matrices
+        begin. Raises ValueError if that is no multiple of the dtype's size, IndexError if there is no such column."""
         first, rest = divmod(first_byte, ITEM_BYTES[self._dtype])
         if rest:
             raise ValueError(f"adapter {number} begins at byte {first_byte}, which is within a number of {self._dtype}")
@@ -39,7 +39,8 @@ class AdapterTables:
             self.places[place.number, number], self.ranks[place.number, number] = first + place.offset, place.rank
 
     def empty(self, number: int) -> None:
-        """Clears column `number` of both tables: no adapter has this number. Raises IndexError if there is no such column."""
+        """Clears column `number` of `places` and `ranks`: no adapter has this number. Raises IndexError if there is no such
+        column."""
         if not 0 <= number < MAX_ADAPTERS:
             raise IndexError(f"adapter number {number} is not among 0 to {MAX_ADAPTERS - 1}")
         self.places[:, number], self.ranks[:, number] = -1, 0

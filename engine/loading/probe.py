@@ -1,4 +1,4 @@
-"""Has the device compute a token that is known beforehand, to show that it still computes."""
+"""Checks that a device still computes, by a token that is known beforehand."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ class GroupSteps:
         return self._models.threads.run(work)
 
     def forget(self, share: GroupShare) -> None:
-        """Drops the steps of a broken group that this engine has posted, so that it never runs its part of them. Their entries stay
-        in the queue until its share leaves."""
+        """Drops the steps that this engine has posted (`post`) for a broken group, so that it never runs its part of them. The
+        steps' entries stay in the engine's queue until the share is evicted."""
         self._posted.pop(share.region.offset, None)
 
     def leave_all(self) -> None:

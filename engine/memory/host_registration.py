@@ -34,9 +34,9 @@ class RegistersHost(Protocol):
         ...
 
     def unregister_host(self, address: int, memory: object) -> None:
-        """Has the registration that begins at `address` end as soon as all steps launched so far have ended, and returns at once.
-        memory: what keeps the memory mapped, and is held until then. If the driver refuses, which is logged, it is held for the
-        life of the process."""
+        """Ends the registration that begins at `address`, but not before all steps launched so far have ended; returns without
+        waiting for that. memory: what keeps the memory mapped, and is held until then. If the driver refuses, which is logged, it
+        is held for the life of the process."""
         ...
 
 

@@ -23,8 +23,8 @@ from loader.shapes.model_shape import ModelShape
 
 class EagleDrafter(Generic[BatchT]):
     """A decoder's EAGLE-3 head. For each token it reads the model's states of that token, combined into one, and the embedding of
-    the token that follows. To predict further tokens it reads its own state in place of the model's. embedding [V, H]: the model's,
-    used if the head has none."""
+    the token that follows. To predict further tokens it reads its own state in place of the model's. embedding [V, H]: the model's
+    embedding, used if the head has none."""
 
     def __init__(self, ops: Ops[BatchT], shape: ModelShape, weights: Weights, embedding: Tensor | PackedMatrix) -> None:
         assert shape.eagle is not None

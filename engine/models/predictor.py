@@ -25,7 +25,7 @@ from loader.shapes.model_shape import ModelShape
 class Predictor(Generic[BatchT]):
     """A decoder's additional layer that drafts tokens. For each token it reads the model's last hidden state and the embedding of
     the token that follows; its own hidden state then predicts the token after that. To predict further tokens it reads its own
-    hidden state in place of the model's. It has keys and values of its own. embedding: the model's."""
+    hidden state in place of the model's. It has keys and values of its own. embedding: the model's embedding."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, embedding: Embedding) -> None:
         prefix = family.names.layer.format(shape.num_layers)

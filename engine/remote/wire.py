@@ -132,7 +132,8 @@ def read_key(path: str) -> bytes:
 
 
 def _prepare(sock: socket.socket) -> None:
-    """Has the kernel send what it gets at once, and end the connection when the other host is silent for SILENT_S seconds."""
+    """Sets the socket's options: what is sent leaves at once, and the connection ends when the other host is silent for SILENT_S
+    seconds."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -31,9 +31,9 @@ NO_ROOM_LIMIT_S = 5.0  # how long an adapter waits for room while nothing runs w
 @dataclass(slots=True)
 class AdapterRead:
     """The reading of one adapter in a thread, and its result: `adapter` or `error`. model: name of its base model. began_s: when
-    reading the files began if is_prepared is set (the kernels are there), else when compiling the kernels began. seconds: how long
-    reading took. is_over: the engine's loop knows that the thread has ended. overdue: the requests that waited for it have failed,
-    while the thread may still wait for the file system."""
+    reading the files began if is_prepared is set (the kernels are compiled), else when compiling the kernels began. seconds: how
+    long reading took. is_over: the engine's loop knows that the thread has ended. overdue: the requests that waited for it have
+    failed, while the thread may still wait for the file system."""
 
     model: str
     source: AdapterSource
@@ -77,9 +77,9 @@ class _OfModel:
 
 
 class AdapterLoads:
-    """The adapters that are being loaded into one device. No method is called while a step runs on the host. memory: the device's;
-    None: it takes no adapters. reads: runs reads in threads. send: sends a message to the daemon. fail: ends a request with an
-    error. await_steps: called before device memory is written; returns when no step is under way."""
+    """The adapters that are being loaded into one device. No method is called while a step runs on the host. memory: the device's
+    memory; None: the device takes no adapters. reads: runs reads in threads. send: sends a message to the daemon. fail: ends a
+    request with an error. await_steps: called before device memory is written; returns when no step is under way."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class AdapterLoads:
         return self.by_model.setdefault(served.spec.model, _OfModel())
 
     def bring(self, served: ServedModel, source: AdapterSource) -> None:
-        """Has an adapter loaded before a request names it. If it cannot be read, or there is no room for it, that is only
+        """Starts to load an adapter that no request has named yet. If it cannot be read, or there is no room for it, that is only
         logged."""
         key = adapter_identity(source)
         if served.scheduler.adapters.keep(key):

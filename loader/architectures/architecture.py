@@ -52,8 +52,8 @@ class TensorGroup(NamedTuple):
     tensors: name in the checkpoint and shape of each. layer: the number of the layer that needs them; None: they are needed before
     the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize` may round;
     embeddings, heads, norms and biases are not. may_be_packed: whether they are an embedding or a head, which only a lossless
-    format may hold. held_as: their dtype in memory; "": the model's. may_be_reordered: whether the
-    product that reads them may take its inputs in an order that the checkpoint gives.
+    format may hold. held_as: their dtype in memory; "": the model's dtype. may_be_reordered: whether the product that reads them
+    may take its inputs in an order that the checkpoint gives.
 
     divided: how the devices of a group share the tensors: ROWS, COLUMNS, FIRST_ALONE; "": each device has them whole. unit: number
     of rows or columns that are kept together, for example those of a head; with fewer units than devices several devices have the

@@ -308,7 +308,7 @@ def _snapshot(folder: Path) -> Path | None:
 
 def scan_one(path: str | Path, name: str | None = None) -> Checkpoint:
     """Returns the checkpoint in this folder, complete or not; if its files are no model's, the checkpoint says what is missing or
-    wrong. name: the checkpoint's name, by default the folder's. Raises OSError if it is not a readable folder."""
+    wrong. name: the checkpoint's name; by default the folder's name. Raises OSError if it is not a readable folder."""
     folder = Path(path)
     files = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and _is_file(entry)]
     return _scan_folder(folder, name or folder.name, files, None)

@@ -14,8 +14,8 @@ from loader.models.catalog import Checkpoint, scan_one
 def scanned_again(path: str | Path, fingerprint: str, kind: str, name: str = "") -> Checkpoint:
     """Scans the folder of a registered model or adapter again, and returns its checkpoint, which is complete. fingerprint: the
     registered fingerprint; "" accepts any. kind: "model", "adapter" or "head", for messages. name: the name by which it is
-    registered; "": the folder's. Raises CheckpointError (permanent) if the files are at fault, or CheckpointChanged if they differ
-    from the registered ones or are incomplete again."""
+    registered; "": the folder's name. Raises CheckpointError (permanent) if the files are at fault, or CheckpointChanged if they
+    differ from the registered ones or are incomplete again."""
     try:
         checkpoint = scan_one(path, name or None)
     except OSError as error:

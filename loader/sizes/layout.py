@@ -214,8 +214,9 @@ def layout_id(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN
 
 @lru_cache(maxsize=4096)
 def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> int:
-    """Returns how many bytes the engine maps for the weights in this dtype and format: the length of the layout, or of the layout
-    without block offsets if that is longer."""
+    """Returns how many bytes the engine maps for the weights in this dtype and format: the length of the layout. If the
+    checkpoint's files are not read directly into place, the layout goes by no block offsets (`block_offsets`); the longer of the
+    two counts."""
     layouts = {replace(shape, block_offsets=()), shape}
     return max(aligned(_laid_out(one, dtype, weight_format)[1]) for one in layouts)
 

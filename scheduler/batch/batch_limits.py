@@ -10,9 +10,9 @@ class BatchLimits:
     """The limits of one model's batches. max_sequences: the most sequences that run at a time. max_model_len: the most tokens of
     prompt and output together. max_num_batched_tokens: the most tokens of one step. eos_token_ids: the tokens that end a sequence.
     fingerprint and kv_dtype identify the KV's content for the prefix cache. embeds: whether the model computes embeddings: a
-    sequence then ends with its prompt, which may have max_model_len tokens, and one more token, without KV, stands for the vector.
-    num_stages: how many stages a step passes through, one after the other; as many steps of different sequences are under way at a
-    time."""
+    sequence then ends with its prompt, which may have max_model_len tokens, and its vector counts as one output token, which has no
+    KV. num_stages: how many stages a step passes through, one after the other; as many steps of different sequences are under way
+    at a time."""
 
     max_sequences: int
     max_model_len: int
@@ -25,6 +25,6 @@ class BatchLimits:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that a sequence may hold: max_model_len, plus the token that stands for the vector if the model computes
-        embeddings."""
+        """The most tokens that a sequence may hold: max_model_len and, if the model computes embeddings, one more, because their
+        result counts as an output token."""
         return self.max_model_len + self.embeds

@@ -68,7 +68,7 @@ class PrefixCache:
         return np.array([key in block_of for key in keys], np.bool_)
 
     def known(self, keys: Iterable[bytes]) -> list[int]:
-        """Returns the cached blocks of `keys`, in their order; keys without a cached block are left out."""
+        """Returns the cached blocks of `keys`, in the order of the keys; keys without a cached block are left out."""
         return [self._block_of[key] for key in keys if key in self._block_of]
 
     def match(self, keys: Sequence[bytes]) -> list[int]:

@@ -248,8 +248,8 @@ class StepCosts:
         return self._curve
 
     def _without_contexts(self) -> list[tuple[int, float]]:
-        """Returns (tokens, seconds) of each class in order, without the cost of contexts. A class with few steps counts as at most
-        a little more expensive than the class below it."""
+        """Returns (tokens, seconds) for each known class of step sizes, in ascending order: its largest size, and its average time
+        minus what the contexts cost. A class with few steps counts as at most a little more expensive than the class below it."""
         found: list[tuple[int, float]] = []
         for at, known in sorted(self._classes.items()):
             seconds = max(0.0, known.seconds - self._contexts_s(known.contexts))

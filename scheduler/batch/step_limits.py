@@ -69,7 +69,7 @@ class StepLimits:
         costs.note(num_tokens, seconds, contexts)
 
     def note_wait(self, seconds: float) -> None:
-        """Learns that a step waited so long for other devices."""
+        """Learns from a step that waited for other devices. seconds: how long it waited."""
         self.wait_s += NEWEST * (seconds - self.wait_s)
 
     def forget(self) -> None:

@@ -190,8 +190,8 @@ class LoadFailed(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadProgressed(Event):
-    """A load made progress: bytes_done of bytes_total weights are there. bytes_total 0: the load waits for its kernels to be
-    compiled."""
+    """A load made progress: bytes_done of the bytes_total bytes of weights have arrived. bytes_total 0: the load waits for its
+    kernels to be compiled."""
 
     placement_id: int
     bytes_done: int

@@ -122,7 +122,8 @@ class _Stages:
             have[self._hosts[at]] -= 1
 
     def _can_end(self, have: Counter[str], left: Counter[str], number: int) -> bool:
-        """Returns whether some of the devices that are left, this number of them, make a group with those that it has."""
+        """Returns whether a group that has been begun can be completed with exactly `number` further devices. have: the devices
+        that it already has, counted by host. left: the devices that may be added, counted by host."""
         size, needed, more = self._stage_size, 0, 0
         for host in {HERE, *have, *left}:
             due = -have[host] % size if host or have[host] else size

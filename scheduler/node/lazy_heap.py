@@ -28,7 +28,7 @@ class LazyHeap(Generic[K]):
         return self._live.get(key)
 
     def set(self, key: K, priority: float) -> None:
-        """Inserts the key with this priority, or changes the priority of a key that is there."""
+        """Inserts the key with this priority, or changes the priority of a key that it already has."""
         live = self._live
         if live.get(key) == priority:
             return

@@ -108,7 +108,7 @@ def _loading(node: Node, placement_id: int) -> Model | None:
 
 def load_overdue(node: Node, model: Model) -> None:
     """Handles a load that has missed its deadline: begins to roll it back, and refuses the requests and commands that waited for it
-    (rule 6)."""
+    (rule 6 of docs/design/models.md)."""
     copy = model.copy
     assert copy is not None
     reason = f"placement {copy.placement_id} on {joined(copy.devices)} missed its deadline"

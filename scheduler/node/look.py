@@ -1,4 +1,5 @@
-"""Chooses which model is placed next on a device, where, and which models leave for it: rules 7, 8 and 9.
+"""Chooses which model is placed next on a device, where, and which models leave for it, by rules 7, 8 and 9 of
+docs/design/models.md.
 
 A split model needs several devices at the same moment. While its work is the longest overdue on a device and another device that it
 needs is still occupied by a placement, nothing else begins on the first one (Device.held_for). Without this rule, devices that
@@ -172,7 +173,7 @@ def evictable(node: Node, model: Model, may_force: bool, instead: Placement | No
 
 def may_drain(device: Device, model: Model) -> bool:
     """Returns whether a busy model may leave the device for work that is not overdue: another of its replicas stays, and nothing
-    else drains on the device (rule 13)."""
+    else drains on the device (rule 13 of docs/design/models.md)."""
     return model.is_spare and model.state == residency.READY and device.draining is None
 
 

@@ -1,4 +1,5 @@
-"""Determines what a model needs, and its state while it has no copy: rule 2 and quarantines."""
+"""Determines on which devices a model fits (rule 2 of docs/design/models.md) and which state it has while no copy of it is loaded;
+sets quarantines."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from scheduler.node.node import Model, Node
 
 def judge(node: Node, model: Model) -> None:
     """Determines the devices on which a model, or a share of it, fits when they are empty. If there are none, or too few for its
-    shares, sets `too_large` to the arithmetic that shows why (rule 2). O(devices)."""
+    shares, sets `too_large` to the arithmetic that shows why (rule 2 of docs/design/models.md). O(devices)."""
     facts, settings = model.facts, node.settings
     model.size = size_of(facts, settings.chunk_bytes)
     need = model.size.chunks + model.size.work_space_chunks

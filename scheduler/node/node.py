@@ -425,7 +425,7 @@ class Node:
 
     def tenure_s(self, model: Model, devices: Iterable[str]) -> float:
         """Returns for how many seconds after its load onto these devices a model may stay although overdue work wants its room
-        (rule 9)."""
+        (rule 9 of docs/design/models.md)."""
         return max(self.settings.tenure_s, self.settings.tenure_reloads * self.slowest_reload_s(model, devices))
 
     def wanted(self, model: Model) -> bool:
@@ -446,8 +446,8 @@ class Node:
 
     def overdue_at(self, model: Model, reload_s: float) -> float:
         """Returns when the model's waiting work becomes overdue, in monotonic seconds: overdue_after_s and the load's reload_s
-        after it began to wait. So a model that loads slowly ranks behind one that loads fast if their work is equally old (rule
-        8)."""
+        after it began to wait. So a model that loads slowly ranks behind one that loads fast if their work is equally old (rule 8
+        of docs/design/models.md)."""
         return self.waits_since(model) + reload_s + self.settings.overdue_after_s
 
     def resting(self, model: Model) -> bool:

@@ -17,7 +17,7 @@ MAX_EXPIRED_PER_EVENT = 32
 
 def arrived(node: Node, event: RequestArrived) -> None:
     """Handles a new request: it is rejected, submitted or queued. If the model is ready and its engine's window is not full, it is
-    submitted at once, whatever else is loading (rule 4). Raises ValueError if its id is known already."""
+    submitted at once, whatever else is loading (rule 4 of docs/design/models.md). Raises ValueError if its id is known already."""
     facts = event.request
     if facts.request_id in node.requests:
         raise ValueError(f"request {facts.request_id} has arrived before")

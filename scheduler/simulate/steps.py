@@ -64,7 +64,7 @@ class ModelSteps:
         self._room: dict[tuple[int, int, int, bool], int] = {}  # (turns, rows, prompts, strict) -> result
 
     def note_wait(self, seconds: float) -> None:
-        """Learns that a step waited so long for other devices."""
+        """Learns from a step that waited for other devices. seconds: how long it waited."""
         self._limits.note_wait(seconds)
         if abs(self._limits.wait_s - self._known_wait_s) > _MOVED * (self._fixed_s + self._known_wait_s):
             self._known_wait_s = self._limits.wait_s

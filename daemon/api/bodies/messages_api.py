@@ -116,8 +116,8 @@ _json = msgspec.json.encode
 
 
 def parse(body: bytes) -> tuple[Head, bytes]:
-    """Parses a body. Returns the fields that the daemon needs, as a chat's, and the messages as msgpack for the text worker. Raises
-    BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs and, as msgpack for the text worker, the messages, both as for a chat
+    completion. Raises BadRequest (400) naming the field."""
     fields: MessagesBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     as_chat = _chat(fields)
@@ -128,8 +128,8 @@ def parse(body: bytes) -> tuple[Head, bytes]:
 
 
 def parse_count(body: bytes) -> tuple[Head, bytes]:
-    """Parses a body. Returns the fields that the daemon needs, as a chat's, and the messages as msgpack for the text worker. Raises
-    BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs and, as msgpack for the text worker, the messages, both as for a chat
+    completion. Raises BadRequest (400) naming the field."""
     fields: TokenCountBody = decode(_count_decoder, body, "")
     refuse_unsupported(fields)
     return chat.head_of_chat(_chat(fields))
@@ -187,7 +187,7 @@ def _part(block: Block, where: str) -> ContentPart:
 
 def _user(turn: Turn, where: str) -> list[Message]:
     """Converts a user's turn to messages of a chat: each tool result becomes a message of the role `tool`, each text block one of
-    the role `user`, in their order. where: the turn's path, for errors."""
+    the role `user`, in the order of the blocks. where: the turn's path, for errors."""
     if isinstance(turn.content, str):
         check_text(turn.content, f"{where}.content")
         return [Message("user", [ContentPart("text", turn.content)])]

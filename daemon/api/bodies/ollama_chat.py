@@ -58,8 +58,8 @@ _json = msgspec.json.encode
 
 
 def parse(body: bytes) -> tuple[Head, bytes]:
-    """Parses a body. Returns the fields that the daemon needs, as a chat's, and the messages as msgpack for the text worker. Raises
-    BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs and, as msgpack for the text worker, the messages, both as for a chat
+    completion. Raises BadRequest (400) naming the field."""
     fields: OllamaChatBody = decode(_decoder, body, "")
     refuse_unserved(fields)
     if not fields.messages:

@@ -49,7 +49,7 @@ _embeddings_decoder = msgspec.json.Decoder(OllamaEmbeddingsBody)
 
 
 def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
-    """Parses a body. Returns the fields that the daemon needs, as those of /v1/embeddings, and the texts as msgpack (see
+    """Parses a body. Returns the fields that the daemon needs, as for a request to /v1/embeddings, and the texts as msgpack (see
     `prompts`). Raises BadRequest (400) naming the field."""
     fields: OllamaEmbedBody = decode(_decoder, body, "")
     kind, texts, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)

@@ -1,12 +1,14 @@
-"""Products with a weight matrix by the processor's matrix unit (AMX), with weights read as they lie.
+"""Products with a weight matrix by the processor's matrix unit (AMX), with weights read from where they lie in memory, without
+being rearranged.
 
-A tile instruction multiplies 16 rows of 64 bytes, as they lie in memory, with 16 columns that are interleaved, four bytes of a
-column at a time. Weights [N, K] can be the rows without being rearranged. Only the inputs, which are far fewer, are interleaved.
-The result is the product transposed, 16 outputs times 16 columns at a time.
+A tile instruction multiplies 16 rows of 64 consecutive bytes with 16 columns that are interleaved, four bytes of a column at a
+time. Rows of weights [N, K] are already in that form. Only the inputs, which are far fewer, are interleaved. The result is the
+product transposed, 16 outputs times 16 columns at a time.
 
-A step is 64 bytes of a row of weights as they are multiplied, and the matching part of 16 columns. A word is four bytes. A panel is
-32 outputs, two tiles of weights. With bfloat16 weights, columns are rows of x; with int8 weights, they are digits of rows of x
-(int8.py). The kernels in amx_linear.py are made of these functions.
+In this file a step is 64 bytes of each of 16 rows of weights and the matching part of 16 columns, that is, the operands of one
+instruction. A word is four bytes. A panel is 32 outputs, two tiles of weights. With bfloat16 weights, a column is a row of x. With
+int8 weights, each row of x becomes two columns of int8 digits: its elements as whole numbers 256 * high + low (int8.py). The
+kernels in amx_linear.py are made of these functions.
 
 Where many columns meet the same weights, the weights are copied (packed) first. In memory a row begins at any multiple of eight
 bytes, so a row of a tile lies in two cache lines, and rows are often whole pages apart, so their lines push each other out of the

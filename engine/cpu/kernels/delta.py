@@ -238,9 +238,9 @@ def _row_of_head(
     columns: Any,
     out: Any,
 ) -> None:
-    """Computes the outputs of one row's tokens for one value head, and brings the row's states up to date. decay, step_bias: the
-    head's. blocks [B]: the row's. start, num, context: the row's first token in the step, its tokens in the step, and its positions
-    after it. The other arguments are those of _delta_rule."""
+    """Computes the outputs of one row's tokens for one value head, and brings the row's states up to date. decay, step_bias: those
+    of the head. blocks [B]: the row's block table. start, num, context: the row's first token in the step, its tokens in the step,
+    and its positions after it. The other arguments are those of _delta_rule."""
     key_dim, width = sizes[2], sizes[3]
     served = sizes[1] // sizes[0]
     key_head, number = head // served, head % served

@@ -56,7 +56,7 @@ def _opaque(builder: ir.IRBuilder, value: int) -> Any:
 
 def _decoded(builder: ir.IRBuilder, body: Any, planes: list[Any], base: Any, escapes: Any, at: Any) -> tuple[list[Any], Any]:
     """Returns 64 weights as two vectors of 32, and a mask (i64) of the places of escapes, whose weights have no meaning without
-    HAS_EXPANSION. base: the row's, in all 64 lanes. at: the index of the first escape."""
+    HAS_EXPANSION. base: the row's base, in all 64 lanes. at: the index of the first escape."""
     exponents = base
     for bit, plane in enumerate(planes):
         raised = builder.add(exponents, _opaque(builder, 1 << bit))
@@ -99,8 +99,9 @@ def lowest_bit(typing_context: Any, mask: Any) -> Any:
 def unpack_block(
     typing_context: Any, body: Any, codes: Any, number: Any, base: Any, escapes: Any, escapes_at: Any, out: Any, out_at: Any
 ) -> Any:
-    """Writes a row's block of 64 weights to out (uint16) from out_at on. number: the block's, of all panels' and rows' in order.
-    Returns a mask (int64) of the places (of ORDER) of escapes, whose weights are yet to be written without HAS_EXPANSION."""
+    """Writes a row's block of 64 weights to out (uint16) from out_at on. number: the block's number, counted over all panels and
+    rows in order. Returns a mask (int64) of the places (of ORDER) of escapes, whose weights are yet to be written without
+    HAS_EXPANSION."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bytes_data, planes_data, escapes_data, target = (
@@ -127,9 +128,10 @@ def unpack_block(
 def pack_block(
     typing_context: Any, weights: Any, at: Any, base: Any, number: Any, body: Any, codes: Any, escapes: Any, escapes_at: Any
 ) -> Any:
-    """Packs the 64 weights (uint16) from index `at` on as a row's block. base: the row's. number: the block's, of all panels' and
-    rows' in order. Returns a mask (int64) of the places (of ORDER) of escapes. With HAS_EXPANSION their exponents are written to
-    escapes from escapes_at on, and up to 64 bytes behind are overwritten; otherwise they are yet to be written."""
+    """Packs the 64 weights (uint16) from index `at` on as a row's block. base: the row's base. number: the block's number, counted
+    over all panels and rows in order. Returns a mask (int64) of the places (of ORDER) of escapes. With HAS_EXPANSION their
+    exponents are written to escapes from escapes_at on, and up to 64 bytes behind are overwritten; otherwise they are yet to be
+    written."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, bytes_data, planes_data, escapes_data = (
@@ -238,7 +240,8 @@ def packed_tile(num_rows: int) -> Any:
                 return loaded
 
             def add(k: Any, some: Any = None) -> None:
-                """Adds the products of the block at input k, of which only the first `some` (i32) inputs are there."""
+                """Adds to `totals` the products of each row of x with the block of weights that begins at input k. some (i32): how
+                many of the block's inputs x has; None: all of them."""
                 own = builder.add(first_block, builder.mul(builder.udiv(k, I64(BLOCK)), I64(PANEL_ROWS)))
                 planes_at, own_first = builder.mul(own, I64(NUM_PLANES)), builder.add(own, first_output)
                 bytes_at = builder.mul(own_first, I64(BLOCK))

@@ -81,8 +81,8 @@ def _code(overload: Any) -> int:
 
 
 def _forms(overload: Any) -> list[str]:
-    """Returns, for each argument of a compiled kernel, how it is passed as words: "array", "float" or "whole" (a whole number).
-    Raises TypeError for arguments of other types."""
+    """Returns for each argument of a compiled kernel which form it has, by which `_words` turns it into 64-bit words: "array",
+    "float" or "whole" (a whole number). Raises TypeError for arguments of other types."""
     forms = []
     for kind in overload.signature.args:
         if isinstance(kind, numba.types.Array):
