@@ -22,7 +22,8 @@ def host_of(name: str) -> str:
 
 
 def hardware_of(name: str) -> str:
-    """Returns the name that the real device has on its own machine: `cpu:0` of `cpu:0@b`, and of the part `cpu:0/MODEL`."""
+    """Returns the name that a device has on its own machine: `cpu:0` for `cpu:0@b`, which the host b lends, and for `cpu:0/MODEL`,
+    the carve-out of an isolated model."""
     return name.partition("/")[0].partition("@")[0]
 
 

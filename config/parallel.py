@@ -32,14 +32,14 @@ def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def hold(names: Iterable[str], how: ParallelConfig) -> bool:
-    """Returns whether there are enough devices for a model that is divided in this way: each stage needs its devices on one host,
-    and the last one on this machine. A model without stages is a single, last one. names: of devices of one kind."""
+    """Returns whether there are enough devices for a model that is split as `how` says: each stage needs its devices on one host,
+    and the last one on this machine. A model without stages is a single, last one. names: the names of devices of one kind."""
     return _num_groups(names, how) > 0
 
 
 def _num_groups(names: Iterable[str], how: ParallelConfig) -> int:
-    """Returns over how many groups without a common device a model may be split in this way at once. The arguments are those of
-    `hold`. The rule is that of scheduler.node.groups.most_groups."""
+    """Returns how many groups the devices can form at most, each for one copy of a model that is split as `how` says, if no device
+    is in two groups. The arguments are those of `hold`. The rule is that of scheduler.node.groups.most_groups."""
     stage_size = how.tensor * how.expert
     stages = {host: number // stage_size for host, number in Counter(map(host_of, names)).items()}
     return min(stages.get("", 0), sum(stages.values()) // how.pipeline)

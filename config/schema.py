@@ -42,8 +42,8 @@ class DeviceBudget(msgspec.Struct, frozen=True):
 
     @property
     def hardware(self) -> str:
-        """Returns the name that the real device has on its own machine: `cpu:0` for `cpu:0@b`, and for the part `cpu:0/MODEL` that
-        was set aside for an isolated model."""
+        """Returns the name that the device has on its own machine: `cpu:0` for `cpu:0@b`, which the host b lends, and for
+        `cpu:0/MODEL`, the carve-out of an isolated model."""
         return device_names.hardware_of(self.name)
 
     @property

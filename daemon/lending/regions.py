@@ -1,4 +1,5 @@
-"""The copies, on a lender's host, of the regions through which the engines of a split model share steps.
+"""The copies, on a lender's host, of split models' regions: the parts of the exchange memory through which the engines of a split
+model share its steps (engine/memory/group_region.py).
 
 All devices that are lent to one daemon share one copy of a model's region. The proxies of these devices each send every step, and
 the first one that arrives is written.
@@ -23,8 +24,8 @@ from scheduler.batch.plan import BatchPlan
 
 @dataclass(slots=True)
 class _RegionCopy:
-    """The copy of one model's region. writer: writes its plans and its table. holders: numbers of the engines that may use it.
-    num_steps: how many steps have been written."""
+    """The copy of one split model's region. writer: writes the plans of steps and the rows of the sequence table to it. holders:
+    numbers of the engines that may use it. num_steps: of how many steps the plans have been written."""
 
     writer: GroupRegion
     holders: set[int]

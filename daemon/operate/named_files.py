@@ -1,6 +1,7 @@
 """Reads the files that settings name: tenants' keys, the certificate, headers for a trace collector, keys for other servers.
 
-The start, the check of the settings and each reload read the files in this way, and a change of one of them makes the node reload.
+The start, the check of the settings and each reload read the files through this module, and a change of one of them makes the node
+reload.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ class Tracer:
         return RequestTrace(trace_id, drawn[16:24].hex(), parent, is_sampled, started_s, _offset_ns(), began_ns)
 
     def ended(self, trace: RequestTrace, told: Ended, now: float) -> None:
-        """Exports the spans of a sampled request that has ended. told: what its span says about it. now: monotonic seconds."""
+        """Exports the spans of a sampled request that has ended. told: what the request's span says about the request. now:
+        monotonic seconds."""
         self._export(trace.ended(told, now))
 
     def handed_over(self, trace: RequestTrace) -> None:

@@ -1,5 +1,5 @@
-"""Names the numbers that a recorded step counts of itself, apart from the functions that count, because processes that compile
-kernels import this and do without torch.
+"""Names the numbers that a recorded step counts about its own rows and tokens. They are not in reference_inputs.py, which counts
+them, because that file imports torch, and processes that compile kernels import these names and do without torch.
 """
 
 from __future__ import annotations

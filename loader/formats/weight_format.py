@@ -128,9 +128,9 @@ class WeightFormat:
     model are plain.
 
     name: used in messages and logs. settings: values of the setting `quantize` that ask for it. resident: the value of the setting
-    `resident` that asks for it; "": there is none. place: lays out one group, or a
-    share of it (with cuts); returns its slots and the first free byte after them, and raises CheckpointError if its numbers cannot
-    be cut in this way. stored: lists the tensors of one group that a checkpoint holds. recognises: whether a checkpoint with this
+    `resident` that asks for it; "": there is none. place: lays out one group, or a share of it (with cuts); returns its slots and
+    the first free byte after them, and raises CheckpointError if numbers of rows or columns, the cuts' included, are not what the
+    format needs. stored: lists the tensors of one group that a checkpoint holds. recognises: whether a checkpoint with this
     `quantization_config` is in the format; None: no checkpoints have this format. title: the format's name for such checkpoints in
     messages. refuses: returns the key and a text for a setting in a `quantization_config` of this kind that is not served; None if
     there is none, or if the configuration is of another kind. otherwise: the name of the format that such a checkpoint has if it

@@ -43,8 +43,8 @@ def turns(share: SplitShape, layer: int, experts: ExpertShape) -> list[tuple[int
     that this share holds); the last two are -1 if the share does not hold it. A holder computes the tokens whose place in the KV
     cache, modulo the number of holders, is its number.
 
-    The holders' numbers begin at another one with each expert and layer, because otherwise the first of them would compute most of
-    the steps that have few tokens."""
+    Which holder has the number 0 differs from expert to expert and from layer to layer, because otherwise the first holder would
+    compute most of the steps that have few tokens."""
     held = [share.experts_of(part, layer, experts.num_experts) for part in range(share.expert_parts)]
     own = {expert: at for at, expert in enumerate(held[share.expert_part])}
     found = []

@@ -214,9 +214,8 @@ def layout_id(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN
 
 @lru_cache(maxsize=4096)
 def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> int:
-    """Returns how many bytes the engine maps for the weights in this dtype and format: the length of the layout. If the
-    checkpoint's files are not read directly into place, the layout goes by no block offsets (`block_offsets`); the longer of the
-    two counts."""
+    """Returns how many bytes the engine maps for the weights in this dtype and format: the length of the layout, or that of the
+    layout for files that are not read directly into place (those without `block_offsets`), whichever is longer."""
     layouts = {replace(shape, block_offsets=()), shape}
     return max(aligned(_laid_out(one, dtype, weight_format)[1]) for one in layouts)
 
@@ -233,7 +232,7 @@ def share_bytes_with_copies(shape: ModelShape, dtype: str, division: Division, w
 
 def share_weights_bytes(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat = PLAIN) -> int:
     """Returns how many bytes each device of a division maps for its share of a model's weights: the bytes of the largest share.
-    Raises UnsupportedModel for a model that cannot be divided in this way."""
+    Raises UnsupportedModel for a model that cannot be divided as `division` says."""
     # A stage's first share has all tensors of the others, which can be longer only by other offsets in the files' blocks, or by
     # copies of experts.
     ranks = range(0, division.size, 1 if shape.block_offsets or division.copies else division.stage_size)

@@ -33,7 +33,7 @@ SETTING = "parallel"  # the setting that asks for a division
 
 def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
     """Returns the shape of one device's share of a model. rank: number of the device. division: how the model is divided. Raises
-    UnsupportedModel for a model that cannot be divided in this way, and ValueError for a rank that is not below division.size."""
+    UnsupportedModel for a model that cannot be so divided, and ValueError for a rank that is not below division.size."""
     if not 0 <= rank < division.size:
         raise ValueError(f"rank {rank} is not below the number of devices {division.size}")
     if why := refusal(shape, division):
@@ -110,7 +110,7 @@ def _all_experts(experts: ExpertShape, share: SplitShape) -> ExpertShape:
 
 @lru_cache(maxsize=4096)
 def refusal(shape: ModelShape, division: Division) -> str:
-    """Returns why a model cannot be divided among devices in this way, as a sentence; "" if it can."""
+    """Returns why a model cannot be divided among devices as `division` says, as a sentence; "" if it can."""
     size = division.stage_size
     if shape.split is not None:
         return "it is a share of a model already"
@@ -197,7 +197,7 @@ def _stages_within(sizes: Sequence[int], behind: int, bound: int, num_stages: in
 
 
 def _refused_experts(shape: ModelShape, division: Division) -> str:
-    """Returns why the experts of a model cannot be divided in this way; "": they can, or there are none."""
+    """Returns why the experts of a model cannot be divided as `division` says, as a sentence; "": they can, or there are none."""
     experts, family = shape.experts, decoder_of(shape).experts
     if experts is None or family is None:
         return ""

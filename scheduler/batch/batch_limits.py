@@ -25,6 +25,6 @@ class BatchLimits:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that a sequence may hold: max_model_len and, if the model computes embeddings, one more, because their
-        result counts as an output token."""
+        """The most tokens that a sequence may hold: max_model_len and, if the model computes embeddings, one more, because a vector
+        counts as one output token."""
         return self.max_model_len + self.embeds

@@ -26,8 +26,8 @@ class Compaction:
         self.moved_bytes = 0
 
     def gather(self, scheduler: BatchScheduler, num_chunks: int) -> int:
-        """Gives up to num_chunks drawn chunks of one model back to the chunk pool and returns how many. Blocks in use or cached are
-        moved out of sparsely used chunks where needed; none is lost."""
+        """Gives at most num_chunks drawn chunks of one model back to the chunk pool, and returns how many it gave. Blocks in use or
+        cached are moved out of sparsely used chunks where needed; none is lost."""
         given = 0
         for g, group in enumerate(scheduler.kv.groups):
             given += group.pool.shrink(max(0, num_chunks - given))
@@ -36,8 +36,8 @@ class Compaction:
         return given
 
     def give_up_prefixes(self, scheduler: BatchScheduler, num_chunks: int) -> int:
-        """Gives up to num_chunks drawn chunks back as `gather` does and, if these are too few, drops cached prefixes, the oldest
-        first. Returns how many chunks were given back."""
+        """Gives at most num_chunks drawn chunks back to the chunk pool as `gather` does and, if those are too few, drops cached
+        prefixes, the oldest first. Returns how many chunks were given back."""
         given = self.gather(scheduler, num_chunks)
         for g, group in enumerate(scheduler.kv.groups):
             while given < num_chunks and group.give_up_oldest(num_chunks - given):

@@ -276,9 +276,10 @@ def with_drafts(plan: BatchPlan, counts: IntArray) -> BatchPlan:
 
 @dataclass(slots=True)
 class Verified:
-    """The tokens of a step with drafts, for Q sequences. plan: for each sequence the last row that counts. ids, bad [Q]: the token
-    that this row sampled, and whether its logits were not finite. counts [Q]: how many tokens each sequence got: the drafted tokens
-    that hold, and one of `ids`. told: all these tokens, one sequence after the other. drafted [Q]: how many tokens were drafted."""
+    """The tokens of a step with drafts, for Q sequences. plan: one row for each sequence, the last whose sampled token the sequence
+    gets. ids, bad [Q]: the token that this row sampled, and whether its logits were not finite. counts [Q]: how many tokens each
+    sequence gets: the drafted tokens that were right, and one of `ids`. told: all these tokens, one sequence after the other.
+    drafted [Q]: how many tokens were drafted."""
 
     plan: BatchPlan
     ids: IntArray

@@ -59,7 +59,8 @@ class MaskedDrafts:
         return proposal
 
     def sure(self, slot: int) -> BoolArray | None:
-        """Removes the proposal that a slot had in the step that has ended, and returns its `sure` [D]; None if it had none."""
+        """Removes a slot's proposal once the step that computed its tokens has ended. Returns [D]: for each of the tokens whether
+        the grammar allowed no other (Proposal.sure); None if the slot had no proposal in that step."""
         proposal = self._drafted.pop(slot, None)
         return None if proposal is None else proposal.sure
 

@@ -68,7 +68,8 @@ class Proposals:
             del self._holed[next(iter(self._holed))]
 
     def minds(self, slot: int) -> bool:
-        """Returns whether `learned` needs to be called for a sequence: whether it has a hole or any cached block has one."""
+        """Returns whether `learned` needs to be called for a sequence: whether the predictor has not seen some position of the
+        sequence, or of any cached block."""
         return bool(self._holed) or self._hole[slot] < _NO_HOLE
 
     def ask(

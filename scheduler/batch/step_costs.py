@@ -2,11 +2,11 @@
 
 Step sizes form classes, four between a size and its double, because matrix products are computed for multiples of some number of
 rows. Each class has the average seconds of its steps and the average contexts they had. Between known classes the cost is
-interpolated, and extrapolated up to twice the largest. A larger step never costs less than a smaller one, so a class above a larger
-class (the set-up of a first product, a stall) counts as that one. The cost of contexts is learned from differences within a class,
-where size plays no part. A fit of the latest differences varies by chance where steps take longer now and then, as on a busy
-machine, so what is used is its average. A factor follows the latest steps; it stands for what currently makes all steps slower than
-the known costs.
+interpolated, and extrapolated up to twice the largest. A larger step never costs less than a smaller one, so a class whose average
+is above that of a larger class (because of the set-up of a first product, or a stall) is given the larger class's cost. The cost of
+contexts is learned from differences within a class, where size plays no part. Where steps take longer now and then, as on a busy
+machine, a fit to the latest differences varies by chance, so the average of the fits is used. A factor follows the latest steps:
+how many times as long as the known costs they take.
 
 Callers only ask for steps whose cost is known, so a size believed too expensive would never run again. Therefore a class is
 hardly judged by its first two steps, which set up products and record calls (1.3 to 3 times a step, as measured), nor by a stall

@@ -50,7 +50,8 @@ def pools(devices: Iterable[str], num_ranks: int, num_stages: int = 1) -> list[t
 
 
 def most_groups(pool: Iterable[str], num_ranks: int, num_stages: int = 1) -> int:
-    """Returns how many groups without a common device there are at most in a pool. Each needs a stage on this machine."""
+    """Returns how many groups the devices of a pool can form at most, if no device is in two groups. Each group needs a stage on
+    this machine."""
     stage_size = num_ranks // num_stages
     stages = {host: number // stage_size for host, number in Counter(map(host_of, pool)).items()}
     return min(stages.get(HERE, 0), sum(stages.values()) // num_stages)

@@ -1,5 +1,5 @@
-"""Checks the invariants of the node; the error names the violated one. O(everything): for tests, which check them after every
-event."""
+"""Checks the invariants of the node; the error names the violated one, by its number among the rules of docs/design/models.md if it
+is one of those. O(everything): for tests, which check them after every event."""
 
 from __future__ import annotations
 

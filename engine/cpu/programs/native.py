@@ -63,8 +63,8 @@ class NativeCalls:
         return joined
 
     def run(self, ticks: npt.NDArray[np.int64] | None = None) -> None:
-        """Makes all calls. If one fails, it is repeated from Python, which raises its exception (RuntimeError if it does not fail
-        again).
+        """Makes all calls of the list, in order. If one fails, it is repeated from Python, which raises its exception (RuntimeError
+        if it does not fail again).
 
         ticks: [calls + 1], filled with the processor's clock before the first call and after each; None: calls are not timed."""
         num_calls = len(self._calls)

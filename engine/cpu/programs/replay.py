@@ -114,7 +114,7 @@ class Replay:
         return self._is_native
 
     def run(self) -> None:
-        """Makes all calls, in order."""
+        """Makes all recorded calls again, in order: first those of `after`, then its own."""
         if not self._parts:
             self.lay_out()
         shared = self._is_shared is not None and self._is_shared()
