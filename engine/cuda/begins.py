@@ -42,7 +42,7 @@ class DeviceBegins(Link):
         return min(took_s, self._begins.waited_s(took_s))
 
     def close(self) -> None:
-        """Has the thread end, once it has noted what was launched. Idempotent."""
+        """Ends the thread, once it has noted what was launched. Idempotent."""
         self._launched.put(None)
 
     def _note_launched(self) -> None:

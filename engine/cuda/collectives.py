@@ -42,7 +42,7 @@ class Collectives(Protocol):
         ...
 
     def release(self) -> None:
-        """Gives up the ranks' memory through which exchanges went. Called once, after `abort`, when no thread launches an exchange.
+        """Frees the ranks' memory through which exchanges went. Called once, after `abort`, when no thread launches an exchange.
         Waits until the device has ended those that were launched."""
         ...
 
@@ -59,5 +59,5 @@ class Connects(Protocol):
         ...
 
     def give_up(self) -> None:
-        """Has the call of `connect` that another thread waits in raise soon, where that can be done. Called in any thread."""
+        """Makes the call of `connect` in which another thread waits raise soon, where that can be done. Called in any thread."""
         ...

@@ -18,7 +18,7 @@ log = logging.getLogger("engine")
 # The graphs of four models: each has 19 of decode steps and 12 of steps with prompt chunks. The driver keeps up to 2 MiB for a
 # graph, and the default budget leaves enough of a GPU's memory for this number (config/devices.py).
 MOST_GRAPHS = 124
-RESTING_S = 60.0  # a graph that no step has run for this long may be given up for one that a step needs
+RESTING_S = 60.0  # a graph that no step has run for this long may be dropped for one that a step needs
 
 
 class GraphHolder(Protocol):
@@ -30,10 +30,10 @@ class GraphHolder(Protocol):
     evicted_s: float | None
 
     def drop(self) -> None:
-        """Gives up all graphs."""
+        """Drops all graphs."""
 
     def drop_size(self, size: Any) -> None:
-        """Gives up the graph of a size, if there is one."""
+        """Drops the graph of a size, if there is one."""
 
 
 class GraphRoom:
@@ -47,7 +47,7 @@ class GraphRoom:
 
     @property
     def num_graphs(self) -> int:
-        """Returns how many graphs there are."""
+        """Returns how many graphs all models have together."""
         return sum(len(one.captured) for one in self._alive())
 
     def is_free(self) -> bool:
@@ -66,7 +66,7 @@ class GraphRoom:
         return self.is_free() or self._resting() is not None
 
     def make(self, holder: GraphHolder) -> bool:
-        """Gives up graphs until there is room for one more of `holder`: those of models that were evicted, the longest ago first;
+        """Drops graphs until there is room for one more of `holder`: those of models that were evicted, the longest ago first;
         then the one that has not been run for the longest time. Returns whether there is room."""
         if all(ref() is not holder for ref in self._holders):
             self._holders.append(weakref.ref(holder))
@@ -81,7 +81,7 @@ class GraphRoom:
         return True
 
     def drop_evicted(self) -> bool:
-        """Gives up the graphs of all models that were evicted. Returns whether there were any."""
+        """Drops the graphs of all models that were evicted. Returns whether there were any."""
         evicted = list(self._evicted())
         for one in evicted:
             one.drop()

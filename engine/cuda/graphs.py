@@ -223,12 +223,12 @@ class StepGraphs(Generic[Size]):
         return False
 
     def drop(self) -> None:
-        """Gives up all graphs of this object. May be called in any thread."""
+        """Drops all graphs of this object. May be called in any thread."""
         let_go(list(self.captured.values()))
         self.captured.clear()
 
     def drop_size(self, size: Size) -> None:
-        """Gives up the graph of a size, if there is one."""
+        """Drops the graph of a size, if there is one."""
         if (graph := self.captured.pop(size, None)) is not None:
             let_go([graph])
 

@@ -24,7 +24,7 @@ class KeptModels:
         self._lock = threading.Lock()
 
     def of(self, name: str) -> CudaModel | None:
-        """Returns the latest model of this name; None: there is none, or it was given up."""
+        """Returns the latest model of this name; None: none was loaded, or it was dropped."""
         known = self._models.get(name)
         return None if known is None else known[1]
 
@@ -40,24 +40,24 @@ class KeptModels:
         return None
 
     def add(self, name: str, identity: object, model: CudaModel) -> None:
-        """Keeps a model that was loaded. If evicted models keep too much memory, those evicted longest ago are given up."""
+        """Keeps a model that was loaded. If evicted models keep too much memory, those evicted longest ago are dropped."""
         with self._lock:
             self._models[name] = identity, model
         self._give_up_evicted(self._most_bytes)
 
     def give_up(self, name: str) -> None:
-        """Gives up the model of this name with its graphs, if there is one."""
+        """Drops the model of this name with its graphs, if there is one."""
         with self._lock:
             known = self._models.pop(name, None)
         if known is not None:
             known[1].drop_graphs()
 
     def give_up_evicted(self) -> None:
-        """Gives up all evicted models with their graphs."""
+        """Drops all evicted models with their graphs."""
         self._give_up_evicted(-1)
 
     def _give_up_evicted(self, most_bytes: int) -> None:
-        """Gives up the evicted models that keep more than most_bytes together with those that were evicted after them."""
+        """Drops the evicted models that keep more than most_bytes together with those that were evicted after them."""
         with self._lock:
             evicted = sorted(
                 ((evicted_s, name) for name, (_, model) in self._models.items() if (evicted_s := model.evicted_s) is not None),

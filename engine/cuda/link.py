@@ -49,7 +49,7 @@ class Link:
             raise self._fault
 
     def close(self) -> None:
-        """Has the thread end. Subclasses say what ends before that. Idempotent."""
+        """Ends the thread. Subclasses say what ends before that. Idempotent."""
         raise NotImplementedError
 
     @contextmanager

@@ -489,7 +489,7 @@ class CudaModel:
         return sum(table.nbytes for table in tables) + self.adapter_memory.kept_bytes + graphs
 
     def drop_graphs(self) -> None:
-        """Gives up all graphs of this model. May be called in any thread."""
+        """Drops all graphs of this model. May be called in any thread."""
         for graphs in self._all_graphs():
             graphs.drop()
 

@@ -138,7 +138,7 @@ class PeerGroup:
         self.drop()
 
     def drop(self) -> None:
-        """Gives up the regions, once everything that was launched has ended."""
+        """Frees the regions, once everything that was launched has ended."""
         self._stop[0] = 1
         with self._lock:
             self._give_up()

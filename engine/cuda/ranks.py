@@ -80,7 +80,7 @@ class DeviceRanks(Link):
             yield
 
     def close(self) -> None:
-        """Has all exchanges ended, and lets no other be launched. The connection is given up in the background, for that takes
+        """Ends all exchanges, and lets no other be launched. The connection is given up in the background, for that takes
         until all graphs with exchanges have been destroyed. Idempotent."""
         self._has_ended = True
         self._end.set()

@@ -113,7 +113,7 @@ class ShareLinks:
             yield
 
     def close(self) -> None:
-        """Has everything ended that is under way between the shares, and lets nothing else begin. Idempotent."""
+        """Ends everything that is under way between the shares, and lets nothing else begin. Idempotent."""
         for one in self._all:
             one.close()
 

@@ -141,7 +141,7 @@ class DeviceStages(Link):
         self._filled.put(buffer)
 
     def close(self) -> None:
-        """Has the thread that sends end, once it has sent what it was given. Idempotent."""
+        """Ends the thread that sends, once it has sent what it was given. Idempotent."""
         self._filled.put(None)
 
     def has_ended(self) -> bool:

@@ -80,7 +80,8 @@ class SharedReads:
         )
 
     def offer(self, number: int, read: Read, data: memoryview) -> None:
-        """Offers this rank's read `number`, for which there is room. data: its bytes."""
+        """Copies the bytes of this rank's read `number` to a slot, from which the other ranks may take them. has_room must have
+        returned True for it. data: the bytes."""
         slot = number % NUM_SLOTS
         with self._lock:
             self._fence.order()
