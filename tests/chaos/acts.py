@@ -86,7 +86,7 @@ def hang_engine(world: World) -> None:
         engine = world.draw.choice(living)
         engine.suspend()
         end = time.monotonic() + LONGEST_HANG_S
-        while psutil.pid_exists(engine.pid) and engine.status() != psutil.STATUS_ZOMBIE:
+        while _runs(engine):
             if time.monotonic() > end:
                 world.complain(f"a hung engine was not ended within {LONGEST_HANG_S:g} s")
                 with contextlib.suppress(psutil.Error):
@@ -94,6 +94,14 @@ def hang_engine(world: World) -> None:
                 break
             time.sleep(0.1)
         world.engines_ended_s = time.monotonic()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Returns whether a process is there and is no zombie."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill_text_helper(world: World) -> None:
