@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,40 @@ def test_models_that_are_split_over_devices_of_one_kind(
     assert all(model["slo_attainment"] > 0.9 for model in whole)
     assert {model["slo_attainment"] > 0.9 for model in split} == {is_split}
     assert (policy["num_refused"] == 0) == is_split
+
+
+REPLICATED = """\
+[devices]
+"cpu:0" = "130MiB"
+"cpu:1" = "130MiB"
+[models.m]
+weights_bytes = "100MiB"
+max_sequences = 16
+disk_load_s = 1.0
+prefill_tokens_per_s = 10000.0
+decode_step_s = 0.01
+decode_s_per_sequence = 0.01
+"""
+
+
+@pytest.mark.parametrize("replicas", ["2", '"auto"'])
+def test_replicas_share_what_one_device_would_make_wait(replicas: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Forty requests come at once, again and again, of which a device runs 16: once a second replica is loaded, they end sooner."""
+    rows = [f"{at},m,10,20" for at in (0, 20, 40) for _ in range(40)]
+    requests = tmp_path / "t.csv"
+    requests.write_text("time_s,model,input_tokens,output_tokens\n" + "".join(f"{row}\n" for row in rows))
+
+    def policy(more: str) -> dict[str, Any]:
+        costs = tmp_path / "costs.toml"
+        costs.write_text(REPLICATED + more)
+        assert run(["simulate", str(requests), "--costs", str(costs), "--policy", "hearthd", "--json"]) == 0
+        (found,) = json.loads(capsys.readouterr().out)["policies"]
+        assert (found["num_refused"], found["num_requests"], list(found["models"])) == (0, len(rows), ["m"])
+        return dict(found)
+
+    one, several = policy(""), policy(f"replicas = {replicas}\n")
+    assert (one["swaps"]["num_disk_loads"], several["swaps"]["num_disk_loads"]) == (1, 2)
+    assert several["mean_wait_s"] < 0.75 * one["mean_wait_s"]
 
 
 def test_trace_from_a_scenario(capsys: pytest.CaptureFixture[str]) -> None:
