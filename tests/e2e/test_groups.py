@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from daemon.cli.table import size
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, without_drafts
@@ -123,6 +124,10 @@ def test_what_operators_see(node: Node) -> None:
         parts = {part["kind"]: part["bytes"] for part in status[device]["parts"] if part["model"] == "split"}
         assert parts["weights"] * 2 == rows["split"]["weights_bytes"]
         assert parts["reserved"] > 0
+    drawn = node.cli("top", "--once").stdout.splitlines()
+    assert [line.split()[0] for line in drawn if line.startswith("cpu:")] == ["cpu:0", "cpu:1"]
+    (cells,) = [line.split()[1:5] for line in drawn if line.split()[1:2] == ["split"]]
+    assert " ".join(cells) == f"split ready {size(rows['split']['weights_bytes'])}", "one row, with the weights of both shares"
     dry = node.json("evict", "--dry-run", "split")
     assert (dry["device"], dry["freed_bytes"]) == (BOTH, sum(parts.values())), "of each"
     assert " of cpu:0 and as much of cpu:1; to load it again" in node.cli("evict", "--dry-run", "split").stdout

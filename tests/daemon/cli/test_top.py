@@ -111,3 +111,42 @@ def test_adapters_in_memory_are_told_with_their_base() -> None:
     assert "adapters of a: 2 of 3 in memory, 2.0 MiB: blue, me/red" in lines(made, made, 120, False)
     assert len([line for line in lines(made, made, 120, False) if "adapters of" in line]) == 1
     assert not any("adapters" in line for line in lines(snapshot(), snapshot(), 120, False))
+
+
+def split_snapshot(time: float, tokens: int) -> dict[str, Any]:
+    """`pair` has a share on each of two devices, beside `whole` on the first one."""
+    made = snapshot(time)
+    share = [("weights", "pair", 30), ("kv", "pair", 10)]
+    made["devices"] = [
+        {
+            **made["devices"][0],
+            "name": name,
+            "waiting": 0,
+            "parts": [
+                *({"kind": kind, "model": model, "bytes": mib * MIB} for kind, model, mib in parts),
+                {"kind": "free", "model": "", "bytes": (100 - sum(mib for _, _, mib in parts)) * MIB},
+            ],
+        }
+        for name, parts in (("cpu:0", [*share, ("weights", "whole", 20)]), ("cpu:1", share))
+    ]
+    both = {"state": "ready", "weights_bytes": 60 * MIB, "kv_bytes": 20 * MIB, "active": 1, "queued": 0, "device": "cpu:0+cpu:1"}
+    made["models"] = [
+        {"name": "pair", **both},
+        {"name": "whole", **both, "weights_bytes": 20 * MIB, "kv_bytes": 0, "device": "cpu:0"},
+    ]
+    made["tokens"] = {"pair": tokens}
+    made["swaps"] = [{**made["swaps"][0], "model": "pair", "device": "cpu:0+cpu:1"}]
+    return made
+
+
+def test_a_split_model_is_in_the_bar_of_each_of_its_devices_and_has_one_row() -> None:
+    shown = lines(split_snapshot(1002.0, 40), split_snapshot(1000.0, 0), 102, False)
+    assert shown[2:6] == [
+        "cpu:0  100.0 MiB, 40.0 MiB free",
+        "[" + "A" * 30 + "=" * 10 + "B" * 20 + " " * 40 + "]",
+        "cpu:1  100.0 MiB, 60.0 MiB free",
+        "[" + "A" * 30 + "=" * 10 + " " * 60 + "]",
+    ]
+    (row,) = [line for line in shown if line.startswith("A ")]
+    assert row.split() == ["A", "pair", "ready", "60.0", "MiB", "20.0", "MiB", "1", "0", "20"]
+    assert shown[-1] == "    -30 s  pair on cpu:0+cpu:1: 0.50 s from disk"
