@@ -32,7 +32,7 @@ from benchmarks import (
     gpu_throughput,
 )
 from benchmarks.gpu_evictions import gaps_in
-from benchmarks.gpu_ranks import HOST, Rank, RankProcesses, visible_devices
+from benchmarks.gpu_ranks import HOST, NCCL, Rank, RankProcesses, visible_devices
 from benchmarks.gpu_texts import Question, compared, prompt_of, text_of, texts_of
 from benchmarks.gpu_watched import watched
 from benchmarks.load import Result
@@ -298,6 +298,33 @@ def test_stages_of_a_pipeline_are_compared_with_one_device_timed_and_killed(caps
         "goes_on_s": killed["goes_on_s"],
     }
     assert 0.0 <= killed["goes_on_s"] < 20.0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_one_gpu_cannot_show_is_named(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one GPU the part does what one can show, says what it left out and why, and ends with 0 only if all it did went well."""
+    done: list[tuple[int, str, str]] = []
+
+    class Told(gpu_split.Group):
+        def does(self, what: str, work: Any, ends: bool = False) -> None:
+            done.append((self.size, self.through, what))
+            self.failed |= fails and what == "a stage killed"
+
+    monkeypatch.setattr(gpu_split, "Group", Told)
+    monkeypatch.setattr(gpu_split.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")
+    monkeypatch.setattr(sys, "argv", ["gpu_split"])
+    with pytest.raises(SystemExit) as ended:
+        gpu_split.main()
+    assert ended.value.code == fails
+    (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert line["what"] == "skipped"
+    assert line["why"].startswith("this machine has one GPU, and two are needed for exchanges between GPUs")
+    assert {size for size, through, _ in done if through == NCCL} == {1}, "NCCL joins no two ranks on one GPU"
+    assert {what for size, _, what in done if size == 2} == {"logits", "logits of a pipeline", "a stage killed"}
+    assert not {"sums", "a rank killed", "decode", "decode in stages"} & {what for *_, what in done}, "these need two"
 
 
 def test_each_rank_sees_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
