@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,21 @@ def test_what_operators_see(node: Node) -> None:
 
 def device_of_top(node: Node) -> dict[str, Any]:
     return next(device for device in node.json("top")["devices"] if device["name"] == "cpu:0@b")
+
+
+def test_a_host_that_lends_serves_models_of_its_own(node: Node, texts: list[str], tmp_path: Path) -> None:
+    """A daemon beside the lender has the same device's name, a budget of its own, and the same model by another name. Both hosts
+    serve at the same time; when that daemon ends, what is lent goes on."""
+    make_model(tmp_path / "models" / "own", seed=1, max_position_embeddings=4096)
+    flags = ["--dtype", "float32", "--threads", "1"]
+    with Node(tmp_path, devices=["cpu:0=48MiB"], runner="torch", config=without_drafts("own"), flags=flags) as there:
+        streams = [Stream(at, model, prompt, NUM_TOKENS) for prompt in PROMPTS for at, model in ((node, "stages"), (there, "own"))]
+        assert [stream.join().error for stream in streams] == [""] * len(streams)
+        assert [stream.text for stream in streams] == [text for text in texts for _ in range(2)]
+        assert [row["device"] for row in there.ps()] == ["cpu:0"], "it knows nothing of what is lent"
+        lent = Stream(node, "stages", PROMPTS[0], NUM_TOKENS)
+        node.wait_for(lambda: lent.num_chunks >= 5, "some tokens")
+    assert (lent.join().error, lent.text) == ("", texts[0])
 
 
 def test_a_killed_engine_there(node: Node, host: LendingHost, texts: list[str]) -> None:
