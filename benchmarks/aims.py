@@ -1,10 +1,12 @@
-"""Compares the project's aims with each machine's newest run, in the first table of docs/performance.md."""
+"""Compares the project's aims with each machine's newest run, in the first table of docs/performance.md, and those of models over
+several devices with their newest result files, in the second one. usage: python -m benchmarks.aims prints both."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.server import ROOT
@@ -101,6 +103,44 @@ AIMS = (
 )  # fmt: skip
 
 
+# aims of models over several devices, each with the result files that may show it: `make bench` does not measure them
+SPLIT_AIMS = (
+    ("*-ranks*.jsonl", Aim("a sum of 8 KiB of two ranks, one of which sleeps, µs", "ranks sums", "us_p50",
+        {"way": "shared memory", "state": "from sleep"}, most=(40,))),
+    ("*-ranks*.jsonl", Aim("the plan of a step of 16 rows, until a follower that spins has it, µs", "ranks plans", "us_p50",
+        {"state": "spinning"}, most=(10,))),
+    ("*-crash-ranks.jsonl", Aim("engine killed under streams, a third of them of a split model: requests lost", "crash_ranks",
+        "failed", {}, most=(0,), beside=("running_when_killed", "running"))),
+    ("*-shared-reads.jsonl", Aim("ranks read shares of matrices, of layers, plain files: from the drive, of the files' bytes",
+        "loading shares", "drive", {"kind": ("tensor", "pipeline"), "files": "plain"}, most=(1.01,), beside=("ranks", "ranks"))),
+    ("*-shared-reads.jsonl", Aim("there: time over a raw read's", "loading shares", "ratio",
+        {"kind": ("tensor", "pipeline"), "files": "plain"}, most=(1.1,), beside=("ranks", "ranks"))),
+    ("*-cohost-split.jsonl", Aim("eight models, two of them over both devices: measured over predicted mean wait", "cohost",
+        "measured_over_predicted", {}, least=(0.8,), most=(1.25,), beside=("minutes", "min"))),
+    ("*-cohost-split.jsonl", Aim("there: requests failed", "cohost", "failed", {}, most=(0,))),
+)  # fmt: skip
+
+
+def split_table() -> str:
+    """Returns the table of SPLIT_AIMS. Of the files that an aim names the newest one counts that has such a line."""
+    rows = [["", "aim", "measured", "file"], ["---"] * 4]
+    for pattern, aim in SPLIT_AIMS:
+        shown = ((aim.of(_lines_with_parts(file)), file.name) for file in sorted(RESULTS.glob(pattern), reverse=True))
+        value, name = next((one for one in shown if one[0] != "-"), ("-", "-"))
+        rows.append([aim.what, aim.aim(), value, f"`{name}`"])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _lines_with_parts(file: Path) -> Iterator[Line]:
+    """Yields the lines of a result file, and for each row of a line's table NAME one of the benchmark "BENCHMARK NAME"."""
+    for text in file.read_text().splitlines():
+        line = json.loads(text)
+        yield line
+        for name, rows in line.items():
+            if isinstance(rows, list):
+                yield from ({"benchmark": f"{line['benchmark']} {name}"} | row for row in rows if isinstance(row, dict))
+
+
 def results() -> list[list[Line]]:
     """Returns the lines of the newest result file of each kind of machine, the newest kind first."""
     newest: dict[str, list[Line]] = {}
@@ -118,4 +158,4 @@ def table(runs: list[list[Line]]) -> str:
 
 
 if __name__ == "__main__":
-    print(table(results()))
+    print(f"{table(results())}\n\n{split_table()}")

@@ -41,7 +41,7 @@ CPU_SECTIONS = {
     ("loading", "warm"): "The same from the page cache; ratio: to buffered reads, each byte to its own place",
     ("first_token", "cold"): "A request to a model that is only on the drive, beside loading first and computing afterwards",
 }
-MEASURED, AIMS = "measured", "aims"  # the marks between which tables are written
+MEASURED, AIMS, SPLIT_AIMS = "measured", "aims", "aims of split models"  # the marks between which tables are written
 
 
 def commit_of(folder: pathlib.Path) -> str:
@@ -200,6 +200,7 @@ def write_between_marks(page: pathlib.Path, name: str, body: str) -> None:
 def write_docs(lines: list[dict[str, Any]]) -> None:
     """lines: of the newest result file, which is written already."""
     write_between_marks(ROOT / "docs" / "performance.md", AIMS, aims.table(aims.results()))
+    write_between_marks(ROOT / "docs" / "performance.md", SPLIT_AIMS, aims.split_table())
     write_between_marks(ROOT / "docs" / "performance.md", MEASURED, report(lines))
     write_between_marks(ROOT / "README.md", MEASURED, highlights(lines))
 

@@ -75,13 +75,14 @@ def test_aims_of_the_gpu_are_those_that_its_figures_are_held_to() -> None:
 def test_figures_are_those_of_the_newest_result_file() -> None:
     """The tables are written by `make bench` together with the result file; a figure typed by hand would not be in it."""
     from benchmarks import aims
-    from benchmarks.run import AIMS, MEASURED, between_marks, highlights, report
+    from benchmarks.run import AIMS, MEASURED, SPLIT_AIMS, between_marks, highlights, report
 
     newest = max((ROOT / "benchmarks" / "results").glob("*-cpu.jsonl"))
     lines = [json.loads(line) for line in newest.read_text().splitlines()]
     for page, made in (("docs/performance.md", report), ("README.md", highlights)):
         assert between_marks(ROOT / page, MEASURED) == made(lines), page
     assert between_marks(ROOT / "docs" / "performance.md", AIMS) == aims.table(aims.results())
+    assert between_marks(ROOT / "docs" / "performance.md", SPLIT_AIMS) == aims.split_table()
 
 
 MOST_PAGES, MOST_WORDS = 14, 1200  # of docs/design beside its README and its glossary; words of one
