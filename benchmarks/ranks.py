@@ -15,7 +15,9 @@ of sleep.
 
 decode: decode steps of a model of one of benchmarks.checkpoints' shapes, with weights drawn at random, split over two processes of
 one thread, beside the same in one process of two threads, in turn. The shape "mixture" has 16 layers of 32 experts, 8 of them for a
-token. It is measured with each expert divided among the processes, and with half of the experts on each of them.
+token. It is measured with each expert divided among the processes, and with half of the experts on each of them. norms_us: what all
+norms of a step take that read what ranks have just added up, two a layer, with their rows in the caches as the sums leave them: the
+most that sums could save which did the norms' work. norms_percent: of the split model's step, both in their fastest round.
 """
 
 from __future__ import annotations
@@ -179,6 +181,7 @@ class Process:
         every = weights.tensor(0, (num_bytes // 2,), torch.bfloat16)
         for at in range(0, len(every), len(drawn)):
             every[at : at + len(drawn)] = drawn[: len(every) - at]
+        self._shape = shape
         spec = LoadModel(1, name, "", "bfloat16", "", num_chunks, 0, 0, CONTEXT + 8, MOST_ROWS, [])
         blocks = MOST_ROWS * -(-(CONTEXT + 8) // BLOCK_TOKENS)
         kv_memory = torch.zeros(blocks * block_bytes(shape, "bfloat16", BLOCK_TOKENS), dtype=torch.uint8)
@@ -187,6 +190,22 @@ class Process:
         self.model = CpuModel(self.ops, spec, shape, weights, memory, Scratch(), *sizes, ranks=ranks, kv_memory=kv_memory)
         self._table = make_table(MOST_ROWS, CONTEXT + 8, shape.vocab_size)
         return num_bytes
+
+    def norms(self, rows: int, num: int) -> list[float]:
+        """Returns the seconds of each of `num` times all norms behind sums of a decode step, as the recorded step calls them."""
+        x, residual = (torch.randn(rows, self._shape.hidden_size).to(torch.bfloat16) for _ in range(2))
+        weight = torch.ones(self._shape.hidden_size, dtype=torch.bfloat16)
+        recorder = Recorder(Scratch())
+        with recording(recorder):
+            for _ in range(2 * self._shape.num_layers):
+                self.ops.add_rms_norm(x, residual, weight, 1e-6)
+        run, spent = Replay(recorder.calls).run, []
+        for at in range(num + 4):
+            begin = time.perf_counter()
+            run()
+            if at >= 4:
+                spent.append(time.perf_counter() - begin)
+        return spent
 
     def decode(self, rows: int, num: int) -> list[float]:
         """Returns the seconds of each of `num` decode steps, after some that are recorded and warm up."""
@@ -289,13 +308,19 @@ def measure_decode(ranks: list[Asked], alone: Asked, name: str, rows: list[int],
 
 def _decode_rates(ranks: list[Asked], alone: Asked, num: int, rounds: int) -> dict[str, Any]:
     """Returns what a decode step of `num` sequences takes of the split model, and of the whole one."""
-    split_ms, alone_ms = [], []
+    split_ms, alone_ms, norms_us = [], [], []
     for _ in range(rounds):
         alone_ms.append(float(np.median(_answers([alone], "decode", num, 12)[0])) * 1e3)
         split_ms.append(float(np.median(_answers(ranks, "decode", num, 12)[0])) * 1e3)
+        norms_us.append(float(np.median(_answers(ranks, "norms", num, 100)[0])) * 1e6)
     ratio = float(np.median(np.array(alone_ms) / np.array(split_ms)))
     of_both = {"alone_ms": round(float(np.median(alone_ms)), 2), "split_ms": round(float(np.median(split_ms)), 2)}
-    return {"rows": num, **of_both, "split_tokens_s": round(1e3 * num / np.median(split_ms), 1), "ratio": round(ratio, 3)}
+    of_norms = (
+        min(norms_us) / min(split_ms) / 10
+    )  # percent; other work on the machine makes ranks wait for each other, and not norms
+    rates = {"split_tokens_s": round(1e3 * num / np.median(split_ms), 1), "ratio": round(ratio, 3)}
+    rates["split_least_ms"] = round(min(split_ms), 2)
+    return {"rows": num, **of_both, **rates, "norms_us": round(min(norms_us), 1), "norms_percent": round(of_norms, 2)}
 
 
 def _process(*given: Any) -> None:
