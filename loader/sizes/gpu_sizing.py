@@ -31,8 +31,12 @@ DRAFT_BYTES = 512
 # Memory that torch's allocator holds besides the arrays that exist at a time: half as much as these in free parts of segments, and
 # two segments of 20 MiB that are mostly unused. Only the latter are in this constant. tests/engine/test_step_memory.py checks it.
 SEGMENTS_BYTES = 2 * (20 << 20)
-# cuBLAS's work space, 32 MiB for each stream and thread: for steps, for captures, and for two loads at a time
-LIBRARY_BYTES = 128 << 20
+# cuBLAS's work space: eight buffers of 4 MiB on GPUs of capability 9.0, as torch chooses (CublasHandlePool.cpp), less on earlier
+# ones. torch keeps one for each pair of a thread's cuBLAS handle and a stream. A process has at most four, because it loads one
+# model at a time: the loop's handle multiplies in steps and in captures, and has multiplied in a load if the thread of one that has
+# ended had it before; and the next load's thread has a handle of its own.
+CUBLAS_BYTES = 8 * (4 << 20)
+LIBRARY_BYTES = 4 * CUBLAS_BYTES
 # Memory that NCCL takes on each device of a group for one communicator: its channels' buffers, and its kernels. An assumption until
 # it is measured. It is counted once a device, however many split models the device has a share of.
 COMMUNICATOR_BYTES = 512 << 20

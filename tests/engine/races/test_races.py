@@ -17,6 +17,7 @@ from engine.contracts.steps import NoWorkSpace
 from engine.cuda import adapters, backend, edited_graphs, expert_counts, frames, graphs, model, predicting, sequences, sink
 from engine.cuda.graphs import WARM_UP_STEPS, CaptureSpace, StepGraph, StepGraphs
 from engine.cuda.kernels import linear_choice
+from loader.sizes.gpu_sizing import CUBLAS_BYTES, LIBRARY_BYTES
 from tests.engine.cuda_stand_in import Refused
 from tests.engine.races.device import TORCH
 from tests.engine.races.engine_run import EngineRun, Stepping, run_of
@@ -93,6 +94,20 @@ def test_a_seed_is_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {stream.name: stream.clock for stream in first.device.streams} == {
         stream.name: stream.clock for stream in second.device.streams
     }
+
+
+class LoadsInTurn(EngineRun):
+    """A run that loads one model at a time, as the daemon has a device do."""
+
+    def _start_load(self) -> None:
+        if self.schedule.num_running == 0:
+            super()._start_load()
+
+
+def test_the_work_space_has_room_for_what_cublas_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many work spaces as are reckoned with are kept, and no more, in runs with all that multiplies."""
+    most = max(len(run_of(seed, "2.11", monkeypatch, kind=LoadsInTurn).device.work_spaces) for seed in range(12))
+    assert most * CUBLAS_BYTES == LIBRARY_BYTES
 
 
 # ---- faults put back
