@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from benchmarks import (
     gpu_mixed,
     gpu_ncu,
     gpu_node,
+    gpu_parts,
     gpu_pipeline,
     gpu_sanitizer,
     gpu_server,
@@ -38,6 +41,8 @@ from benchmarks.gpu_watched import watched
 from benchmarks.load import Result
 from loader.files.direct_io import is_cached
 from tests import interpreter
+from tests.engine.kernels.kernel_cases import of_dtypes
+from tests.gpu import test_kernels as kernel_tests
 
 
 def test_checkpoints_are_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +123,16 @@ def test_checkpoints_are_made_in_a_process_that_ends(tmp_path: Path, monkeypatch
         source = (root / f"{name}.py").read_text()
         assert "torch" not in re.findall(r"^ *(?:import|from) (\w+)", source, re.M), name
         assert "gpu_checkpoints.make(" not in source, name
+
+
+def test_the_tests_of_a_gpu_have_time_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their part has as many processes and seconds as their shapes take by the first run, on a machine of 16 cores."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    part = runpy.run_path(gpu_parts.__file__, run_name=gpu_parts.__name__)["PARTS"]["tests"]
+    num_processes = int(part.arguments[part.arguments.index("-n") + 1])
+    shapes = [kernel_tests.shapes_of(each.values[0]) for each in of_dtypes(torch.bfloat16, torch.float16, torch.float32)]
+    share = sum(shapes) / (kernel_tests.FIRST_SHAPES * len(shapes))
+    assert share * kernel_tests.FIRST_S * kernel_tests.FIRST_PROCESSES <= part.limit_s * num_processes
 
 
 def test_a_load_from_elsewhere_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 # each shape of attention is compiled by itself, which takes seconds
 NUM_SHAPES = {"decode_attention": 14, "extend_attention": 14, "rope": 20}
 # A first run of 50 shapes each took 14 processes of an H100's host over five minutes, nearly all of it in the compiler.
+FIRST_SHAPES, FIRST_PROCESSES, FIRST_S = 50, 14, 300
 MOST_SHAPES, SHAPES_A_TEST = 18, 6  # so many tests a kernel that workers share the compiling evenly
 
 
