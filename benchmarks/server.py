@@ -77,7 +77,8 @@ class Server:
         if "--config" not in self._flags:
             command += ["--config", str(without_drafts(self._models, folder / "node.toml"))]
         start = time.perf_counter()
-        self._process = subprocess.Popen(command + self._flags, cwd=ROOT, stderr=self.log.open("wb"), stdout=subprocess.DEVNULL)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(command + self._flags, cwd=ROOT, stderr=log, stdout=subprocess.DEVNULL)
         self.pid = self._process.pid
         try:
             while True:

@@ -1,8 +1,9 @@
-"""The parts of `make gpu` that start a daemon: on what their checkpoints lie, and, of the part `server`, what of the device the
-daemon may take, and what becomes of an unload that is refused."""
+"""The parts of `make gpu` that start a daemon: on what their checkpoints lie; of `server`, what of the device the daemon may take,
+and what becomes of an unload that is refused; and `cohost`, as it runs without a GPU."""
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 import tempfile
@@ -11,10 +12,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import gpu_checkpoints, gpu_drives, gpu_server
+from benchmarks import gpu_checkpoints, gpu_drives, gpu_server, server
 from benchmarks.gpu_parts import PARTS
 from config.devices import CUDA_LEFT_BYTES, GpuMemory, device_budgets
 from config.schema import NodeConfig
+from tests import kernel_cache
 
 STARTING_DAEMONS = ("server", "confined", "cohost", "soak", "evictions", "adoption")
 HOST_BYTES = 128 << 30
@@ -107,3 +109,18 @@ def test_the_daemons_checkpoints_are_not_kept_in_memory(tmp_path: Path, monkeypa
         with pytest.raises(KeyboardInterrupt):
             runpy.run_module(script, run_name="__main__")
     assert [folder.parent for folder in folders] == [drive] * len(STARTING_DAEMONS)
+
+
+def test_models_that_share_a_device_are_swapped_and_say_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The part `cohost` as `make gpu-dry` runs it, with kernels that are compiled: three tiny models where two have room, whose
+    requests all end, with swaps from host memory, and texts as of each model alone."""
+    monkeypatch.setattr(server, "CACHE", Path(kernel_cache.CACHE_DIR))
+    monkeypatch.setattr(server, "compile_kernels", kernel_cache.warm)
+    gpu_server.cohost(tmp_path, tiny=True)
+    swapped, texts = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (swapped["what"], texts["what"]) == ("cohost", "texts")
+    assert swapped["failed"] == 0 < swapped["from_host"] <= swapped["swaps"]
+    assert (texts["differing"], texts["no_answer"]) == (0, 0)
+    assert texts["compared"] > 0
