@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+from triton.runtime import interpreter
 
 from engine.cuda.kernels import triton_sampling
 from engine.ops import reference
@@ -70,3 +74,51 @@ def test_rows_without_a_cut_take_half_the_launches(monkeypatch: pytest.MonkeyPat
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(3))
     settings = settings_of(4, 1.0, 0)
     assert drawn(logits, settings, is_cut=False) == reference.sample(logits, *settings)[0].tolist()
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor, tuple[Tensor, ...]], float]:
+    """Samples rows, and returns how often the kernels have read a logit, on average."""
+    builder, num_read, place = type(interpreter.interpreter_builder), [0], [0, 0]
+    load = builder.create_masked_load
+
+    def noted(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        at = np.atleast_1d(pointers.data)[np.atleast_1d(mask.data)].astype(np.uint64)
+        num_read[0] += int(((at >= place[0]) & (at < place[1])).sum())
+        return load(self, pointers, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", noted)
+
+    def of(logits: Tensor, settings: tuple[Tensor, ...]) -> float:
+        num_read[0], place[:] = 0, [logits.data_ptr(), logits.data_ptr() + logits.nbytes]
+        drawn(logits, settings)
+        return num_read[0] / logits.numel()
+
+    return of
+
+
+ROWS, VOCAB = 3, 10 * triton_sampling.TILE_TOKENS
+
+
+def test_a_row_is_read_once_where_nothing_is_cut(passes: Callable[[Tensor, tuple[Tensor, ...]], float]) -> None:
+    """Greedy rows, and rows with a temperature or min_p, need no second pass over the vocabulary."""
+    logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(3))
+    temperature, *rest, min_p, key0, key1 = settings_of(ROWS, 1.0, 0)
+    for warmth, floor in ((0.0, 0.0), (1.0, 0.0), (1.0, 0.2)):
+        assert passes(logits, (temperature * warmth, *rest, min_p + floor, key0, key1)) == 1.0
+
+
+def test_a_row_is_read_twice_at_most_and_only_where_heavier_tokens_are(
+    passes: Callable[[Tensor, tuple[Tensor, ...]], float],
+) -> None:
+    """Normal logits have heavier tokens in every tile, and logits that fall as Zipf's law says in one or two of ten. For top_k with
+    top_p the k-th weight is searched before, by ten looks at fewer than k stripes."""
+    generator, top_k = torch.Generator().manual_seed(4), 20
+    normal = torch.randn(ROWS, VOCAB, generator=generator)
+    falling = -torch.log(1.0 + torch.arange(VOCAB)).repeat(ROWS, 1)
+    for top_p, k in ((0.9, 0), (1.0, top_k)):
+        assert passes(normal, settings_of(ROWS, top_p, k)) <= 2.0
+        assert passes(falling, settings_of(ROWS, top_p, k)) <= 1.2
+    stripe = triton_sampling.TILE_TOKENS // triton_sampling.LANES
+    for logits in (normal, falling):
+        assert passes(logits, settings_of(ROWS, 0.9, top_k)) <= 2.0 + 10 * (top_k - 1) * stripe / VOCAB
