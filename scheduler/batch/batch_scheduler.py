@@ -34,6 +34,10 @@ from scheduler.batch.step_room import StepRoom
 from scheduler.batch.steps_ahead import StepsAhead, TokensNeeded
 from scheduler.batch.tenant_time import TenantTime
 
+# While other models wait, sequences beyond those that a turn has room for take turns with these. After so many steps in which the
+# head of the queue found no place among as many sequences as have room, it is let in beside them: streams may go on for minutes.
+PATIENT_STEPS = 32
+
 
 class BatchScheduler:
     """Plans one model's steps and keeps its sequences, waiting and running. Not thread-safe. Calls of `plan` and `finish_step`
@@ -85,6 +89,7 @@ class BatchScheduler:
         self._taken_in: IntArray = np.zeros(0, np.int32)  # slots of the step whose results were taken in last
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
+        self._passed_over = 0  # steps since the last admission that had no room for one sequence more
 
     # ---- requests
 
@@ -216,8 +221,8 @@ class BatchScheduler:
         step has not reported yet.
 
         max_tokens: the most tokens of the step (default: max_num_batched_tokens, which it must not exceed where KV groups have
-        windows). room: limits the step's rows and prompt tokens (None: no limits). Requests are admitted only while fewer sequences
-        run than the room has rows for."""
+        windows). room: limits the step's rows and prompt tokens (None: no limits). Requests are admitted while fewer sequences run
+        than the room has rows for, and one more whenever the head of the queue has waited for long behind these."""
         room = room or StepRoom()
         plan = self._plan(step_id, room, max_tokens)
         if plan is None or self._drafts is None:
@@ -240,6 +245,7 @@ class BatchScheduler:
             if self.tenants.several:
                 loads = self.tenants.loads(decode, prefill, self.waiting.by_tenant())
                 most = room.rows_beside(loads, max_rows, computed[decode])
+            self._note_passed_over(max_rows)
             if len(prefill) or self._may_admit(max_rows):
                 most = room.rows_beside_prompt(most, computed[decode])
             decode, first = self._give_blocks(self.tenants.choose(decode, most), computed)
@@ -410,11 +416,19 @@ class BatchScheduler:
         return decode, np.array(slots, np.int32), np.array(tokens, np.int32)
 
     def _may_admit(self, max_rows: int) -> bool:
-        """Returns whether a request may be admitted now: one waits, a slot is free, fewer than max_rows sequences run (held ones do
-        not count), and memory has changed since the head of the queue found no room."""
+        """Returns whether a request may be admitted now: one waits, a slot is free, memory has changed since the head of the queue
+        found no room, and fewer than max_rows sequences run (held ones do not count), or that many for every PATIENT_STEPS steps
+        that have passed the head over."""
         if not len(self.waiting) or not self._free_slots or self._blocked_version == self.kv.chunks.version:
             return False
-        return self.num_running - self._num_held < max_rows
+        return self.num_running - self._num_held < max_rows * (1 + self._passed_over // PATIENT_STEPS)
+
+    def _note_passed_over(self, max_rows: int) -> None:
+        """Counts a step that passes over the head of the queue because max_rows sequences run."""
+        if not len(self.waiting):
+            self._passed_over = 0
+        elif self.num_running - self._num_held >= max_rows:
+            self._passed_over += 1
 
     def _let_in(self, room: StepRoom, max_rows: int, slots: list[int], tokens: list[int], most: int) -> None:
         """Admits at most `most` waiting requests while there is room and fewer than max_rows run, and appends their first chunks to
@@ -471,6 +485,7 @@ class BatchScheduler:
     def _join(self, request: BatchRequest, admission: Admission, adapter: int) -> int:
         table, params = self.table, request.params
         slot = self._free_slots.pop()
+        self._passed_over = 0
         num_tokens = len(request.tokens)
         table.request_id[slot] = request.request_id
         table.tokens[slot, :num_tokens] = request.tokens

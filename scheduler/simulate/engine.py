@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from math import ceil
 from types import MappingProxyType
 
+from scheduler.batch.batch_scheduler import PATIENT_STEPS
 from scheduler.batch.step_limits import turns_of_step
 from scheduler.batch.turns import Turns
 from scheduler.node.events import ModelFacts
@@ -56,6 +57,7 @@ class Hosted:
     restored: dict[int, int] = field(default_factory=dict)  # request to be submitted again -> tokens whose KV was restored
     kv_bytes: int = 0
     backlogged: bool = False  # there was more to do than fits a turn when its latest step was planned
+    passed_over: float = 0.0  # steps since the last admission that had no room for one sequence more, though one waits
 
     @property
     def num_running(self) -> int:
@@ -75,6 +77,17 @@ class Hosted:
     def rows(self, turns: int) -> int:
         """Returns how many sequences decode in a step that may take so many turns (a turn is a model's time slice)."""
         return min(len(self.decoding), self.costs.max_rows(turns)) if turns else len(self.decoding)
+
+    def most_running(self, turns: int) -> int:
+        """Returns beside how many running sequences no further one is admitted (BatchScheduler.plan). turns: as in `rows`."""
+        return self.costs.max_rows(turns) * (1 + int(self.passed_over) // PATIENT_STEPS)
+
+    def pass_over(self, steps: float, turns: int) -> None:
+        """Counts steps of up to so many turns which may have had no room for one sequence more."""
+        if not self.waiting:
+            self.passed_over = 0.0
+        elif turns and self.num_running >= self.costs.max_rows(turns):
+            self.passed_over += steps
 
     def steps_left(self) -> float:
         """Returns the number of steps until the next sequence ends; 0.0 if none decodes."""
@@ -103,10 +116,10 @@ class _Joined:
 
 @dataclass(slots=True)
 class _Rounds:
-    """Several rounds of decode steps, simulated as one event. decoded: the models, each with its steps per round (fractions are
-    allowed)."""
+    """Several rounds of decode steps, simulated as one event. decoded: the models, each with the steps of a sequence per round
+    (fractions are allowed), its own steps per round, and the turns that a step may take."""
 
-    decoded: list[tuple[Hosted, float]]
+    decoded: list[tuple[Hosted, float, float, int]]
     round_s: float
     num: float
 
@@ -281,13 +294,17 @@ class SimulatedEngine:
         taken = []
         for hosted in models:
             turns = self._turns_of(hosted, models)
-            if hosted.num_running < hosted.costs.max_rows(turns) and self._fits(hosted):
+            if hosted.num_running < hosted.most_running(turns) and self._fits(hosted):
                 return None
             rows = hosted.rows(turns)
-            taken.append((hosted, rows / len(hosted.decoding), hosted.costs.seconds(rows)))
-        longest_s = max(seconds for _, _, seconds in taken)
-        decoded = [(hosted, part * longest_s / seconds) for hosted, part, seconds in taken]
-        num = int(min(hosted.steps_left() / each for hosted, each in decoded) + _DUE)
+            taken.append((hosted, rows / len(hosted.decoding), hosted.costs.seconds(rows), turns))
+        longest_s = max(seconds for _, _, seconds, _ in taken)
+        decoded = [(hosted, part * longest_s / seconds, longest_s / seconds, turns) for hosted, part, seconds, turns in taken]
+        num = int(min(hosted.steps_left() / each for hosted, each, _, _ in decoded) + _DUE)
+        for hosted, _, steps, turns in decoded:
+            if turns and self._fits(hosted):
+                patience = PATIENT_STEPS * (hosted.num_running // hosted.costs.max_rows(turns)) - hosted.passed_over
+                num = min(num, ceil(patience / steps))
         if len(models) > 1:
             num -= 1  # the last steps are simulated one by one
         return _Rounds(decoded, longest_s * len(models), num) if num >= _FEWEST_ROUNDS else None
@@ -305,7 +322,9 @@ class SimulatedEngine:
         num_wanted = hosted.num_running + len(hosted.waiting)
         hosted.backlogged = bool(turns) and costs.max_rows(1) < num_wanted
         rows = hosted.rows(turns)
-        if rows and (hosted.prompts or (hosted.num_running < costs.max_rows(turns) and self._fits(hosted))):
+        if hosted.num_running:
+            hosted.pass_over(1, turns)
+        if rows and (hosted.prompts or (hosted.num_running < hosted.most_running(turns) and self._fits(hosted))):
             rows = costs.rows_beside_prompt(turns, rows, strict)
         part = rows / len(hosted.decoding) if rows else 0.0
         chunks = self._chunks(hosted, turns, rows, strict)
@@ -323,7 +342,7 @@ class SimulatedEngine:
         costs, num_prompts = hosted.costs, len(hosted.prompts) + len(hosted.waiting)
         left = costs.prompt_tokens(turns, rows, num_prompts, strict)
         chunks: list[tuple[SimulatedSequence, int]] = []
-        most_rows = costs.max_rows(turns)
+        most_rows = hosted.most_running(turns)
         at = 0
         while left > 0:
             if at == len(hosted.prompts) and not (hosted.num_running < most_rows and self._admit(hosted)):
@@ -358,6 +377,7 @@ class SimulatedEngine:
         sequence = hosted.waiting.popleft()
         hosted.kv_bytes += sequence.kv_bytes
         hosted.prompts.append(sequence)
+        hosted.passed_over = 0.0
         return True
 
     def _interrupt(self) -> None:
@@ -377,7 +397,8 @@ class SimulatedEngine:
         rounds.num -= num
 
     def _decode(self, rounds: _Rounds, num: float) -> None:
-        for hosted, each in rounds.decoded:
+        for hosted, each, steps, turns in rounds.decoded:
+            hosted.pass_over(num * steps, turns)
             hosted.steps += num * each
             self._end_decoded(hosted)
 

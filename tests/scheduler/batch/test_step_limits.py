@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from scheduler.batch.batch_scheduler import PATIENT_STEPS
 from scheduler.batch.plan import BatchPlan
 from scheduler.batch.step_costs import class_tokens
 from scheduler.batch.step_limits import CHUNK_STEP_TOKENS, NEARLY_FREE, StepLimits
@@ -306,3 +307,20 @@ def test_rows_that_ran_before_the_limit_take_turns() -> None:
         seen |= set(plan.slots.tolist())
         harness.scheduler.finish_step(plan, *harness.model.execute(plan, harness.scheduler.table))
     assert len(seen) == 6
+
+
+def test_the_head_of_the_queue_does_not_wait_for_streams_to_end() -> None:
+    """It is let in beside as many sequences as a turn has room for, once enough steps have passed it over; both take turns then."""
+    harness = Harness(reserved_chunks=64)
+    joined = list[int]()
+    for request_id in (1, 2):
+        harness.submit(request_id, [1, 2, 3], Params(max_tokens=60, ignore_eos=True))
+    for num_steps in range(PATIENT_STEPS + 20):
+        before = harness.scheduler.num_running
+        plan = harness.scheduler.plan(0, StepRoom(max_rows=1))
+        assert plan is not None
+        assert np.count_nonzero(plan.num_new == 1) <= 1
+        joined += [num_steps] * (harness.scheduler.num_running - before)
+        harness.deliver(harness.scheduler.finish_step(plan, *harness.model.execute(plan, harness.scheduler.table)))
+    assert joined == [0, PATIENT_STEPS]
+    assert [len(harness.output[request_id]) for request_id in (1, 2)] == [PATIENT_STEPS + 11, 10]

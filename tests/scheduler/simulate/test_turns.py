@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.batch.batch_scheduler import PATIENT_STEPS
 from scheduler.node.events import ModelFacts
 from scheduler.simulate import engine as engine_module
 from scheduler.simulate.costs import Costs, ModelCosts
@@ -155,7 +156,22 @@ def test_two_floods_pool_their_turns() -> None:
     for request_id in range(120):
         submit(made, request_id, "ab"[request_id % 2], 1, 2000)
     made.advance(3.0)
-    assert len(made.hosted["a"].decoding) == len(made.hosted["b"].decoding) == steps.max_rows(2)
+    for name in "ab":
+        assert made.hosted[name].rows(2) == steps.max_rows(2) <= len(made.hosted[name].decoding)
+
+
+def test_who_waits_behind_streams_is_let_in_after_some_steps() -> None:
+    made = engine("a", "b")
+    submit(made, 100, "b", 1, 100_000)
+    for request_id in range(ROWS_OF_A_TURN):
+        submit(made, request_id, "a", 1, 100_000)
+    made.advance(1.0)
+    submit(made, 50, "a", 1, 1000)
+    made.advance(1.1)
+    assert made.waiting() == {"a": 1}
+    made.advance(1.1 + 2 * 2 * PATIENT_STEPS * (FIXED_S + ROWS_OF_A_TURN * EACH_S))
+    assert made.waiting() == {}
+    assert made.first_tokens[-1].request_id == 50
 
 
 def test_what_comes_while_rounds_are_under_way_waits_for_one_step() -> None:
