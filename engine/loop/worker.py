@@ -207,16 +207,24 @@ class Engine:
     # ---- steps
 
     def _turn(self, busy: list[str]) -> None:
-        """Starts one step of the busy model whose turn (time slice) it is. While the model then has more steps under way than
-        most_under_way, results are waited for, the oldest first."""
-        name = self.models.next(busy)
-        if name is None:
-            return
+        """Starts one step of the busy model whose turn (time slice) it is. If that one finds no step to run, the turn passes to the
+        next: it is charged nothing and would be chosen again and again."""
+        while busy and (name := self.models.next(busy)) is not None:
+            if self._step(name, busy):
+                return
+            busy = [other for other in busy if other != name]
+        if self._under_way:
+            self._end_oldest()
+
+    def _step(self, name: str, busy: list[str]) -> bool:
+        """Starts one step of a model. While the model then has more steps under way than most_under_way, results are waited for,
+        the oldest first. Returns False if the model has no step to run and none under way whose results could change that. busy:
+        the models that share the device's time."""
         embedder = self.models.embedders.get(name)
         if embedder is not None:
             self._finish_launched()
             self._embed(name, embedder)
-            return
+            return True
         served = self.models.by_name[name]
         if served.most_under_way == 0 and self._under_way and self._under_way[0].served.share is None:
             self._finish_launched()
@@ -234,9 +242,10 @@ class Engine:
             self._fail_hopeless(scheduler)
         self.models.discard_returned()
         if plan is None:
-            if self._under_way:
+            waits = any(step.served is served for step in self._under_way)
+            if waits:
                 self._end_oldest()
-            return
+            return waits
         self.num_steps += 1
         posted: PostedStep | None = None
         if served.share is not None and self.groups is not None:
@@ -244,14 +253,14 @@ class Engine:
                 posted = self.groups.post(served.share, plan, scheduler.table)
             except GroupBroken as error:
                 self._broke(served.share, error)
-                return
+                return True
         request_ids, expected_s = scheduler.table.request_id[plan.slots], served.limits.expected_s(plan)
         if posted is None and served.ahead is None:
             self.journal.note(request_ids, expected_s)
             masks = self.constraints.masks(served, plan) if constrained else None
             result = self.models.threads.run(lambda: served.hosted.execute(plan, scheduler.table, masks))
             self._take_in(served, plan, masks, result)
-            return
+            return True
         self._note_with_those_under_way(request_ids, expected_s)
         masks = self.constraints.masks(served, plan) if constrained else None
         launched: Launched
@@ -263,12 +272,13 @@ class Engine:
                 launched = served.ahead.launch(plan, scheduler.table, masks)
             except NoWorkSpace as error:
                 self._give_up(served, request_ids.tolist(), str(error))
-                return
+                return True
         if served.most_under_way:
             scheduler.start_step(plan)
         self._under_way.append(StepUnderWay(served, plan, masks, launched, request_ids, expected_s))
         while sum(step.served is served for step in self._under_way) > served.most_under_way:
             self._end_oldest(noted=True)
+        return True
 
     def _note_with_those_under_way(self, request_ids: LongArray, expected_s: float) -> None:
         """Writes a new step's requests, and those of all steps under way, to the journal: a fault may come from any of these steps,

@@ -114,9 +114,11 @@ class BatchScheduler:
 
     @property
     def runnable(self) -> bool:
-        """Returns whether `plan` may find work: a sequence runs that is not held, or a request waits and memory has changed since
-        the head of the queue found none."""
-        return len(self.running) > self._num_held or (len(self.waiting) > 0 and self._blocked_version != self.kv.chunks.version)
+        """Returns whether `plan` may find work: a sequence runs that is not held, or a request waits, a slot is free and memory has
+        changed since the head of the queue found none."""
+        if len(self.running) > self._num_held:
+            return True
+        return len(self.waiting) > 0 and len(self._free_slots) > 0 and self._blocked_version != self.kv.chunks.version
 
     def submit(self, request: BatchRequest) -> None:
         """Queues a request. The caller has checked that 0 < len(tokens) < limits.max_tokens and that the request's id is not known

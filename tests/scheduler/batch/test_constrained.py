@@ -38,6 +38,21 @@ def test_nothing_is_runnable_while_all_are_held() -> None:
     assert harness.scheduler.runnable
 
 
+def test_a_request_that_waits_for_a_slot_is_no_work_while_held_rows_have_all_slots() -> None:
+    harness = Harness(max_sequences=2)
+    harness.submit(1, [5, 6, 7], PARAMS, constrained=True)
+    harness.submit(2, [5, 6, 7], PARAMS, constrained=True)
+    harness.step()
+    harness.submit(3, [8, 9], PARAMS)
+    assert not harness.scheduler.runnable
+    assert harness.step() is None
+    assert harness.scheduler.abort(1)
+    assert harness.scheduler.runnable
+    outcome = harness.step()
+    assert outcome is not None
+    assert outcome.request_ids == [3]
+
+
 def test_a_preempted_row_is_still_held_when_it_is_back() -> None:
     harness = Harness()
     harness.submit(1, [5, 6, 7], PARAMS, constrained=True)
