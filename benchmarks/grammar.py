@@ -84,23 +84,27 @@ def mask_costs(folder: Path, num_schemas: int = 200) -> dict[str, float]:
     }
 
 
+def _answers(port: GrammarPort) -> list[object]:
+    return port.receive() if port.wait(60.0) else []
+
+
 def round_trips(folder: Path, num_tokens: int = 2000) -> dict[str, float]:
     """Through the process, one row at a time."""
     port = GrammarPort(VOCAB_SIZE, 1)
     try:
         begin = time.perf_counter()
         port.send(Open(str(folder), VOCAB_SIZE, [END_ID], 1, 1))
-        assert port.receive() == [Opened("")]
+        assert _answers(port) == [Opened("")]
         opened_s = time.perf_counter() - begin
         rng = random.Random(1)
         port.send(Start(1, 0, "regex:([a-z]+ [0-9]{1,6},)+", []))
-        assert port.receive() == [Ready([1], {})]
+        assert _answers(port) == [Ready([1], {})]
         costs_s = []
         for _ in range(num_tokens):
             token = drawn(rng, port.masks[0, 0].view(np.uint8))
             begin = time.perf_counter()
             port.send(Advance([1], [token], [], {}))
-            if port.receive() != [Ready([1], {})]:
+            if _answers(port) != [Ready([1], {})]:
                 break
             costs_s.append(time.perf_counter() - begin)
     finally:

@@ -1,4 +1,5 @@
-"""The engine's end of the socketpair to the daemon: sends and receives framed messages. Only functions named wait_… block."""
+"""The engine's end of a socketpair, to the daemon or to a grammar process: sends and receives framed messages. Only functions named
+wait_… block."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ def wait_until(sock: socket.socket | int, events: int, limit_s: float | None = N
 
 
 class ChannelClosed(Exception):
-    """Raised when the daemon has closed its end of the channel."""
+    """Raised when the process at the other end of a channel has closed it."""
 
 
 class Channel:
-    """The engine's end of the channel to the daemon. A message goes to the kernel at once; bytes that the kernel does not take wait
-    in a backlog of `backlog_bytes` bytes."""
+    """The engine's end of a channel. A message goes to the kernel at once; bytes that the kernel does not take wait in a backlog of
+    `backlog_bytes` bytes. kinds: the types of the messages that come from the other end, by default the daemon's."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, kinds: Any = ToEngine) -> None:
         self._sock = sock
         self._sock.setblocking(False)
-        self._reader = FrameReader(ToEngine)
+        self._reader = FrameReader(kinds)
         self._out = bytearray()
 
     def fileno(self) -> int:

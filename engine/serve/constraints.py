@@ -2,8 +2,9 @@
 
 A request with a grammar enters the batch scheduler once its first mask is ready. After each of its steps the scheduler holds it
 until its next mask is ready, while rows without a grammar go on. A model's grammar process is started by the model's first
-request with a grammar and ends with the model. If the process dies, it is started again and replays the output of every request.
-A request that it was working on at two deaths fails. Requests that only rule out tokens by id wait for nothing: their masks are
+request with a grammar and ends with the model. The engine never waits for it to read: what it does not read yet is kept, and no
+further grammars are sent to it meanwhile. If the process dies, it is started again and replays the output of every request. A
+request that it was working on at two deaths fails. Requests that only rule out tokens by id wait for nothing: their masks are
 computed here.
 
 With a mask comes a draft: tokens that the grammar forces next, or guesses of the scheduler that the grammar allows, with the mask
@@ -76,7 +77,7 @@ class ModelGrammars:
     port: GrammarPort
     free_rows: list[int]
     opened: bool = False
-    parked: deque[Constrained] = field(default_factory=deque)  # waiting for the process to open, or for a free row
+    parked: deque[Constrained] = field(default_factory=deque)  # until the process has opened, reads and has a free row
     by_id: dict[int, Constrained] = field(default_factory=dict)
     by_key: dict[int, Constrained] = field(default_factory=dict)
     num_awaited: int = 0
@@ -155,7 +156,7 @@ class Constraints:
         if not each.started:
             grammars.parked.remove(each)
             return
-        self._send(grammars, Forget([each.key]))
+        self._send(grammars.port, Forget([each.key]))
         self._start_parked(grammars)
 
     def close(self, model: str) -> None:
@@ -283,7 +284,7 @@ class Constraints:
             if guess is not None and len(guess):
                 guesses[each.key] = guess.tolist()
         if grammars is not None and keys:
-            self._send(grammars, Advance(keys, told, counts if len(told) > len(keys) else [], guesses))
+            self._send(grammars.port, Advance(keys, told, counts if len(told) > len(keys) else [], guesses))
 
     def ready(self, served: ServedModel) -> list[End]:
         """Prepares the model's next step: waits up to GRACE_S for masks that are nearly ready, and takes requests for which no
@@ -304,13 +305,16 @@ class Constraints:
         return ends
 
     def receive(self) -> list[End]:
-        """Processes the answers of all grammar processes that have arrived. A request whose mask is ready is submitted to the
-        scheduler, or released if the scheduler holds it; a request that has ended is removed from it. Returns the ends of requests,
-        for the engine to report."""
+        """Processes the answers of all grammar processes that have arrived, and hands messages on to those that did not read for a
+        while. A request whose mask is ready is submitted to the scheduler, or released if the scheduler holds it; a request that
+        has ended is removed from it. Returns the ends of requests, for the engine to report."""
         ends: list[End] = []
-        ready = {fd for fd, _ in self._poller.poll(0)}
+        ready = dict(self._poller.poll(0))
         for model, grammars in list(self._models.items()):
-            if grammars.port.fileno() in ready:
+            events = ready.get(grammars.port.fileno(), 0)
+            if events & select.EPOLLOUT:
+                self._flush(grammars)
+            if events & ~select.EPOLLOUT:
                 self._receive(model, grammars, ends)
         return ends
 
@@ -322,11 +326,13 @@ class Constraints:
             rows_each = max(1, min(1 + MOST_DRAFTED, MASKS_BYTES // (num_rows * row_bytes(vocab_size))))
         port = GrammarPort(vocab_size, num_rows, rows_each, self._locks)
         self._poller.register(port.fileno(), select.EPOLLIN)
-        port.send(Open(folder_of(served.spec), vocab_size, served.spec.eos_token_ids, num_rows, rows_each, text_id))
+        self._send(port, Open(folder_of(served.spec), vocab_size, served.spec.eos_token_ids, num_rows, rows_each, text_id))
         return port
 
     def _start_parked(self, grammars: ModelGrammars) -> None:
-        while grammars.opened and grammars.parked:
+        """Passes parked requests on to the process: while it has opened, has rows and reads what it is sent. A process that does
+        not read is sent no more grammars, so that its backlog stays short however many requests come and go."""
+        while grammars.opened and grammars.parked and not grammars.port.backlog_bytes:
             each = grammars.parked[0]
             if each.row < 0:
                 if not grammars.free_rows:
@@ -335,7 +341,7 @@ class Constraints:
             grammars.parked.popleft()
             each.started = True
             self._set_working(grammars, each, True)
-            self._send(grammars, Start(each.key, each.row, each.params.grammar, each.output, each.text_id))
+            self._send(grammars.port, Start(each.key, each.row, each.params.grammar, each.output, each.text_id))
 
     def _receive(self, model: str, grammars: ModelGrammars, ends: list[End]) -> None:
         try:
@@ -432,12 +438,23 @@ class Constraints:
         if each.scheduled:
             grammars.num_awaited += change
 
-    @staticmethod
-    def _send(grammars: ModelGrammars, message: Start | Advance | Forget) -> None:
+    def _send(self, port: GrammarPort, message: Open | Start | Advance | Forget) -> None:
         try:
-            grammars.port.send(message)
+            port.send(message)
         except ProcessDied:
             log.debug("a grammar process is gone; `receive` will find that")
+        if port.backlog_bytes:
+            self._poller.modify(port.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def _flush(self, grammars: ModelGrammars) -> None:
+        port = grammars.port
+        try:
+            port.flush()
+        except ProcessDied:
+            log.debug("a grammar process is gone; `receive` will find that")
+        if not port.backlog_bytes:
+            self._poller.modify(port.fileno(), select.EPOLLIN)
+            self._start_parked(grammars)
 
 
 def _tokens_of(outcome: StepOutcome) -> dict[int, list[int]]:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from engine.contracts.loads import LocksMasks
 from engine.grammar.messages import FromGrammar, row_bytes
 from engine.host.child_process import child_environment
-from engine.protocol import FrameReader, LoadModel, Message, encode
-from engine.serve.channel import wait_until
+from engine.protocol import LoadModel, Message
+from engine.serve.channel import Channel, ChannelClosed, wait_until
 
 # Rows whose masks are page-locked. A step has no more than 64 masks copied from there, and rows are given out lowest first. The
 # memory is there at once, at most 8 MiB with a vocabulary of 262,144.
@@ -45,7 +45,7 @@ class GrammarPort:
             self._socket, self._process = _spawn(fd)
         finally:
             os.close(fd)
-        self._reader = FrameReader(FromGrammar)
+        self._channel = Channel(self._socket, FromGrammar)
         self._locks = locks
         self.locked = None if locks is None else locks.lock_masks(behind_drafts[0, :MOST_LOCKED])
 
@@ -57,26 +57,37 @@ class GrammarPort:
         return self._process.pid
 
     def send(self, message: Message) -> None:
-        """Sends a message, blocking until the process has read most of it. The process always reads, except while it opens its
-        model. Raises ProcessDied."""
+        """Sends a message without blocking. What the kernel does not take, because the process does not read, waits in the backlog
+        for `flush`. Raises ProcessDied."""
         try:
-            self._socket.sendall(encode(message))
-        except OSError as error:
-            raise ProcessDied(str(error)) from None
+            self._channel.send(message)
+        except ChannelClosed as closed:
+            raise self._died() from closed
+
+    @property
+    def backlog_bytes(self) -> int:
+        return self._channel.backlog_bytes
+
+    def flush(self) -> None:
+        """Hands as much of the backlog to the kernel as it takes. Raises ProcessDied."""
+        try:
+            self._channel.flush()
+        except ChannelClosed as closed:
+            raise self._died() from closed
 
     def wait(self, seconds: float) -> bool:
         """Waits for at most `seconds` and returns whether there is something to receive."""
         return wait_until(self._socket, select.POLLIN, seconds)
 
     def receive(self) -> list[object]:
-        """Returns the messages that have arrived; blocks if there are none. Raises ProcessDied."""
+        """Returns the messages that have arrived, without blocking. Raises ProcessDied."""
         try:
-            data = self._socket.recv(1 << 18)
-        except OSError:
-            data = b""
-        if not data:
-            raise ProcessDied(f"process {self._process.pid} ended")
-        return list(self._reader.feed(data))
+            return self._channel.receive()
+        except ChannelClosed as closed:
+            raise self._died() from closed
+
+    def _died(self) -> ProcessDied:
+        return ProcessDied(f"process {self._process.pid} ended")
 
     def close(self) -> None:
         """Kills the process, even in the middle of its work, and gives up its memory: that is unmapped once nothing reads it."""

@@ -79,6 +79,7 @@ class Port:
 
     def __init__(self, steps: LaunchedSteps, vocab_size: int, num_rows: int) -> None:
         self.masks, self.locked = np.zeros((num_rows, 1, row_bytes(vocab_size) // 4), np.uint32), None
+        self.backlog_bytes = 0
         self.key, self.seen = -1, list[int]()
         self._steps, self._answers = steps, deque[object]()
         self._ours, self._theirs = socket.socketpair()

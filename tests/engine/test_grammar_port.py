@@ -3,6 +3,8 @@ has the process. Low rows are given out first, so that the masks of a step lie c
 
 from __future__ import annotations
 
+import select
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from engine.grammar.messages import Advance, Draft, Open, Opened, Ready, Start
+from engine.grammar.messages import Advance, Broken, Draft, Forget, Open, Opened, Ready, Start, ToGrammar
 from engine.grammar.row_masks import LockedMasks, holds_any
-from engine.protocol import SamplingParams
+from engine.protocol import FrameReader, Message, SamplingParams, encode
 from engine.serve import grammar_port
-from engine.serve.constraints import Constraints, ModelGrammars
+from engine.serve.constraints import Constraints, End, ModelGrammars
 from engine.serve.grammar_port import GrammarPort
 from tests.e2e.checkpoints import END_ID, VOCAB_SIZE, make_model
 
@@ -33,6 +35,24 @@ class Locks:
         self.unlocked.append(locked)
 
 
+def answers(port: GrammarPort) -> list[object]:
+    """Waits for the process's answer and returns it."""
+    assert port.wait(60.0)
+    return port.receive()
+
+
+def model(name: str, max_sequences: int) -> Any:
+    """Makes what a model in service has for its grammars, without a runner."""
+    spec = SimpleNamespace(model=name, path=f"/{name}", eos_token_ids=[END_ID], max_sequences=max_sequences)
+    scheduler = SimpleNamespace(drafts_masked=False, abort=lambda request_id: True)
+    return SimpleNamespace(spec=spec, scheduler=scheduler, hosted=SimpleNamespace(vocab_size=VOCAB_SIZE))
+
+
+def submit(constraints: Constraints, served: Any, request_id: int, grammar: str) -> None:
+    request: Any = SimpleNamespace(request_id=request_id, constrained=False)
+    assert constraints.submit(served, request, SamplingParams(9, grammar=grammar), []) == []
+
+
 @pytest.fixture
 def locks() -> Locks:
     return Locks()
@@ -44,7 +64,7 @@ def port(tmp_path: Path, locks: Locks, monkeypatch: pytest.MonkeyPatch) -> Itera
     folder = make_model(tmp_path / "m")
     port = GrammarPort(VOCAB_SIZE, 3, 4, locks)
     port.send(Open(str(folder), VOCAB_SIZE, [END_ID], 3, 4))
-    assert port.receive() == [Opened("")]
+    assert answers(port) == [Opened("")]
     yield port
     port.close()
 
@@ -53,9 +73,9 @@ def test_first_masks_lie_one_after_the_other_and_those_behind_drafts_behind_them
     """The request in row 1 has masks of its own behind each drafted token."""
     for row, grammar in enumerate(("regex:[x-z]", "regex:[ab]cd[0-9]e", "regex:[lm]")):
         port.send(Start(row + 1, row, grammar, []))
-        assert port.receive() == [Ready([row + 1], {})]
+        assert answers(port) == [Ready([row + 1], {})]
     port.send(Advance([2], [ord("a")], [], {}))
-    assert port.receive() == [Ready([2], {2: Draft([ord("c"), ord("d")], [True, True])})]
+    assert answers(port) == [Ready([2], {2: Draft([ord("c"), ord("d")], [True, True])})]
 
     def letters(mask: Any) -> str:
         return "".join(chr(token) for token in range(128) if holds_any(mask, [token]))
@@ -82,21 +102,140 @@ def test_masks_are_unlocked_once_the_process_is_gone(locks: Locks) -> None:
 
 def test_low_rows_are_given_out_first() -> None:
     sent: list[Any] = []
-    port: Any = SimpleNamespace(send=sent.append)
-    scheduler = SimpleNamespace(drafts_masked=False)
-    spec = SimpleNamespace(model="m", max_sequences=6)
-    served: Any = SimpleNamespace(spec=spec, scheduler=scheduler, hosted=SimpleNamespace(vocab_size=VOCAB_SIZE))
-    constraints = Constraints()
+    port: Any = SimpleNamespace(send=sent.append, backlog_bytes=0)
+    served, constraints = model("m", 6), Constraints()
     constraints._models["m"] = ModelGrammars(served, port, list(range(6)), opened=True)
 
     def rows_of(*request_ids: int) -> list[int]:
         sent.clear()
         for request_id in request_ids:
-            request: Any = SimpleNamespace(request_id=request_id, constrained=False)
-            constraints.submit(served, request, SamplingParams(9, grammar="regex:a"), [])
+            submit(constraints, served, request_id, "regex:a")
         return [message.row for message in sent if isinstance(message, Start)]
 
     assert rows_of(1, 2, 3, 4) == [0, 1, 2, 3]
     for request_id in (3, 1, 2):
         constraints.drop("m", request_id)
     assert rows_of(5, 6, 7, 8) == [0, 1, 2, 4]
+
+
+class ByHand:
+    """Stands in for grammar processes: the other end of the port that was opened last. It reads and answers when a test says so. A
+    port that blocked in a send would give up after a second, and its message would be cut off."""
+
+    pid = 0
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._reader = FrameReader(ToGrammar)
+        self.num_opened = 0
+        patch.setattr(grammar_port, "_spawn", self._spawn)
+
+    def _spawn(self, masks_fd: int) -> tuple[socket.socket, ByHand]:
+        ours, self._theirs = socket.socketpair()
+        ours.settimeout(1.0)
+        self._theirs.setblocking(False)
+        self._reader = FrameReader(ToGrammar)
+        self.num_opened += 1
+        return ours, self
+
+    def read(self) -> list[Any]:
+        """Returns the messages that have become whole with what lies in the socket."""
+        messages = list[Any]()
+        while True:
+            try:
+                messages += self._reader.feed(self._theirs.recv(1 << 18))
+            except BlockingIOError:
+                return messages
+
+    def answer(self, message: Message) -> None:
+        self._theirs.sendall(encode(message))
+
+    def kill(self) -> None:
+        self._theirs.close()
+
+    def wait(self) -> None:
+        pass
+
+
+def has_something_to_do(constraints: Constraints) -> bool:
+    poller = select.poll()
+    poller.register(constraints.fileno(), select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def read_on(constraints: Constraints, process: ByHand) -> list[Any]:
+    """Reads as the process and handles events as the engine's loop does, until neither has anything to do."""
+    messages = process.read()
+    while has_something_to_do(constraints):
+        assert constraints.receive() == []
+        messages += process.read()
+    return messages
+
+
+LARGE = "regex:" + "a" * (1 << 20)  # more than a socket holds
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> ByHand:
+    return ByHand(monkeypatch)
+
+
+@pytest.fixture
+def constraints() -> Iterator[Constraints]:
+    """The constraints of an engine; model m is closed at the end."""
+    constraints = Constraints()
+    yield constraints
+    constraints.close("m")
+
+
+def open_with_large(constraints: Constraints, process: ByHand) -> Any:
+    """Submits request 1, with a large grammar, to a process that has opened and reads no more. Returns the model."""
+    served = model("m", 2)
+    submit(constraints, served, 1, LARGE)
+    (opened,) = process.read()
+    assert isinstance(opened, Open)
+    process.answer(Opened(""))
+    assert constraints.receive() == []
+    return served
+
+
+def test_a_process_that_does_not_read_blocks_nobody(constraints: Constraints, process: ByHand) -> None:
+    """What it was sent arrives whole and in order once it reads again; until then the loop has nothing to do for it."""
+    served = open_with_large(constraints, process)
+    submit(constraints, served, 2, "regex:b")
+    submit(constraints, served, 3, "regex:c")
+    constraints.drop("m", 1)
+    assert not has_something_to_do(constraints)
+    messages = read_on(constraints, process)
+    assert [type(message) for message in messages] == [Start, Forget, Start, Start]
+    first, gone, *others = messages
+    assert (first.grammar, gone.keys) == (LARGE, [first.key])
+    assert sorted((message.row, message.grammar) for message in others) == [(0, "regex:b"), (1, "regex:c")]
+    assert not has_something_to_do(constraints)
+    process.answer(Broken(others[0].key, "no"))
+    assert constraints.receive() == [End("m", 2, "no")]
+
+
+def test_requests_that_come_and_go_add_nothing_to_what_waits_for_a_process(constraints: Constraints, process: ByHand) -> None:
+    served = open_with_large(constraints, process)
+    port = constraints._models["m"].port
+    waiting = port.backlog_bytes
+    assert waiting > 1 << 19
+    for request_id in range(2, 9):
+        submit(constraints, served, request_id, LARGE)
+        constraints.drop("m", request_id)
+    assert port.backlog_bytes == waiting
+    assert [type(message) for message in read_on(constraints, process)] == [Start]
+
+
+def test_a_process_that_dies_before_it_has_read_all_is_started_again(constraints: Constraints, process: ByHand) -> None:
+    open_with_large(constraints, process)
+    process.kill()
+    assert has_something_to_do(constraints)
+    assert constraints.receive() == []
+    assert process.num_opened == 2
+    (opened,) = process.read()
+    assert isinstance(opened, Open)
+    process.answer(Opened(""))
+    assert constraints.receive() == []
+    (start,) = read_on(constraints, process)
+    assert start.grammar == LARGE
