@@ -223,7 +223,7 @@ class Engine:
         embedder = self.models.embedders.get(name)
         if embedder is not None:
             self._finish_launched()
-            self._embed(name, embedder)
+            self._embed(name, embedder, others_busy=len(busy) > 1)
             return True
         served = self.models.by_name[name]
         if served.most_under_way == 0 and self._under_way and self._under_way[0].served.share is None:
@@ -384,8 +384,8 @@ class Engine:
         if waiting or self.adapters.under_way:
             self.adapters.look_after(waiting, self.lifecycle.may_free_memory)
 
-    def _embed(self, name: str, embedder: Embedder) -> None:
-        request_ids = embedder.next_texts()
+    def _embed(self, name: str, embedder: Embedder, others_busy: bool) -> None:
+        request_ids = embedder.next_texts(others_busy)
         self.num_steps += 1
         self.journal.note(np.array(request_ids, np.int64), embedder.expected_s(request_ids))
         out, failed = self.models.threads.run(lambda: embedder.step(request_ids, self.num_steps))

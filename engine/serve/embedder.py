@@ -1,5 +1,5 @@
-"""Queues and computes the requests of one encoder. Tenants get a fair share (scheduler/fair_queue.py), and a step takes as many
-texts as its limit of tokens allows.
+"""Queues and computes the requests of one encoder. Tenants get a fair share (scheduler/fair_queue.py). A step takes as many
+texts as its limit of tokens allows; while other models are busy, only as many as fit a turn (scheduler/batch/step_limits.py).
 
 Each request is computed whole, in one step, so nothing of it is kept between steps.
 """
@@ -14,6 +14,7 @@ from engine.contracts.steps import HostedEncoder
 from engine.protocol import SCORE, EmbeddingsOut, LoadModel, RequestFailed, Submit
 from scheduler.batch.plan import IntArray
 from scheduler.batch.step_costs import StepCosts
+from scheduler.batch.step_limits import NEARLY_FREE
 from scheduler.fair_queue import FairQueue
 
 MAX_TEXTS = 4096  # most texts in one step: as many requests as the step journal can name
@@ -22,11 +23,12 @@ MAX_TEXTS = 4096  # most texts in one step: as many requests as the step journal
 @dataclass(slots=True)
 class Embedder:
     """A loaded encoder and the requests that wait for it. max_tokens: most tokens of one step; a step of a single text may have
-    more."""
+    more. turn_s: length of a turn in device seconds."""
 
     spec: LoadModel
     hosted: HostedEncoder
     max_tokens: int
+    turn_s: float
     waiting: dict[int, IntArray] = field(default_factory=dict)  # request id -> token ids
     _second_at: dict[int, int] = field(default_factory=dict)  # request id -> Submit.second_at, for waiting pairs of texts
     _queue: FairQueue = field(default_factory=FairQueue)
@@ -52,18 +54,30 @@ class Embedder:
         self._queue.add(message.request_id, len(message.prompt), message.tenant, weight, message.priority)
         return ""
 
-    def next_texts(self) -> list[int]:
-        """Takes the next step's requests out of the queue and returns their ids, to be given to `step`."""
+    def next_texts(self, others_busy: bool) -> list[int]:
+        """Takes the next step's requests out of the queue and returns their ids, to be given to `step`. others_busy: whether other
+        models on the device have steps to run, so that the step keeps within a turn, unless its first text alone takes longer."""
         chosen: list[int] = []
-        room = self.max_tokens
+        room = 0
         while len(chosen) < MAX_TEXTS and (request_id := self._queue.first()) is not None:
             num_tokens = len(self.waiting[request_id])
-            if chosen and num_tokens > room:
+            if not chosen:
+                room = self._tokens_of_turn(num_tokens) if others_busy else self.max_tokens
+            elif num_tokens > room:
                 break
             self._queue.take(request_id)
             chosen.append(request_id)
             room -= num_tokens
         return chosen
+
+    def _tokens_of_turn(self, first: int) -> int:
+        """Returns the most tokens of a step that takes no longer than a turn, or than a little more than the model's cheapest step
+        if that is longer; 0 if no step has run yet. first: number of tokens of the step's first text."""
+        costs = self._costs
+        fewest, least_s = costs.fewest_tokens, costs.least()
+        if least_s > self.turn_s and costs.filled(first) < fewest:  # whether fewer tokens take less time has not been measured yet
+            return int(fewest * self.turn_s / least_s)
+        return costs.tokens_within(max(self.turn_s, NEARLY_FREE * least_s), self.max_tokens, one_more=True)
 
     def expected_s(self, request_ids: list[int]) -> float:
         """Returns the usual device seconds of a step that computes these waiting requests; 0.0 if too few steps of that size have

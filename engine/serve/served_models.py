@@ -300,7 +300,8 @@ class ServedModels:
         self.set_lease(self.chunks.lease_chunks)
 
     def add_encoder(self, spec: LoadModel, hosted: HostedEncoder, place: Place) -> None:
-        self.embedders[spec.model] = Embedder(spec, hosted, self._configure.max_num_batched_tokens)
+        max_tokens, turn_s = self._configure.max_num_batched_tokens, self._configure.turn_budget_ms / 1e3
+        self.embedders[spec.model] = Embedder(spec, hosted, max_tokens, turn_s)
         self._unscheduled_places[spec.model] = place
         self.turns.add(spec.model)
 

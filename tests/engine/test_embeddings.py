@@ -4,7 +4,10 @@ answered.
 
 from __future__ import annotations
 
+import itertools
 import json
+import mmap
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,14 @@ import pytest
 import torch
 
 from engine.cpu.encoder import CpuEncoder
-from engine.protocol import LoadModel, RequestFailed, SamplingParams, Submit
+from engine.loop.worker import Engine
+from engine.null.runner import NullRunner
+from engine.protocol import EMBED, JOURNAL_BYTES, EmbeddingsOut, LoadModel, RequestFailed, SamplingParams, Submit
 from engine.serve.embedder import Embedder
+from engine.serve.served_models import Place
 from loader.errors import UnsupportedModel
 from loader.models.catalog import scan_one
+from tests.engine.engine_process import load_message, null_configure
 from tests.engine.model_bench import load_task, make_memory, make_runner
 
 TOLERANCE = 1e-4
@@ -131,13 +138,13 @@ def submit(request_id: int, prompt: list[int], priority: int = 0, tenant: str = 
 
 
 def test_steps_are_bounded_and_each_request_is_answered_once(tmp_path: Path) -> None:
-    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=10)
+    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=10, turn_s=0.01)
     for request_id, length in enumerate((6, 4, 1, 20, 3)):
         assert embedder.submit(submit(request_id, [1] * length)) == ""
     assert embedder.submit(submit(9, [0, 1], priority=1)) == ""
     steps = []
     while embedder.waiting:
-        chosen = embedder.next_texts()
+        chosen = embedder.next_texts(others_busy=False)
         out, failed = embedder.step(chosen, len(steps) + 1)
         assert (out.model, out.step_id, out.seconds, len(out.values)) == ("m", len(steps) + 1, 0.5, len(out.request_ids))
         steps.append(chosen)
@@ -147,18 +154,18 @@ def test_steps_are_bounded_and_each_request_is_answered_once(tmp_path: Path) -> 
 
 
 def test_what_a_step_takes_is_known_once_some_of_its_size_were_seen() -> None:
-    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=10)
+    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=10, turn_s=0.01)
     told = []
     for request_id in range(4):
         embedder.submit(submit(request_id, [1] * 6))
-        chosen = embedder.next_texts()
+        chosen = embedder.next_texts(others_busy=False)
         told.append(embedder.expected_s(chosen))
         embedder.step(chosen, request_id)
     assert told == [0.0, 0.0, 0.0, pytest.approx(0.5)]
 
 
 def test_tenants_are_served_by_their_weights_and_what_is_aborted_is_not(tmp_path: Path) -> None:
-    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=4)
+    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=4, turn_s=0.01)
     for request_id in range(40):
         embedder.submit(submit(request_id, [1], tenant="flood"))
     for request_id in range(100, 109):
@@ -168,7 +175,7 @@ def test_tenants_are_served_by_their_weights_and_what_is_aborted_is_not(tmp_path
     embedder.abort(7777)
     chosen: list[int] = []
     for step_id in range(3):
-        texts = embedder.next_texts()
+        texts = embedder.next_texts(others_busy=False)
         embedder.step(texts, step_id)
         chosen += texts
     assert len([request_id for request_id in chosen if request_id >= 100]) == 8
@@ -176,9 +183,84 @@ def test_tenants_are_served_by_their_weights_and_what_is_aborted_is_not(tmp_path
     assert len(embedder.waiting) == 39 - 4
 
 
+class CostedEncoder(FakeEncoder):
+    """An encoder whose steps take fixed_s seconds and a millisecond for each token."""
+
+    def __init__(self, fixed_s: float) -> None:
+        self.fixed_s = fixed_s
+
+    def embed(self, texts: Any, second_at: Any) -> Any:
+        return super().embed(texts, second_at)[0], self.fixed_s + 1e-3 * sum(map(len, texts))
+
+
+class Messages:
+    """Stands in for the engine's channel, and keeps its messages."""
+
+    backlog_bytes = 0
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+def test_steps_keep_within_a_turn_while_another_model_is_busy() -> None:
+    configure, channel = null_configure(max_num_batched_tokens=64, turn_budget_ms=10.0), Messages()
+    engine = Engine(channel, mmap.mmap(-1, JOURNAL_BYTES), configure, NullRunner(configure), None)  # type: ignore[arg-type]
+    place = Place(np.zeros(0, np.int32), np.zeros(0, np.int32))
+    for name in ("a", "b"):
+        engine.models.add_encoder(load_message("", name), CostedEncoder(1e-3), place)
+
+    def steps(**num_texts: int) -> list[tuple[str, int]]:
+        """Returns the model and the number of texts of each step, until texts of two tokens each are computed."""
+        before = len(channel.sent)
+        for name, num in num_texts.items():
+            for _ in range(num):
+                engine._handle(Submit(next(request_ids), name, [1, 1], SamplingParams(1), task=EMBED))
+        while busy := engine.models.busy():
+            engine._turn(busy)
+        return [(out.model, len(out.values)) for out in channel.sent[before:] if isinstance(out, EmbeddingsOut)]
+
+    request_ids = itertools.count(1)
+    try:
+        assert steps(a=30) == [("a", 30)], "a model that is busy alone computes all that its limit of tokens allows"
+        both = steps(a=30, b=60)
+        last_of_a = max(at for at, (name, _) in enumerate(both) if name == "a")
+        beside = {one: [num for name, num in both[:last_of_a] if name == one] for one in "ab"}
+        assert beside["b"][0] == 1, "what its texts cost is not known"
+        for sizes in (beside["a"], beside["b"][1:]):
+            assert min(sizes) >= 3
+            assert max(sizes) <= 5, "4 texts take 9 ms, 5 take 11 ms and are tried"
+        assert steps(a=30) == [("a", 30)]
+    finally:
+        os.close(engine.lifecycle.fileno())
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "length", "most"),
+    [
+        (1e-3, 30, 1),  # a text alone takes three turns, and two take twice as long
+        (30e-3, 2, 5),  # a text takes 32 ms, five take 40 ms
+    ],
+)
+def test_steps_are_little_longer_than_the_shortest_where_that_is_longer_than_a_turn(fixed_s: float, length: int, most: int) -> None:
+    spec, encoder = LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), CostedEncoder(fixed_s)
+    embedder = Embedder(spec, encoder, max_tokens=64, turn_s=0.01)
+    for request_id in range(100):
+        assert embedder.submit(submit(request_id, [1] * length)) == ""
+    sizes = []
+    while embedder.waiting:
+        chosen = embedder.next_texts(others_busy=True)
+        embedder.step(chosen, len(sizes) + 1)
+        sizes.append(len(chosen))
+    assert max(sizes) <= 2 * most, "a size of which nothing is known is tried"
+    assert set(sizes[10:-1]) == {most}
+
+
 @pytest.mark.parametrize("prompt", [[], [1] * 65, [211], [-1]])
 def test_what_cannot_be_embedded_is_refused(prompt: list[int]) -> None:
-    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=10)
+    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=10, turn_s=0.01)
     assert embedder.submit(submit(1, prompt))
     assert not embedder.waiting
 

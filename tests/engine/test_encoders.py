@@ -220,12 +220,12 @@ def submit(request_id: int, prompt: list[int], second_at: int, task: str = "scor
 
 def test_each_pair_keeps_the_place_where_its_second_text_begins() -> None:
     scorer = FakeScorer()
-    queue = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), scorer, max_tokens=100)
+    queue = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), scorer, max_tokens=100, turn_s=0.01)
     for request_id, (prompt, second_at) in enumerate([([7] * 5, 2), ([8] * 3, 0), ([9] * 4, 4), ([0] * 2, 1)]):
         assert queue.submit(submit(request_id, prompt, second_at)) == ""
     queue.abort(2)
     assert queue.submit(submit(2, [6] * 4, 0)) == ""
-    out, failed = queue.step(queue.next_texts(), 1)
+    out, failed = queue.step(queue.next_texts(others_busy=False), 1)
     assert sorted(zip(*scorer.asked[0], strict=True)) == [(2, 1), (3, 0), (4, 0), (5, 2)]
     scores = {request_id: np.frombuffer(value, "<f4") for request_id, value in zip(out.request_ids, out.values, strict=True)}
     assert scores == {0: [7.0], 1: [8.0], 2: [6.0]}
@@ -242,6 +242,6 @@ def test_each_pair_keeps_the_place_where_its_second_text_begins() -> None:
     ],
 )
 def test_what_cannot_be_scored_is_refused(message: Submit, why: str) -> None:
-    queue = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeScorer(), max_tokens=10)
+    queue = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeScorer(), max_tokens=10, turn_s=0.01)
     assert why in queue.submit(message)
     assert not queue.waiting

@@ -328,11 +328,11 @@ def test_steps_cost_something_else_once_other_kernels_compute_them(tmp_path: Pat
     served = node.models.by_name["a"]
     plan = served.scheduler.plan(0)
     assert plan is not None
-    encoder = node.models.embedders["e"] = Embedder(load_message("", "e"), Encoder(), 256)
+    encoder = node.models.embedders["e"] = Embedder(load_message("", "e"), Encoder(), 256, 0.01)
     for request_id in range(9):
         node.models.charge(served, plan, 0.1)
         encoder.submit(Submit(request_id, "e", [1, 2, 3], SamplingParams(1), task=EMBED))
-        encoder.step(encoder.next_texts(), request_id)
+        encoder.step(encoder.next_texts(others_busy=False), request_id)
     encoder.submit(Submit(9, "e", [1, 2, 3], SamplingParams(1), task=EMBED))
     for spec in (served.spec, encoder.spec):
         load = loads.start(spec, Place(np.zeros(0, np.int32), np.zeros(0, np.int32)))
