@@ -150,10 +150,10 @@ def load(node: Node, placement: Placement) -> None:
     model.loads.note(node.now)
     num_left = sum(model.name in device.left for device in devices)
     left = num_left == len(devices)
+    expert_copies.take(node, placement)  # first, because shares with copies of experts use no host memory
     keep, kept, saved = keeping.grants_of_load(node, placement, left)
     about_s = node.slowest_reload_s(model, placement.devices)
     placement.stage = LOADS
-    expert_copies.take(node, placement)
     model.copy = Copy(placement.id, placement.devices, placement.facts, placement.size, keep, kept is not None)
     model.copy.expert_copies = 0 if placement.copies is None else placement.copies.number
     model.copy.requested = bool(model.queue or model.expected)

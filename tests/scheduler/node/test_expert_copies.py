@@ -164,6 +164,22 @@ def test_a_pinned_model_may_have_copies_too() -> None:
     node.command("unpin", "mix")
 
 
+def test_shares_with_copies_are_not_loaded_from_host_memory() -> None:
+    """What host memory has are shares without copies."""
+    node = node_of(host_tier_slots=100)
+    node.arrive("mix")
+    node.loaded("mix")
+    node.finish()
+    choose(node)
+    node.command("unload", "mix", to="warm")
+    node.evicted("mix")
+    assert node.state("mix") == "warm"
+    node.arrive("mix")
+    (load,) = node.loads.values()
+    assert (load.expert_copies, load.source_slots, load.keep_slots) == (TABLE, (), ())
+    node.loaded("mix")
+
+
 def test_an_unknown_model_is_ignored() -> None:
     node = node_of()
     node.post(events.CopiesChosen, model="gone", copies=COPIES)
