@@ -38,8 +38,7 @@ def up(node: Node, event: EngineUp) -> None:
         judge_all(node)
     device.up, device.problem, device.left = True, "", set(event.left)
     node.grant(device)
-    node.stir((device.name,))
-    node.stir_held()
+    node.stir(node.devices)  # split models that lacked this device come into line on the others
 
 
 def judge_all(node: Node) -> None:
@@ -87,7 +86,7 @@ def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> No
         requests.take_back(node, model, model.running.values())
         placements.lose_share(node, model, device, reason)
     device.ledger.clear()
-    node.stir_held()
+    node.stir(node.devices)  # split models that lack this device now leave the line on the others
 
 
 def kv_noted(node: Node, event: KVNoted) -> None:

@@ -81,7 +81,8 @@ def obstacle(node: Node, model: Model, name: str) -> str:
         others = ", ".join(sorted(placement.model for placement in device.placements.values()))
         return f"{name}: the placement of {others} goes first"
     if device.held_for not in ("", model.name):
-        return f"{name}: {device.held_for} waits for it and for other devices"
+        others = " and for other devices" if node.models[device.held_for].facts.is_split else ", and its requests are overdue"
+        return f"{name}: {device.held_for} waits for it{others}"
     if look.plan(node, model, (name,), may_force=False) is not None:
         if look.best_option(node, model, may_force=False) is not None:
             return f"{name}: other models' requests go first"

@@ -1,9 +1,11 @@
 """Chooses which model is placed next on a device, where, and which models leave for it, by rules 7, 8 and 9 of
 docs/design/models.md.
 
-A split model needs several devices at the same moment. While its work is the longest overdue on a device and another device that it
-needs is still occupied by a placement, nothing else begins on the first one (Device.held_for). Without this rule, devices that
-become free at different times would never be free together.
+A device is held (Device.held_for) for the model whose work is the longest overdue there: nothing else begins on it while that
+model waits for what ends by itself. A split model needs several devices at the same moment, so it holds them while another one
+that it needs is occupied by a placement. Any model whose work has been overdue for long holds a device until loads there have ended
+and models that came a short while ago have had their time. Without this, each model that begins meanwhile would have its own time
+there, and a large model would never find room among small ones that come and go.
 """
 
 from __future__ import annotations
@@ -23,33 +25,56 @@ def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option
     """Returns which model to place next on this device, with the devices that it takes and the models that leave. None: nothing can
     begin now; a deadline is set if that will change with time alone.
 
-    Rule 8: the model that has been overdue longest comes first (it alone may force busy models out), else the one with most waiting
-    work per reload second. Nothing else begins on the device while the first one waits for other devices."""
-    oldest = device.by_age.peek()
-    if oldest is None:
+    Rule 8: the model that has been overdue longest, of those that could be placed at all, comes first (it alone may force busy
+    models out), else the one with most waiting work per reload second. Nothing else begins on a device that is held for it."""
+    first = first_in_line(node, device)
+    if first is None:
         return None
-    overdue = oldest[0] <= node.now
+    overdue = first[0] <= node.now
     names = device.by_work.smallest(_NUM_CANDIDATES)
     if overdue:
-        names = [oldest[1], *(name for name in names if name != oldest[1])]
+        names = [first[1], *(name for name in names if name != first[1])]
     idle: dict[str, int] = {}
     for name in names:
         model = node.models[name]
         if not pins.fits_beside_pins(model, device):
             node.touch(model)  # pins have left it no room since: settling takes it off this device's list
             continue
-        option = best_option(node, model, overdue and name == oldest[1], idle)
+        may_force = overdue and name == first[1]
+        option = best_option(node, model, may_force, idle)
         if option is not None:
             return model, option
-        if overdue and name == oldest[1] and waits_for_others(node, model):
-            device.held_for = name
+        if may_force:
+            hold(node, model, device)  # before the others are looked at
     if not overdue:
-        node.deadlines.set(("look", device.name), oldest[0])
+        node.deadlines.set(("look", device.name), first[0])
     else:
-        again = next_forcible(node, node.models[oldest[1]])
+        times = (next_forcible(node, node.models[first[1]]), _held_from(node, first[0]))
+        again = min((at for at in times if at is not None and at > node.now), default=None)
         if again is not None:
             node.deadlines.set(("look", device.name), again)
     return None
+
+
+def first_in_line(node: Node, device: Device) -> tuple[float, str] | None:
+    """Returns when, in monotonic seconds, the first model in line for the device is or was overdue, and its name; None if nobody
+    waits. A model that lacks other devices, because their engines are down, is passed over: it may wait for ever. O(1), or
+    O(models in line) while the first one lacks devices."""
+    first = device.by_age.peek()
+    if first is None or not _lacks_devices(node, node.models[first[1]], device):
+        return first
+    names = [name for name in device.by_age.keys() if not _lacks_devices(node, node.models[name], device)]  # noqa: SIM118
+    return min(((at, name) for name in names if (at := device.by_age.get(name)) is not None), default=None)
+
+
+def _lacks_devices(node: Node, model: Model, device: Device) -> bool:
+    """Returns whether a split model can have no share on the device, whatever leaves, because too few other devices are up and have
+    room beside pinned models."""
+    if not model.facts.is_split:
+        return False
+    others = (node.devices[name] for name in model.devices)
+    able = (one.name for one in others if one is device or (one.up and pins.fits_beside_pins(model, one)))
+    return not any(device.name in pool for pool in pools(able, model.facts.num_ranks, model.facts.num_stages))
 
 
 def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> device_choice.Option | None:
@@ -75,6 +100,59 @@ def options(node: Node, model: Model, may_force: bool, idle: dict[str, int] | No
     together = groups(preferred, model.facts.num_ranks, model.facts.num_stages)
     found = (option_on(model, [by_name[name] for name in group]) for group in together)
     return [option for option in found if option is not None]
+
+
+def hold(node: Node, model: Model, device: Device) -> None:
+    """Holds the device for the model, which cannot be placed there now, if `may_hold` says so. The other devices of a split model
+    are held with it, because a model that is looked at next may begin on them."""
+    devices = [node.devices[name] for name in model.devices] if model.facts.is_split else [device]
+    for one in devices:
+        if one.name not in node.released and may_hold(node, model, one):
+            one.held_for = model.name
+
+
+def may_hold(node: Node, model: Model, device: Device) -> bool:
+    """Returns whether the device may be held for the model: it is the longest overdue there, and what it waits for ends by itself.
+    A whole model holds one device, a split one all on which it could have a share."""
+    first = first_in_line(node, device)
+    if not device.up or first is None or first[1] != model.name or first[0] > node.now:
+        return False
+    if waits_for_others(node, model):
+        return True
+    if node.now < _held_from(node, first[0]):
+        return False
+    if not model.facts.is_split:
+        elsewhere = any(node.devices[name].held_for == model.name for name in model.devices if name != device.name)
+        return not elsewhere and _will_have_room(node, model, device)
+    able = (name for name in model.devices if _will_have_room(node, model, node.devices[name]))
+    return any(device.name in pool for pool in pools(able, model.facts.num_ranks, model.facts.num_stages))
+
+
+def _held_from(node: Node, overdue_at: float) -> float:
+    """Returns from when on, in monotonic seconds, nothing passes the model that is the longest overdue. Until then others may: that
+    keeps the loaders busy, so the mean wait is shorter where all wait for loads."""
+    return overdue_at + node.settings.overdue_after_s
+
+
+def _will_have_room(node: Node, model: Model, device: Device) -> bool:
+    """Returns whether the model, or a share of it, could be placed on the device once the loads under way there have ended and no
+    model there is too new to be forced out. What drains for as long as its requests run ends at no known time."""
+    if not device.up or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
+        return False
+    if device.draining is not None and not device.draining.forced:
+        return False
+    if any(device.name in one.occupies for one in model.replicas if one is not model):
+        return False
+    staying = [one.copy.size for one in device.resident.values() if one.copy is not None and _may_stay(node, one)]
+    work_space = max((model.size.work_space_chunks, *(size.work_space_chunks for size in staying)))
+    return sum(size.chunks for size in staying) + model.size.chunks + work_space <= device.ledger.total_chunks
+
+
+def _may_stay(node: Node, model: Model) -> bool:
+    """Returns whether overdue work cannot count on the room of a resident model: it is pinned, or drains without a deadline."""
+    if model.state != residency.DRAINING or not model.running:
+        return model.pinned
+    return model.victim_of == 0 or not node.placements[model.victim_of].forced
 
 
 def waits_for_others(node: Node, model: Model) -> bool:

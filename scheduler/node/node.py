@@ -289,7 +289,7 @@ class Device:
     crowded_out: dict[str, None] = field(default_factory=dict)  # models for which pins leave no room here
     pinned: Size = NOTHING  # room kept for the pinned models whose home this is
     lease_sent_chunks: int = 0  # the lease that its engine was last sent
-    held_for: str = ""  # the split model that waits for this device and others, so that nothing else may begin here; "": none
+    held_for: str = ""  # the overdue model that waits for this device, so that nothing else may begin here (look.py); "": none
     problem: str = ""
     kv_short_at: float = -inf  # when requests in its engine last waited for KV
     left: set[str] = field(default_factory=set)  # models whose weights a dead engine or group has left here, not loaded since
@@ -330,6 +330,7 @@ class Node:
         self.kernel_waits = KernelWaits()
         self.touched: dict[str, None] = {}  # models to settle
         self.stirred: dict[str, None] = {}  # devices on which a placement may fit now
+        self.released: dict[str, None] = {}  # devices that were held for a model when this event came and need not be any more
         self.newcomers: dict[str, None] = {}  # models whose demand has changed while their devices have not
         self.crowded_replicas: dict[str, object] = {}  # model whose further replica found no room -> what room there was
         self.ended = EndedRequests()
@@ -397,8 +398,8 @@ class Node:
             self.stirred[name] = None
 
     def stir_held(self) -> None:
-        """Marks all devices that are held for a split model to be looked at, because another device that this model waits for may
-        have become free."""
+        """Marks all devices that are held for a model to be looked at, because another device that this model waits for may have
+        become free."""
         self.stir(device.name for device in self.devices.values() if device.held_for)
 
     # ---- queries

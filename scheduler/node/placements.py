@@ -56,7 +56,7 @@ def place_newcomer(node: Node, model: Model) -> None:
         begin(node, model, option)
         return
     for name in model.devices:
-        first = node.devices[name].by_age.peek()
+        first = look.first_in_line(node, node.devices[name])
         if node.devices[name].held_for == model.name:
             node.stirred[name] = None  # another model may be the longest overdue now
         if first is not None:
@@ -260,7 +260,7 @@ def unlist(node: Node, model: Model) -> None:
     for name in model.devices:
         device = node.devices[name]
         if model.name in device.by_age:
-            first = device.by_age.peek()
+            first = look.first_in_line(node, device)
             if (first is not None and first[1] == model.name) or device.held_for == model.name:
                 node.stirred[name] = None  # the next in line may find room where this one could not
             device.by_age.discard(model.name)

@@ -3,11 +3,26 @@ each device whose room or demand has changed."""
 
 from __future__ import annotations
 
-from scheduler.node import leave_rules, models, pins, placements, replicas, requests, residency
+from scheduler.node import leave_rules, look, models, pins, placements, replicas, requests, residency
 from scheduler.node.node import Model, Node
 
 
 def settle(node: Node) -> None:
+    _settle(node)
+    while stale := [
+        device
+        for device in node.devices.values()
+        if device.held_for and not look.may_hold(node, node.models[device.held_for], device)
+    ]:
+        for device in stale:
+            device.held_for = ""
+            node.released[device.name] = None  # not held again in this event, so that this ends
+        node.stir(device.name for device in stale)
+        _settle(node)
+    node.released.clear()
+
+
+def _settle(node: Node) -> None:
     while node.touched or node.stirred or node.newcomers:
         while node.touched:
             name, _ = node.touched.popitem()

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 
 from scheduler.node import actions, events
-from scheduler.node.events import RequestFacts
+from scheduler.node.events import ModelFacts, RequestFacts
 from scheduler.node.node_scheduler import NodeScheduler, SchedulerSettings
-from tests.scheduler.node.fake_node import MIB, facts
+from tests.scheduler.node.fake_node import MIB, FakeNode, facts
 
 
 class Simulation:
@@ -132,3 +132,62 @@ def test_a_large_model_gets_its_turn_among_many_small_busy_ones() -> None:
     simulation.run(1000)
     for name, waits in simulation.waits.items():
         assert len(waits) > 0.7 * 1000 * rates[name], f"{name}: {len(waits)} requests served; {simulation.rejected}"
+
+
+@pytest.mark.parametrize("large", [facts("large", 80), facts("large", 80, num_ranks=2)], ids=["whole", "split"])
+def test_a_large_model_has_its_turn_among_small_ones_that_come_and_go(large: ModelFacts) -> None:
+    devices = [f"cpu:{at}" for at in range(large.num_ranks)]
+    node = FakeNode(dict.fromkeys(devices, 100))
+    small = {device: [f"{device[-1]}{at}" for at in range(6)] for device in devices}
+    node.register(large, *(facts(name, 20, devices=(device,)) for device, names in small.items() for name in names))
+    for names in small.values():
+        node.arrive(names[0])
+    node.arrive("large")
+    for at in range(40):
+        for names in small.values():
+            node.arrive(names[(at + 1) % 6])
+        running = list(node.running)
+        for device in devices:  # at each moment one of its models is being loaded, or has just been loaded and is busy
+            node.sleep(1.0 / len(devices))
+            if (load := next((load for load in node.loads.values() if load.device == device), None)) is not None:
+                node.loaded(load.model, seconds=2.0)
+        node.finish(*running) if running else None
+        while node.evicts:
+            node.evicted()
+        if any(load.model == "large" for load in node.loads.values()):
+            break
+    assert any(load.model == "large" for load in node.loads.values()), "it starves"
+    assert at < 30
+    node.finish_all()
+    assert set(node.ends.values()) == {"finished"}
+
+
+def test_a_device_is_not_held_while_what_drains_there_has_no_deadline() -> None:
+    node = FakeNode()
+    node.register(facts("stream", 60), facts("large", 80), facts("small", 20))
+    node.arrive("stream")
+    node.loaded("stream")
+    node.command("disable", "stream")
+    node.arrive("large")
+    node.sleep(40)
+    request = node.arrive("small")
+    node.loaded("small")
+    assert request in node.running
+
+
+def test_a_whole_model_holds_one_device_of_two() -> None:
+    node = FakeNode({"cpu:0": 100, "cpu:1": 100}, overdue_after_s=2.0)
+    node.register(*(facts(f"busy{at}", 60, devices=(f"cpu:{at}",)) for at in (0, 1)), facts("large", 80))
+    node.register(*(facts(f"small{at}", 20, devices=(f"cpu:{at}",)) for at in (0, 1)))
+    for at in (0, 1):
+        node.arrive(f"busy{at}")
+        node.loaded(f"busy{at}", seconds=20.0)  # each may stay for 40 s
+    node.arrive("large")
+    node.sleep(30)
+    waiting = {f"small{at}": node.arrive(f"small{at}") for at in (0, 1)}
+    (load,) = node.loads.values()
+    (held,) = waiting.keys() - {load.model}
+    told = node.scheduler.why(f"req-{waiting[held]}")
+    assert any("large waits for it, and its requests are overdue" in line for line in told)
+    node.finish_all()
+    assert set(node.ends.values()) == {"finished"}

@@ -775,3 +775,41 @@ def test_a_failed_load_leaves_both_devices() -> None:
     node.sleep(1.1)
     node.loaded("pair")
     assert request in node.running
+
+
+def test_a_split_model_whose_device_is_dead_lets_others_force_busy_ones_out() -> None:
+    node = serving(weights_mib=20)
+    node.register(facts("busy", 60, devices=("cpu:0",)), facts("late", 60, devices=("cpu:0",)))
+    node.engine_down("cpu:1")
+    node.evicted("pair")
+    node.bring_up("busy")
+    busy = node.arrive("busy")
+    node.sleep(15)
+    assert node.state("busy") == "ready", "the pair is overdue, and no victim on cpu:0 helps it"
+    node.arrive("late")
+    node.sleep(11)
+    assert node.state("busy") == "draining"
+    node.finish(busy)
+    node.evicted("busy")
+    node.loaded("late")
+    node.engine_up("cpu:1")
+    node.finish_all()
+    assert set(node.ends.values()) == {"finished"}, "the pair's as well"
+
+
+def test_a_death_lets_the_next_in_line_force_busy_ones_out() -> None:
+    node = FakeNode(TWO)
+    node.register(*(facts(name, 60, devices=("cpu:0",)) for name in ("busy", "late")), pair("pair", 80))
+    node.register(facts("stream", 60, devices=("cpu:1",)))
+    node.bring_up("busy", "stream")
+    node.arrive("busy")
+    node.arrive("stream")
+    node.command("disable", "stream")  # it drains for as long as its request runs
+    node.arrive("pair")
+    node.sleep(5)
+    node.arrive("late")
+    node.sleep(15)
+    assert node.state("busy") == "ready"
+    node.engine_down("cpu:1")
+    assert node.state("busy") == "draining"
+    assert node.scheduler.history()[-1].model == "late"
