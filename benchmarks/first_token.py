@@ -5,7 +5,10 @@ computed behind the weights; `hearth load` of the unloaded model and then the sa
 first and computes afterwards. The files are dropped from the page cache before each read of them; the device's memory is prepared.
 `saved_of_shorter`: by how much the first is sooner, of the shorter of load and prefill.
 
-usage: python -m benchmarks.first_token [--model one-b] [--rounds 3] [--prompts 16,256]
+With --ranks the model is split over so many `cpu` devices of one thread: its steps wait for all weights, and `saved_of_shorter` is
+what they lose by it.
+
+usage: python -m benchmarks.first_token [--model one-b] [--rounds 3] [--prompts 16,256] [--ranks 2]
 """
 
 from __future__ import annotations
@@ -55,12 +58,17 @@ def unload(server: Server, model: str, paths: list[Path]) -> None:
     set_cache(paths, warm=False)
 
 
-def measure(folder: Path, rounds: int, prompts: list[int]) -> list[dict[str, Any]]:
+def measure(folder: Path, rounds: int, prompts: list[int], num_ranks: int) -> list[dict[str, Any]]:
     model, paths, rng = folder.name, weight_files(folder), random.Random(11)
     seen: dict[int, list[dict[str, float]]] = {num_tokens: [] for num_tokens in prompts}
     with tempfile.TemporaryDirectory() as home:
         (Path(home) / model).symlink_to(folder)
-        with Server(Path(home), ["cpu=4GiB"]) as server:
+        devices, flags = ["cpu=4GiB"], list[str]()
+        if num_ranks > 1:
+            config = Path(home) / "node.toml"
+            config.write_text(f'[models."{model}"]\nspeculator = "none"\nparallel = {{ tensor = {num_ranks} }}\n')
+            devices, flags = [f"cpu:{rank}=3GiB" for rank in range(num_ranks)], ["--config", str(config), "--threads", "1"]
+        with Server(Path(home), devices, flags) as server:
             server.cli("load", model)  # its memory is prepared from now on, and its kernels are compiled
             first_token_s(server, model, 32, rng)
             for number in range(rounds):
@@ -74,15 +82,16 @@ def measure(folder: Path, rounds: int, prompts: list[int]) -> list[dict[str, Any
                     found = {"raw_s": raw_s, "load_s": loaded_s, "prefill_s": prefill_s, "cold_s": cold_s}
                     print(number, num_tokens, {name: round(value, 3) for name, value in found.items()}, file=sys.stderr, flush=True)
                     seen[num_tokens].append(found)
-    return [summary(model, num_tokens, runs) for num_tokens, runs in seen.items()]
+    return [summary(model, num_ranks, num_tokens, runs) for num_tokens, runs in seen.items()]
 
 
-def summary(model: str, num_tokens: int, runs: list[dict[str, float]]) -> dict[str, Any]:
+def summary(model: str, num_ranks: int, num_tokens: int, runs: list[dict[str, float]]) -> dict[str, Any]:
     def middle(name: str) -> float:
         return statistics.median(run[name] for run in runs)
 
     saved = [(run["load_s"] + run["prefill_s"] - run["cold_s"]) / min(run["load_s"], run["prefill_s"]) for run in runs]
-    line: dict[str, Any] = {"benchmark": "first_token", "kind": "cold", "model": model, "prompt_tokens": num_tokens}
+    kind = "cold" if num_ranks == 1 else f"cold, over {num_ranks} devices"
+    line: dict[str, Any] = {"benchmark": "first_token", "kind": kind, "model": model, "prompt_tokens": num_tokens}
     line |= {name: round(middle(name), 3) for name in ("raw_s", "load_s", "prefill_s", "cold_s")}
     line["of_raw_bar"] = round(statistics.median(run["cold_s"] / (RAW_TIMES * run["raw_s"] + RAW_PLUS_S) for run in runs), 3)
     return line | {"saved_of_shorter": round(statistics.median(saved), 3), "saved_bar": MIN_SAVED, "rounds": len(runs)}
@@ -94,9 +103,10 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, default=ROOT / ".cache" / "checkpoints")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", default="16,256", help="tokens, separated by commas")
+    parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args()
     folder = make(options.checkpoints, options.model)
-    for line in measure(folder.resolve(), options.rounds, [int(each) for each in options.prompts.split(",")]):
+    for line in measure(folder.resolve(), options.rounds, [int(each) for each in options.prompts.split(",")], options.ranks):
         print(json.dumps(line))
 
 

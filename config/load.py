@@ -372,7 +372,8 @@ def _convert(source: str, where: str, kind: Any, value: Any, key: str) -> Any:
 
 
 def _refused(value: Any, check: Callable[[Any], None]) -> Any:
-    """Returns what of a setting's value `check` refuses: the first entry of a list that it refuses alone, else the whole value."""
+    """Returns the part of a setting's value that an error should quote, after check(value) has raised ValueError: the first entry
+    of a list for which check([entry]) raises it, too; else the whole value."""
     for entry in value if isinstance(value, list) else ():
         try:
             check([entry])

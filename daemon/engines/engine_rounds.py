@@ -18,7 +18,8 @@ log = logging.getLogger("hearthd.engine")
 
 
 class EngineRounds:
-    """Checks all engines of a node with one timer, on the event loop. stall_s: returns the current setting engine_stall_s."""
+    """Finds engines of a node that hang (EngineWatch), and kills and restarts them, with one timer on the event loop. stall_s:
+    returns the current setting engine_stall_s, the seconds without a sign of life that are allowed; 0: no engine is killed."""
 
     def __init__(
         self, workers: Mapping[str, EngineWorker], stall_s: Callable[[], float], ring: EventRing, metrics: Metrics

@@ -60,8 +60,10 @@ class EditedMemory(NamedTuple):
 
 
 class EditedGraphs(StepGraphs[int]):
-    """The graphs that sample the edited rows of one model's steps, by row count. logits_of: computes [B, W] -> [B, V]. last_ids
-    [S + 1]: the token of each slot's last step, updated here. max_rows: most rows of a graph; 0: there are none."""
+    """CUDA graphs, by row count, that sample the edited rows of one model's steps: those whose logits are changed before sampling
+    (masked or biased, for example) or whose log-probabilities are wanted. logits_of: computes the logits [B, V] of hidden states
+    [B, W]. last_ids [S + 1]: the token of each slot's last step; the graphs write it. max_rows: most rows of a graph; 0: there are
+    no graphs."""
 
     def __init__(
         self,

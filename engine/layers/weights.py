@@ -67,7 +67,8 @@ class Weights:
         return _ones(width, self._dtype, self._memory.tensor(0, (0,), torch.uint8).device)
 
     def expert_counts(self, layer: int) -> Tensor | None:
-        """Returns what the experts of a layer add to (ExpertMatrices.counts); None if they are not counted."""
+        """Returns the counters of a layer's experts, int64 on the device (ExpertMatrices.counts): each step adds to an expert's
+        entry the number of tokens that passed through it. Returns None if nothing is counted."""
         return None if self._counts is None else self._counts.row(layer)
 
     def find(self, name: str) -> Tensor | None:

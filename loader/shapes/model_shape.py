@@ -67,7 +67,8 @@ class ExpertShape:
 
     @property
     def own(self) -> range:
-        """The numbers of the experts whose matrices the model, or the share, has in every layer, without copies of others."""
+        """Returns the indices, among a layer's experts, of those whose matrices the model or this share of it has; they are the
+        same in every layer. Experts of other shares of which this share has copies are not included."""
         return range(self.first_own, self.first_own + (self.num_own or self.num_experts))
 
 

@@ -36,8 +36,8 @@ class Proposal:
 
 
 class MaskedDrafts:
-    """The proposals for the slots of a sequence table: for each slot at most one for its next step and one that the running step
-    computes."""
+    """The drafts (Proposal) of sequences whose logits are masked, by slot of a sequence table. A slot has at most two: one that
+    waits for the slot's next step, and one whose tokens the running step computes."""
 
     def __init__(self) -> None:
         self._next: dict[int, Proposal] = {}  # slot -> the proposal for its next step

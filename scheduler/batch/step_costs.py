@@ -92,7 +92,8 @@ class StepCosts:
         return costs
 
     def note(self, num_tokens: int, seconds: float, contexts: Sequence[float] = ()) -> None:
-        """Learns from a step of num_tokens > 0 that took `seconds`. contexts: the step's num_contexts contexts."""
+        """Learns from a step of num_tokens tokens, at least 1, that took `seconds` device seconds. contexts: num_contexts numbers
+        with which the step's cost grows, as in the class's docstring."""
         at = self.filled(num_tokens)
         known = self._classes.get(at)
         self._curve = None
