@@ -71,8 +71,8 @@ def child(folder: Path, kind: str, rank: int, num_ranks: int, fd: int) -> None:
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, share=share)
         is_packed = source.is_packed
-        reads = planned_reads(source, "bfloat16", StagingRing(), sharing=[each.size for each in shared])
-    own = [read for read in reads if not read.is_shared]
+        reads = planned_reads(source, "bfloat16", StagingRing(), shares=bool(shared))
+    own = [read for read in reads if read.num_readers == 1]
     for among in shared:
         own += [read for read in reads if read.num_readers == among.size][among.rank :: among.size]
     asked_bytes = sum(read.end - read.begin for read in own)

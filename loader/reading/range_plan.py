@@ -156,10 +156,6 @@ class Read:
     num_readers: int = 1
 
     @property
-    def is_shared(self) -> bool:
-        return self.num_readers > 1
-
-    @property
     def num_bytes(self) -> int:
         """The number of bytes of parameters in the read, as they are stored in the file. All other bytes are only there to fill
         blocks."""
@@ -195,8 +191,8 @@ def plan_reads(
 ) -> list[Read]:
     """Returns reads that together read every parameter once. They are ordered by the first stage of the forward pass that needs
     something from a read, then by file and position. headers: file name -> header. layout: the places of all parameters. dtype: the
-    model's dtype. read_bytes: the length of the longest read, in whole blocks, at least two. readers: parameter ->
-    how many ranks have something of it and share reads; reads of other parameters are not shared.
+    model's dtype. read_bytes: the length of the longest read, in whole blocks, at least two. readers: parameter -> how many
+    ranks have something of it and share reads; reads of other parameters are not shared.
 
     Tensors that are not parameters are left out (open_checkpoint has refused those that should not exist). Raises CheckpointError
     for a parameter that is missing, has another shape, or has rows too long for a read."""

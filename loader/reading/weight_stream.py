@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -142,15 +142,14 @@ class ReadReport:
 
 
 def planned_reads(
-    source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN, sharing: Collection[int] = ()
+    source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN, shares: bool = False
 ) -> list[Read]:
     """Returns the reads that `stream_weights` will carry out, in that order. dtype, weight_format: how the weights are held. ring:
-    the staging slots, whose size limits a read. sharing: the numbers of ranks that share reads (Read.num_readers). Raises
+    the staging slots, whose size limits a read. shares: whether the ranks of a split model share reads. Raises
     CheckpointError."""
     slots = layout.weight_layout(source.shape, dtype, weight_format)
-    readers = layout.readers(source.shape, weight_format) if sharing else {}
-    shared = {name: number for name, number in readers.items() if number in sharing}
-    return plan_reads(source.headers, slots, dtype, ring.slot_bytes, shared)
+    readers = layout.readers(source.shape, weight_format) if shares else {}
+    return plan_reads(source.headers, slots, dtype, ring.slot_bytes, readers)
 
 
 def stream_weights(
@@ -176,7 +175,7 @@ def stream_weights(
     copy to a device is under way. Raises CheckpointError, which names file, tensor and offset; CheckpointChanged; ReadCancelled;
     RuntimeError if the device failed. Reads that do not return are left behind once the load is cancelled or has failed, and with
     them their slots."""
-    reads = planned_reads(source, dtype, ring, weight_format, [each.size for each in shared])
+    reads = planned_reads(source, dtype, ring, weight_format, bool(shared))
     planned = sum(read.num_bytes for read in reads)
     total = source.num_bytes if source.shape.split is None else planned
     done = total - planned  # tensors that follow from others are not read

@@ -179,11 +179,10 @@ def readers(shape: ModelShape, weight_format: WeightFormat = PLAIN) -> dict[str,
     more than one of them has (num_readers). weight_format: as in weight_layout."""
     if (share := shape.split) is None:
         return {}
-    numbers = [(at, group, num_readers(group, share)) for at, group in _groups(shape)]
     return {
         tensor.name: number
-        for at, group, number in numbers
-        if number > 1
+        for at, group in _groups(shape)
+        if (number := num_readers(group, share)) > 1
         for tensor in format_of(shape, at, group, weight_format).stored(group)
     }
 

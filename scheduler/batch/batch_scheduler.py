@@ -30,13 +30,10 @@ from scheduler.batch.request import BatchRequest, WaitingQueue
 from scheduler.batch.running import Running
 from scheduler.batch.same_prompts import SamePrompts
 from scheduler.batch.sequence_blocks import Admission, SequenceBlocks
+from scheduler.batch.step_limits import most_running
 from scheduler.batch.step_room import StepRoom
 from scheduler.batch.steps_ahead import StepsAhead, TokensNeeded
 from scheduler.batch.tenant_time import TenantTime
-
-# While other models wait, sequences beyond those that a turn has room for take turns with these. After so many steps in which the
-# head of the queue found no place among as many sequences as have room, it is let in beside them: streams may go on for minutes.
-PATIENT_STEPS = 32
 
 
 class BatchScheduler:
@@ -394,8 +391,8 @@ class BatchScheduler:
     def _plan_prefill(
         self, decode: IntArray, prefill: IntArray, computed: IntArray, room: StepRoom, max_rows: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Plans prefill chunks for sequences with more than one token to compute and, while fewer than max_rows run, for requests
-        that it admits. Returns the decode rows that were not preempted for them, and the slots and numbers of tokens of the
+        """Plans prefill chunks for sequences with more than one token to compute and for requests that it admits
+        (_may_admit). Returns the decode rows that were not preempted for them, and the slots and numbers of tokens of the
         chunks."""
         table = self.table
         slots: list[int] = []
@@ -419,11 +416,10 @@ class BatchScheduler:
 
     def _may_admit(self, max_rows: int) -> bool:
         """Returns whether a request may be admitted now: one waits, a slot is free, memory has changed since the head of the queue
-        found no room, and fewer than max_rows sequences run (held ones do not count), or that many for every PATIENT_STEPS steps
-        that have passed the head over."""
+        found no room, and few enough sequences run (step_limits.most_running); held ones do not count."""
         if not len(self.waiting) or not self._free_slots or self._blocked_version == self.kv.chunks.version:
             return False
-        return self.num_running - self._num_held < max_rows * (1 + self._passed_over // PATIENT_STEPS)
+        return self.num_running - self._num_held < most_running(max_rows, self._passed_over)
 
     def _note_passed_over(self, max_rows: int) -> None:
         """Counts a step that passes over the head of the queue because max_rows sequences run."""
@@ -433,7 +429,7 @@ class BatchScheduler:
             self._passed_over += 1
 
     def _let_in(self, room: StepRoom, max_rows: int, slots: list[int], tokens: list[int], most: int) -> None:
-        """Admits at most `most` waiting requests while there is room and fewer than max_rows run, and appends their first chunks to
+        """Admits at most `most` waiting requests while there is room and _may_admit says so, and appends their first chunks to
         `slots` and `tokens`."""
         for _ in range(most):
             slot = None if room.is_full or not self._may_admit(max_rows) else self._admit()

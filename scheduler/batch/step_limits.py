@@ -32,6 +32,7 @@ NEARLY_FREE = 1.25
 LEAST_CHUNK_TOKENS = 8  # smallest chunk of a prompt: smaller ones would multiply the time of the whole prompt
 SMALL_CHUNK_TOKENS = 16  # largest step that tells the cost of a small chunk, decoding rows included
 CHUNK_STEP_TOKENS = 16  # steps with chunks are computed in whole tiles of this many tokens
+PATIENT_STEPS = 32  # after so many steps the head of the queue no longer waits for a stream to end (most_running)
 MOST_TURNS = 4  # most turns that one step may pool: its own streams wait for their next tokens until it ends
 
 
@@ -42,6 +43,13 @@ def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
     if num_busy <= 1:
         return 0
     return min(max(1, num_backlogged), MOST_TURNS) if backlogged else 1
+
+
+def most_running(max_rows: int, passed_over: int) -> int:
+    """Returns how many sequences run before no further one is admitted. max_rows: how many a step has room for. passed_over: steps
+    since the last admission in which as many ran while the head of the queue waited. Every PATIENT_STEPS of these make room beside
+    them for as many again, which all take turns: streams may go on for minutes."""
+    return max_rows * (1 + passed_over // PATIENT_STEPS)
 
 
 @dataclass(slots=True)

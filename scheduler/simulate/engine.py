@@ -14,8 +14,7 @@ from heapq import heappop, heappush
 from math import ceil
 from types import MappingProxyType
 
-from scheduler.batch.batch_scheduler import PATIENT_STEPS
-from scheduler.batch.step_limits import turns_of_step
+from scheduler.batch.step_limits import PATIENT_STEPS, most_running, turns_of_step
 from scheduler.batch.turns import Turns
 from scheduler.node.events import ModelFacts
 from scheduler.simulate.costs import Costs
@@ -80,7 +79,7 @@ class Hosted:
 
     def most_running(self, turns: int) -> int:
         """Returns beside how many running sequences no further one is admitted (BatchScheduler.plan). turns: as in `rows`."""
-        return self.costs.max_rows(turns) * (1 + int(self.passed_over) // PATIENT_STEPS)
+        return most_running(self.costs.max_rows(turns), int(self.passed_over))
 
     def pass_over(self, steps: float, turns: int) -> None:
         """Counts steps of up to so many turns which may have had no room for one sequence more."""

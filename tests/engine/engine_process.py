@@ -243,3 +243,15 @@ class EngineProcess:
     def last_stats(self) -> Stats:
         stats: Stats = self.of(Stats)[-1]
         return stats
+
+
+class Messages:
+    """Stands in for engine.serve.channel.Channel and keeps the messages to the daemon."""
+
+    backlog_bytes = 0
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)

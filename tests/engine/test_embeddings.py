@@ -24,7 +24,7 @@ from engine.serve.embedder import Embedder
 from engine.serve.served_models import Place
 from loader.errors import UnsupportedModel
 from loader.models.catalog import scan_one
-from tests.engine.engine_process import load_message, null_configure
+from tests.engine.engine_process import Messages, load_message, null_configure
 from tests.engine.model_bench import load_task, make_memory, make_runner
 
 TOLERANCE = 1e-4
@@ -191,18 +191,6 @@ class CostedEncoder(FakeEncoder):
 
     def embed(self, texts: Any, second_at: Any) -> Any:
         return super().embed(texts, second_at)[0], self.fixed_s + 1e-3 * sum(map(len, texts))
-
-
-class Messages:
-    """Stands in for the engine's channel, and keeps its messages."""
-
-    backlog_bytes = 0
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
 
 
 def test_steps_keep_within_a_turn_while_another_model_is_busy() -> None:

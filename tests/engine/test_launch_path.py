@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
 import shutil
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.engine.not_interpreted import output_of
+
 LAYERS = 2  # of the benchmark's tiny model
 
 
@@ -23,12 +20,9 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the driver t
 
 def lines_of(*options: str) -> list[dict[str, Any]]:
     """Returns what the benchmark tells of the tiny model."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     sizes = ["--models", "tiny", "--steps", "20", "--rows", "6", "--chunk", "9"]
-    command = [sys.executable, "-m", "benchmarks.launch_path", *sizes, *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    told = output_of("benchmarks.launch_path", *sizes, *options)
+    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
 
 
 def test_eager_steps_launch_each_kernel_and_replayed_ones_none() -> None:

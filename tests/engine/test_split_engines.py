@@ -158,8 +158,8 @@ def test_engines_pass_on_what_all_of_them_need(two: Engines, paths: dict[str, st
     with ExitStack() as stack:
         for rank in range(2):
             source = open_checkpoint(paths["b"], "", stack, share=DeviceShare(rank, Division(2)))
-            reads = planned_reads(source, "float32", StagingRing(), sharing=[2])
-            assert sum(read.is_shared for read in reads) >= 2
+            reads = planned_reads(source, "float32", StagingRing(), shares=True)
+            assert sum(read.num_readers > 1 for read in reads) >= 2
             alone_bytes += sum(read.num_bytes for read in reads)
     two.load(paths["b"], "b", [0, 1], **split_settings(paths["b"]))
     assert sum(engine.of(LoadDone)[-1].bytes_read for engine in two.all) < alone_bytes

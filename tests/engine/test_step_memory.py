@@ -5,10 +5,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,18 +12,14 @@ import torch
 pytest.importorskip("triton")
 
 from tests.caching_allocator import CachingAllocator, OutOfMemory
+from tests.engine.not_interpreted import output_of
 from tests.engine.step_memory import COVERING, Followed
 
-ROOT = pathlib.Path(__file__).parents[2]
 KIB, MIB = 1 << 10, 1 << 20
 
 
 def test_steps_fit_into_what_is_reckoned_for_them() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.engine.step_memory"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = {line["model"]: line for line in map(json.loads, done.stdout.splitlines())}
+    told = {line["model"]: line for line in map(json.loads, output_of("tests.engine.step_memory").splitlines())}
     assert told.keys() == set(COVERING)
     for name, line in told.items():
         above = {kind: held for kind, (_, held) in line["steps"].items() if held > line["reckoned"]}

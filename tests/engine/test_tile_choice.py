@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -33,6 +32,7 @@ from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL, HOPPER, Tile
 from engine.cuda.tile_choice import JOINED_TURNS, ModelTiles, TileChoice, choice_file
 from engine.cuda.tile_trials import Trial, trials_of
 from tests.engine.kernels.key_cases import BLOCK_TOKENS, CASES, KeyCase
+from tests.engine.not_interpreted import environment
 
 CASE: KeyCase = CASES[0]  # 4 heads of 64 in bfloat16
 ADA = 89
@@ -514,9 +514,8 @@ def test_what_is_measured_is_attention_with_each_tile(monkeypatch: pytest.Monkey
 
 def test_each_tile_to_compare_is_among_what_is_compiled(tmp_path: Path) -> None:
     job = msgspec.json.encode(CompileJob(CASE.spec, CASE.shape, BLOCK_TOKENS, ADA, str(tmp_path), trials=True))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", LAUNCHES]
-    told = subprocess.run(command, cwd=ROOT, env=environment, input=job, capture_output=True, timeout=100, check=True).stdout
+    told = subprocess.run(command, cwd=ROOT, env=environment(), input=job, capture_output=True, timeout=100, check=True).stdout
     launched = [(name, Tile(*sizes)) for name, *sizes in map(json.loads, told.splitlines())]
     assert {name for name, _ in launched} == {"_extend_kernel", *OF_DECODE_STEPS}
     for kernel, name in ((EXTEND_KERNEL, "_extend_kernel"), (DECODE_KERNEL, "_piece_kernel")):

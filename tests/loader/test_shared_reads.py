@@ -91,7 +91,7 @@ class Loading(NamedTuple):
             told: tuple[Any, Any] = (lambda *_: None, lambda: False)
             decoder = Decoder("numba", unpack_kernels.decode, unpack_kernels.sum_of)
             report = stream_weights(source, self.dtype, sink, ring, *told, held_in, decoder=decoder, shared=shared)
-            reads = planned_reads(source, self.dtype, ring, held_in, [each.size for each in shared])
+            reads = planned_reads(source, self.dtype, ring, held_in, bool(shared))
             return Loaded(memory[:], reads, report.num_bytes, report.given_bytes)
 
     def together(self, but: Sequence[int] = ()) -> list[Loaded]:
@@ -117,7 +117,7 @@ class Loading(NamedTuple):
             assert share.read_bytes + share.given_bytes == alone.read_bytes
         for stage in range(self.division.num_stages):
             of_stage = [share for rank, share in enumerate(loaded) if self.division.stage_of(rank) == stage]
-            same = [[read for read in share.reads if read.is_shared] for share in of_stage]
+            same = [[read for read in share.reads if read.num_readers > 1] for share in of_stage]
             readers = Counter((read.file, read.begin, read.end) for reads in same for read in reads)
             assert all(readers[read.file, read.begin, read.end] % read.num_readers == 0 for reads in same for read in reads)
             once = sum(read.num_bytes * (read.num_readers - 1) / read.num_readers for reads in same for read in reads)
@@ -166,7 +166,7 @@ def test_ranks_read_shared_rows_once_in_every_format(plain: Path, tmp_path: Path
     form, division = CASES[name]
     formats.FORMATS[form](plain, tmp_path)
     loaded = Loading(tmp_path, division).check()
-    assert any(read.is_shared for read in loaded[0].reads)
+    assert any(read.num_readers > 1 for read in loaded[0].reads)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_ranks_read_shared_rows_once(
 ) -> None:
     """Rows of experts are shared by the ranks that have parts of the same experts. On a device copies end later."""
     folder = formats.write_drawn(tmp_path / "m", config)
-    shared = [read for read in Loading(folder, division, dtype, quantize, on_device).check()[0].reads if read.is_shared]
+    shared = [read for read in Loading(folder, division, dtype, quantize, on_device).check()[0].reads if read.num_readers > 1]
     names = {segment.tensor.name for read in shared for segment in read.segments}
     assert names
     assert all("o_proj" in name or "down_proj" in name for name in names)
@@ -213,7 +213,7 @@ def test_large_matrices_that_all_ranks_have_whole_are_read_once(
     monkeypatch.setattr(range_plan, "MIN_SHARED_BYTES", 4096)
     folder = write_checkpoint(tmp_path / "m", LATENTS, dtype="BF16", random_bytes=True)
     loaded = Loading(folder, Division(4), on_device=on_device).check()
-    shared = {segment.tensor.name for read in loaded[0].reads if read.is_shared for segment in read.segments}
+    shared = {segment.tensor.name for read in loaded[0].reads if read.num_readers > 1 for segment in read.segments}
     assert {name.rsplit(".", 2)[1] for name in shared} == {"q_a_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj"}
 
 
@@ -243,8 +243,8 @@ def test_ranks_may_load_one_after_the_other(plain: Path, monkeypatch: pytest.Mon
     first = loading.share(0, views[:1])
     second = loading.share(1, views[1:])
     assert (first.given_bytes, first.memory) == (0, loading.share(0).memory)
-    offered = [read.num_bytes for read in second.reads if read.is_shared][: 2 * NUM_SLOTS : 2]
-    assert 0 < second.given_bytes == sum(offered) < sum(read.num_bytes for read in second.reads if read.is_shared)
+    offered = [read.num_bytes for read in second.reads if read.num_readers > 1][: 2 * NUM_SLOTS : 2]
+    assert 0 < second.given_bytes == sum(offered) < sum(read.num_bytes for read in second.reads if read.num_readers > 1)
     assert second.memory == loading.share(1).memory
 
 
@@ -380,4 +380,4 @@ def test_of_one_device_nothing_is_shared(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m", CONFIG)
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack)
-        assert not any(read.is_shared for read in planned_reads(source, "float32", StagingRing(1, 8192), sharing=[2]))
+        assert not any(read.num_readers > 1 for read in planned_reads(source, "float32", StagingRing(1, 8192), shares=True))

@@ -17,31 +17,19 @@ from engine.cpu.memory import CpuMemory
 from engine.loop.worker import Engine
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_gate import WeightGate
-from engine.protocol import JOURNAL_BYTES, Configure, Evicted, EvictModel, LoadModel, Message, SamplingParams, Submit, TokensOut
+from engine.protocol import JOURNAL_BYTES, Configure, Evicted, EvictModel, LoadModel, SamplingParams, Submit, TokensOut
 from engine.serve.channel import wait_until
 from loader.models.catalog import scan_one
 from loader.reading.file_reader import Fetched, Fetching, FileReader
 from loader.reading.range_plan import Read
 from loader.reading.staging import StagingRing
-from tests.engine.engine_process import load_message
+from tests.engine.engine_process import Messages, load_message
 from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN, make_runner
 from tests.kernel_cache import CACHE_DIR
 
 CHUNK_BYTES, NUM_CHUNKS, NUM_SLOTS = 64 << 10, 256, 64
 PROMPT = np.random.default_rng(5).integers(2, 211, 30).tolist()
 GREEDY = SamplingParams(6, temperature=0.0)
-
-
-class Messages:
-    """Stands in for engine.serve.channel.Channel and keeps the messages to the daemon."""
-
-    backlog_bytes = 0
-
-    def __init__(self) -> None:
-        self.sent: list[Message] = []
-
-    def send(self, message: Message) -> None:
-        self.sent.append(message)
 
 
 class Bench:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-ROOT = pathlib.Path(__file__).parents[3]
+from tests.engine.not_interpreted import KERNEL_CACHE, output_of
+
 COMPILES_ALL = "HEARTHD_TEST_SHAPES" in os.environ
 LIMIT_S = 1800 if COMPILES_ALL else 300
 CAPABILITIES = (80, 90, 100)  # for which sums are compiled
@@ -25,14 +24,9 @@ CAPABILITIES = (80, 90, 100)  # for which sums are compiled
 
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(tmp_path: pathlib.Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "triton")
-    command = [sys.executable, "-m", "tests.engine.kernels.compile_for_hopper", "90", "--unlisted"]
-    if not COMPILES_ALL:
-        command.append("--largest")
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(text) for text in done.stdout.splitlines()]
+    asked = ("90", "--unlisted") if COMPILES_ALL else ("90", "--unlisted", "--largest")
+    told = output_of("tests.engine.kernels.compile_for_hopper", *asked, limit_s=LIMIT_S, **KERNEL_CACHE)
+    lines = [json.loads(text) for text in told.splitlines()]
     kernels = {line["kernel"] for line in lines}
     assert len(kernels) >= 18, kernels
     latents = {"_latent_piece_kernel", "_latent_extend_kernel"}
@@ -63,12 +57,8 @@ def test_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(tmp_pat
 @pytest.fixture(scope="module")
 def sums() -> list[dict[str, Any]]:
     """Returns what compile_peers prints for all CAPABILITIES, in one process, which takes seconds to start."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "triton")
-    command = [sys.executable, "-m", "tests.engine.kernels.compile_peers", *map(str, CAPABILITIES)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(text) for text in done.stdout.splitlines()]
+    told = output_of("tests.engine.kernels.compile_peers", *map(str, CAPABILITIES), limit_s=LIMIT_S, **KERNEL_CACHE)
+    return [json.loads(text) for text in told.splitlines()]
 
 
 @pytest.mark.timeout(LIMIT_S + 30)

@@ -5,26 +5,18 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
 from tests.engine.kernels.key_cases import COVERING
-
-ROOT = pathlib.Path(__file__).parents[3]
+from tests.engine.not_interpreted import output_of
 
 
 def test_no_step_needs_a_kernel_that_the_warm_up_did_not_launch() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.engine.kernels.record_keys"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = {line["model"]: line for line in map(json.loads, done.stdout.splitlines())}
+    lines = output_of("tests.engine.kernels.record_keys").splitlines()
+    told = {line["model"]: line for line in map(json.loads, lines)}
     assert told.keys() == {"values", "loads", "joining", *COVERING}
     assert {name: line["added"] for name, line in told.items() if line["added"]} == {}
     assert told.pop("loads")["warmed"] == 3  # checksums, and the decoder, aligned to 16 bytes or not

@@ -4,11 +4,7 @@ and that a GPU keeps the order in which they write and read."""
 from __future__ import annotations
 
 import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -21,8 +17,8 @@ from triton.runtime import interpreter
 
 from engine.cuda.kernels import tiles, triton_decode
 from tests.engine.cuda_bench import INTERPRETED
+from tests.engine.not_interpreted import KERNEL_CACHE, output_of
 
-ROOT = pathlib.Path(__file__).parents[3]
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 8, 2, 64, 16
 PIECES = [3, 16, 0, 37, 1]
 CAPABILITIES = ("80", "90", "100")
@@ -121,12 +117,8 @@ def keeps_order(steps: list[str]) -> bool:
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, str]:
     """Returns the kernel's PTX by compute capability, all compiled by one process, which takes seconds to start."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "triton")
-    command = [sys.executable, "-m", "tests.engine.kernels.compile_joins", *CAPABILITIES]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    ptx: dict[str, str] = json.loads(done.stdout)
+    told = output_of("tests.engine.kernels.compile_joins", *CAPABILITIES, limit_s=300, **KERNEL_CACHE)
+    ptx: dict[str, str] = json.loads(told)
     assert [re.findall(r"\.target sm_(\d+)", text) for text in ptx.values()] == [[one] for one in CAPABILITIES]
     return ptx
 

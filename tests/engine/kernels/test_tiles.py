@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -26,8 +24,8 @@ from engine.cuda.kernels.tiles import (
     MeasuredTile,
     Tile,
 )
+from tests.engine.not_interpreted import KERNEL_CACHE, output_of
 
-ROOT = pathlib.Path(__file__).parents[3]
 COMPILES_ALL = "HEARTHD_TEST_SHAPES" in os.environ
 LIMIT_S = 2400 if COMPILES_ALL else 300
 CANDIDATE_STACK_BYTES = 128  # tiles that are compared may keep some numbers on the stack: they are measured
@@ -138,14 +136,9 @@ def test_a_forced_tile_is_the_own_threads_alone() -> None:
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_tiles_compile_into_registers_and_shared_memory(tmp_path: pathlib.Path) -> None:
     """All of the table where HEARTHD_TEST_SHAPES asks for it; else prompts on 8.9, which has the least of both."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "triton")
-    command = [sys.executable, "-m", "tests.engine.kernels.compile_tiles"]
-    if not COMPILES_ALL:
-        command += ["89", "--entries", "--half", "--kernel", EXTEND_KERNEL]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(text) for text in done.stdout.splitlines()]
+    asked = () if COMPILES_ALL else ("89", "--entries", "--half", "--kernel", EXTEND_KERNEL)
+    told = output_of("tests.engine.kernels.compile_tiles", *asked, limit_s=LIMIT_S, **KERNEL_CACHE)
+    lines = [json.loads(text) for text in told.splitlines()]
     assert len(lines) >= (250 if COMPILES_ALL else 8)
     for line in lines:
         key = Key(line["architecture"], line["head_dim"], line["item_bytes"], line["fp8"])

@@ -105,7 +105,7 @@ class LoadsInTurn(EngineRun):
 
 
 def test_the_work_space_has_room_for_what_cublas_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many work spaces as are reckoned with are kept, and no more, in runs with all that multiplies."""
+    """Runs with all that multiplies keep as many work spaces as are reckoned with, and no more."""
     most = max(len(run_of(seed, "2.11", monkeypatch, kind=LoadsInTurn).device.work_spaces) for seed in range(12))
     assert most * CUBLAS_BYTES == LIBRARY_BYTES
 

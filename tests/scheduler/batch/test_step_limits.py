@@ -8,10 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from scheduler.batch.batch_scheduler import PATIENT_STEPS
 from scheduler.batch.plan import BatchPlan
 from scheduler.batch.step_costs import class_tokens
-from scheduler.batch.step_limits import CHUNK_STEP_TOKENS, NEARLY_FREE, StepLimits
+from scheduler.batch.step_limits import CHUNK_STEP_TOKENS, NEARLY_FREE, PATIENT_STEPS, StepLimits
 from scheduler.batch.step_room import LEAST_CHUNK_TOKENS, StepRoom
 from scheduler.batch.tenant_time import TenantLoad
 from tests.scheduler.batch.fake_model import Harness, Params

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.batch.batch_scheduler import PATIENT_STEPS
+from scheduler.batch.step_limits import PATIENT_STEPS
 from scheduler.node.events import ModelFacts
 from scheduler.simulate import engine as engine_module
 from scheduler.simulate.costs import Costs, ModelCosts
