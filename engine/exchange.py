@@ -184,7 +184,7 @@ class Exchange:
     eventfd that wakes it; () for a process that posts nothing. Raises ValueError if fd is not an exchange memory. Methods name an
     engine by its number, and a region by its offset in bytes.
 
-    Any thread may call any method, but only one thread of the whole node, in the queue's own engine, takes entries from a queue."""
+    Any thread may call any method. Only one thread of the whole node, in the queue's own engine, takes entries from a queue."""
 
     def __init__(self, fd: int, doorbells: Sequence[int] = ()) -> None:
         self.fd, self._doorbells = fd, tuple(doorbells)
@@ -198,7 +198,6 @@ class Exchange:
         self._map = mmap.mmap(fd, first_region(num_engines))
         self._words = memoryview(self._map).cast("q")
         self._lock = _NodeLock(fd)
-        self._fence = threading.Lock()
 
     def close(self) -> None:
         self._words.release()
@@ -214,35 +213,9 @@ class Exchange:
         """Appends a region to the queues of a group's members once, as Poster.post does."""
         return Poster(self, members, region).post()
 
-    def take(self, number: int, but: Container[int] = ()) -> int | None:
-        """Removes the next entry of an engine's queue, and returns its region. Returns None if there is none, or if its region is
-        in `but`: then it stays."""
-        words, queue = self._words, self._queue(number)
-        while (tail := words[queue + _TAKEN]) < words[queue]:
-            self._order()
-            region = words[queue + _RING + tail % QUEUE_ENTRIES]
-            if region in but:
-                return None
-            words[queue + _TAKEN] = tail + 1
-            if region != NOTHING:
-                return region
-        return None
-
-    def has_entries(self, number: int) -> bool:
-        """Returns whether an engine's queue has entries. `take` may find none, if all of them are of groups that the engine has
-        left."""
-        queue = self._queue(number)
-        return self._words[queue + _TAKEN] != self._words[queue]
-
-    def comes_within(self, number: int, most_s: float) -> bool:
-        """Waits until an engine's queue has entries, for most_s seconds at most, without sleeping. Returns whether it has any
-        (has_entries)."""
-        words, queue, now = self._words, self._queue(number), time.perf_counter
-        taken, until_s = words[queue + _TAKEN], now() + most_s
-        while words[queue] == taken:
-            if now() >= until_s:
-                return False
-        return True
+    def queue(self, number: int) -> EngineQueue:
+        """Returns the queue of an engine, to take entries from. Raises ValueError for an unknown engine."""
+        return EngineQueue(self, number)
 
     def leave(self, number: int, region: int) -> None:
         """Ends an engine's part in a group: breaks the group, so that nobody posts to it any more, and removes the group's entries
@@ -295,13 +268,42 @@ class Exchange:
     def _entry(self, number: int, at: int) -> int:
         return self._queue(number) + _RING + at % QUEUE_ENTRIES
 
-    def _order(self) -> None:
-        """Acts as a memory fence: the processor moves no memory access across this call. It releases and acquires a lock; a release
-        comes after all earlier accesses, and an acquisition before all later ones."""
-        with self._fence:
-            pass
-        with self._fence:
-            pass
+
+class EngineQueue:
+    """The queue of the engine with this number, for the thread that takes entries from it."""
+
+    def __init__(self, exchange: Exchange, number: int) -> None:
+        self.number, self._words, self._fence = number, exchange._words, MemoryFence()
+        self._posted = begin = exchange._queue(number)
+        self._taken, self._ring = begin + _TAKEN, begin + _RING
+
+    def take(self, but: Container[int] = ()) -> int | None:
+        """Removes the next entry, and returns its region. Returns None if there is none, or if its region is in `but`: then it
+        stays."""
+        words = self._words
+        while (tail := words[self._taken]) < words[self._posted]:
+            self._fence.order()
+            region: int = words[self._ring + tail % QUEUE_ENTRIES]
+            if region in but:
+                return None
+            words[self._taken] = tail + 1
+            if region != NOTHING:
+                return region
+        return None
+
+    def has_entries(self) -> bool:
+        """Returns whether the queue has entries. `take` may find none, if all of them are of groups that the engine has left."""
+        return bool(self._words[self._taken] != self._words[self._posted])
+
+    def comes_within(self, most_s: float) -> bool:
+        """Waits until the queue has entries, for most_s seconds at most, without sleeping. Returns whether it has any
+        (has_entries)."""
+        words, posted, now = self._words, self._posted, time.perf_counter
+        taken, until_s = words[self._taken], now() + most_s
+        while words[posted] == taken:
+            if now() >= until_s:
+                return False
+        return True
 
 
 class Poster:
@@ -314,6 +316,7 @@ class Poster:
         self._exchange, self._members, self._region, self._broken = exchange, tuple(members), region, broken
         self._queues = [exchange._queue(number) for number in members]
         self._words, self._lock, self._fence = exchange._words, exchange._lock, MemoryFence()
+        self._taken = [0] * len(self._queues)  # by member: number of entries that it had taken when last asked
 
     def post(self) -> bool:
         """Appends the region to the queues of the group's members and rings the doorbells of all but the caller. Whatever this
@@ -323,11 +326,13 @@ class Poster:
         with self._lock:
             if self._exchange.is_broken(self._region) if self._broken is None else self._broken[0]:
                 return False
-            for queue in queues:
+            for at, queue in enumerate(queues):
                 head = words[queue]
-                if head - words[queue + _TAKEN] >= QUEUE_ENTRIES:
-                    number = self._members[queues.index(queue)]
-                    raise ExchangeFull(f"the queue of engine {number} is full: it has not taken {QUEUE_ENTRIES} entries")
+                if head - self._taken[at] >= QUEUE_ENTRIES:  # another core's cache holds the member's own count
+                    self._taken[at] = taken = words[queue + _TAKEN]
+                    if head - taken >= QUEUE_ENTRIES:
+                        number = self._members[at]
+                        raise ExchangeFull(f"the queue of engine {number} is full: it has not taken {QUEUE_ENTRIES} entries")
                 words[queue + _RING + head % QUEUE_ENTRIES] = self._region  # nobody sees it before the count is raised
             self._fence.order()
             for queue in reversed(queues):  # the caller's own comes last, because nobody waits for that

@@ -53,6 +53,7 @@ class GroupSteps:
         os.set_blocking(doorbell, False)
         self._posted: dict[int, deque[PostedStep]] = {}  # region -> steps that this engine leads and has not run, the oldest first
         self._followed: list[GroupShare] = []  # shares whose steps may still run on the device
+        self._queue = exchange.queue(number)
         exchange.reset(number)
 
     def fileno(self) -> int:
@@ -69,7 +70,7 @@ class GroupSteps:
         result is asked for, and at most one of each model: with several steps under way, or several models, the queue may never
         be empty, and messages and this engine's own models must have their turn between them. Returns whether it ran any."""
         ran: set[int] = set()
-        while (region := self._exchange.take(self._number, self._posted.keys() | ran)) is not None:
+        while (region := self._queue.take(self._posted.keys() | ran)) is not None:
             self._follow(region)
             ran.add(region)
         return bool(ran)
@@ -77,12 +78,12 @@ class GroupSteps:
     @property
     def is_waiting(self) -> bool:
         """Returns whether the queue has an entry."""
-        return self._exchange.has_entries(self._number)
+        return self._queue.has_entries()
 
     def comes_soon(self) -> bool:
         """Waits for an entry in the queue, for LINGER_S at most, without sleeping, because going to sleep and waking up takes as
         long. Returns whether there is one."""
-        return self._exchange.comes_within(self._number, LINGER_S)
+        return self._queue.comes_within(LINGER_S)
 
     def has_ended(self) -> bool:
         """Returns whether this engine's device has ended all steps that other engines lead. Does not wait. Raises the device's
@@ -104,7 +105,7 @@ class GroupSteps:
 
     def run_next(self) -> None:
         """Runs the first step in the queue, whichever engine leads it. Raises RuntimeError if there is none."""
-        region = self._exchange.take(self._number)
+        region = self._queue.take()
         if region is None:
             raise RuntimeError(f"a step that was posted is not in the queue of engine {self._number}")
         if (posted := self._posted.get(region)) is None:

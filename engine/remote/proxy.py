@@ -58,6 +58,7 @@ class Proxy:
         self._wire, self._host, self._models_dir = wire, host, PurePath(models_dir)
         self._channel, self._journal = channel, journal
         self._exchange, self._number, self._doorbell = membership.exchange, membership.number, membership.doorbell
+        self._queue = self._exchange.queue(self._number)
         self._from_engine = FrameReader(FromEngine)
         self._configure: Configure | None = None
         self._shares: dict[int, _Share] = {}  # by placement id
@@ -95,7 +96,7 @@ class Proxy:
 
     def _run_queue(self) -> None:
         """Sends the steps that are in this engine's queue."""
-        while (offset := self._exchange.take(self._number)) is not None:
+        while (offset := self._queue.take()) is not None:
             share = next((one for one in list(self._shares.values()) if one.region.offset == offset), None)
             if share is None:
                 log.error("engine %d is told of a step of a group that it has no share of", self._number)

@@ -55,7 +55,7 @@ def exchange_of(num_engines: int) -> Iterator[tuple[int, list[int], Exchange]]:
 
 def taken(exchange: Exchange, number: int) -> list[int]:
     found = []
-    while (region := exchange.take(number)) is not None:
+    while (region := exchange.queue(number).take()) is not None:
         found.append(region)
     return found
 
@@ -203,7 +203,7 @@ def test_half_a_post_is_not_seen() -> None:
     with exchange_of(2) as (_, _, exchange):
         first, second = regions(2)
         exchange._words[exchange._entry(1, 0)] = first
-        assert exchange.take(1) is None
+        assert exchange.queue(1).take() is None
         assert exchange.post([0, 1], second)
         assert taken(exchange, 1) == [second]
 
@@ -213,26 +213,26 @@ def test_an_entry_may_be_left_in_its_place() -> None:
         first, second, third = regions(3)
         for region in (first, second, third):
             assert exchange.post([0, 1], region)
-        assert exchange.take(1, {second}) == first
-        assert exchange.take(1, {second, third}) is None
-        assert exchange.take(1, {third}) == second
+        assert exchange.queue(1).take({second}) == first
+        assert exchange.queue(1).take({second, third}) is None
+        assert exchange.queue(1).take({third}) == second
         exchange.leave(1, third)
         assert exchange.post([0, 1], second)
-        assert exchange.take(1, {second}) is None, "what was left behind by a group is not an entry"
-        assert exchange.take(1) == second
+        assert exchange.queue(1).take({second}) is None, "what was left behind by a group is not an entry"
+        assert exchange.queue(1).take() == second
 
 
 def test_a_wait_for_entries_ends_with_one_or_after_its_time() -> None:
     with exchange_of(2) as (fd, bells, exchange):
         (region,) = regions(1)
-        assert not exchange.comes_within(1, 0.01)
+        assert not exchange.queue(1).comes_within(0.01)
         assert exchange.post([0, 1], region)
-        assert exchange.comes_within(1, 0.0)
-        assert exchange.take(1) == region
+        assert exchange.queue(1).comes_within(0.0)
+        assert exchange.queue(1).take() == region
         later = threading.Timer(0.02, lambda: Exchange(fd, bells).post([0, 1], region))
         later.start()
-        assert exchange.comes_within(1, 30.0)
-        assert exchange.take(1) == region
+        assert exchange.queue(1).comes_within(30.0)
+        assert exchange.queue(1).take() == region
         later.join()
 
 
@@ -241,14 +241,14 @@ def test_a_full_queue_is_an_error_that_names_it() -> None:
         (region,) = regions(1)
         for _ in range(QUEUE_ENTRIES):
             assert exchange.post([0, 2], region)
-            assert exchange.take(0) == region
+            assert exchange.queue(0).take() == region
         with pytest.raises(ExchangeFull, match="queue of engine 2 is full"):
             exchange.post([0, 2], region)
-        assert exchange.take(0) is None, "a post that failed was seen"
-        assert exchange.take(2) == region
+        assert exchange.queue(0).take() is None, "a post that failed was seen"
+        assert exchange.queue(2).take() == region
         assert exchange.post([0, 2], region)
         exchange.reset(2)
-        assert exchange.take(2) is None
+        assert exchange.queue(2).take() is None
 
 
 def test_nothing_is_posted_to_a_broken_group() -> None:
@@ -276,10 +276,10 @@ def test_a_poster_reads_the_flag_that_its_process_has_mapped() -> None:
             poster = Poster(exchange, [0, 1], region, words)
             for _ in range(3 * QUEUE_ENTRIES):
                 assert poster.post()
-                assert [exchange.take(number) for number in (0, 1)] == [region, region]
+                assert [exchange.queue(number).take() for number in (0, 1)] == [region, region]
             exchange.break_group(region)
             assert not poster.post()
-            assert [exchange.take(number) for number in (0, 1)] == [None, None]
+            assert [exchange.queue(number).take() for number in (0, 1)] == [None, None]
 
 
 def test_who_leaves_keeps_no_entry() -> None:
@@ -306,7 +306,7 @@ def test_what_is_no_exchange_memory_is_refused() -> None:
         with pytest.raises(ValueError, match="1 doorbells for an exchange memory of 2 engines"):
             Exchange(own, bells[:1])
         with pytest.raises(ValueError, match="engine 2 is not among"):
-            exchange.take(2)
+            exchange.queue(2).take()
         with pytest.raises(ValueError, match="region 0 of"):
             exchange.clear(0, PAGE_BYTES)
 

@@ -86,7 +86,7 @@ print("leads", flush=True)
 while True:
     column = np.full(step_id % 64 + 1, step_id, np.int32)
     region.post(BatchPlan(step_id, "m", column, column, column, column % 2 == 0, all_decode=True))
-    exchange.take(0)
+    exchange.queue(0).take()
     while region.table.num_tokens[0] == step_id:  # the follower has not read the plan
         pass
     step_id += 1
@@ -109,8 +109,8 @@ def test_a_follower_reads_whole_plans_in_order_from_a_leader_that_is_killed() ->
             assert leader.stdout is not None
             assert leader.stdout.readline() == b"leads\n"
             at, killed, num = choose.randint(65, 120), False, 0
-            while exchange.comes_within(1, 0.2) or not killed:
-                if exchange.take(1) is not None:
+            while exchange.queue(1).comes_within(0.2) or not killed:
+                if exchange.queue(1).take() is not None:
                     plan = region.read_plan("m")
                     column = np.full(num % 64 + 1, num, np.int32)
                     assert_equal(plan, BatchPlan(num, "m", column, column, column, column % 2 == 0, all_decode=True))
@@ -122,7 +122,7 @@ def test_a_follower_reads_whole_plans_in_order_from_a_leader_that_is_killed() ->
                     leader.wait(10)
                     killed = True
             assert at <= num <= at + 1, "plans of every size were read"
-            assert exchange.take(1) is None
+            assert exchange.queue(1).take() is None
             with exchange.locked():
                 pass
     exchange.close()

@@ -261,12 +261,10 @@ class Steps:
         self.models: Any = SimpleNamespace(followed={}, by_name={}, threads=threads)
         journal: Any = SimpleNamespace(note=lambda ids: None)
         self.groups = GroupSteps(exchange, number, doorbell, self.models, journal, lambda model: None, num_threads=2)
-        self.exchange, self.number = exchange, number
 
     @property
     def has_entries(self) -> bool:
-        words, queue = self.exchange._words, self.exchange._queue(self.number)
-        return bool(words[queue] > words[queue + exchange._TAKEN])
+        return self.groups.is_waiting
 
     def has(self, name: str) -> bool:
         return name in self.models.by_name or name in self.models.followed
@@ -429,13 +427,12 @@ class SplitRun(EngineRun):
         threads = SimpleNamespace(Lock=lambda: schedule.Lock(self.schedule), Event=lambda: schedule.KeptEvent(self.schedule))
         words = _TorchOfPeers(on)
         RacingLink.told = {}
-        take, post = Exchange.take, exchange.Poster.post
+        take, post = exchange.EngineQueue.take, exchange.Poster.post
 
-        def taken(queues: Exchange, number: int, but: Any = ()) -> int | None:
-            queue = queues._queue(number)
-            found = take(queues, number, but)
+        def taken(queue: exchange.EngineQueue, but: Any = ()) -> int | None:
+            found = take(queue, but)
             if found is not None:
-                run.schedule.host.clock.join(run._posted_clocks.get((number, queues._words[queue + exchange._TAKEN]), Clock()))
+                run.schedule.host.clock.join(run._posted_clocks.get((queue.number, queue._words[queue._taken]), Clock()))
             return found
 
         def posted(poster: exchange.Poster) -> bool:
@@ -463,7 +460,7 @@ class SplitRun(EngineRun):
             (group_region, {"StageLink": RacingLink}),
             (runner, {"GroupShare": RacingShare}),
             (rendezvous.Rendezvous, {"meet": self._meet}),
-            (Exchange, {"take": taken}),
+            (exchange.EngineQueue, {"take": taken}),
             (exchange.Poster, {"post": posted}),
             (sys.modules[open_region.__module__], {"GroupRegion": RacingRegion}),
         ]
