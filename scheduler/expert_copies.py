@@ -51,13 +51,13 @@ def numbers(most: int) -> tuple[int, ...]:
 def imbalance(tokens: Any, held: Any) -> float:
     """Returns by how much the busiest part exceeds the mean part: the sum over all layers of the busiest part's tokens, divided by
     the sum of the mean part's; 1.0 if there are no tokens. The tokens of an expert are divided evenly among the parts that hold it.
-    tokens [L, E]. held [L, P, E] bool: which parts hold it."""
+    tokens [L, E]: by layer and expert. held [L, P, E] bool: which of P parts hold each expert."""
     loads = _loads(tokens, held)
     return float(loads.max(axis=1).sum() / loads.mean(axis=1).sum()) if loads.any() else 1.0
 
 
 def _loads(tokens: Any, held: Any) -> Any:
-    """Returns the tokens of each part [L, P]."""
+    """Returns the number of tokens of each part [L, P], by layer."""
     return (held * (tokens / held.sum(axis=1))[:, None]).sum(axis=2)
 
 

@@ -1,7 +1,7 @@
 """Fair shares of tenants: the tenant with least in service for its weight is served next.
 
 Places in service are shared, not arrivals: a tenant that floods a queue waits behind its own requests, a tenant with long requests
-holds no more places for it, and nothing of the past needs to be remembered.
+gets no more places than others, and nothing of the past needs to be remembered.
 """
 
 from __future__ import annotations

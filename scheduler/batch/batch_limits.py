@@ -11,8 +11,8 @@ class BatchLimits:
     prompt and output together. max_num_batched_tokens: the most tokens of one step. eos_token_ids: the tokens that end a sequence.
     fingerprint and kv_dtype identify the KV's content for the prefix cache. embeds: whether the model computes embeddings: a
     sequence then ends with its prompt, which may have max_model_len tokens, and its vector counts as one output token, which has no
-    KV. num_stages: how many stages a step passes through, one after the other; as many steps of different sequences are under way
-    at a time."""
+    KV. num_stages: number of pipeline stages that a step passes through, one after the other; up to num_stages steps, of different
+    sequences, are under way at a time."""
 
     max_sequences: int
     max_model_len: int

@@ -101,7 +101,8 @@ class BatchScheduler:
 
     @property
     def num_drawn_chunks(self) -> int:
-        """Number of chunks that the model's KV and adapters have drawn from the lease."""
+        """Number of chunks that the model's KV and adapters have drawn from the lease, the chunks that all models share
+        (chunk_pool.py)."""
         return self.kv.num_drawn_chunks + self.adapters.num_chunks
 
     @property
@@ -111,8 +112,8 @@ class BatchScheduler:
 
     @property
     def runnable(self) -> bool:
-        """Returns whether `plan` may find work: a sequence runs that is not held, or a request waits, a slot is free and memory has
-        changed since the head of the queue found none."""
+        """Returns whether `plan` may find work: a sequence runs that is not held, or a request waits, a slot is free, and memory
+        has changed since the request at the head of the queue found no room."""
         if len(self.running) > self._num_held:
             return True
         return len(self.waiting) > 0 and len(self._free_slots) > 0 and self._blocked_version != self.kv.chunks.version
@@ -159,8 +160,8 @@ class BatchScheduler:
         return True
 
     def hold(self, request_id: int, held: bool) -> None:
-        """Sets whether a constrained request must wait before its next token is computed (True), because it is not known yet which
-        tokens may follow. Does nothing if the request is not known."""
+        """Sets whether a constrained request is held: True if its next token must not be computed yet, because it is not known
+        which tokens may follow. Does nothing if the request is not known."""
         request = self.waiting.get(request_id) or self.adapters.get(request_id)
         if request is not None:
             request.held = held
@@ -201,11 +202,11 @@ class BatchScheduler:
         return prefix_seed(*parts, request.adapter) if request.adapter else prefix_seed(*parts)
 
     def learn_computed(self, slot: int) -> None:
-        """Computes the keys of all full blocks of a slot whose KV is stored, and adds these blocks to the prefix cache."""
+        """Adds to the prefix cache the full blocks of a slot whose KV is stored, after computing their keys."""
         self._learn(slot, int(self.table.num_computed[slot]))
 
     def close(self) -> None:
-        """Removes every request and gives all chunks of KV and adapters back. The scheduler must not be used afterwards."""
+        """Removes every request and gives back all chunks of KV and adapters. The scheduler must not be used afterwards."""
         self.waiting = WaitingQueue()
         self.table.request_id[self.running.slots] = 0
         self.running.drop_gone()
@@ -221,7 +222,8 @@ class BatchScheduler:
 
         max_tokens: the most tokens of the step (default: max_num_batched_tokens, which it must not exceed where KV groups have
         windows). room: limits the step's rows and prompt tokens (None: no limits). Requests are admitted while fewer sequences run
-        than the room has rows for, and one more whenever the head of the queue has waited for long behind these."""
+        than the room has rows for. If the head of the queue waits for many steps although so many run, further requests are
+        admitted (step_limits.most_running)."""
         room = room or StepRoom()
         plan = self._plan(step_id, room, max_tokens)
         if plan is None or self._drafts is None:
@@ -316,8 +318,8 @@ class BatchScheduler:
 
     def take_proposals(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
         """Takes the tokens that the model's predictor drafted after the step for which `finish_step` was called last: for the
-        sequence in slots[q] the first counts[q] tokens of tokens[q] (tokens: [Q, K]). Tokens for a sequence that ended while the
-        step ran are dropped."""
+        sequence in slots[q] the first counts[q] tokens of tokens[q]. tokens: [Q, K], at most K for each of Q sequences. Tokens for
+        a sequence that ended while the step ran are dropped."""
         if self._drafts is not None and self._drafts.proposals is not None:
             there = np.isin(slots, self._taken_in)
             self._drafts.proposals.take(slots[there], counts[there], tokens[there])
@@ -416,13 +418,14 @@ class BatchScheduler:
 
     def _may_admit(self, max_rows: int) -> bool:
         """Returns whether a request may be admitted now: one waits, a slot is free, memory has changed since the head of the queue
-        found no room, and few enough sequences run (step_limits.most_running); held ones do not count."""
+        found no room, and few enough sequences run (step_limits.most_running). Sequences that are held do not count."""
         if not len(self.waiting) or not self._free_slots or self._blocked_version == self.kv.chunks.version:
             return False
         return self.num_running - self._num_held < most_running(max_rows, self._passed_over)
 
     def _note_passed_over(self, max_rows: int) -> None:
-        """Counts a step that passes over the head of the queue because max_rows sequences run."""
+        """Counts a step that admits no request because max_rows sequences or more run, although a request waits. Sets the count to
+        0 if none waits."""
         if not len(self.waiting):
             self._passed_over = 0
         elif self.num_running - self._num_held >= max_rows:

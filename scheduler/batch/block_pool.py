@@ -1,9 +1,9 @@
 """Blocks of one model's KV group, cut out of the chunks it owns.
 
-Block b is bytes [b * block_bytes, (b + 1) * block_bytes) of the device's arena, for every model with its own block_bytes, so a
+Block b is bytes [b * block_bytes, (b + 1) * block_bytes) of the device's arena, where block_bytes differs from model to model, so a
 block id is an address. A block is usable when every chunk it touches is owned; adjacent owned chunks make the blocks across their
-border usable. A usable block is free (on the stack), in use (reference count > 0) or kept by the prefix cache (count 0, not on
-the stack).
+border usable. A usable block is free (on the stack), in use (reference count > 0) or kept by the prefix cache (count 0, not on the
+stack).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from scheduler.batch.plan import BoolArray, IntArray
 
 
 class BlockPool:
-    """The blocks of one KV group. `reserved_chunks` chunks are taken at once and owned until `close`. Further chunks are drawn when
-    they are needed from the lease, the chunks that all models of the engine share. Raises MemoryError if the reserved chunks are
-    not available."""
+    """The blocks of one KV group. `reserved_chunks` chunks are taken at once and owned until `close`. When more are needed, they
+    are drawn from the lease, the chunks that all models of the engine share. Raises MemoryError if the reserved chunks are not
+    available."""
 
     def __init__(self, chunks: ChunkPool, block_bytes: int, reserved_chunks: int) -> None:
         if block_bytes <= 0:
@@ -73,9 +73,9 @@ class BlockPool:
             self.chunks.version += 1
 
     def undo(self, blocks: IntArray, drawn_before: BoolArray) -> None:
-        """Undoes an allocation whose blocks have not been written to, and gives back the chunks that were drawn for it. This does
-        not count as freed memory, so waiting requests are not tried again. drawn_before: the result of `drawn_chunks` before the
-        allocation."""
+        """Undoes an allocation whose blocks have not been written to, and gives back the chunks that were drawn from the lease for
+        it. This does not count as freed memory, so waiting requests are not tried again. drawn_before: the result of `drawn_chunks`
+        before the allocation."""
         self.refcount[blocks] = 0
         self._push(blocks)
         vain = np.flatnonzero(self._drawn & ~drawn_before & ~self._busy_chunks()).astype(np.int32)
@@ -114,10 +114,9 @@ class BlockPool:
         return True
 
     def shrink(self, max_chunks: int | None = None) -> int:
-        """Gives drawn chunks back to the chunk pool if none of their blocks is in use or cached, at most `max_chunks` (None: all of
-        them); returns how many.
-
-        It also sorts the free blocks: those of reserved chunks are used first, so that drawn chunks become empty."""
+        """Gives back to the chunk pool at most `max_chunks` (None: all) of the chunks drawn from the lease in which no block is in
+        use or cached; returns their number. It also sorts the free blocks: those of reserved chunks are used first, so that drawn
+        chunks become empty."""
         idle = self._drawn & ~self._busy_chunks()
         given = np.flatnonzero(idle)[::-1].astype(np.int32)
         if max_chunks is not None:
@@ -180,7 +179,7 @@ class BlockPool:
         return int(self._first_chunk[block])
 
     def keep_drawn(self) -> None:
-        """Makes all drawn chunks of the group reserved chunks, which it owns until `close`."""
+        """Keeps as the group's own, until `close`, the chunks that it has drawn from the lease, like reserved chunks."""
         self.chunks.keep_drawn(self.num_drawn_chunks)
         self._home |= self._drawn
         self._drawn[:] = False

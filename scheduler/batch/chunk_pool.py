@@ -52,8 +52,8 @@ class ChunkPool:
         self.version += 1
 
     def take(self, chunks: IntArray, *, reserved: bool) -> None:
-        """Marks free chunks as owned. reserved: they belong to their model; else they are drawn from the lease. Raises ValueError
-        if a chunk is not free or the lease does not cover them."""
+        """Marks free chunks as owned. reserved: the chunks become a model's own; False: they are drawn from the lease. Raises
+        ValueError if a chunk is not free or the lease does not cover them."""
         if not self.free[chunks].all():
             raise ValueError("a chunk was taken twice")
         if not reserved and len(chunks) > self.room_chunks:
@@ -66,8 +66,8 @@ class ChunkPool:
             self.num_drawn += len(chunks)
 
     def give_back(self, chunks: IntArray, *, reserved: bool, touched: bool = True) -> None:
-        """Marks chunks taken by `take` as free; `reserved` as there. touched: False for chunks that were taken and not used, so
-        that waiting requests are not tried again. Raises ValueError if a chunk is free already."""
+        """Marks chunks as free that `take` has marked as owned. reserved: as in `take`. touched: False for chunks that were taken
+        and not used, so that waiting requests are not tried again. Raises ValueError if a chunk is free already."""
         self._free(chunks)
         if reserved:
             self.num_reserved -= len(chunks)
@@ -77,8 +77,9 @@ class ChunkPool:
             self.version += 1
 
     def hold(self, num: int) -> IntArray:
-        """Returns [num] free chunks, in one run if there is one, which nobody else gets until `release_hold`. A model's reserved KV
-        is held so before its weights are placed around it. Raises MemoryError and holds none if too few are free."""
+        """Returns [num] free chunks, in one run if there is one, which nobody else gets until `release_hold`. A load holds chunks
+        for the model's reserved KV in this way, and then takes others for the weights. Raises MemoryError and holds none if too few
+        are free."""
         runs = free_runs(self.choosable(num))
         runs = runs[np.argsort(runs[:, 1], kind="stable")]
         fitting = runs[runs[:, 1] >= num][:1]
@@ -94,7 +95,8 @@ class ChunkPool:
         self._free(chunks)
 
     def keep_drawn(self, num: int) -> None:
-        """Turns `num` drawn chunks into chunks that their owner keeps; they no longer count against the lease."""
+        """Records that `num` chunks which a model has drawn from the lease are its own from now on; they no longer count against
+        the lease."""
         self.num_drawn -= num
         self.num_reserved += num
 
@@ -136,8 +138,9 @@ class ChunkPool:
     # ---- weights that an earlier engine has left
 
     def leave(self, model: str, chunks: IntArray) -> None:
-        """Records free chunks that hold a model's weights, in the weights' order, from before this engine began. Raises ValueError
-        if a chunk does not exist, is not free or holds another model's weights, or if the model is recorded already."""
+        """Records that free chunks still hold the weights of a model that an earlier engine loaded. chunks: in the order of the
+        weights. Raises ValueError if a chunk does not exist, is not free or holds another model's weights, or if the model is
+        recorded already."""
         inside = len(chunks) and 0 <= int(chunks.min()) <= int(chunks.max()) < self.num_chunks
         if not inside or not self.free[chunks].all() or self._is_left[chunks].any() or model in self.left:
             raise ValueError(f"weights of {model}: chunks {chunks.tolist()[:8]} are not free, or hold others'")
@@ -153,8 +156,8 @@ class ChunkPool:
         return chunks
 
     def forget_left(self, model: str) -> None:
-        """Makes the chunks with a model's weights that an earlier engine left ordinary free chunks. Raises KeyError if there are
-        none."""
+        """Forgets the weights of a model that an earlier engine left: their chunks become ordinary free chunks. Raises KeyError if
+        there are none."""
         self._is_left[self.left.pop(model)] = False
 
     def choosable(self, num: int) -> BoolArray:

@@ -1,4 +1,5 @@
-"""Empties drawn chunks with few used blocks: these move to free blocks in the model's other chunks, and the chunks are given back.
+"""Empties chunks that were drawn from the lease and have few used blocks: the blocks move to free places in the model's other
+chunks, and the empty chunks are given back.
 
 A model whose sequences came and went has blocks in almost every chunk. A copy within the device's memory costs less than computing
 the blocks again, so compaction is tried before cached prefixes are dropped and long before a sequence is preempted. Block tables
@@ -26,8 +27,8 @@ class Compaction:
         self.moved_bytes = 0
 
     def gather(self, scheduler: BatchScheduler, num_chunks: int) -> int:
-        """Gives at most num_chunks drawn chunks of one model back to the chunk pool, and returns how many it gave. Blocks in use or
-        cached are moved out of sparsely used chunks where needed; none is lost."""
+        """Gives back to the chunk pool at most num_chunks chunks that one model has drawn from the lease, and returns their number.
+        Blocks in use or cached are moved out of sparsely used chunks where needed; none is lost."""
         given = 0
         for g, group in enumerate(scheduler.kv.groups):
             given += group.pool.shrink(max(0, num_chunks - given))
@@ -36,8 +37,8 @@ class Compaction:
         return given
 
     def give_up_prefixes(self, scheduler: BatchScheduler, num_chunks: int) -> int:
-        """Gives at most num_chunks drawn chunks back to the chunk pool as `gather` does and, if those are too few, drops cached
-        prefixes, the oldest first. Returns how many chunks were given back."""
+        """Gives back at most num_chunks drawn chunks as `gather` does and, if those are too few, drops cached prefixes, the oldest
+        first. Returns the number of chunks that were given back."""
         given = self.gather(scheduler, num_chunks)
         for g, group in enumerate(scheduler.kv.groups):
             while given < num_chunks and group.give_up_oldest(num_chunks - given):

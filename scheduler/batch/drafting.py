@@ -5,9 +5,9 @@ Every row samples its next token with the noise of its own position, as it would
 are those that were drafted, the rows behind them computed what later steps would have, and their tokens count too; from the first
 difference on, rows are dropped. The text is the same as without drafts, only in fewer steps.
 
-How many tokens are drafted follows from what they are worth: the chance that a sequence's drafts hold, learned from its earlier
-ones, against what a step of more rows costs (StepRoom.worth_drafting). A sequence for which nothing pays is left alone for a while,
-twice as long each time.
+How many tokens are drafted follows from what they are worth: the chance that the model samples a sequence's drafted tokens, learned
+from its earlier ones, against what a step of more rows costs (StepRoom.worth_drafting). A sequence for which nothing pays is left
+alone for a while, twice as long each time.
 
 For a sequence with a grammar or token limits, the code that knows what may follow a drafted token proposes the drafts
 (masked_drafts.py), also those that the grammar forces.
@@ -51,11 +51,11 @@ class Drafted:
 
 
 class Drafts:
-    """The drafts of one model's sequences.
+    """The drafts of one model's sequences, in S slots.
 
-    chance [S]: that the model samples a drafted token, if it samples those before it. next_plan [S]: the number of the first plan
-    in which tokens are drafted for a sequence again; pause [S]: the length of its latest pause, in plans. A masked sequence (with a
-    grammar or token limits) gets drafts only when there is a proposal for it, and next_guess [S] is the number of the first plan
+    chance [S]: that the model samples a drafted token, if it samples those before it. next_plan [S]: the index of the first plan in
+    which tokens are drafted for a sequence again; pause [S]: the length of its latest pause, in plans. A masked sequence (with a
+    grammar or token limits) gets drafts only when there is a proposal for it, and next_guess [S] is the index of the first plan
     whose proposal may contain guesses."""
 
     def __init__(self, table: SequenceTable, drafter: Drafter | None, proposals: Proposals | None = None) -> None:
@@ -84,8 +84,8 @@ class Drafts:
             self.proposals.join(slot, cached)
 
     def learned(self, slot: int, first: int, keys: Sequence[bytes], prefixes: PrefixCache) -> None:
-        """Tells the predictor's records that a sequence's blocks from number `first` on were added to the prefix cache `prefixes`.
-        keys: the keys of all its blocks up to the last one added."""
+        """Records that a sequence's blocks from index `first` on were added to the prefix cache `prefixes`, for the drafts of the
+        model's predictor. keys: the keys of all its blocks up to the last one added."""
         if self.proposals is not None and self.proposals.minds(slot):
             own = self._table.block_tables[0][slot, first : len(keys)].tolist()
             owned = [prefixes.block_of(key) == block for key, block in zip(keys[first:], own, strict=True)]
@@ -107,7 +107,7 @@ class Drafts:
 
     def guess(self, slot: int) -> IntArray | None:
         """Returns tokens that may follow those of a masked sequence, to be checked against its grammar; None while guessing pauses
-        for it, or if it is about to reach its length."""
+        for the sequence, or if the sequence is about to reach its length."""
         if self._next_guess[slot] > self._num_plans + 1:
             return None
         end = int(self._table.num_tokens[slot])
@@ -143,8 +143,8 @@ class Drafts:
         return bool(np.count_nonzero(self._next_plan.take(slots) <= self._num_plans))
 
     def draft(self, slots: IntArray, computed: IntArray, capacity: IntArray, most_rows: int, room: StepRoom) -> IntArray | None:
-        """Writes drafted tokens behind the tokens of sequences that decode. Returns [R] the number of drafted tokens of each of
-        `slots`; None if there are none.
+        """Writes drafted tokens behind the tokens of sequences that decode. Returns the number of drafted tokens of each of the R
+        `slots`, [R]; None if there are none.
 
         computed [R]: positions of each sequence whose KV is stored. capacity [R]: positions that its blocks can hold. most_rows:
         bound on the step's rows, more than R. room: tells what further rows cost."""
@@ -181,8 +181,8 @@ class Drafts:
         return counts if num else None
 
     def _under_masks(self, row: int, slot: int, num_tokens: int, most: int, chance: float) -> list[Drafted]:
-        """Writes at most `most` of the tokens proposed for a masked slot behind its num_tokens tokens, and returns them. row: the
-        slot's index among the rows that decode. chance: that a guessed token is what the model samples."""
+        """Writes the tokens that are proposed for a masked slot, at most `most`, behind the slot's num_tokens tokens, and returns
+        them. row: the slot's index among the rows that decode. chance: that a guessed token is what the model samples."""
         proposal = self._masked.take(slot, num_tokens)
         self._next_plan[slot] = _NEVER
         if proposal is None:
@@ -236,8 +236,8 @@ class Drafts:
         return Verified(newest, told[last], bad[counting][last], counts, told, drafted)
 
     def _learn(self, slot: int, num_drafted: int, num_held: int) -> None:
-        """Updates the chance that a sequence's drafts are right, after num_held of num_drafted tokens were. Tokens to which a
-        grammar allowed no alternative are left out, because they tell nothing about guesses."""
+        """Updates the chance that a sequence's drafts are right, after the model has sampled num_held of num_drafted drafted
+        tokens. Tokens to which a grammar allowed no alternative are left out, because they tell nothing about guesses."""
         sure = self._masked.sure(slot)
         for number in range(min(num_held + 1, num_drafted)):
             if sure is not None and sure[number]:

@@ -2,7 +2,7 @@
 token that the request allows.
 
 In most steps no sequence ends. To find that out, the ids are searched as a list, and the steps in which no sequence can reach its
-length are counted; a row of numpy operations would take several times as long.
+length are counted; several numpy operations in a row would take several times as long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Endings:
         self._least_left = INT32_MAX  # every sequence can have at least this many more tokens before it reaches its length
 
     def join(self, slot: int, params: Sampling) -> None:
-        """Registers the sequence in a slot, whose columns in the table are set already."""
+        """Registers the sequence in a slot; its columns in the sequence table are set already."""
         table = self._table
         self._least_left = min(self._least_left, int(table.max_total_tokens[slot] - table.num_tokens[slot]))
         if params.stop_token_ids:

@@ -76,8 +76,8 @@ class GroupCache:
         return min(blocks, -(-(self.window_tokens + chunk_tokens) // self.block_tokens) + 1) if self.window_tokens else blocks
 
     def wanted(self, first: int, end: int) -> IntArray:
-        """Returns which of a sequence's blocks `first` to `end` - 1 must be allocated when its tokens are computed up to the end of
-        the last one: all of them, but in a group of states only those whose state is kept."""
+        """Returns which of a sequence's blocks with the indices `first` to `end` - 1 must be allocated when its tokens up to the
+        end of block `end` - 1 are computed: all of these blocks, but in a group of states only those whose state is kept."""
         blocks = np.arange(first, end, dtype=np.int32)
         if not self.snapshot_tokens:
             return blocks
@@ -127,8 +127,8 @@ class GroupCache:
         return held
 
     def release(self, blocks: IntArray) -> None:
-        """Takes a reference off each block of one sequence; `blocks` are in the sequence's order. Blocks whose content the prefix
-        cache knows stay cached, and when memory is needed the sequence's end is dropped before its beginning."""
+        """Lowers by 1 the reference count of each block of one sequence; `blocks` are in the sequence's order. Blocks whose content
+        the prefix cache knows stay cached, and when memory is needed the sequence's end is dropped before its beginning."""
         unheld = self.pool.release(blocks)
         if len(unheld):
             self.pool.put_free(np.array(self.prefixes.keep(unheld[::-1].tolist())[::-1], np.int32))
@@ -146,9 +146,9 @@ class GroupCache:
         self.pool.chunks.version = version
 
     def discard(self, blocks: IntArray, keys: Sequence[bytes] = ()) -> None:
-        """Releases the blocks of a sequence whose KV cannot be trusted. Contents that only this sequence holds leave the cache, and
-        so do those of the blocks that `keys` name and nobody holds: the sequence may have computed them before they fell behind its
-        window."""
+        """Releases the blocks of a sequence whose KV cannot be trusted. Of these, the blocks that no other sequence holds leave the
+        prefix cache, and so do blocks of `keys` that no sequence holds: this sequence may have computed them before they fell
+        behind its window."""
         behind = [block for block in self.prefixes.known(keys) if not self.pool.refcount[block]]
         self.prefixes.forget(behind)
         self.pool.put_free(np.array(behind, np.int32))
@@ -161,8 +161,8 @@ class GroupCache:
             self.prefixes.add(key, block)
 
     def give_up_prefixes(self, num_chunks: int) -> int:
-        """Drops cached prefixes, the oldest first, until num_chunks drawn chunks are free or no prefix is left. Returns how many
-        chunks became free."""
+        """Drops cached prefixes, the oldest first, until num_chunks of the chunks drawn from the lease are free or no prefix is
+        left. Returns the number of chunks that became free."""
         given = self.pool.shrink(num_chunks)
         while given < num_chunks and self.give_up_oldest():
             given += self.pool.shrink(num_chunks - given)
@@ -170,7 +170,7 @@ class GroupCache:
 
     def give_up_oldest(self, num_chunks: int = 1) -> bool:
         """Drops as many of the oldest cached blocks as fit into num_chunks chunks; returns False, and drops none, if no block is
-        cached or no chunk is drawn."""
+        cached or no chunk is drawn from the lease."""
         if not self.prefixes.num_unheld or not self.pool.num_drawn_chunks:
             return False
         num = max(1, num_chunks * self.pool.chunks.chunk_bytes // self.pool.block_bytes)

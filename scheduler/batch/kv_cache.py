@@ -101,7 +101,7 @@ class KVCache:
     def take_tail(self, key_of: Callable[[int], bytes]) -> Tail | None:
         """Takes a cached partial block out of the cache and returns it, so that the caller alone holds it. The keys key_of(0),
         key_of(1), ... are tried in turn, and the block of the first one that every group has cached is taken. Returns None if a key
-        comes first that is not in `tails`. key_of: returns the prefix_cache.tail_key with this serial number."""
+        before that is not in `tails`. key_of: returns the prefix_cache.tail_key with this serial number."""
         for serial in itertools.count():
             key = key_of(serial) if self.tails else b""
             num_tokens = self.tails.pop(key, 0)
@@ -116,7 +116,7 @@ class KVCache:
         return None
 
     def put_tail_back(self, tail: Tail) -> None:
-        """Puts a partial block that `take_tail` returned and that was not used back into the cache."""
+        """Puts back into the cache a partial block that `take_tail` returned and that was not used."""
         self.tails[tail.key] = tail.num_tokens
         for group, block in zip(self.groups, tail.blocks, strict=True):
             held = np.array([block], np.int32)
@@ -134,8 +134,8 @@ class KVCache:
             group.release(own)
 
     def give_up_prefixes(self, num_chunks: int) -> int:
-        """Drops cached prefixes until num_chunks drawn chunks are free or no prefix is left. Returns how many chunks became
-        free."""
+        """Drops cached prefixes, group by group, until num_chunks of the chunks that the groups have drawn from the engine's lease
+        are free or no prefix is left. Returns the number of chunks that became free."""
         given = 0
         for group in self.groups:
             if given < num_chunks:
@@ -143,8 +143,8 @@ class KVCache:
         return given
 
     def keep_drawn(self) -> int:
-        """Turns all drawn chunks into chunks of the model's own, which no longer count against the lease, until `close`. Returns
-        how many chunks the model owns for KV."""
+        """Keeps as the model's own, until `close`, all chunks that the groups have drawn from the engine's lease; they no longer
+        count against the lease. Returns the number of chunks that the model then owns for KV."""
         for group in self.groups:
             group.pool.keep_drawn()
         return sum(group.pool.num_owned_chunks for group in self.groups)

@@ -121,8 +121,9 @@ def _known(kv: KVCache, keys: Sequence[bytes]) -> list[Row]:
 
 
 def make_room(kv: KVCache, present: BoolArray) -> IntArray:
-    """Allocates blocks to restore saved KV into, without taking memory from others. present [E, G]: whether the saved block e has a
-    block in group g. Returns [F, G] pool blocks for the first F saved blocks, as many as fit; -1 where a group has none."""
+    """Allocates blocks to restore saved KV into, without taking memory from others. present [E, G]: for E saved blocks and G KV
+    groups, whether the saved block e has a block in group g. Returns [F, G] pool blocks for the first F saved blocks, as many as
+    fit; -1 where a group has none."""
     blocks = np.full(present.shape, -1, np.int32)
     for g, group in enumerate(kv.groups):
         rows = np.flatnonzero(present[:, g])
@@ -141,9 +142,9 @@ def make_room(kv: KVCache, present: BoolArray) -> IntArray:
 
 
 def take_back(kv: KVCache, keys: Sequence[bytes], num_tokens: Sequence[int], blocks: IntArray, good: BoolArray) -> int:
-    """Records that the blocks of `make_room` hold the KV that `keys` identify. good [F]: False for a block that could not be
-    restored, which is freed. The others become cached prefixes, of which the first is dropped last. Returns how many tokens they
-    hold."""
+    """Records that the blocks of `make_room` hold the KV that `keys` identify. good [F]: for each of the F blocks False if it could
+    not be restored; it is then freed. The others become cached prefixes, of which the first is dropped last. Returns how many
+    tokens they hold."""
     restored = 0
     for g, group in enumerate(kv.groups):
         held = blocks[:, g] >= 0

@@ -12,7 +12,7 @@ from scheduler.batch.request import BatchRequest
 
 class Outcomes:
     """Makes a StepOutcome from the tokens that each step of a sequence table sampled. end_ids: the model's end ids. requests [S]:
-    the request in each slot, a list that the batch scheduler owns."""
+    the request in each of S slots, a list that the batch scheduler owns."""
 
     def __init__(self, end_ids: Sequence[int], table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self._table = table
@@ -21,7 +21,7 @@ class Outcomes:
         self._named: tuple[IntArray | None, list[int]] = (None, [])  # slots of the latest step, and the ids of the requests in them
 
     def join(self, slot: int, request: BatchRequest, params: Sampling) -> None:
-        """Registers the sequence in a slot, whose columns in the table are set already."""
+        """Registers the sequence in a slot; its columns in the sequence table are set already."""
         self._endings.join(slot, params)
         self._first_tokens.join(slot, request)
 

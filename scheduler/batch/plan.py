@@ -155,8 +155,8 @@ class BatchPlan:
     """The plan of one step: row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and samples one
     token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first. all_decode: every row has one new
     token and samples; False if that was not checked. drafted: a slot may have several rows, one for its last token and one for each
-    token drafted behind it, which are in the table, too (drafting.py). to_propose: how many tokens the model's predictor is to
-    draft after the step for each row's sequence; None: the predictor does not see the step."""
+    token drafted behind that; drafted tokens are in the table, too (drafting.py). to_propose: how many tokens the model's predictor
+    is to draft after the step for each row's sequence; None: the predictor does not see the step."""
 
     step_id: int
     model: str

@@ -1,9 +1,9 @@
 """Keeps the tokens that a model's own predictor has drafted (engine/models/predictor.py), and decides how many to ask it for.
 
 The predictor runs after a step, on the step's hidden states, and drafts for the next one. It has keys and values of its own for
-every position; those of the tokens of a step that it did not see are missing for good. A sequence with such a hole gets no more
-drafts, nor does one that begins with cached blocks with a hole. The predictor sees every step with parts of prompts, and decode
-steps as long as drafting may soon pay.
+every position; for the positions of a step that the predictor did not see they are missing for good. A sequence with such a hole
+gets no more drafts, nor does one that begins with cached blocks with a hole. The predictor sees every step with parts of prompts,
+and decode steps as long as drafting may soon pay.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Proposals:
     """The drafts of one model's predictor. block_tokens: positions in a block of the prefix cache.
 
     on_trial: whether the tokens drafted now are verified even if they do not seem worth it, to learn what they are worth. hole [S]:
-    the first position of each sequence that the predictor has not seen. tokens [S, K], counts [S]: the tokens drafted for each
-    sequence, and how many; behind [S]: how many tokens the sequence had then. asked [S]: whether the predictor drafts for the
-    sequence after the latest planned step. holed: keys of cached blocks with positions that the predictor has not seen."""
+    for each of S slots the first position of its sequence that the predictor has not seen. tokens [S, K], counts [S]: the tokens
+    drafted for each sequence, at most K, and their number; behind [S]: how many tokens the sequence had when they were drafted.
+    asked [S]: whether the predictor drafts for the sequence after the latest planned step. holed: keys of cached blocks with
+    positions that the predictor has not seen."""
 
     def __init__(self, table: SequenceTable, block_tokens: int) -> None:
         num_slots = len(table.request_id)
@@ -56,8 +57,8 @@ class Proposals:
         self._counts[slot], self._asked[slot] = 0, False
 
     def learned(self, slot: int, first: int, keys: Sequence[bytes], owned: Sequence[bool]) -> None:
-        """Records that a sequence's blocks from number `first` on were added to the prefix cache under these keys. owned: for each
-        whether the cache keeps this sequence's block; where False, it had another block of this key already."""
+        """Records that a sequence's blocks from index `first` on were added to the prefix cache under these keys. owned: for each
+        key, whether the cache keeps this sequence's block; False: it has another block of this key already."""
         for at, (key, is_owned) in enumerate(zip(keys, owned, strict=True), first):
             if not is_owned:
                 continue
@@ -81,10 +82,10 @@ class Proposals:
         most_rows: int,
         room: StepRoom,
     ) -> BatchPlan:
-        """Returns the plan with `to_propose` set, if the predictor is to see the step, else unchanged. drafting [R]: rows whose
-        sequences can use drafts. chances [R]: the chance that a drafted token of each row's sequence holds. blocks: the blocks that
-        sequences hold; a sequence that has no room for its drafts gets another block, if one is free. most_rows: bound on the rows
-        of the next step."""
+        """Returns the plan with `to_propose` set, if the predictor is to see the step, else unchanged. drafting [R]: whether the
+        sequence of each of the plan's R rows can use drafts. chances [R]: the chance that the model samples a drafted token of each
+        row's sequence. blocks: the blocks that sequences hold; a sequence that has no room for its drafts gets another block, if
+        one is free. most_rows: bound on the rows of the next step."""
         self.on_trial = False
         self._asked[:] = False
         if self._is_too_slow(plan, room):

@@ -19,7 +19,7 @@ class BatchRequest:
     """A waiting request. tokens: the prompt, and after a resubmission or preemption also the output so far, which is then computed
     again with the prompt.
 
-    `order` is its place in the order of arrival. It survives preemption, so a preempted request waits in front of others of its
+    `order` is its place in the order of arrival. A preempted request keeps its `order`, so it waits in front of others of its
     priority."""
 
     request_id: int

@@ -13,7 +13,8 @@ from scheduler.batch.request import BatchRequest
 
 class SamePrompts:
     """Records which running sequence computes which prompt. slot_of: request id -> slot. num_computed, held [S]: columns of the
-    batch scheduler, each sequence's computed tokens and whether it is held and so makes no progress."""
+    batch scheduler by slot (S slots): the number of each sequence's computed tokens, and whether the sequence is held and so makes
+    no progress."""
 
     def __init__(self, slot_of: Mapping[int, int], num_computed: IntArray, held: BoolArray, block_tokens: int) -> None:
         self._slot_of, self._num_computed, self._held, self._block_tokens = slot_of, num_computed, held, block_tokens
@@ -21,7 +22,7 @@ class SamePrompts:
 
     def must_wait(self, request: BatchRequest, num_full: int) -> bool:
         """Returns whether a request must wait because a running sequence is still computing the same first num_full blocks of
-        tokens. If not, the request is recorded as the one that computes them. Its keys must cover these blocks."""
+        tokens. If not, the request is recorded as the one that computes them. The request's keys must cover these blocks."""
         if not num_full:
             return False
         key = request.keys[num_full - 1]

@@ -30,7 +30,8 @@ class Admission:
 
 class SequenceBlocks:
     """The KV blocks that the sequences in the S slots of a sequence table hold. block_tables[g] [S, B]: the block table of group g,
-    an array of the sequence table that is written here. chunk_tokens: the most tokens that a step computes for one row."""
+    with at most B blocks for each slot, an array of the sequence table that is written here. chunk_tokens: the most tokens that a
+    step computes for one row."""
 
     def __init__(self, kv: KVCache, block_tables: list[IntArray], chunk_tokens: int) -> None:
         num_slots = len(block_tables[0])
@@ -53,8 +54,8 @@ class SequenceBlocks:
     ) -> Admission | None:
         """Returns the blocks with which a sequence of num_tokens tokens starts. keys: the keys of its leading full blocks, which
         are taken from the prefix cache where they are cached. Returns None, and takes nothing, unless all blocks that the sequence
-        will hold at once are available, plus `headroom` blocks in each group. tail_key(serial): the key of the partial block behind
-        those of `keys`, without the last token; None: that block is not looked for."""
+        will hold at once are available, plus `headroom` blocks in each group. tail_key(serial): returns a key of the partial block
+        between the blocks of `keys` and the last token (BatchRequest.tail_key); None: no such block is looked for."""
         num_shared, shared = self.kv.share(keys)
         tail = self.kv.take_tail(tail_key) if tail_key is not None and num_shared == len(keys) else None
         num_tail_blocks = 0 if tail is None else 1
@@ -116,8 +117,8 @@ class SequenceBlocks:
             group.discard(blocks, keys if group.window_tokens else ())
 
     def blocks_at(self, slot: int, index: int) -> list[int]:
-        """Returns for each group the pool block of the slot's index-th block of tokens; -1 where the slot holds none, because it is
-        behind the group's window or not allocated."""
+        """Returns for each group the pool block that holds the slot's block of tokens with this index; -1 where the slot holds
+        none, because it is behind the group's window or not allocated."""
         pairs = zip(self._tables, self._starts, self._ends, strict=True)
         return [int(table[slot, index]) if starts[slot] <= index < ends[slot] else -1 for table, starts, ends in pairs]
 
@@ -196,8 +197,8 @@ class SequenceBlocks:
     # ---- inside
 
     def _free_behind(self, slots: IntArray, positions: IntArray) -> None:
-        """Frees the blocks of decode rows, each at a block boundary, that a query at positions[i] of slots[i] does not attend to:
-        usually one block a row; with chunked windows, all blocks of a chunk."""
+        """Frees, for decode rows that are each at a block boundary, the blocks that a query at positions[i] of slots[i] does not
+        attend to: usually one block a row; with chunked windows, all blocks of a chunk."""
         for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
             if group.is_chunked:
                 due = starts[slots] < group.first_blocks(positions)

@@ -55,7 +55,7 @@ def _product(ones: Sequence[float], others: Sequence[float]) -> float:
 @dataclass(slots=True)
 class _Class:
     """Averages over the steps of one class. num: how many steps. contexts, seconds: their average contexts and average time. last:
-    the number of the latest measurement that was of this class."""
+    the index, among all measurements, of the latest one of this class."""
 
     num: int
     contexts: list[float]
@@ -169,8 +169,8 @@ class StepCosts:
         none fits.
 
         The result is the end of a class unless it is `most`. If only one class is known and there is room, twice its tokens are
-        tried. one_more: if there is room for little more than the largest known class, the next class is tried. contexts_of: the
-        contexts of a step of so many tokens; they grow with it."""
+        tried. one_more: if there is room for little more than the largest known class, the next class is tried.
+        contexts_of(tokens): returns the contexts of a step of that many tokens, which grow with the step."""
         curve = self._known()
         if not curve:
             return 0

@@ -36,7 +36,7 @@ class StepRoom:
 
     def rows(self, most: int, contexts: IntArray, running: IntArray, num_waiting: int = 0) -> int:
         """Returns how many sequences may decode in the step, at most `most`. contexts [S]: number of positions of the sequence in
-        each slot. running: slots of the running sequences. num_waiting: requests that could be admitted."""
+        each of S slots. running: slots of the running sequences. num_waiting: requests that could be admitted."""
         if self._turns and self._limits is not None:
             context = float(contexts[running].mean()) if len(running) else 0.0
             of_one = self._limits.max_rows(most, context)
@@ -62,8 +62,8 @@ class StepRoom:
         return self._limits.rows_beside(loads, most, float(contexts.mean()))
 
     def worth_drafting(self, contexts: IntArray, worths: Sequence[float]) -> int:
-        """Returns how many drafted tokens to add to a step that only decodes. contexts: number of positions of each sequence.
-        worths: for each drafted token the chance that it is what the model samples, in descending order."""
+        """Returns the number of drafted tokens that it pays to add to a step that only decodes. contexts: number of positions of
+        each sequence. worths: for each drafted token the chance that it is what the model samples, in descending order."""
         if self._limits is None:
             return len(worths)
         return self._limits.worth_drafting(len(contexts), float(contexts.mean()), worths, self._turns)
@@ -82,8 +82,9 @@ class StepRoom:
         return 0.0 if self._limits is None else self._limits.predictor_share(num_rows, context)
 
     def predictor_is_too_slow(self, num_rows: int, context: float, most: int) -> bool:
-        """Returns whether the predictor needs longer to draft `most` tokens for each of num_rows sequences than `most` steps take
-        in which these sequences decode; False while that is not known. context: average number of positions of a sequence."""
+        """Returns whether drafting cannot pay: whether the predictor takes at least as long to draft `most` tokens for each of
+        num_rows sequences as the model takes to decode the same number of tokens, one in each of `most` steps. False while these
+        times are not known. context: average number of positions of a sequence."""
         return self._limits is not None and self._limits.predictor_is_too_slow(num_rows, context, most)
 
     def forget_predictor(self) -> None:
@@ -108,11 +109,11 @@ class StepRoom:
         return self._left <= 0
 
     def take(self, num_computed: int, wanted: int) -> int:
-        """Returns how many tokens of a prompt the step computes, and takes room for them; 0: the step is full. num_computed: the
-        prompt's tokens that are stored. wanted: its tokens that are still to be computed.
+        """Returns how many tokens of a prompt the step computes, and takes room for them; 0: the step is full. num_computed: number
+        of the prompt's tokens whose KV is stored. wanted: number of its tokens that are still to be computed.
 
-        The step is full once a prompt got less than it wanted. If there is no room, the first prompt still gets LEAST_CHUNK_TOKENS,
-        and as many more as cost nothing, so that prompts always progress."""
+        The step is full once a prompt got fewer tokens than it wanted. If there is no room, the first prompt still gets
+        LEAST_CHUNK_TOKENS, and as many more as cost nothing, so that prompts always progress."""
         most = min(wanted, self._left)
         if most <= 0:
             return 0

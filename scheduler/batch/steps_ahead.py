@@ -21,8 +21,8 @@ class StepsAhead:
     """The steps that have started and not ended, and what they will add to a SequenceTable, whose own counts include ended steps
     only.
 
-    num_new [S]: tokens that started steps compute; num_sampled [S]: tokens that they sample. apart: a sequence whose next token a
-    started step samples is in no other step, so the next plan never depends on tokens that are not known."""
+    num_new [S]: tokens that started steps compute; num_sampled [S]: tokens that they sample. apart: True if the next plan leaves
+    out every sequence whose next token a started step samples; it then never depends on tokens that are not known."""
 
     def __init__(self, table: SequenceTable, apart: bool = False) -> None:
         self._table, self.apart = table, apart
@@ -38,8 +38,8 @@ class StepsAhead:
     def join(self, slot: int) -> None:
         """Registers the sequence in a slot, whose settings are in the table already.
 
-        Its next step cannot start before its last token is known if the host changes its logits after each token, or reports more
-        than the token."""
+        The sequence's next step cannot start before its last token is known if the host changes its logits after each token, or
+        reports log-probabilities with the tokens."""
         table = self._table
         masked = table.constrained[slot] | table.limited[slot]
         told = table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)

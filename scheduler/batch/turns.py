@@ -84,8 +84,8 @@ class Turns:
         """Returns the busy model whose step is next; None if no model is busy. backlogged: busy models with more work than fits
         their turns; two or more of them pool their turns.
 
-        Time that a model leaves unused while it is alone or not busy is not owed to it later. What it has used beyond its share
-        shrinks as time passes."""
+        Time that a model leaves unused while it is alone or not busy is not owed to it later. Time that a model has used beyond its
+        share counts less as time passes."""
         pooling = backlogged if len(backlogged) > 1 else ()
         for name, ahead_s in self._ahead_s.items():
             if ahead_s < 0 and (name not in busy or len(busy) == 1):

@@ -67,7 +67,8 @@ class Load(Action):
 
     @property
     def leases(self) -> dict[str, int]:
-        """All devices onto which the model is loaded, by rank -> the KV lease of each, in chunks, once the model is loaded."""
+        """Returns the devices onto which the model is loaded, by rank, each with the KV lease, in chunks, that it has once the
+        model is loaded."""
         return _leases(self)
 
 
@@ -100,7 +101,7 @@ class Evict(Action):
 
     @property
     def leases(self) -> dict[str, int]:
-        """All devices that the model leaves, by rank -> the KV lease of each, in chunks, after the eviction."""
+        """Returns the devices that the model leaves, by rank, each with the KV lease, in chunks, that it has after the eviction."""
         return _leases(self)
 
 
@@ -122,8 +123,8 @@ EVICT_REASONS = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestsPaused(Action):
-    """Reports that a model leaves its device while these requests run. They wait in its queue with their streams open, and are
-    submitted again with their output once it is back."""
+    """Reports that a model leaves its device while these requests run. They wait in the model's queue with their streams open, and
+    are submitted again with their output once the model is back."""
 
     model: str
     request_ids: tuple[int, ...]

@@ -84,8 +84,8 @@ def wait_exceeded(node: Node, model: Model) -> Refusal:
 
 
 def num_waiting(node: Node, model: Model) -> int:
-    """Returns how many waiting sequences count against max_queued. Those submitted before do not count, and of one named tenant at
-    most max_queued_per_tenant count, however many sequences its requests have."""
+    """Returns how many waiting sequences count against max_queued. Sequences that were submitted before do not count, and of one
+    named tenant at most max_queued_per_tenant sequences count."""
     num = len(model.queue) - model.num_resubmissions
     if num < max_queued(node, model):
         return num

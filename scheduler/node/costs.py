@@ -25,8 +25,8 @@ class LoadCosts:
         self._from_host: dict[tuple[str, int], float] = {}
 
     def predict_s(self, model: str, weights_bytes: int) -> float:
-        """Returns the predicted seconds of a load from disk: the average of this model's loads of so many bytes; before any,
-        overhead_s and the bytes over the bandwidth."""
+        """Returns the predicted seconds of a load from disk: the average of this model's loads of weights_bytes bytes; before the
+        first one, overhead_s plus the bytes divided by the bandwidth."""
         known = self._seconds.get((model, weights_bytes))
         return known if known is not None else self.overhead_s + weights_bytes / self.bandwidth_bytes_per_s
 

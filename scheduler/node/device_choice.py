@@ -24,14 +24,14 @@ class Option:
 
     @property
     def cost(self) -> float:
-        """The expected cost of the evictions, to compare options by: proportional to seconds of reloading per second, weighted by
-        priority."""
+        """The expected cost of the evictions, to compare options by: the sum over the victims of priority x request rate x reload
+        seconds, up to a constant factor."""
         return sum(victim.value * victim.chunks for victim in self.victims)
 
 
 def rank(option: Option) -> tuple[bool, bool, float, bool, int, int, tuple[str, ...]]:
-    """Returns the sort key of an option; the least is best. The criteria in order: it disturbs no running request, it evicts
-    nothing, its evictions cost least, its weights need not be read, it is on the fewest other hosts, it has the most room (so that
+    """Returns the sort key of an option; the least is best. The better option, by these criteria in order: disturbs no running
+    request, evicts nothing, has the cheaper evictions, needs no read of weights, is on fewer other hosts, has more room (so that
     models spread)."""
     hosts, room = num_other_hosts(option.devices), option.lease_chunks
     return option.forced, bool(option.victims), option.cost, not option.left, hosts, -room, option.devices

@@ -80,8 +80,8 @@ class ModelFacts:
 @dataclass(slots=True, frozen=True)
 class ExpertCopies:
     """Further experts that a load gives the devices of a split mixture. number: how many a device gets in a layer at most.
-    weights_bytes: the most bytes of weights that a share takes with them. table: which ones, as the field `copies` of
-    loader.shapes.model_shape.Division."""
+    weights_bytes: the most bytes of weights that a share takes with them. table: which experts these are, in the form of the field
+    `copies` of loader.shapes.model_shape.Division."""
 
     number: int
     weights_bytes: int
@@ -209,8 +209,8 @@ class EvictFinished(Event):
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVNoted(Event):
     """Reports the KV of the models in a device's engine. kv_bytes: model -> (bytes of running sequences, bytes of cached prefixes).
-    waiting: model -> number of its requests in the engine that have not started. without_room: model -> how many of these wait
-    because their adapter finds no room. adapter_bytes: of all adapters that running requests use."""
+    waiting: model -> number of its requests in the engine that have not started. without_room: model -> number of those requests
+    that wait because their adapter finds no room. adapter_bytes: the bytes of all adapters that running requests use."""
 
     device: str
     kv_bytes: dict[str, tuple[int, int]]

@@ -23,7 +23,8 @@ def chosen(node: Node, event: CopiesChosen) -> None:
 
 
 def take(node: Node, placement: Placement) -> None:
-    """Adds the copies chosen for its model to a placement that begins to load, if all its devices have free memory for them."""
+    """Adds to a placement that begins to load the copies of experts that were chosen for its model, if all its devices have free
+    memory for them."""
     model = node.models[placement.model]
     copies = model.primary.expert_copies
     if copies is None or not placement.facts.is_split:
@@ -67,9 +68,9 @@ def _obstacle(node: Node, model: Model, devices: Iterable[str], placement_id: in
 
 
 def _missing(node: Node, model: Model, device: Device, size: Size, placement_id: int, leaving: Collection[str]) -> int:
-    """Returns how many chunks too few are free on a device for a model of this size; 0 or less if there are enough. Memory that
-    pinned models need, loaded or not, does not count as free, nor does the memory that KV takes at the moment, cached prefixes
-    included."""
+    """Returns how many more chunks would have to be free on a device for a model of this size; 0 or less if there are enough.
+    Memory that pinned models need, loaded or not, does not count as free, nor does the memory that KV takes at the moment, cached
+    prefixes included."""
     ledger, chunk_bytes = device.ledger, node.settings.chunk_bytes
     promised = sum(chunks for other, (chunks, _) in ledger.promised.items() if other != placement_id)
     work_space = max(ledger.work_space_chunks, size.work_space_chunks)

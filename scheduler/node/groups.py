@@ -3,8 +3,8 @@
 
 A device may be lent by another host (`cpu:0@b`). What the devices of one stage exchange is too much for a network, so each stage is
 on devices of one host, and the last stage, whose first device leads, is on this machine. A model without stages, whole or split, is
-a single, last one. Therefore of each host a group has as many devices as a number of stages needs, and of this machine those of one
-stage at least.
+a single, last one. Therefore the number of a group's devices on each host is a multiple of a stage's, and on this machine it is at
+least one stage's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def host_of(device: str) -> str:
 
 
 def num_other_hosts(devices: Iterable[str]) -> int:
-    """Returns on how many other hosts some of the devices are."""
+    """Returns the number of other hosts that lend at least one of the devices."""
     return len({host_of(device) for device in devices} - {HERE})
 
 
@@ -127,7 +127,7 @@ class _Stages:
 
     def _can_end(self, have: Counter[str], left: Counter[str], number: int) -> bool:
         """Returns whether a group that has been begun can be completed with exactly `number` further devices. have: the devices
-        that it already has, counted by host. left: the devices that may be added, counted by host."""
+        that the group already has, counted by host. left: the devices that may be added, counted by host."""
         size, needed, more = self._stage_size, 0, 0
         for host in {HERE, *have, *left}:
             due = -have[host] % size if host or have[host] else size

@@ -1,8 +1,8 @@
 """Makes room for KV and adapters: if requests wait in an engine for either, an idle model leaves its device and comes back when it
 is requested.
 
-That pays while more requests wait than would, on average, for the model to come back: its request rate times its reload seconds.
-One model leaves at a time, so that the freed memory has an effect before the next one is considered.
+That pays if more requests wait than are expected to arrive for the idle model while it is loaded again: its request rate times its
+reload seconds. One model leaves at a time, so that the freed memory has an effect before the next one is considered.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _SHORT_SHARE, _SHORT_PROMPTS = 0.1, 2
 
 
 def widen(node: Node, device: Device, waiting: Mapping[str, int], without_room: Mapping[str, int], adapter_bytes: int = 0) -> None:
-    """Evicts one idle model from the device if more requests wait there for KV or adapters than would, on average, while the model
-    is loaded again. waiting: model -> number of requests that wait in the engine. without_room: model -> how many of these wait
-    because their adapter finds no room: an adapter takes nothing of reserved KV, however much of it is free. adapter_bytes: of
-    the adapters on the device that running requests use. O(residents)."""
+    """Evicts one idle model from the device if more requests wait there for KV or adapters than are expected to arrive for that
+    model while it is loaded again. waiting: model -> number of requests that wait in the engine. without_room: model -> number of
+    those requests that wait because their adapter finds no room: adapters never use reserved KV, even if it is free. adapter_bytes:
+    the bytes of the adapters on the device that running requests use. O(residents)."""
     if not device.up:
         return
     short = [device.resident[name] for name, num in waiting.items() if num and name in device.resident]

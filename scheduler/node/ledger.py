@@ -106,8 +106,8 @@ class DeviceLedger:
 
     @property
     def lease_chunks(self) -> int:
-        """The chunks that the engine may use as KV beyond the models' reserves. Never negative, although a promise may count on
-        chunks that its victims still hold."""
+        """The chunks that the engine may use as KV beyond the models' reserves. 0 if promises and copies together take more than
+        there is, because a promise may count on chunks that its victims still hold."""
         return max(0, self.total_chunks - self.work_space_chunks - self.held_chunks - self.promised_chunks)
 
     @property
@@ -143,8 +143,7 @@ class DeviceLedger:
 
     def has_room(self, placement_id: int, size: Size) -> bool:
         """Returns whether a placement's copy fits now beside all that is held or promised to others. Models that leave for other
-        placements count as long as they are held, with their work space, although they did not count when this placement was
-        planned."""
+        placements still count while they are held, and so does their work space; the plan of this placement left them out."""
         others = [promise for other, promise in self.promised.items() if other != placement_id]
         works = (*(one.work_space_chunks for one in self._held.values()), *(work for _, work in others), size.work_space_chunks)
         return self.held_chunks + size.chunks + sum(chunks for chunks, _ in others) + max(works) <= self.total_chunks

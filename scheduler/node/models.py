@@ -27,8 +27,8 @@ def judge(node: Node, model: Model) -> None:
 
 
 def raise_work_space(node: Node, model: Model) -> None:
-    """Enlarges the work space of the model's devices to what it needs, where the lease has room. On other devices this is done when
-    the model is placed there."""
+    """Enlarges the work space of the model's devices to what the model needs, on devices whose lease has room for that. On all
+    others this is done when the model is placed there."""
     for name in model.devices:
         device = node.devices[name]
         if device.ledger.raise_work_space(model.size.work_space_chunks) and device.up:

@@ -68,8 +68,9 @@ class Copy:
     it was loaded.
 
     devices: the devices that hold it, by rank. The first one leads: requests are submitted to its engine. A device whose engine
-    dies is removed from the list, and the copy is then evicted from the others. keep_slots: slots of the host tier to be filled
-    while it loads; from_host: whether it was to be loaded from the host tier. expert_copies: as ExpertCopies.number."""
+    dies is removed from the list, and the copy is then evicted from the others. keep_slots: slots of the host tier that the load is
+    to fill with the weights; from_host: whether the weights were to be loaded from the host tier. expert_copies: as
+    ExpertCopies.number."""
 
     placement_id: int
     devices: tuple[str, ...]
@@ -170,8 +171,8 @@ class Model:
 
     @property
     def window(self) -> int:
-        """The most requests that the model may have in its engine, before the factor window_per_sequence: the sequences of a
-        batch."""
+        """The number of sequences of a batch, from which Node.window computes how many requests the model may have in its
+        engine."""
         return (self.copy.facts if self.copy else self.facts).max_sequences
 
     @property
@@ -389,7 +390,8 @@ class Node:
     # ---- touching
 
     def touch(self, model: Model) -> None:
-        """Marks the model and all its replicas to be settled: what happens to one may make another load, leave or take requests."""
+        """Marks the model and all its replicas for `settle`, which takes each step that has become possible: what happens to one
+        replica may make another load, leave or take requests."""
         for one in model.replicas if model.primary.others else (model,):
             self.touched[one.name] = None
 
@@ -398,15 +400,15 @@ class Node:
             self.stirred[name] = None
 
     def stir_held(self) -> None:
-        """Marks all devices that are held for a model to be looked at, because another device that this model waits for may have
-        become free."""
+        """Marks for a new look (look.py) all devices that are held for a model, because another device that this model waits for
+        may have become free."""
         self.stir(device.name for device in self.devices.values() if device.held_for)
 
     # ---- queries
 
     def window(self, model: Model) -> int:
         """Returns how many requests a replica may have in its engine. The factor window_per_sequence applies only to a model
-        without further replicas; otherwise a request could wait in one engine that another could begin."""
+        without further replicas; with several replicas, a request could wait in one engine while another could begin it."""
         return model.window * (1 if model.primary.others else self.settings.window_per_sequence)
 
     def is_warm(self, model: Model) -> bool:

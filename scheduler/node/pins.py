@@ -82,8 +82,8 @@ def check_home(node: Node, model: Model) -> None:
 
 
 def move_home(node: Node, model: Model, home: tuple[str, ...]) -> None:
-    """Changes the devices that keep room for a model to `home`; (): none do. Models that found no room on the old or the new ones
-    are considered again."""
+    """Sets to `home` the devices that keep room for a model; (): none do. Models that found no room on the old or the new ones are
+    considered again."""
     old, model.home = model.home, home
     node.pinned.pop(model.name, None)
     if home:

@@ -135,8 +135,8 @@ def drained_too_long(node: Node, model: Model) -> None:
 
 
 def set_load_deadline(node: Node, copy: Copy) -> float:
-    """Sets the deadline of a copy's load, and returns it in seconds from now: load_deadline_s; if that is None, the larger of 20 s
-    and four times the predicted seconds."""
+    """Sets the deadline of a copy's load, and returns the seconds until then: the setting load_deadline_s; if that is None, the
+    larger of 20 s and four times the predicted seconds of the load."""
     facts, deadline_s = copy.facts, node.settings.load_deadline_s
     if deadline_s is None:
         predicted_s = max(node.devices[name].costs.predict_s(facts.costs_name, facts.weights_bytes) for name in copy.devices)
@@ -217,7 +217,7 @@ def _why_loaded(model: Model) -> str:
 
 def drop(node: Node, placement: Placement, reason: str = "") -> None:
     """Drops a placement before it loads. Victims without an Evict action become ready again, and what was promised to the placement
-    goes back to the lease. reason: the outcome to record in the history; "": the stage that the placement was in."""
+    goes back to the lease. reason: the outcome to record in the history; "": the name of the stage that the placement was in."""
     model = node.models[placement.model]
     undo(node, placement)
     outcome = f"dropped while its {placement.stage}" if placement.victims else "dropped"
@@ -256,7 +256,7 @@ def leave_device(device: Device, placement: Placement) -> None:
 
 
 def unlist(node: Node, model: Model) -> None:
-    """Removes a model from the lists of the models that want to be placed, on all of its devices."""
+    """Removes a model from the lists, on all of its devices, of the models that want to be placed there."""
     for name in model.devices:
         device = node.devices[name]
         if model.name in device.by_age:
@@ -358,8 +358,8 @@ def evict_finished(node: Node, event: EvictFinished) -> None:
 
 
 def release(node: Node, model: Model, reason: str) -> None:
-    """Frees a copy's memory, continues the placement for which it was freed, and sets the state of the model without a copy.
-    reason: why it has gone, for operators."""
+    """Frees a copy's memory, continues the placement for which it was freed, and sets the state of the model, which has no copy
+    then. reason: why the copy has gone, for operators."""
     copy = model.copy
     assert copy is not None
     for name in copy.devices:

@@ -1,4 +1,4 @@
-"""Lets a busy model that has to make room drain for a time, then pauses it.
+"""Pauses a busy model that has to make room, after letting it drain for a time.
 
 Only overdue work forces busy models out (rule 9 of docs/design/models.md). They drain for at least preempt_after_s, and until the
 work for which they leave is overdue by preempt_after_swaps x the cost of pausing them: requests that end within that time are

@@ -1,8 +1,8 @@
 """Rule 13: further replicas of a model, each on devices of its own.
 
 A model may have several replicas: the model itself, and further ones named by number (`NAME#2`). All requests wait in the model's
-queue, and each goes to the replica that routing.py chooses. So nothing is lost when one of them leaves or its engine dies: its
-requests go first into the queue again, and another replica takes them up.
+queue, and each goes to the replica that routing.py chooses. So nothing is lost when a replica leaves or its engine dies: its
+requests go to the front of the queue again, and another replica takes them up.
 
 A further replica is loaded while the model has requests (ModelFacts.replica_at says how many), one at a time, and into free memory:
 no model leaves for it. While several replicas are ready, all but the first of these are spare: other models' requests make them
@@ -86,15 +86,15 @@ def _is_quiet(node: Node, device: Device) -> bool:
 
 
 def look_again(node: Node) -> None:
-    """Marks models whose further replicas found no room to be settled again, if their devices have changed since."""
+    """Marks for `settle` the models whose further replicas found no room, if their devices have changed since."""
     for name, room in node.crowded_replicas.items():
         if room != _room(node, node.models[name]):
             node.touched[name] = None
 
 
 def _room(node: Node, model: Model) -> tuple[object, ...]:
-    """Returns values to compare with a later call's: as long as they are equal, a further replica of the model that found no room
-    would find none again. O(devices)."""
+    """Returns what the search for room of a further replica depends on. While a later call returns an equal value, a replica that
+    found no room would find none again. O(devices)."""
     devices = (node.devices[name] for name in model.devices)
     state = tuple((one.available, one.held_for, one.ledger.lease_chunks, one.pinned, _is_quiet(node, one)) for one in devices)
     return (*state, *(one.occupies for one in model.replicas))

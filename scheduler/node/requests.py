@@ -48,8 +48,8 @@ def arrived(node: Node, event: RequestArrived) -> None:
 
 
 def touch_used(node: Node, model: Model) -> None:
-    """Marks the replica that a request has joined or left to be settled, and the primary, which may want a further replica. The
-    other replicas are marked only if the time that they may stay has changed with it."""
+    """Marks for `settle` the replica that a request has joined or left, and the primary, which may want a further replica. If the
+    model has several replicas and a keep-alive, all of them are marked, because the time at which each may leave has changed."""
     if model.primary.others and model.keep_alive_s != inf:
         node.touch(model)
     else:
@@ -119,7 +119,7 @@ def leave(node: Node, request_id: int, how: str) -> Request | None:
 
 
 def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
-    """Queues requests again that ran on a copy that is gone: at the front, in their order of arrival. They wait without limit,
+    """Queues again the requests that ran on a copy which is gone: at the front, in their order of arrival. They wait without limit,
     because their clients have been promised an answer. model: the replica that ran them."""
     for request in reversed(list(running)):
         model.stop(request.facts.request_id)
@@ -129,8 +129,8 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
 
 
 def recall(node: Node, model: Model) -> None:
-    """Puts the requests that were submitted to a load which has failed back into the queue: they have had no token, and wait as if
-    they had never been submitted."""
+    """Queues again the requests that were submitted to a load which has failed: they have had no token, and wait as if they had
+    never been submitted."""
     for request in reversed(list(model.running.values())):
         model.stop(request.facts.request_id)
         request.device = ""
@@ -140,8 +140,8 @@ def recall(node: Node, model: Model) -> None:
 
 
 def pause(node: Node, model: Model) -> None:
-    """Takes all running requests of a replica back into the queue, because its copy leaves the device, and reports them as paused.
-    They wait with open streams until the model is back."""
+    """Queues again all running requests of a replica, because its copy leaves the device, and reports them as paused. They wait
+    with open streams until the model is back."""
     paused = tuple(model.running.values())
     if not paused:
         return

@@ -1,5 +1,6 @@
-"""Checks the invariants of the node; the error names the violated one, by its number among the rules of docs/design/models.md if it
-is one of those. O(everything): for tests, which check them after every event."""
+"""Checks the invariants of the node. An error names the violated invariant, by its number if it is one of the rules of
+docs/design/models.md. O(everything): for tests, which check them after every event.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def check_model(node: Node, model: Model) -> None:
 
 
 def check_members(node: Node, model: Model, copy: Copy) -> None:
-    """Checks that a copy is recorded on all of its devices and on no other, and that it leaves if it has lost one of them."""
+    """Checks that a copy is recorded on all of its devices and on no other, and that a copy which has lost a device is being
+    evicted."""
     name = model.name
     on = {device.name for device in node.devices.values() if device.resident.get(name) is model}
     assert copy.devices, f"the copy of {name} is on no device"

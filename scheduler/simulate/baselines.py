@@ -56,7 +56,7 @@ class Place:
 
 class Rule(Protocol):
     """Decides which models leave first, on a device and in host memory. max_residents: the most models on a device; 0: no limit.
-    idle_s: an idle model leaves after so many seconds; 0: never."""
+    idle_s: the seconds after which an idle model leaves; 0: it never does."""
 
     name: str
     max_residents: int

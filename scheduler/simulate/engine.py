@@ -74,15 +74,18 @@ class Hosted:
         return request.input_tokens + int(self.steps - sequence.tokens_at_step + _DUE) - 1
 
     def rows(self, turns: int) -> int:
-        """Returns how many sequences decode in a step that may take so many turns (a turn is a model's time slice)."""
+        """Returns how many sequences decode in a step that may take `turns` turns (a turn is a model's time slice); 0: it may take
+        any time."""
         return min(len(self.decoding), self.costs.max_rows(turns)) if turns else len(self.decoding)
 
     def most_running(self, turns: int) -> int:
-        """Returns beside how many running sequences no further one is admitted (BatchScheduler.plan). turns: as in `rows`."""
+        """Returns the number of running sequences from which on no further one is admitted (BatchScheduler.plan). turns: as in
+        `rows`."""
         return most_running(self.costs.max_rows(turns), int(self.passed_over))
 
     def pass_over(self, steps: float, turns: int) -> None:
-        """Counts steps of up to so many turns which may have had no room for one sequence more."""
+        """Counts `steps` steps that admit no request because as many sequences run as a step of `turns` turns has room for; 0 again
+        if none waits."""
         if not self.waiting:
             self.passed_over = 0.0
         elif turns and self.num_running >= self.costs.max_rows(turns):
@@ -115,8 +118,8 @@ class _Joined:
 
 @dataclass(slots=True)
 class _Rounds:
-    """Several rounds of decode steps, simulated as one event. decoded: the models, each with the steps of a sequence per round
-    (fractions are allowed), its own steps per round, and the turns that a step may take."""
+    """Several rounds of decode steps, simulated as one event. decoded: for each model, in how many of its steps per round one
+    sequence takes part, how many steps it runs per round (both may be fractions), and how many turns a step may take."""
 
     decoded: list[tuple[Hosted, float, float, int]]
     round_s: float
@@ -283,8 +286,8 @@ class SimulatedEngine:
 
     def _rounds(self, busy: Iterable[Hosted]) -> _Rounds | None:
         """Returns several rounds of decode steps as one event, because simulating every step would take too long. In a round every
-        model has an equal share of time: as much as the longest step among them. Returns None, so that single steps are simulated,
-        if a model has prompts or too few steps left or could admit a request, or if a split model is busy here."""
+        model has an equal share of time, as long as the longest step of any of them. Returns None, so that single steps are
+        simulated, if a model has prompts or too few steps left or could admit a request, or if a split model is busy here."""
         models = list(busy)
         if self._busy_followed():
             return None

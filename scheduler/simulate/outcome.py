@@ -79,8 +79,8 @@ class Figures:
 
 
 def figures(policy: str, outcomes: Sequence[RequestOutcome], swaps: Swaps, slo_s: float) -> Figures:
-    """Computes the figures of a policy's run from the outcomes of all its requests. slo_s: a request attains its objective if its
-    first token comes within so many seconds."""
+    """Computes the figures of a policy's run from the outcomes of all its requests. slo_s: the seconds within which the first token
+    must come for a request to attain its objective."""
     by_model: dict[str, list[RequestOutcome]] = defaultdict(list)
     for outcome in outcomes:
         by_model[outcome.request.model].append(outcome)
