@@ -263,8 +263,8 @@ class EngineFault(Message, frozen=True):
 
 
 class LoadProgress(Message, frozen=True):
-    """Progress of a load, in bytes. bytes_total 0: the load is waiting for kernels, and its deadline is counted anew from this
-    message."""
+    """Progress of a load, in bytes. bytes_total 0: the load is waiting for kernels to be compiled, and its deadline is counted anew
+    from this message."""
 
     placement_id: int
     bytes_done: int

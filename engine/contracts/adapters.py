@@ -19,8 +19,8 @@ class ReadAdapter:
 
 
 class AdapterMemory(Protocol):
-    """The tables in which the steps of one model look up where its LoRA adapters lie in device memory. They are indexed by the
-    adapters' numbers, which scheduler/batch/adapters.py assigns."""
+    """The tables in which the steps of one model look up where its LoRA adapters lie in device memory. An adapter's index in the
+    tables is the number that scheduler/batch/adapters.py assigns to it."""
 
     def prepare(self) -> None:
         """Compiles the kernels without which steps with adapters cannot run. Called in a thread, before each `read`; it may take a
@@ -33,9 +33,9 @@ class AdapterMemory(Protocol):
         ...
 
     def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
-        """Enters an adapter into the tables. number: its index in them. first_byte, layout: its matrices lie in the arena from this
-        byte on, as the layout says. Called while no step is under way. With the first adapter the model begins to compute adapters:
-        its steps are recorded, or captured, again."""
+        """Enters an adapter into the tables. number: the adapter's index in the tables. first_byte: where its matrices begin in the
+        arena. layout: which matrices there are, and their places. Called while no step is under way. With the first adapter the
+        model begins to compute adapters: its steps are recorded, or captured, again."""
         ...
 
     def clear(self, number: int) -> None:

@@ -40,7 +40,7 @@ class GroupShare:
 
     @property
     def has_sequences(self) -> bool:
-        """Returns whether sequences of the model run, whichever engine leads them; those of a broken group do not."""
+        """Returns whether sequences of the model run, whichever engine leads them; False for a broken group."""
         return not self.region.is_broken and bool(self.region.table.request_id.any())
 
     @property
@@ -65,7 +65,7 @@ class GroupShare:
         return self.hosted.execute(plan, table, masks)
 
     def follow(self, plan: BatchPlan) -> None:
-        """Runs the part of a step of an engine that is not the leader. plan: the leader's, as read from the region. Raises
+        """Runs this engine's part of a step that another engine leads. plan: the leader's plan, as read from the region. Raises
         GroupBroken if the group has lost a device."""
         self.hosted.follow(plan, self.region.table)
 

@@ -55,16 +55,16 @@ class LoadTask:
 
 
 class LocksMasks(Protocol):
-    """Registers the memory that masks are written to with a device's driver (page-locks it)."""
+    """Registers memory for masks with a device's driver (page-locks it), so that the device copies it by itself."""
 
     def lock_masks(self, bits: npt.NDArray[np.uint32]) -> LockedMasks | None:
-        """Registers memory with masks [M, W], which begins at the beginning of a page. Returns None if the device has no engine
-        that copies from the host, or if it refuses, which is logged. Called by the thread that runs steps."""
+        """Registers memory with M masks [M, W] of W words, which begins at the beginning of a page. Returns None if the device has
+        no engine that copies from the host, or if it refuses, which is logged. Called by the thread that runs steps."""
         ...
 
     def unlock_masks(self, locked: LockedMasks) -> None:
-        """Ends a registration, without waiting: no step that is launched later has the memory copied by the device, and steps under
-        way may still do that. The memory stays mapped until they have ended. Called by the thread that runs steps."""
+        """Ends a registration, and returns without waiting. Steps that were launched before may still have the device copy the
+        memory, which stays mapped until they have ended; later steps must not. Called by the thread that runs steps."""
         ...
 
 
@@ -84,8 +84,8 @@ class Runner(LocksMasks, Protocol):
         ...
 
     def probe(self, number: int) -> None:
-        """Tests whether the device still computes: makes it compute a token that depends only on `number`, after everything that
-        already runs on it, waits, and compares the token with the right one. Raises the device's errors, and RuntimeError if the
+        """Tests whether the device still computes: has it compute a token that depends only on `number`, behind all work that it
+        already has, waits for the token, and compares it with the right one. Raises the device's errors, and RuntimeError if the
         token is wrong."""
         ...
 

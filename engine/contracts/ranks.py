@@ -19,8 +19,8 @@ class GroupBroken(Exception):
 
 
 class Ranks(Protocol):
-    """One rank's connection to the other ranks of its group. All ranks call `sum` and `gather` in the same order, with tensors of
-    the same widths.
+    """One rank's connection to the other ranks of its group. All ranks call `sum` and `gather` in the same order, with tensors [T,
+    W] and [N, W] (T tokens, N sampling rows) of the same widths W.
 
     The tensors' numbers of rows may differ between ranks, because each rank pads its recorded steps in its own way. Only the first
     rows are exchanged, as many as were last given to `count`; these numbers must be the same on every rank."""

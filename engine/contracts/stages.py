@@ -34,6 +34,6 @@ class Stages(Protocol):
         ...
 
     def send(self, residual: Tensor, update: Tensor | None) -> None:
-        """Passes the residual and the update, each [T, W], on to the next stage, without waiting until that has read them. update:
-        None if there is none."""
+        """Passes on to the next stage the residual and the update, each [T, W] for T tokens and a model of width W, without waiting
+        until that stage has read them. update: None if there is none."""
         ...

@@ -19,8 +19,9 @@ from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, Lon
 @dataclass(slots=True, frozen=True)
 class Proposed:
     """The tokens that a model's predictor drafted after a step, for Q sequences. slots [Q]: the sequences' slots. counts [Q]: how
-    many tokens were asked for. tokens [Q, K]: the drafted tokens, of which the first counts[q] of row q count. seen_s: device
-    seconds in which the predictor read the step's tokens and states. drafting_s: device seconds in which it drafted."""
+    many tokens were asked for. tokens [Q, K]: the drafted tokens, at most K each, of which the first counts[q] of row q count.
+    seen_s: device seconds in which the predictor read the step's tokens and states. drafting_s: device seconds in which it
+    drafted."""
 
     slots: IntArray
     counts: IntArray
@@ -33,7 +34,7 @@ class Proposed:
 class StepResult:
     """The result of one step. ids [N]: the token of each of the plan's N sampling rows, in plan order. bad [N]: whether the row's
     logits or vector were not finite, so that its result is worthless. Both arrays stay unchanged until the model's next step.
-    seconds: device time. waited_s: how much of it passed until the other devices of a split model had begun the step."""
+    seconds: device time. waited_s: how many of these seconds passed until the other devices of a split model had begun the step."""
 
     ids: IntArray
     bad: BoolArray
@@ -50,18 +51,18 @@ class CountsExperts(Protocol):
 
     @property
     def layers(self) -> Sequence[int]:
-        """The numbers of the layers with experts that this device computes. The layer that drafts tokens, if it is one of them, has
-        the number behind the model's last layer."""
+        """The indices of the layers with experts that this device computes. The predictor's layer, if it has experts, has the index
+        after that of the model's last layer."""
         ...
 
     @property
     def num_experts(self) -> int:
-        """The number of experts of a layer, on all devices."""
+        """The number of experts in each layer, on all devices together."""
         ...
 
     @property
     def own(self) -> range:
-        """The numbers of the experts that this device computes."""
+        """The indices, within a layer, of the experts that this device computes."""
         ...
 
     def news(self, wait: bool) -> LongArray | None:
@@ -117,8 +118,8 @@ class HostedModel(Protocol):
 
 class SplitModel(HostedModel, Protocol):
     """A HostedModel that is one rank's share of a model. Each rank runs every step, with the KV of its own heads: rank 0 by
-    `execute`, which returns the result, the others by `follow`. Both wait for the other ranks, and raise GroupBroken if the group
-    has lost a device."""
+    `execute`, which returns the result, the others by `follow`. Both methods wait for the other ranks, and raise GroupBroken if the
+    group has lost a device."""
 
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
         """Runs this rank's part of a step. `table` is the leader's; it is read no later than in the step's last exchange between
@@ -126,8 +127,8 @@ class SplitModel(HostedModel, Protocol):
         ...
 
     def has_ended(self) -> bool:
-        """Returns whether this rank's device has ended all steps that `follow` has started; they may still run when it returns.
-        Does not wait. Raises the device's error, which nothing else meets until the next step."""
+        """Returns whether this rank's device has ended all steps that `follow` has started, which may still run when `follow`
+        returns. Does not wait. Raises the device's error, which no other call meets until the next step."""
         ...
 
 

@@ -160,8 +160,8 @@ class CpuBackend:
     def split_model(
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> CpuModel:
-        """Implements SplitsModels.split_model. The result is a new object at each load, because recorded steps hold addresses of
-        the region."""
+        """Returns this device's share of a model, as SplitsModels.split_model says. It is a new object at each load, because
+        recorded steps hold addresses of the region."""
         self._models.pop(spec.model, None)
         threads = threads_for(weights.num_bytes, self.compute_threads)
         ranks = stages = None

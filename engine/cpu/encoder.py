@@ -35,7 +35,8 @@ class CpuEncoder:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[IntArray], second_at: Sequence[int]) -> tuple[FloatArray, float]:
-        """Implements HostedEncoder.embed. None of the texts may be empty. Raises RuntimeError after `release`."""
+        """Returns the vectors of R texts, or the scores of R pairs, and the seconds they took, as HostedEncoder.embed says. None of
+        the texts may be empty. Raises RuntimeError after `release`."""
         begin = time.perf_counter()
         if self._model is None:
             raise RuntimeError(f"model {self.name} was released")

@@ -50,8 +50,8 @@ class _Routing:
 
 
 def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, shared: Tensor | None, slots: Any) -> Tensor:
-    """Computes Ops.experts with kernels of the module `kernels`. matrices: the layer's experts. shared: as in Ops.experts. slots
-    [T] int64: each token's place in the KV cache; below 0 for padding."""
+    """Returns the output of a layer's experts, as Ops.experts says, computed with kernels of the module `kernels`. matrices: the
+    layer's experts. shared: as in Ops.experts. slots [T] int64: each token's place in the KV cache; below 0 for padding."""
     num_experts, num_chosen = matrices.num_experts, matrices.num_chosen
     routing = _Routing.empty(x, num_chosen, num_experts)
     where = (routing.weights, routing.places)

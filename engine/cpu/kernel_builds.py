@@ -6,9 +6,9 @@ compiled, unit by unit (a unit is a kernel in all its forms), by processes that 
 not tried again, and operations that would call the unit's sets go on with torch. The same happens if the cache folder did not keep
 a compiled kernel.
 
-What only sampling calls is compiled last, and no unit of it is begun while the engine computes, because steps that choose the most
-likely token would lose a core to it, or half of the memory's bandwidth, for kernels that nobody may ever need. It is compiled while
-the engine is idle, or at once when a step calls it (`hurry`).
+Kernels that only sampling calls are compiled last, and none is begun while the engine computes, because steps that choose the most
+likely token would lose a core to the compiler, or half of the memory's bandwidth, for kernels that nobody may ever need. They are
+compiled while the engine is idle, or at once when a step calls them (`hurry`).
 """
 
 from __future__ import annotations
@@ -299,8 +299,8 @@ class CpuKernelBuilds:
 
     def _run_process(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
         """Gives the units in build.queue to a compiler process, one by one, and puts each unit with its problem ("": none) into
-        `ended`; starts a new process whenever one has crashed or was ended for a wait. A process that is alive at the end is kept
-        for the next build, because starting one takes a second, unless it has grown large."""
+        `ended`; starts a new process whenever one has crashed, or was ended because no unit may be compiled for now. A process that
+        is alive at the end is kept for the next build, because starting one takes a second, unless it has grown large."""
         process = None
         while build.queue:
             if (found := self._take(build)) is None:
@@ -335,7 +335,7 @@ class CpuKernelBuilds:
         return next((one for one in build.queue if self._is_idle or not self._may_wait(one[1])), None)
 
     def _take(self, build: _Build) -> tuple[Unit, KernelSet] | None:
-        """Takes the first unit that may be compiled now out of a build's queue, and returns it with its set; None if there is
+        """Takes out of a build's queue the first unit that may be compiled now, and returns it with its set; None if there is
         none."""
         with self._lock:
             if (found := self._first(build)) is not None:
@@ -353,7 +353,7 @@ class CpuKernelBuilds:
             self._changed.notify_all()
 
     def _is_postponed(self, build: _Build) -> bool:
-        """Returns whether nothing of a build is compiled because the engine computes."""
+        """Returns whether nothing of a build is compiled for now, because the engine computes steps."""
         with self._lock:
             return bool(build.queue) and build.num_compiling == 0 and self._first(build) is None
 

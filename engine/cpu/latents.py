@@ -124,7 +124,7 @@ def _attend_head(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None
 
 
 def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """Returns x [N, h, A] multiplied, head by head, by matrices [h, A, B], as [N, h, B]."""
+    """Returns x [N, h, A] multiplied, for each of h heads, by the head's matrix in matrices [h, A, B], as [N, h, B]."""
     return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
 
 

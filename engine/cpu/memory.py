@@ -99,7 +99,8 @@ class CpuMemory:
         return np.frombuffer(mappings.bytes_at(address, num_bytes), np.uint8)
 
     def prepare(self, chunk: int) -> int:
-        """Implements ChunkMemory.prepare. A chunk keeps its pages until it is discarded, so only missing pages are added."""
+        """Makes the system provide a chunk's memory, and returns how many bytes of the chunk are in huge pages, as
+        ChunkMemory.prepare says. A chunk keeps its pages until it is discarded, so only missing pages are added."""
         if self._is_huge[chunk]:
             return self.chunk_bytes
         address, huge_bytes = self._arena_address + chunk * self.chunk_bytes, 0
@@ -113,7 +114,8 @@ class CpuMemory:
         return huge_bytes
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """Implements ChunkMemory.discard; the chunks read as zeros afterwards. Raises IndexError for chunks that do not exist."""
+        """Gives back to the system the memory of free chunks, as ChunkMemory.discard says; the chunks read as zeros afterwards.
+        Raises IndexError for chunks that do not exist."""
         if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
             raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
         mappings.punch_hole(self._fd, first_chunk * self.chunk_bytes, num_chunks * self.chunk_bytes)

@@ -115,8 +115,8 @@ class CpuModel:
         self._steps = self._recorded_steps()
 
     def _needed_kernels(self) -> list[KernelSet]:
-        """Asks for the kernels that the model's steps call to be compiled, without waiting, and returns the sets of them that are
-        not in use yet."""
+        """Starts compiling the kernels that the model's steps call, without waiting, and returns those of their sets that are not
+        in use yet."""
         further = (self._ranks is not None, self._adapters is not None)
         needed = needed_kernels(self.shape, self._dtype, FORMATS[self._quantize], *further)
         self._need_kernels(needed)
@@ -155,7 +155,8 @@ class CpuModel:
 
     @torch.inference_mode()
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
-        """Implements StreamedModel.execute_behind. A plan of more than max_tokens tokens is computed in slices, layer by layer."""
+        """Runs a step while the model's weights arrive, as StreamedModel.execute_behind says. A plan of more than max_tokens tokens
+        is computed in slices, layer by layer."""
         with gate.step():  # entered first, because a failed load withdraws the gate before it releases the model
             model = self._loaded()
             layers = model.layers
@@ -179,9 +180,9 @@ class CpuModel:
         return self._dtype
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Implements HostedModel.execute: stores the new tokens' KV, and samples one id, or computes one vector, for each sampling
-        row. In a split model all ranks run the step, the others by `follow`; the result's seconds do not include waits for other
-        stages. Raises GroupBroken if the group has lost a device."""
+        """Runs one step (HostedModel.execute): stores the new tokens' KV, and samples one id, or computes one vector, for each
+        sampling row. In a split model all ranks run the step, the others by `follow`; the result's seconds do not include waits for
+        other stages. Raises GroupBroken if the group has lost a device."""
         stages, ranks = self._stages, self._ranks
         waited_s = 0.0 if stages is None else stages.waited_s
         if ranks is not None:
@@ -227,14 +228,14 @@ class CpuModel:
         self._check_ranks()
 
     def has_ended(self) -> bool:
-        """Implements SplitModel.has_ended: a step has ended when `follow` returns."""
+        """Returns True, because a step has ended when `follow` returns."""
         return True
 
     def _with_proposals(
         self, result: StepResult, plan: BatchPlan, table: SequenceTable, max_tokens: int | None = None
     ) -> StepResult:
-        """Returns a step's result after the model's predictor, if it has one and the plan asks it to draft, has read the step and
-        its drafts were added. max_tokens: the most tokens of a slice; None: the step is not computed in slices."""
+        """Returns a step's result. If the plan asks for drafts, the model's predictor first reads the step, and its drafts are
+        added to the result. max_tokens: the most tokens of a slice; None: the step is not computed in slices."""
         if self._predicting is not None and self._sees(plan):
             assert self._kept is not None
             with torch.inference_mode():

@@ -64,8 +64,8 @@ BLOCK_TOKENS_STEP = 4  # paged_attention needs blocks of a multiple of this many
 
 
 class _ThreadCount(threading.local):
-    """The number of threads that the calling thread has last passed to CpuOps.set_num_threads. of: the CpuOps; None: it was not
-    called yet. num_threads: number of threads that share an operation."""
+    """The thread count that the calling thread has last given to CpuOps.set_num_threads. of: the CpuOps object to which it was
+    given; None: none was given yet. num_threads: number of threads that share an operation."""
 
     of: CpuOps | None = None
     num_threads = 0
@@ -160,7 +160,8 @@ class CpuOps:
         return self.kernels if self._is_in_use(PLAIN) else reference_inputs
 
     def pack_rows(self, *arrays: Any) -> int:
-        """Implements loader.formats.packed_rows.pack_rows: by the compiled kernel if it is in use, else by that function itself."""
+        """Packs rows as loader.formats.packed_rows.pack_rows does: by the compiled kernel if it is in use, else by that function
+        itself."""
         packing: Callable[..., int] = self.kernels.pack_rows if self._is_in_use("packed") else packed_rows.pack_rows
         return packing(*arrays)
 

@@ -79,8 +79,8 @@ class CpuPredicting:
         return Proposed(slots, counts, tokens, seen_s - began_s, time.perf_counter() - seen_s)
 
     def _sampled(self, states: Tensor, going: LongArray, rows: SamplingRows) -> IntArray:
-        """Returns the tokens [n] sampled from the predictor's hidden states [Q, W] with the n indices `going`. rows: the settings
-        by which each of the n is sampled."""
+        """Returns the tokens [n] sampled from the predictor's hidden states [Q, W] with the n indices `going`. rows: the sampling
+        settings of each of the n."""
         ids = np.empty(len(going), np.int32)
         for first in range(0, len(going), self._logits_rows):
             part = going[first : first + self._logits_rows]

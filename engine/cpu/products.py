@@ -158,8 +158,8 @@ def four_bits_in_parts(
 
 def widened_parts(like: Tensor, num_outputs: int, num_inputs: int) -> list[tuple[slice, Tensor]]:
     """Divides the outputs of a matrix into slices, in order. Returns each slice, with memory of like's dtype for its widened
-    weights [outputs of the slice, num_inputs]. All slices use the same memory, of at most WIDENED_BYTES unless a panel of
-    outputs needs more."""
+    weights [outputs of the slice, num_inputs]. All slices use the same memory, of at most WIDENED_BYTES unless a panel (the outputs
+    that a kernel takes together) needs more."""
     at_once = max(PANEL_ROWS, WIDENED_BYTES // (num_inputs * like.element_size()))
     at_once = at_once // _PART_OUTPUTS * _PART_OUTPUTS or at_once // PANEL_ROWS * PANEL_ROWS
     held = like.new_empty(min(at_once, num_outputs), num_inputs)

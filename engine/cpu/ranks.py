@@ -83,7 +83,8 @@ class SharedRanks:
             raise GroupBroken(f"rank {self.rank} of {self.size}: the group has lost a device")
 
     def _sum(self, x: Tensor) -> None:
-        """Replaces the rows of x that are not padding by the sum of all ranks' x, in Python, as the kernel sum_ranks does."""
+        """Replaces those rows of x that are not padding by the sum of all ranks' rows, as the kernel sum_ranks does, but in
+        Python."""
         values = x[: self._own[SUM_ROWS]].view(-1)
         for piece in values.split(self._buffer_bytes // x.element_size()):
             parts = self._exchange(piece)

@@ -50,8 +50,8 @@ class _Sliced:
 
     def __call__(self, update: Tensor | None, residual: Tensor, batch: HostBatch) -> Tensor | None:
         """Computes the layer for all T tokens of a step, and returns the new update [T, W]. update [T, W]: what the previous layer
-        adds to the residual; the new one overwrites it, since each slice is read before it is written. residual [T, W]. None for an
-        update: there is none."""
+        adds to the residual; None: nothing. The new update is written to the same memory, since each slice is read before it is
+        written. residual [T, W]."""
         out: Tensor | None = None
         begin = 0
         for part in self._parts:

@@ -53,5 +53,5 @@ class SharedStages:
 
 
 def _views(*states: Tensor) -> tuple[Tensor, ...]:
-    """Returns other views of the states, since recorded calls must not hold the model's own tensors."""
+    """Returns a view of each of the states, because recorded calls must not hold the model's own tensors."""
     return tuple(state.view(state.shape) for state in states)

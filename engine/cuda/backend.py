@@ -80,8 +80,9 @@ def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
 
 
 def beside_work_space(configure: Configure) -> Configure:
-    """Returns the configuration with num_chunks reduced by the work space's chunks, and a work space of 0: all chunks are allocated
-    at once, and torch takes the work space from the memory that they leave. The daemon's KV leases leave this room anyway."""
+    """Returns the configuration with num_chunks reduced by the chunks of the work space, and with a work space of 0, because a
+    GPU's chunks are all allocated at once and torch takes the work space from the memory beside them. The daemon's KV leases never
+    use these chunks anyway."""
     work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
     return msgspec.structs.replace(configure, num_chunks=configure.num_chunks - work_chunks, work_space_bytes=0)
 
@@ -192,9 +193,9 @@ class CudaBackend:
     def split_model(
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> CudaShare:
-        """Implements SplitsModels.split_model. Waits until the other shares of the same layers are loaded. The result is a new
-        object at each load, because graphs hold addresses of the connection. Raises GroupBroken, UnsupportedModel if NCCL is needed
-        and there is none, and RuntimeError if the devices cannot exchange anything."""
+        """Returns this device's share of a model, as SplitsModels.split_model says. It is a new object at each load, because graphs
+        hold addresses of the connection. Waits until the other shares of the same layers are loaded. Raises GroupBroken,
+        UnsupportedModel if NCCL is needed and there is none, and RuntimeError if the devices cannot exchange anything."""
         self._kept.give_up(spec.model)
         with self._on_load_stream():
             links = self._links(spec, shape, region)
@@ -248,7 +249,7 @@ class CudaBackend:
 
 
 def _peers() -> Connects:
-    """Returns what connects GPUs of this host. Raises NcclError."""
+    """Returns the object that connects the GPUs of this host with each other, by their own memory and NCCL. Raises NcclError."""
     from engine.cuda.peer_regions import DeviceRegions
 
     return Peers(nccl(), DeviceRegions)

@@ -35,8 +35,8 @@ class DeviceGroup:
 @dataclass(slots=True)
 class QueryTiles:
     """The I query tiles of the rows with several new tokens, as triton_extend takes them. rows [I] int32: each tile's row. firsts
-    [I] int32: its first query among the row's new tokens; at or above num_new in tiles that are padding. tokens: the queries of a
-    tile. starts, num_new [R]: each row's first token in the step, and its number of new tokens."""
+    [I] int32: its first query among the row's new tokens; at or above num_new in tiles that are padding. tokens: number of queries
+    in a tile. starts, num_new [R]: each row's first token in the step, and its number of new tokens."""
 
     rows: Tensor
     firsts: Tensor

@@ -1,8 +1,8 @@
 """Tells the first rank of a split model when the devices of the others began a step, so that it knows how long its own waited.
 
-A follower launches its part of a step while its device may still run another model's, so the host's time of the launch would come
-too early. An event in front of the part has passed when the device begins; it is nothing that a graph would have to hold. GPUs have
-no clock in common, so the time is the host's.
+A follower launches its part of a step while its device may still run another model's, so the host's time of the launch would be too
+early. A CUDA event in front of the part has passed when the device begins; it lies outside of the part's graph. GPUs have no clock
+in common, so the time is the host's.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DeviceBegins(Link):
         self._begins.note()
 
     def waited_s(self, took_s: float) -> float:
-        """Returns how long the first rank's device waited for the others to begin, in a step that has ended now and took so long
-        there. It is less than that where a follower's time is not reported yet."""
+        """Returns how many seconds the first rank's device waited in its latest step, which has ended, for the others to begin.
+        took_s: the seconds that the step took on that device. The result is too small if a follower's time is not reported yet."""
         return min(took_s, self._begins.waited_s(took_s))
 
     def close(self) -> None:

@@ -59,5 +59,6 @@ class Connects(Protocol):
         ...
 
     def give_up(self) -> None:
-        """Makes the call of `connect` in which another thread waits raise soon, where that can be done. Called in any thread."""
+        """Ends the wait of another thread in `connect`, whose call then raises soon, where the library allows that. Called in any
+        thread."""
         ...

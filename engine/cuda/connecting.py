@@ -22,7 +22,8 @@ CONNECT_LIMIT_S = 60.0  # NCCL takes a second or some; this is for ranks that li
 
 
 class Connecting:
-    """One rank's way to the others. Parameters as of Connects.connect."""
+    """The attempt of one rank to connect with the others of its group, in a thread of its own. Parameters as of
+    Connects.connect."""
 
     def __init__(self, connects: Connects, group_id: bytes, rank: int, size: int) -> None:
         self._connects, self._group_id, self._rank, self._size = connects, group_id, rank, size
@@ -49,7 +50,7 @@ class Connecting:
         return self._made
 
     def _given_up(self) -> bool:
-        """Leaves the thread alone with what it waits for. Returns False if it has connected by now."""
+        """Stops waiting for the thread that connects, and returns True; returns False if the thread has connected by now."""
         with self._lock:
             self._is_given_up = self._made is None
         if self._is_given_up:

@@ -38,9 +38,9 @@ class EventFence:
 
 class SummedCopies:
     """Copies of N pieces with their checksums (engine.memory.chunk_memory.DeviceCopies). `wait` returns the checksums. fence:
-    passed once the copies have ended and `partial_sums` is filled. partial_sums: [N, P, 2] int64 in page-locked memory, sums of
-    each piece's whole words. rests: for each piece with bytes after its whole words, (the piece's number, its number of words,
-    these bytes as uint8 in host memory, which are read when the copies have ended)."""
+    passed once the copies have ended and `partial_sums` is filled. partial_sums: [N, P, 2] int64 in page-locked memory, the sums of
+    P parts of each piece's whole words. rests: for each piece with bytes after its whole words, (the piece's number, its number of
+    words, these bytes as uint8 in host memory, which are read when the copies have ended)."""
 
     def __init__(self, fence: EventFence, partial_sums: torch.Tensor, rests: Sequence[tuple[int, int, Any]]) -> None:
         self._fence, self._partial_sums, self._rests = fence, partial_sums, rests
@@ -95,13 +95,13 @@ class CudaStreams:
         return torch.cuda.stream(self.incoming)
 
     def after_steps(self) -> None:
-        """Makes copies that are started on `outgoing` from now on wait for the steps launched so far."""
+        """Delays copies that are started on `outgoing` from now on until the steps launched so far have ended."""
         self.outgoing.wait_stream(torch.cuda.default_stream(self._device))
 
     def summed(self, pieces: Sequence[Piece], stream: torch.cuda.Stream) -> SummedCopies:
-        """Launches the checksums of copies that were started last on `stream`, and returns both as one object. pieces: (address on
-        the device, aligned to 8 bytes; the host's memory that it is copied from or to). Raises torch.OutOfMemoryError, after the
-        copies have ended."""
+        """Launches the checksums of copies that were started last on `stream`, and returns copies and checksums as one object.
+        pieces: (address on the device, aligned to 8 bytes; the host's memory that the piece is copied from or to). Raises
+        torch.OutOfMemoryError, after the copies have ended."""
         copied = EventFence(stream)
         self._sums.wait_event(copied.event)
         try:

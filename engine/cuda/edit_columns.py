@@ -58,8 +58,8 @@ class _Lasting:
 
 class _Span(NamedTuple):
     """The masks of some of a part's rows, which lie close together in page-locked memory. words: the memory from the first to the
-    last of them. rows [M]: the rows. places [M]: where each one's mask begins among the words. others: which masks of the part are
-    not among these."""
+    last of them. rows [M]: the M rows. places [M]: where each one's mask begins among the words. others: which masks of the part
+    are not among these."""
 
     words: IntArray
     rows: npt.NDArray[np.intp]
@@ -124,7 +124,8 @@ class KnownEdits:
         return part
 
     def _add_edits(self, part: EditedPart, lasting: _Lasting, edits: LogitEdits, which: slice, num_words: int) -> None:
-        """Adds to the part the columns of the edits in the slice `which`. num_words: how many words it has."""
+        """Adds to the part the columns of the edits in the slice `which`. num_words: the number of words that the part already
+        has."""
         each = lasting.edits
         if lasting.has_tokens:
             slots, table = edits.slots[which], edits.table
@@ -141,7 +142,8 @@ class KnownEdits:
         part.has_tokens, part.has_bias, part.has_ban = lasting.has_tokens, lasting.has_bias, lasting.has_ban
 
     def _lasting_of(self, slots: IntArray, early: BoolArray, own: npt.NDArray[np.intp]) -> _Lasting:
-        """Returns what lasts of the edits of these slots. own: their rows in the part."""
+        """Returns the part of these slots' edits that does not depend on their tokens. own: the slots' rows in the part of the
+        step."""
         whose = slots.tobytes(), early.tobytes(), own.tobytes()
         if self._lasting is None or self._lasting[0] != whose:
             self._lasting = whose, self._lasting_made(slots, early, own)
@@ -183,7 +185,7 @@ class KnownEdits:
 
 
 def asking_rows(rows: SamplingRows) -> IntArray:
-    """Returns the rows of a step that have edits, a mask, or want log-probabilities, ascending."""
+    """Returns the rows of a step that have edits or a mask, or want log-probabilities, ascending."""
     num_rows = len(rows.temperature)
     if any(some is not None and len(some.rows) == num_rows for some in (rows.edits, rows.allowed)):
         return np.arange(num_rows, dtype=np.int32)

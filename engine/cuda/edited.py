@@ -39,7 +39,8 @@ class EditedDraw:
     """The results of a step's rows, while they are computed. drawn [2, >= N] int32: sampled ids, and 1 for each row whose logits
     were not finite. told: the memory to be copied to the host: first `drawn`, in rows of num_columns, then log-probabilities of
     num_found rows with most_top alternatives each. request_ids [N]: the rows' requests. wanted [M]: the rows that want
-    log-probabilities; found [M]: where these are. num_top [N]: how many alternatives each row wants; None: no row wants any."""
+    log-probabilities; found [M]: the index of each of them among those num_found rows. num_top [N]: how many alternatives each row
+    wants; None: no row wants any."""
 
     drawn: Tensor
     told: Tensor

@@ -98,7 +98,7 @@ class EditedGraphs(StepGraphs[int]):
 
     def size_for(self, num_rows: int, num_words: int) -> int:
         """Returns the size of a captured graph that takes num_rows rows with num_words words of masks, tokens, biases and banned
-        ids; 0: there is none, or they are too many. A size that is lacked is captured before the next such step."""
+        ids; 0: there is none, or they are too many. A size that is missing is captured before the next such step."""
         size = edited_rows(num_rows)
         if not num_rows or size > self._most_rows or num_words > self._num_words or self.is_refused(size):
             return 0
@@ -128,9 +128,9 @@ class EditedGraphs(StepGraphs[int]):
         return [size for size in sizes if size not in self.captured and not self.is_refused(size)]
 
     def replay(self, size: int, columns: Mapping[str, Column], hidden: Tensor, drawn: Tensor | None) -> EditedMemory:
-        """Replays the graph of a captured size. columns: as of `columns`. hidden [>= N, W]: the hidden states of a step's N
-        sampling rows. drawn [2, N]: the ids and flags that the step has sampled itself; None: the graph samples all of its rows.
-        Returns the memory with the results, in which the next run of any of these graphs overwrites them."""
+        """Replays the graph of a captured size. columns: as the method `columns` returns them. hidden [>= N, W]: the hidden states
+        of a step's N sampling rows. drawn [2, N]: the ids and flags that the step has sampled itself; None: the graph samples all
+        of its rows. Returns the memory with the results, in which the next run of any of these graphs overwrites them."""
         memory = self._memory
         assert memory is not None
         inputs, graph = self._started(size, columns), self.captured[size]
@@ -149,7 +149,8 @@ class EditedGraphs(StepGraphs[int]):
         part: EditedPart,
     ) -> dict[str, Column]:
         """Returns the columns of a replay. rows: the rows' indices among the step's sampling rows. nums: how many alternatives each
-        of them wants, -1 for no log-probabilities; None: no row wants any. settings: of sampling. part: their edits."""
+        of them wants, -1 for no log-probabilities; None: no row wants any. settings: the rows' sampling settings. part: their
+        edits."""
         own: dict[str, Column] = {"rows": rows, "places": rows, "slots": slots, **settings, **part.columns}
         if nums is not None:
             own |= {"wanted": np.where(nums >= 0, self._numbers[: len(nums)], NOBODY), "nums": nums}

@@ -24,8 +24,8 @@ PROOF_VALUES = 2 * frame.GROUP_VALUES + 100  # values of two bytes each; not a m
 
 
 class KeptPart(NamedTuple):
-    """The values [begin, end) of a frame that a share of a split model keeps, or some columns of them. columns: which part of each
-    `columns.whole` values. out: where they belong, [N] values of two bytes each on the device."""
+    """The values [begin, end) of a frame that a share of a split model keeps, or some columns of them. columns: which columns are
+    kept of rows of `columns.whole` values. out: the place of the kept values, [N] of two bytes each on the device."""
 
     begin: int
     end: int
@@ -55,9 +55,9 @@ class DeviceFrames:
             return torch.zeros(1, dtype=torch.int32, device=self._memory.arena.device)
 
     def decode(self, data: Any, out: Tensor, verdict: Tensor, number: int) -> None:
-        """Starts decoding a frame to out, [N] values of two bytes each on the device. data: the frame, uint8, its checksum compared
-        already. Raises FrameError if the frame's head does not fit. If decoding finds the frame invalid, `number` (not 0) is
-        written to verdict."""
+        """Starts decoding a frame to out, [N] values of two bytes each on the device. data: the frame, uint8, whose checksum the
+        caller has compared. Raises FrameError if the frame's head does not fit. If decoding finds the frame invalid, `number` (not
+        0) is written to verdict."""
         with self._lock, self._memory.copying():
             self._decode(data, out, verdict, number)
 

@@ -200,8 +200,8 @@ class StepGraphs(Generic[Size]):
 
     def capture(self, size: Size, padding: Mapping[str, Any]) -> bool:
         """Captures the step of a size that is not refused. padding: the columns of a step of this size with only padding. Returns
-        False if other models' graphs leave no room for it, or if there is no memory for it, though evicted models gave theirs up;
-        the size is then refused for a while."""
+        False if other models' graphs leave no room for it, or if there is no memory for it even after evicted models have given up
+        their graphs; the size is then refused for a while."""
         if not self._room.make(self):
             return False
         for give_back in (None, give_back_memory, self._give_back_of_evicted):
@@ -263,7 +263,7 @@ class StepGraphs(Generic[Size]):
 
 
 def let_go(graphs: list[StepGraph]) -> None:
-    """Hands graphs that will not be replayed any more to the capture space, which destroys them later. May be called in any
+    """Hands over to the capture space graphs that will not be replayed any more, to be destroyed later. May be called in any
     thread."""
     if _space is not None:
         _space.drop(graphs)

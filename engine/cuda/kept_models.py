@@ -57,7 +57,7 @@ class KeptModels:
         self._give_up_evicted(-1)
 
     def _give_up_evicted(self, most_bytes: int) -> None:
-        """Drops the evicted models that keep more than most_bytes together with those that were evicted after them."""
+        """Drops the models that were evicted longest ago, until the other evicted ones keep at most most_bytes together."""
         with self._lock:
             evicted = sorted(
                 ((evicted_s, name) for name, (_, model) in self._models.items() if (evicted_s := model.evicted_s) is not None),

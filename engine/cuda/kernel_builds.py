@@ -162,8 +162,8 @@ def _start(share: int, num_shares: int) -> subprocess.Popen[bytes]:
 
 
 def _follow(process: subprocess.Popen[bytes], job: bytes, progress: _Progress) -> None:
-    """Sends a compile process its job and adds every line that it prints to `progress`, until the process ends. Ends the process if
-    that cannot be done, because whoever waits for the process would wait without limit."""
+    """Sends a compile process its job, and adds to `progress` every line that the process prints, until it ends. Ends the process
+    if that cannot be done, because whoever waits for the process would wait without limit."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -14,8 +14,9 @@ CLOSE_LIMIT_S = 10.0  # for which `wait_closed` waits at most
 
 
 class Link:
-    """A connection of a share to other shares. _alone: whether nothing passes through it at the moment. _thread: uses it, and ends
-    after `close`; None if the connection needs no thread. _fault: the error that ended this thread, None if there was none."""
+    """A connection of a share to other shares. _alone: whether nothing passes through it at the moment. _thread: the thread that
+    uses the connection, and ends after `close`; None if the connection needs no thread. _fault: the error that ended this thread,
+    None if there was none."""
 
     _alone = False
     _thread: Thread | None = None
@@ -35,7 +36,8 @@ class Link:
         self._thread.start()
 
     def _told_fault(self) -> None:
-        """Ends the waits for what the thread would have done. Called in the thread, when an error has ended its work."""
+        """Ends all waits, here and in other engines, for work that the thread would have done. Called in the thread, when an error
+        has ended its work."""
 
     def has_ended(self) -> bool:
         """Returns whether the thread has done all that it was given. Does not wait. Raises as `check_fault` does."""

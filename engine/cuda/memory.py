@@ -235,7 +235,7 @@ class CudaMemory:
 
     def export(self) -> list[int]:
         """Returns one file descriptor for each chunk, with which another process can map it. Raises DeviceError, and OSError if
-        this process may not open so many."""
+        this process may not open so many descriptors."""
         descriptors.allow_many_files(len(self._handles))
         return [int(call_driver(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
 

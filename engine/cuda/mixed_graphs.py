@@ -64,13 +64,15 @@ class MixedGraphs(StepGraphs[MixedSize]):
         return [size for size in self._sizes if size not in self.captured and self._is_allowed(size)]
 
     def size_for(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
-        """Returns the smallest captured size that holds a step of so many tokens, rows and query tiles; None if there is none."""
+        """Returns the smallest captured size that holds a step of num_tokens tokens, num_rows rows and num_tiles query tiles; None
+        if there is none."""
         holding = (size for size in self.captured if size.holds(num_tokens, num_rows, num_tiles))
         return min(holding, key=self._sizes.__getitem__, default=None)
 
     def needed(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
-        """Returns the size whose graph is to be captured before a step of so many tokens, rows and query tiles runs; None: none is.
-        Counts the steps that lack a graph, because a size is captured after STEPS_BEFORE_CAPTURE of them."""
+        """Returns the size whose graph is to be captured before a step of num_tokens tokens, num_rows rows and num_tiles query
+        tiles runs; None: none is. Counts the steps that lack a graph, because a size is captured after STEPS_BEFORE_CAPTURE of
+        them."""
         for size in self._sizes:
             if size.holds(num_tokens, num_rows, num_tiles) and self._is_allowed(size):
                 if size in self.captured:

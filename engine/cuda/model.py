@@ -245,8 +245,8 @@ class CudaModel:
         return self.launch(plan, table, masks).wait()
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Implements LaunchesAhead.launch: starts one step. If log-probabilities of prompt tokens are to be returned, it also waits
-        for the step. Raises NoWorkSpace."""
+        """Starts one step and returns while it may still be running, as LaunchesAhead.launch says. Waits for the step if
+        log-probabilities of prompt tokens are to be returned. Raises NoWorkSpace."""
         try:
             return self._launch(plan, table, masks)
         except torch.OutOfMemoryError as error:
@@ -301,8 +301,8 @@ class CudaModel:
     ) -> _Begun | None:
         """Starts a step that a graph can run, after capturing the graph if it is due, or a decode step without a graph whose rows
         are sampled within it. Returns None, and starts nothing, for all other steps. apart: the rows are sampled after the step.
-        adapted: a row has an adapter. The first event is recorded after a capture, so the capture does not count as a cost of the
-        step."""
+        adapted: at least one row has an adapter. The first event is recorded after a capture, so the capture does not count as a
+        cost of the step."""
         num_tokens = int(plan.num_new.sum())
         if rows is not None and len(rows.temperature) == num_tokens:
             padded, decoding = self._graph_for(len(plan.slots), adapted), self._graphs_of(adapted)[0]
@@ -332,7 +332,7 @@ class CudaModel:
     ) -> _Begun:
         """Starts a step of any kind by launching each kernel. rows: settings of the rows that the step samples; None: it samples
         none. also: indices into T of further tokens whose hidden states are wanted, after those of the sampling rows; None: no
-        others. adapted: a row has an adapter."""
+        others. adapted: at least one row has an adapter."""
         marks = self._marks()
         hidden, kept = self._forward(extend_step(plan, table, self.tile_tokens, also), adapted)
         if rows is None:
@@ -403,9 +403,9 @@ class CudaModel:
 
     @torch.inference_mode()
     def capture(self, num_rows: int, adapted: bool = False) -> int:
-        """Captures the graph that runs decode steps of num_rows rows, unless it exists or no graph may run so many. Returns the
-        graph's row count; 0 if there is no graph now. adapted: for steps with LoRA adapters. Called by the thread that steps:
-        before a step that needs the graph, or in idle time."""
+        """Captures the graph that runs decode steps of num_rows rows, unless the graph exists or none may have so many rows.
+        Returns the graph's row count; 0 if there is no graph now. adapted: for steps with LoRA adapters. Called by the thread that
+        steps: before a step that needs the graph, or in idle time."""
         graphs, _ = self._graphs_of(adapted)
         padded = graphs.rows_for(num_rows)
         if not padded or padded in graphs.captured:
@@ -498,8 +498,8 @@ class CudaModel:
         self.adapted_mixed_graphs.drop()
 
     def _graphs_of(self, adapted: bool) -> tuple[DecodeGraphs, MixedGraphs]:
-        """Returns the decode graphs, and the graphs of steps with prompt chunks. adapted: those of steps in which a row has an
-        adapter, else those of all other steps."""
+        """Returns the decode graphs, and the graphs of steps with prompt chunks. adapted: those of steps in which at least one row
+        has an adapter; False: those of all other steps."""
         return (self.adapted_graphs, self.adapted_mixed_graphs) if adapted else (self.graphs, self.mixed_graphs)
 
     def _all_graphs(self) -> tuple[DecodeGraphs | MixedGraphs | EditedGraphs, ...]:
@@ -516,7 +516,7 @@ class CudaModel:
         return self._loaded().logits(part).float().cpu().numpy()
 
     def restore(self) -> None:
-        """Makes the model usable again after a reload, which has put the weights back into the same address range."""
+        """Makes the model usable again once a reload has put the weights back into the same address range."""
         self._model = self._built()
         self._set_evicted(None)
 
@@ -582,14 +582,15 @@ class CudaModel:
         return PendingStep(told, read, marks, began_s, self._free_marks.append)
 
     def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes the device's part of a decode step of R rows from its columns (columns.decode_columns). It may run while a graph
-        is captured, so nothing here may read a value back from the device. adapted: a row has an adapter."""
+        """Computes a decode step of R rows on the device, sampling included, and returns its results. columns: the step's inputs
+        (columns.decode_columns). adapted: at least one row has a LoRA adapter. The call may be captured in a graph, so it must not
+        read a value back from the device."""
         hidden, kept = self._computed(self._decode_batch(columns, adapted), None)
         return self._draw(hidden, columns, columns["slots"], kept)
 
     def compute_mixed(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes the device's part of a step with prompt chunks from the columns of mixed_steps.py. adapted: a row has an
-        adapter."""
+        """Computes a step with prompt chunks on the device, sampling included, and returns its results. columns: the step's inputs
+        (mixed_steps.py). adapted: at least one row has a LoRA adapter."""
         hidden, kept = self._computed(self._mixed_batch(columns, adapted), columns["wanted"])
         return self._draw(hidden, columns, columns["sampled_slots"], kept)
 

@@ -83,7 +83,8 @@ class Nccl:
         return ctypes.string_at(ctypes.byref(group_id), ID_BYTES)
 
     def connect(self, group_id: bytes, rank: int, size: int) -> NcclGroup:
-        """Implements Connects.connect, for the current device of the thread: an engine sees one GPU, so it is that one."""
+        """Connects the calling thread's current device with the other ranks of its group, as Connects.connect says. An engine sees
+        one GPU, so that is its own."""
         if rank:  # rank 0 has opened some when it made the id
             self._sockets_before = tcp_sockets()
         communicator = ctypes.c_void_p()
@@ -91,8 +92,8 @@ class Nccl:
         return NcclGroup(self, communicator)
 
     def give_up(self) -> None:
-        """Implements Connects.give_up. A rank that NCCL waits for is looked for at a socket, without sleeping between the looks, so
-        all sockets that this process has opened since then are shut down: an engine connects one group at a time.
+        """Ends the wait of another thread in `connect`. NCCL waits for a rank by looking at a socket again and again, so all
+        sockets that this process has opened since the call of `connect` are shut down: an engine connects one group at a time.
 
         ncclCommAbort may end this wait only for a communicator that does not block, and then each exchange takes a new thread
         (https://github.com/NVIDIA/nccl, ncclGroupEndInternal in src/group.cc)."""

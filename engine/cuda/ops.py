@@ -46,8 +46,8 @@ class CudaOps:
         return reference.gather_rows(weight, ids, scale, first)
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        """Implements Ops.linear for all weight formats but the one that loader/formats keeps from GPUs: raises TypeError for a
-        PackedMatrix."""
+        """Returns the product that Ops.linear describes, for weights in every format that GPUs have. Raises TypeError for a
+        PackedMatrix, which only cpu devices hold."""
         if isinstance(weight, Fp8Matrix | Int8Matrix):
             return entry.byte_linear(x, weight, bias)
         if isinstance(weight, Int4Matrix):

@@ -29,8 +29,8 @@ NO_PEERS = "NCCL_P2P_DISABLE"  # NCCL's setting by which GPUs do not reach each 
 
 
 class Regions(Protocol):
-    """Memory of all ranks of a group. all [S, num_bytes] uint8: once the others' is mapped, each rank's region, as
-    triton_peers.sum_over_ranks wants them."""
+    """Memory of all ranks of a group. all [S, num_bytes] uint8: the region of each of S ranks, once those of the other ranks are
+    mapped, in the order that triton_peers.sum_over_ranks wants."""
 
     num_bytes: int
     all: Tensor
@@ -45,14 +45,14 @@ class Regions(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for what was launched, and gives all of it up. Called in any thread."""
+        """Waits for what was launched, then unmaps and frees all regions. Called in any thread."""
         ...
 
 
 class Peers:
     """Connects ranks whose sums of small tensors go through each other's memory (an engine.cuda.collectives.Connects). connects:
-    connects them for all else. new_regions: makes the memory for so many ranks, and raises MemoryError or RuntimeError. on_device:
-    False where kernels are interpreted."""
+    connects the ranks for all other exchanges. new_regions(size): makes the memory of `size` ranks, and raises MemoryError or
+    RuntimeError. on_device: False where kernels are interpreted."""
 
     def __init__(self, connects: Connects, new_regions: Callable[[int], Regions], on_device: bool = True) -> None:
         self._connects, self._new_regions, self._on_device = connects, new_regions, on_device
@@ -75,7 +75,7 @@ class Peers:
 
 class PeerGroup:
     """One rank's connection (an engine.cuda.collectives.Collectives). It listens for the other ranks from the beginning. others:
-    the connection for what does not go through the ranks' memory."""
+    the connection for all exchanges that do not go through the ranks' memory."""
 
     others: Collectives
 
@@ -144,7 +144,7 @@ class PeerGroup:
             self._give_up()
 
     def _do(self, step: Callable[[], None]) -> None:
-        """Does a step, unless one has failed, and notes why this one fails."""
+        """Runs `step`, a part of connecting, unless an earlier step has failed, and notes why it fails."""
         if self._why:
             return
         try:

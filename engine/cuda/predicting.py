@@ -34,9 +34,9 @@ FLOAT_COLUMNS = {"temperature", "top_p", "min_p"}
 
 
 class CudaPredicting:
-    """Shows the steps of one model to its predictor, and lets the predictor draft tokens. model: returns the loaded model. batch:
-    makes the inputs of a forward pass from columns on the device. num_slots: S, the slot of no sequence. tile_tokens: as in
-    extend_step."""
+    """Runs a model's predictor behind the model's steps: the predictor reads each step and drafts tokens. model: returns the loaded
+    model. batch: makes the inputs of a forward pass from columns on the device. num_slots: S, the slot of no sequence. tile_tokens:
+    as in extend_step."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class CudaPredicting:
         self._num_slots, self._tile_tokens = num_slots, tile_tokens
 
     def after(self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: Tensor) -> PendingProposals:
-        """Shows the predictor a step that was just launched, and drafts as many tokens as the plan says for each sequence that
-        samples; both are only launched. kept [>= T, W] each: what the step kept for the predictor. ids [N] int32: the tokens that
-        it samples. The predictor's keys and values are stored for all tokens of the step, and for the drafted ones but the last.
+        """Launches the predictor on a step that was just launched, and then on as many tokens as the plan asks it to draft for each
+        sequence that samples. kept [>= T, W] each: what the step kept for the predictor. ids [N] int32: the tokens that it samples.
+        The predictor's keys and values are stored for all tokens of the step, and for the drafted ones but the last.
 
         Drafts are sampled like the model's own tokens, with the noise of their positions, so that the model will pick the same
         tokens wherever the predictor's distribution is close to its own."""

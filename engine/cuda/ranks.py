@@ -52,7 +52,8 @@ class DeviceRanks(Link):
             self._launch(lambda: self.collectives.share_first(x))
 
     def gather(self, part: Tensor) -> Tensor:
-        """Implements Ranks.gather. Within `alone`, the parts of the other ranks are not initialised."""
+        """Returns the parts of all ranks side by side, as Ranks.gather says. Within `alone`, the parts of the other ranks are not
+        initialised."""
         num_rows, width = part.shape
         parts = part.new_empty(self.size, num_rows, width)
         if not self._alone:

@@ -23,8 +23,8 @@ NUM_STAGING = 8  # copies that may be under way at a time: those of two steps an
 
 
 class Group(NamedTuple):
-    """Arrays of one dtype of 4-byte items, num_words items together. is_locked: the only array, of int32, lies in page-locked
-    memory that stays as it is until the step has ended, and the device copies it from there. Only the last group may be so."""
+    """Arrays of one dtype of 4-byte items, num_words items together. is_locked: the group is a single int32 array in page-locked
+    memory that stays as it is until the step has ended, and the device copies it from there. Only the last group may be locked."""
 
     arrays: Sequence[npt.NDArray[Any]]
     num_words: int
@@ -104,7 +104,8 @@ class Padding:
         self._columns = {name: _laid_out({name: column}) for name, column in columns.items()}
 
     def under(self, columns: Mapping[str, Column]) -> bytes:
-        """Returns the columns, each followed by what its padding has at the places after it, but without a column in pieces."""
+        """Returns the columns, each filled up with what its padding has at the places after the column's end. A column in pieces is
+        left out."""
         laid_out: list[bytes] = []
         for name, padding in self._columns.items():
             column = columns.get(name)
@@ -116,7 +117,7 @@ class Padding:
 
 
 def _laid_out(columns: Mapping[str, Column]) -> bytes:
-    """Returns columns one after the other, each aligned, but without a column in pieces."""
+    """Returns the bytes of columns one after the other, each aligned. A column in pieces is left out."""
     laid_out: list[bytes] = []
     for column in columns.values():  # bytes are joined in a fraction of the time that writing arrays to slices of another takes
         if isinstance(column, np.ndarray):
@@ -125,7 +126,7 @@ def _laid_out(columns: Mapping[str, Column]) -> bytes:
 
 
 def _pieces(columns: Mapping[str, Column]) -> list[Group]:
-    """Returns the groups of arrays of the column that consists of such, if there is one."""
+    """Returns the groups of arrays of the column in pieces, if there is one; else []."""
     for column in columns.values():
         if not isinstance(column, np.ndarray):
             return column

@@ -172,7 +172,8 @@ class CudaShare(CudaModel):
     # ---- steps
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Implements HostedModel.execute. All ranks run the step, the others by `follow`. Raises GroupBroken."""
+        """Runs one step and returns its result, as HostedModel.execute says. All ranks run the step, the others by `follow`. Raises
+        GroupBroken."""
         result = self.launch(plan, table, masks).wait()
         if self._links.begins is not None:
             result.waited_s = self._links.begins.waited_s(result.seconds)
@@ -181,8 +182,8 @@ class CudaShare(CudaModel):
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts a step as CudaModel.launch does. Memory that it lacks ends the process, because the other ranks wait for its part
-        of the step. The step's seconds do not include waits for other stages."""
+        """Starts a step as CudaModel.launch does. A lack of memory ends the process, because the other ranks wait for its part of
+        the step. The step's seconds do not include waits for other stages."""
         began_s, self._waited_s = time.perf_counter(), self._links.waited_s
         self._links.check()
         if self._samples:
@@ -215,7 +216,8 @@ class CudaShare(CudaModel):
 
     @torch.inference_mode()
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Implements SplitModel.follow. Returns once the step is launched: `table` has been read by then. Raises GroupBroken."""
+        """Runs this rank's part of a step, as SplitModel.follow says. Returns once the step is launched: `table` has been read by
+        then. Raises GroupBroken."""
         self._links.check()
         if self._links.begins is not None:
             self._links.begins.note()
@@ -229,7 +231,8 @@ class CudaShare(CudaModel):
                 logits(hidden[at : min(at + LOGITS_ROWS, end)])
 
     def has_ended(self) -> bool:
-        """Implements SplitModel.has_ended. It asks the stream, which takes the host less than an event behind each step would."""
+        """Returns whether the device has ended all steps that `follow` has started. It asks the stream, which takes the host less
+        time than an event behind each step would."""
         return self._links.has_ended() and (self._device.type != "cuda" or torch.cuda.current_stream().query())
 
     @torch.inference_mode()
@@ -269,21 +272,22 @@ class CudaShare(CudaModel):
         return outputs.hidden, num_sampling, lambda hidden: self._logits[: len(hidden)]
 
     def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes a decode step of R rows up to its logits, which it leaves in self._logits, or samples them. It may run while a
-        graph is captured."""
+        """Computes a decode step of R rows and returns its results. Samples only in the last stage of a pipeline, if that is one
+        device; all other shares leave the logits in self._logits. The call may be captured in a graph."""
         if self._samples:
             return super()._decode(columns, adapted)
         return self._left(self._computed(self._decode_batch(columns, adapted), None)[0])
 
     def compute_mixed(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes a step with prompt chunks from the columns of mixed_steps.py, as `_decode` does a decode step."""
+        """Computes a step with prompt chunks from the columns of mixed_steps.py and returns its results; samples, or leaves the
+        logits, as `_decode` does."""
         if self._samples:
             return super().compute_mixed(columns, adapted)
         return self._left(self._computed(self._mixed_batch(columns, adapted), columns["wanted"])[0])
 
     def _left(self, hidden: Tensor) -> StepOutputs:
-        """Leaves the logits of hidden states [R, W] in self._logits. Returns these states; none if the share makes no logits, since
-        nothing may read them then, and a graph keeps the memory of what it returns."""
+        """Leaves the logits of hidden states [R, W] in self._logits. Returns these states; no rows of them if the share makes no
+        logits, since nothing may read them then, and a graph keeps the memory of what it returns."""
         nothing_drawn = torch.empty(2, 0, dtype=torch.int32, device=self._device)
         if not self._loaded().makes_logits:
             return StepOutputs(nothing_drawn, hidden.new_empty(0, hidden.shape[1]))

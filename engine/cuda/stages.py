@@ -62,7 +62,8 @@ class DeviceStages(Link):
         self._num_tokens = num_tokens
 
     def receive(self, num_tokens: int, with_update: bool) -> tuple[Tensor, Tensor | None]:
-        """Implements Stages.receive: waits on the host, then launches the copy to the device."""
+        """Returns the previous stage's residual and update, as Stages.receive says: waits on the host until they have arrived, then
+        launches their copy to the device."""
         if self._in_place:
             states = [state[:num_tokens] for state in self._states]
             assert len(states) == 1 + with_update
@@ -129,7 +130,7 @@ class DeviceStages(Link):
         buffer.mark()
 
     def _send(self, states: Sequence[Tensor]) -> None:
-        """Launches the copy of these states to the host, from where the other thread sends them."""
+        """Launches the copy of these states to memory of the host; the other thread sends them from there."""
         self.check_fault()
         if (buffer := self._free.get()) is None:
             self.check_fault()

@@ -111,9 +111,9 @@ def trials_of(spec: LoadModel, shape: ModelShape, block_tokens: int) -> list[Tri
 
 
 class _Inputs:
-    """The arguments of a trial's attention, in memory of their own. contexts: the positions of each row. num_blocks: of keys and
-    values, of which rows have as many as they need, each from where the one before ends, and all of them over and over. num_pieces:
-    about how many pieces contexts are cut into in decode steps."""
+    """The arguments of a trial's attention, in memory of their own. contexts: the positions of each row. num_blocks: number of
+    blocks of keys and values. Each row has as many as the longest one needs, from where the blocks of the row before end; after the
+    last block comes block 0 again. num_pieces: about how many pieces contexts are cut into in decode steps."""
 
     def __init__(self, trial: Trial, device: torch.device | str, contexts: list[int], num_blocks: int, num_pieces: int) -> None:
         self.trial, self.device = trial, device
@@ -155,8 +155,8 @@ class _Inputs:
 
 
 def launching(trial: Trial, device: torch.device | str, num_cores: int, compared: Sequence[Tile]) -> dict[Tile, Callable[[], None]]:
-    """Returns for each of some tiles a function that launches the trial's attention with it, on the current stream. All inputs are
-    made here, so that such a call copies nothing. num_cores: the GPU's number of multiprocessors."""
+    """Returns, for each tile in `compared`, a function that launches the trial's attention with this tile on the current stream.
+    All inputs are made here, so that these functions copy nothing. num_cores: the GPU's number of multiprocessors."""
     num_blocks, _ = _blocks(trial)
     num_rows = _num_rows(trial)
     num_positions = PROMPT_TOKENS if trial.kernel == EXTEND_KERNEL else num_blocks // num_rows * trial.block_tokens

@@ -49,7 +49,8 @@ def main() -> None:
 
 
 def run(control_fd: int, runner: str, cache_dir: str) -> None:
-    """Serves the daemon until its end of the socket is closed. runner, cache_dir: settings of the node, as in Configure."""
+    """Serves the daemon until its end of the socket is closed. runner, cache_dir: settings of the node, as in
+    protocol.Configure."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in engines
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name_process("fork server")

@@ -13,7 +13,7 @@ BUFFER_BYTES = 256 << 10  # 64 tokens of a model of width 2,048 in bfloat16; lar
 
 def rank_memory_bytes(size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
     """Returns the bytes of the memory through which `size` ranks exchange their shares. buffer_bytes: size of each of a rank's two
-    buffers. Raises ValueError unless it is a multiple of LINE_BYTES."""
+    buffers, a multiple of LINE_BYTES; else raises ValueError."""
     if buffer_bytes <= 0 or buffer_bytes % LINE_BYTES:
         raise ValueError(f"buffer_bytes {buffer_bytes} is not a multiple of {LINE_BYTES}")
     return size * (LINE_BYTES + 2 * buffer_bytes)

@@ -24,8 +24,8 @@ class StepBegins:
         self._began_ns[self._rank] = time.monotonic_ns()
 
     def waited_s(self, took_s: float | None = None) -> float:
-        """Returns how long this rank waited in its latest step for others to begin theirs. Called after the step and before the
-        next one is posted, because the others then note when they begin that one. took_s: how long this rank's step took, which
-        has ended now, if the rank notes nothing itself."""
+        """Returns how many seconds this rank waited in its latest step for others to begin theirs. Called after the step and before
+        the next one is posted, because the others then note when they begin that one. took_s: the seconds that this rank's step
+        took, which has ended now, if this rank does not call `note`."""
         began_ns = self._began_ns[self._rank] if took_s is None else time.monotonic_ns() - took_s * 1e9
         return max(0, int(self._began_ns.max() - began_ns)) / 1e9

@@ -1,5 +1,6 @@
 """Grouped-query attention over paged KV, with the variations of families: norms of queries and keys, biases, windows, capped
-scores, sinks and gates."""
+scores, sinks and gates. Shapes: T tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Experts beside the MLP of a layer: both read the same residual, each through a norm of its own, before the output of either is
-added."""
+added. Shapes: T tokens.
+"""
 
 from __future__ import annotations
 

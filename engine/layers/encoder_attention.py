@@ -1,5 +1,6 @@
 """Attention of encoders: tokens attend to all tokens of their own text, or to those near them. There is no causal mask and no KV
-cache."""
+cache. Shapes: T tokens of all texts, D head size.
+"""
 
 from __future__ import annotations
 

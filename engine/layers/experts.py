@@ -1,4 +1,6 @@
-"""A mixture of experts: the feed-forward part of a layer, in which each token passes through a few of many small networks."""
+"""A mixture of experts: the feed-forward part of a layer, in which each token passes through a few of many small networks. Shapes:
+T tokens, E experts.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """A layer of the gated delta rule (https://arxiv.org/abs/2412.06464), which keeps all earlier tokens of a sequence in a state of
-fixed size."""
+fixed size. Shapes: T tokens.
+"""
 
 from __future__ import annotations
 

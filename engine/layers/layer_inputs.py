@@ -1,5 +1,6 @@
 """Computes an additional input for each layer of a model: for each token, the sum of a row of a table and a projection of the
-token's embedding, divided by sqrt(2)."""
+token's embedding, divided by sqrt(2). Shapes: T tokens, L layers, W numbers of a layer's input.
+"""
 
 from __future__ import annotations
 

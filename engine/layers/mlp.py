@@ -1,4 +1,4 @@
-"""The feed-forward layer: gated, with SiLU (SwiGLU) or GELU as its activation, or plain with GELU."""
+"""The feed-forward layer: gated, with SiLU (SwiGLU) or GELU as its activation, or plain with GELU. Shapes: T tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norms around a decoder's branches: RMS norms, or LayerNorm with or without biases."""
+"""The norms around a decoder's branches: RMS norms, or LayerNorm with or without biases. Shapes: T tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """A product with a matrix of the model, with its bias and the contribution of the tokens' LoRA adapters
-(https://arxiv.org/abs/2106.09685)."""
+(https://arxiv.org/abs/2106.09685). Shapes: T tokens, K inputs, N outputs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Gives access to a model's parameters as views of its weight range. Tensors that one matrix product reads together lie end to end
-there (loader/sizes/layout.py), so the fused matrix is a view as well.
+there (loader/sizes/layout.py), so the fused matrix is a view as well. Shapes: V vocabulary, N outputs and K inputs of a matrix.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Weights:
         return self.get(name) if name in self._slots else None
 
     def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor:
-        """Returns the tensors of the names prefix + name + suffix as one, joined along the first axis. They must lie end to end in
-        memory."""
+        """Returns the tensors of the names prefix + name + suffix as one, joined along the first axis. The tensors must lie end to
+        end in memory."""
         slots = [self._slots[f"{prefix}{name}{suffix}"] for name in names]
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
         return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype_of(slots[0]))

@@ -102,8 +102,8 @@ class FirstStep:
             self.error = error
 
     def put_back(self) -> None:
-        """Puts the requests of a step that has failed back into the model's queue, if it ended with WeightsWithdrawn. Raises any
-        other error with which it ended."""
+        """Queues again, in the model's queue, the requests of a step that has failed with WeightsWithdrawn. Raises any other error
+        with which the step ended."""
         if not isinstance(self.error, WeightsWithdrawn):
             assert self.error is not None
             raise self.error

@@ -152,8 +152,8 @@ def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | 
 
 
 def restored(done: KVTransfer) -> int:
-    """Makes the blocks that a transfer has restored intact known as cached prefixes, and frees all others. Called after `run`.
-    Returns the number of their tokens."""
+    """Records as cached prefixes the blocks that a transfer has restored intact, and frees all others. Called after `run`. Returns
+    the number of their tokens."""
     kv = done.served.scheduler.kv
     present = done.blocks >= 0
     same: BoolArray = np.zeros(present.shape, np.bool_)
@@ -169,8 +169,8 @@ def restored(done: KVTransfer) -> int:
 
 
 def _pieces(kv: KVCache, blocks: IntArray, slots: Sequence[int], tier: HostTier, memory: ChunkMemory | None) -> list[list[Piece]]:
-    """Returns, for each block present in blocks [E, G], row by row, its pieces: (address on the device, the slot's memory). A block
-    is cut where a slot ends. Raises ValueError if the slots are too few."""
+    """Returns, for each block present in blocks [E, G] (E saved blocks, G KV groups), row by row, its pieces: (address on the
+    device, the slot's memory). A block is cut where a slot ends. Raises ValueError if the slots are too few."""
     arena = 0 if memory is None else memory.arena.data_ptr()
     sizes = [group.block_bytes for group in kv.groups]
     views = [tier.slot(slot) for slot in slots]

@@ -51,7 +51,7 @@ class Begun:
 
 @dataclass(slots=True)
 class Streams:
-    """Reports, after Begun, that the weights have arrived that a step needs first, so that the model's first step can begin."""
+    """Reports, after Begun, that the weights which a step needs first have arrived, so that the model's first step can begin."""
 
     load: Load
 
@@ -83,7 +83,8 @@ class Loads:
         return self._wake_fd
 
     def start(self, spec: LoadModel, place: Place) -> Load:
-        """Starts a load in a thread. `take` returns its reports: its progress, its model if that exists early, and its end."""
+        """Starts a load in a thread. `take` then reports the load's progress, the model if that exists early, and the load's
+        end."""
         last_s = 0.0
 
         def progress(bytes_done: int, bytes_total: int) -> None:
@@ -133,7 +134,7 @@ class Loads:
         self._begin(read, work, f"adapter {read.source.name}")
 
     def _begin(self, job: KVTransfer | AdapterRead, work: Callable[[], None], name: str) -> None:
-        """Starts the thread of a job. If there is no memory for it, the job is reported with that error."""
+        """Starts the thread of a job. If there is no memory for the thread, the job is reported as failed with that error."""
         try:
             Thread(target=work, name=name).start()
         except MemoryError as error:
@@ -171,7 +172,7 @@ class Loads:
         Thread(target=run, name=f"first step of {first.served.spec.model}").start()
 
     def take(self) -> list[Report]:
-        """Returns what was reported since the last call, in order. A Load in it reports that this load has ended."""
+        """Returns what was reported since the last call, in order. If a Load is in the list, that load has ended."""
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:

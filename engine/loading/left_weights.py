@@ -1,5 +1,5 @@
-"""Takes over a model's weights that were left in the device's memory. They are used where they are; the checksum of those that an
-earlier engine left is compared first.
+"""Takes over weights of a model that are in the device's memory already, and uses them where they are. Weights that an earlier
+engine left are used only if their checksum is right.
 """
 
 from __future__ import annotations

@@ -66,10 +66,10 @@ class WeightCopies:
 
     @contextmanager
     def keeping(self, task: LoadTask, weights: WeightRange, places: Iterable[tuple[int, int]]) -> Iterator[KeptCopy | None]:
-        """Returns a context for the read of the weights. It yields a KeptCopy to spec.keep_slots (None if there are none), which
-        must be notified of the bytes that have landed. If the block succeeds, the copy is complete and the task says so; however
-        the block ends, nothing writes to the slots afterwards. places: [begin, end) in the range, in bytes, of everything that the
-        read fills.
+        """Returns a context for the read of the weights. It yields a KeptCopy, which copies the weights to spec.keep_slots and must
+        be notified of the bytes that have landed; None if there are no such slots. If the context ends without an error, the copy
+        is complete and the task says so; however it ends, nothing writes to the slots afterwards. places: [begin, end) in the
+        range, in bytes, of everything that the read fills.
 
         Raises LoadCancelled, or ValueError or IndexError for slots that can't hold the copy."""
         spec = task.spec

@@ -152,7 +152,7 @@ class ChunkMemory(Protocol):
         ...
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """Gives the memory of num_chunks free chunks, from first_chunk on, back to the system; their content is lost. Does nothing
+        """Gives back to the system the memory of num_chunks free chunks, from first_chunk on; their content is lost. Does nothing
         for a device whose memory is not the system's."""
         ...
 

@@ -32,11 +32,11 @@ from scheduler.batch.plan import BatchPlan, LongArray, SequenceTable, make_seque
 class GroupRegion:
     """One member's view of a group's region of the exchange memory. Raises ValueError if the region is too small for `sizes`.
 
-    broken [1] int64: not 0 once the group is broken. rank: the member's rank. stage: its pipeline stage. stage_rank: its number
-    among the members of its stage. stage_size: how many members its stage has. ranks uint8: the memory through which the members of
-    its stage exchange their parts (engine/host/rank_memory.py). rendezvous: where the members of its stage meet. link: its
-    connection to the other stages; None: there is one stage. table: the model's sequences, without `params`, which only the leader
-    has."""
+    broken [1] int64: not 0 once the group is broken. rank: the member's rank. stage: its pipeline stage. stage_rank: the member's
+    index among the members of its stage. stage_size: how many members its stage has. ranks uint8: the memory through which the
+    members of its stage exchange their parts (engine/host/rank_memory.py). rendezvous: where the members of its stage meet. link:
+    the member's connection to the other stages; None: there is one stage. table: the model's sequences, without `params`, which
+    only the leader has."""
 
     def __init__(self, exchange: Exchange, group: Group, sizes: RegionSizes) -> None:
         parts, num_bytes = region_layout(sizes)
@@ -120,7 +120,7 @@ class GroupRegion:
         return Poster(self._exchange, self._members, self.offset, self._broken_word)
 
     def write_plan(self, plan: BatchPlan) -> None:
-        """Writes the plan of the next step, which is reported to no member yet. Raises ValueError as `post` does."""
+        """Writes the plan of the next step, without reporting it to any member. Raises ValueError as `post` does."""
         self._plans.write(self._num_plans % self.num_stages, plan)
         self._num_plans += 1
 

@@ -36,7 +36,7 @@ class Received(NamedTuple):
 
 def allow_many_files(num_files: int = 0) -> None:
     """Raises this process's limit of open files as far as the system allows: a device of 140 GiB in chunks of 16 MiB has 9,000
-    descriptors. Raises OSError if the limit does not suffice for num_files files and the others that a process opens."""
+    descriptors. Raises OSError if the limit does not suffice for num_files files besides those that a process opens otherwise."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < num_files + OTHER_FILES:

@@ -1,4 +1,6 @@
-"""Makes a step that runs while its model's weights arrive wait for each layer's weights, and at its end for all weights."""
+"""Holds back a step that runs while its model's weights arrive: the step waits for each layer's weights before the layer is
+computed, and at its end until all weights have arrived and passed their checks.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class BertModel:
         self.head = [_linear(weights, name) for name in family.score_names(shape)]
 
     def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-        """Implements Encoder.forward (engine/models/registry.py)."""
+        """Returns the last hidden states [T, hidden] of texts, as Encoder.forward (engine/models/registry.py) says."""
         hidden = functional.embedding(input_ids, self.words) + self.positions[self._positions(input_ids, lengths)]
         hidden += self.kinds[0] if len(self.kinds) < 2 or not any(second_at) else self.kinds[_kinds(lengths, second_at)]
         hidden = functional.layer_norm(hidden, (hidden.shape[1],), *self.norm, self.eps)
@@ -66,13 +66,13 @@ class BertModel:
         return hidden
 
     def scores(self, pooled: Tensor) -> Tensor:
-        """Implements Encoder.scores (engine/models/registry.py)."""
+        """Returns the scores [R] of pooled vectors [R, hidden], as Encoder.scores (engine/models/registry.py) says."""
         dense, out = self.head
         return functional.linear(torch.tanh(functional.linear(pooled, *dense)), *out)[:, 0]
 
     def _positions(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """Returns each token's row [T] in the table of learned positions. In models whose positions begin after the id of padding
-        (RoBERTa), a token with this id gets the row of that number and is not counted."""
+        (RoBERTa), a padding token gets the row whose index is that id, and no position is counted for it."""
         if not self.first_position:
             return torch.cat([torch.arange(length) for length in lengths])
         padding = self.first_position - 1

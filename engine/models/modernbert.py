@@ -61,7 +61,8 @@ class ModernBertModel:
             self.out = _linear(weights, "classifier")
 
     def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-        """Implements Encoder.forward (engine/models/registry.py). The family has no segments, so second_at is ignored."""
+        """Returns the last hidden states [T, hidden] of texts, as Encoder.forward (engine/models/registry.py) says. The family has
+        no segments, so second_at is ignored."""
         positions = torch.cat([torch.arange(length) for length in lengths])
         wide, near = _cos_sin(self.wide, positions), _cos_sin(self.near, positions)
         hidden = _norm(functional.embedding(input_ids, self.words), self.norm, self.eps)
@@ -70,7 +71,7 @@ class ModernBertModel:
         return _norm(hidden, self.final_norm, self.eps)
 
     def scores(self, pooled: Tensor) -> Tensor:
-        """Implements Encoder.scores (engine/models/registry.py)."""
+        """Returns the scores [R] of pooled vectors [R, hidden], as Encoder.scores (engine/models/registry.py) says."""
         inner = _norm(functional.gelu(functional.linear(pooled, self.dense)), self.head_norm, self.eps)
         return functional.linear(inner, *self.out)[:, 0]
 

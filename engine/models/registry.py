@@ -45,12 +45,14 @@ class CausalLM(Protocol[BatchT_contra]):
 
 class Encoder(Protocol):
     def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-        """Returns the last hidden states [T, hidden]. input_ids [T] int64: R texts, one after the other. lengths: number of tokens
-        of each text. second_at: for each, the index at which the second text of a pair begins; 0: it is a single text."""
+        """Returns the last hidden states [T, hidden]. input_ids [T] int64: the T tokens of R texts, one after the other. lengths:
+        number of tokens of each text. second_at: for each, the index at which the second text of a pair begins; 0: it is a single
+        text."""
         ...
 
     def scores(self, pooled: Tensor) -> Tensor:
-        """Returns the scores [R] of pooled vectors [R, hidden]. Called for cross-encoders only (ModelShape.scoring)."""
+        """Returns the scores [R] of the pooled vectors [R, hidden] of R pairs. Called for cross-encoders only
+        (ModelShape.scoring)."""
         ...
 
 

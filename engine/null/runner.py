@@ -149,8 +149,8 @@ class NullModel:
 
     @staticmethod
     def _tell_logprobs(result: StepResult, plan: BatchPlan, slots: IntArray, table: SequenceTable) -> None:
-        """Adds the log-probabilities that requests want to the result, of sampled and of prompt tokens. Every token counts as
-        certain (log-probability 0), and as its own only alternative."""
+        """Adds to the result the log-probabilities that requests want, of sampled and of prompt tokens. Every token counts as
+        certain (log-probability 0), and has itself as its only alternative."""
         asking = np.flatnonzero((table.num_logprobs[slots] >= 0) & ~result.bad)
         if len(asking):
             counts = np.minimum(table.num_logprobs[slots[asking]], 1)
@@ -217,7 +217,8 @@ class NullShare(NullModel):
         self._meet()
 
     def has_ended(self) -> bool:
-        """Implements SplitModel.has_ended: a step has ended when `follow` returns, unless it meets its fault late."""
+        """Returns True, because a step has ended when `follow` returns; in a test with crash_late_s, returns False until the fault
+        is due, and then raises it."""
         if self._late is None:
             return True
         due_s, error = self._late
@@ -276,8 +277,8 @@ class PacedStep:
 
 
 def _mark(spec: LoadModel, index: int) -> npt.NDArray[np.uint8]:
-    """Returns the uint8 [16] that a null model writes to the beginning of its index-th slot of the host tier. A load that finds
-    other bytes there knows that the slot was given to another model, too, or to another share."""
+    """Returns the uint8 [16] that a null model writes to the beginning of the slot of the host tier that is number `index` among
+    its own. A load that finds other bytes there knows that the slot was given to another model, too, or to another share."""
     text = f"{index} {spec.fingerprint} {spec.dtype} {spec.share}".encode()
     return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
 

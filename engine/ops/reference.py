@@ -1,7 +1,9 @@
 """The reference implementation of every kernel, in plain torch. The engine runs it where no kernel serves the device or the dtype,
 and tests compare the kernels with it.
 
-Shapes: T tokens, W width, H query heads, G KV heads, D head size, N query tokens, R rows, B blocks of a row.
+Shapes: T tokens, W width, H query heads, G KV heads, D head size, N query tokens (of products: outputs, of logits: rows), R rows, B
+blocks of a row, K inputs of a product, G scales of an output, C experts of a token, E experts, V vocabulary; of latent attention
+and the delta rule as in ops.py.
 
 KV cache: [num_blocks, layers, 2, G, block_tokens, D], with keys at index 0 and values at index 1 of the third axis. If it comes
 with scales [num_blocks, layers, 2, G, block_tokens], it is fp8 as quantize_fp8 makes it.
@@ -85,7 +87,7 @@ def _written_linear(
     x: Tensor, shape: torch.Size, write: Callable[[slice, Tensor], None], bias: Tensor | None, held_bytes: int
 ) -> Tensor:
     """Returns x [T, K] times the transpose of a matrix of this shape [N, K], plus bias [N]. write(some, part): writes the matrix's
-    rows `some` to `part`. held_bytes: at most so many bytes of the matrix, but at least one row, are in memory at a time."""
+    rows `some` to `part`. held_bytes: the most bytes of the matrix, but at least one row, that are in memory at a time."""
     out, apart = x.new_empty(len(x), shape[0]), rows_apart(x)
     for some, part in _parts(x, shape, held_bytes):
         write(some, part)
@@ -642,9 +644,9 @@ def gated_delta(
 
 
 def _delta_end(blocks: list[int], block_tokens: int, first: int, at: int, num: int) -> int:
-    """Returns the index after the last token of the part of a row's new tokens that begins with token `at` of `num`: at most
-    _DELTA_TOKENS tokens, fewer where a state must be written or the row ends. blocks: the row's blocks, -1 where no state is
-    written. first: position of the row's first new token."""
+    """Divides a row's `num` new tokens into parts that are computed at once: returns the index of the first token after the part
+    that begins with token `at`. A part has at most _DELTA_TOKENS tokens, and ends where a state must be written or the row ends.
+    blocks: the row's blocks, -1 where no state is written. first: the position in the sequence of the row's first new token."""
     end = min(num, at + _DELTA_TOKENS)
     for block in range((first + at) // block_tokens, (first + end - 1) // block_tokens):
         if blocks[block] >= 0:

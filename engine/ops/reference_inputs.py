@@ -102,7 +102,7 @@ def sampling_settings(
     key1: Any,
     last_tokens: Any,  # int64: index of the row's last token in the step; 0 for padding
 ) -> None:
-    """Gathers the sampling settings of the rows that sample from columns of the sequence table. Fills in the arrays from
+    """Gathers, from columns of the sequence table, the sampling settings of the rows that sample. Fills in the arrays from
     row_temperature on, which have an entry for each such row: its settings, the keys of its noise, and its last token's index in
     the step. Also sets counts[SAMPLING], counts[GREEDY] and counts[APART]."""
     num_rows = counts[ROWS]

@@ -16,7 +16,7 @@ PIECE = 32  # inputs
 
 
 def touch_each_other(x: Tensor) -> bool:
-    """Returns whether a product of the rows x [T, K] may read across their ends."""
+    """Returns whether a product of T rows x [T, K] with K inputs each may read across the rows' ends."""
     return x.shape[-1] % PIECE != 0 and x.element_size() == 2
 
 

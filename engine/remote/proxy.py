@@ -105,7 +105,7 @@ class Proxy:
                 self._wire.send(share.next_step())
 
     def _take(self, message: Any) -> None:
-        """Passes a message of the daemon on."""
+        """Handles a message from the daemon: passes it on to the lender, after what this host itself has to do for it."""
         match message:
             case Configure():
                 self._configure = message
@@ -117,7 +117,7 @@ class Proxy:
         self._wire.send(Told(encode(message)))
 
     def _begin(self, message: LoadModel) -> None:
-        """Passes on the load of a share of a split model."""
+        """Prepares this host's part in a share of a split model, and passes on the share's load."""
         assert self._configure is not None
         assert message.group is not None
         folder = PurePath(message.path)
@@ -187,7 +187,7 @@ class Proxy:
                 pass
 
     def _tell(self, message: Any) -> None:
-        """Passes a message on to the daemon. Any thread may call it."""
+        """Sends a message to the daemon. Any thread may call it."""
         with self._telling:
             self._channel.send(message)
             while self._channel.backlog_bytes:
@@ -228,7 +228,7 @@ class _Share:
         return frame
 
     def take_states(self, data: memoryview) -> None:
-        """Passes the states that the engine has computed on to the next stage."""
+        """Passes on to the next stage the states `data` that the engine has computed."""
         if self._sent is not None and not self.region.is_broken:
             self._sent.place[: len(data)] = data
             self._sent.send()

@@ -15,9 +15,9 @@ log = logging.getLogger("engine")
 
 
 class StatesSender:
-    """Takes the states of each step from memory in the place of the stage that needs them, and sends them as frames, in a thread of
-    its own. link: that stage's connection to the stage before it. token_bytes: bytes of the states for each token. broken: called
-    if the group is broken while the thread waits; may raise WireClosed."""
+    """Sends the states of each step, which the previous stage leaves in this host's memory, to the next stage on another host, as
+    frames and in a thread of its own. link: the connection to the previous stage, used in place of the next one. token_bytes: bytes
+    of the states for each token. broken: called if the group is broken while the thread waits; may raise WireClosed."""
 
     def __init__(self, wire: Wire, placement_id: int, link: StageLink, token_bytes: int, broken: Callable[[], None]) -> None:
         self._wire, self._placement_id, self._link, self._token_bytes = wire, placement_id, link, token_bytes
@@ -27,7 +27,7 @@ class StatesSender:
         self._thread.start()
 
     def step(self, num_tokens: int) -> None:
-        """Tells of the next step, which has so many tokens."""
+        """Queues a step of num_tokens tokens for the thread, which sends its states once the previous stage has computed them."""
         self._steps.put(num_tokens)
 
     def close(self) -> None:

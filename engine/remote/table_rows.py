@@ -1,7 +1,7 @@
 """Copies the rows of a step from the sequence table on the leader's host to the copy of the table on another host.
 
-A step reads its plan's rows only, and of their tokens those that it computes. Block tables grow with each sequence, so only cells
-that have changed since the last step are copied.
+A step reads only the rows of its plan, and of the rows' tokens only those that it computes. Block tables grow with each sequence,
+so only cells that have changed since the last step are copied.
 
 Shapes: R rows of a plan, T tokens of a step.
 """

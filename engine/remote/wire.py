@@ -86,7 +86,7 @@ class Wire:
             raise WireClosed(f"what came is no frame: {error}") from None
 
     def _fill(self, memory: memoryview) -> None:
-        """Receives as many bytes as the memory has. Raises EOFError at the end of the stream."""
+        """Fills `memory` with the next bytes that arrive. Raises EOFError at the end of the stream."""
         while memory:
             if not (num := self._sock.recv_into(memory)):
                 raise EOFError
@@ -148,7 +148,7 @@ def _prepare(sock: socket.socket) -> None:
 
 
 def _limit_waits(sock: socket.socket, seconds: float) -> None:
-    """Limits each read and write of the socket to so many seconds; 0.0: no limit."""
+    """Limits the time of each read and write of the socket, in seconds; 0.0: no limit."""
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 

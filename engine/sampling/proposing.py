@@ -25,17 +25,19 @@ def following_tokens(plan: BatchPlan, table: SequenceTable) -> IntArray:
 
 @dataclass(slots=True, frozen=True)
 class SampledSequences:
-    """The Q sequences that sample in a step. Each has one sampling row or, if tokens were drafted, several adjacent ones, one more
-    than drafted tokens. firsts [Q]: index of its first row among the N. expected [Q, D]: the token that was drafted after each of
-    its rows; -1: none. rows [Q, D]: indices of these rows among the N; arbitrary where expected is -1."""
+    """The Q sequences that sample in a step with N sampling rows. Each has one sampling row or, if tokens were drafted for it, up
+    to D, several adjacent ones: one more than drafted tokens. firsts [Q]: index of the sequence's first row among the N. expected
+    [Q, D]: the token that was drafted after each row of the sequence; -1: none. rows [Q, D]: indices of these rows among the N;
+    arbitrary where expected is -1."""
 
     firsts: LongArray
     expected: IntArray
     rows: LongArray
 
     def newest(self, ids: IntArray) -> LongArray:
-        """Returns [Q]: for each sequence, the index among the N of the row that sampled its newest token. It is the first row whose
-        sampled token differs from the one drafted after it, or the last row. ids [N]: the token that each row sampled."""
+        """Returns [Q]: for each sequence, the index among the N of the row that sampled its newest token. That is the first row
+        whose sampled token differs from the token drafted after the row, or else the sequence's last row. ids [N]: the token that
+        each row sampled."""
         agrees = ids[self.rows] == self.expected
         return self.firsts + agrees.cumprod(axis=1).sum(axis=1)
 

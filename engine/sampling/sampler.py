@@ -139,7 +139,7 @@ def banned_ids(end_ids: list[int], params: SamplingParams | None, vocab_size: in
 
 def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
     """Limits rows to the tokens that their masks in `allowed` allow. The bans of end ids before min_tokens are dropped for these
-    rows, since their masks contain them already, but for the rows of `allowed.banning`."""
+    rows, since their masks contain them already, except for the rows in `allowed.banning`."""
     rows.allowed = allowed
     if rows.edits is not None:
         may_ban = np.ones(len(rows.temperature), np.bool_)

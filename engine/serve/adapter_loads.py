@@ -103,7 +103,7 @@ class AdapterLoads:
         return ""
 
     def expect(self, served: ServedModel) -> None:
-        """Notes that requests with adapters of this model come, for which adapters may have to be loaded."""
+        """Records that requests of this model name adapters, which may have to be loaded."""
         self._own(served)
 
     def _own(self, served: ServedModel) -> _OfModel:
@@ -144,13 +144,14 @@ class AdapterLoads:
         return any(own.reads for own in self.by_model.values())
 
     def ended(self, read: AdapterRead) -> None:
-        """Marks a read as ended. The next `look_after` copies its adapter to the device, or fails the requests that wait for it."""
+        """Marks a read as ended. The next `look_after` copies the adapter to the device, or fails the requests that wait for the
+        adapter."""
         read.is_over, read.overdue = True, False
         self._outlived = [each for each in self._outlived if not each.is_over]
         self._tried_version = -1
 
     def look_after(self, waiting: Collection[ServedModel], may_free_memory: bool) -> None:
-        """Copies adapters that have been read to the device, fails requests that wait in vain, and starts reads. What it takes
+        """Copies to the device the adapters that have been read, fails requests that wait in vain, and starts reads. Its cost
         depends on the number of reads, not on how many adapters are wanted. waiting: models whose adapters are wanted (is_wanted).
         may_free_memory: whether something runs whose end could make room."""
         now, retry = time.monotonic(), self._tried_version != self._models.chunks.version
@@ -215,7 +216,7 @@ class AdapterLoads:
             self._give_up(served, key, "adapter_unavailable", f"its files do not answer: no sign of them for {READ_LIMIT_S:g} s")
 
     def _place(self, served: ServedModel, own: _OfModel, read: AdapterRead, key: str) -> bool:
-        """Copies an adapter that has been read to the device, and lets the requests that wait for it run. Returns False if there is
+        """Copies to the device an adapter that has been read, and queues the requests that waited for it. Returns False if there is
         no room for it now."""
         adapter, memory = read.adapter, self._memory
         assert adapter is not None

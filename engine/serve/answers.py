@@ -1,4 +1,4 @@
-"""Makes the message that reports a step's results to the daemon: tokens, or vectors of texts whose last piece it computed."""
+"""Makes the message that reports a step's results to the daemon: tokens, or vectors of texts whose last piece the step computed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from scheduler.batch.plan import BatchPlan, LongArray, StepOutcome
 def answer(
     served: ServedModel, plan: BatchPlan, result: StepResult, outcome: StepOutcome, asked: LongArray
 ) -> TokensOut | EmbeddingsOut:
-    """Returns the message to the daemon about a step: TokensOut, or EmbeddingsOut if the model embeds texts. outcome: what the
-    scheduler made of the result. asked [N]: the request ids of the plan's N sampling rows; requests that have ended meanwhile are
-    among them, but not in the outcome."""
+    """Returns the message to the daemon about a step: TokensOut, or EmbeddingsOut if the model embeds texts. outcome: the step's
+    outcome for its requests, as the scheduler has determined it. asked [N]: the request ids of the plan's N sampling rows; requests
+    that have ended meanwhile are among them, but not in the outcome."""
     name = served.spec.model
     steps, seconds = served.take_steps()
     if result.vectors is not None:

@@ -43,7 +43,7 @@ class Channel:
         return len(self._out)
 
     def send(self, message: Message) -> None:
-        """Sends a message, and adds the bytes that the kernel does not take to the backlog. Raises ChannelClosed."""
+        """Sends a message, and adds to the backlog the bytes that the kernel does not take. Raises ChannelClosed."""
         frame = encode(message)
         if self._out:
             self._out += frame

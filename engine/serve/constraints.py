@@ -1,11 +1,11 @@
 """Tracks the constrained requests of an engine on their way between the batch scheduler and their models' grammar processes.
 
-A request with a grammar enters the batch scheduler once its first mask is ready. After each of its steps the scheduler holds it
-until its next mask is ready, while rows without a grammar go on. A model's grammar process is started by the model's first
-request with a grammar and ends with the model. The engine never waits for it to read: what it does not read yet is kept, and no
-further grammars are sent to it meanwhile. If the process dies, it is started again and replays the output of every request. A
-request that it was working on at two deaths fails. Requests that only rule out tokens by id wait for nothing: their masks are
-computed here.
+A request with a grammar enters the batch scheduler once its first mask is ready. After each step of the request, the scheduler
+holds the request until its next mask is ready, while rows without a grammar go on. A model's grammar process is started by the
+model's first request with a grammar and ends with the model. The engine never waits for the process to read: what the process does
+not read yet is kept, and no further grammars are sent to it meanwhile. If the process dies, it is started again and replays the
+output of every request. A request that it was working on at two deaths fails. Requests that only rule out tokens by id wait for
+nothing: their masks are computed here.
 
 With a mask comes a draft: tokens that the grammar forces next, or guesses of the scheduler that the grammar allows, with the mask
 after each of them.
@@ -205,10 +205,10 @@ class Constraints:
     def _mask(
         self, grammars: ModelGrammars | None, request_id: int, draft: list[int], ends: list[int], may_ban: bool
     ) -> tuple[npt.NDArray[np.uint32], int, bool]:
-        """Returns the mask [W] of the tokens that a request may sample after a draft, which may be empty; the row of the mask
-        memory that it is the first mask of, -1 if it lies elsewhere; and whether the sampler has to ban the ids that end the
-        request's text besides. The mask allows at least one token and must not be written to. ends: the model's end ids. may_ban:
-        whether the sampler bans them if asked."""
+        """Returns the mask [W] of the tokens that a request may sample after a draft (possibly empty), where the mask lies, and
+        whether the sampler must also rule out the ids that end the request's text. The second result is the row of the mask memory
+        whose first mask this is; -1 if the mask lies elsewhere. The mask allows at least one token and must not be written to.
+        ends: the model's end ids. may_ban: whether the sampler can rule them out."""
         mask, place = self._allowed(grammars, request_id, draft)
         held_back, is_early = self._ends_held_back(grammars, request_id, len(draft), ends)
         if not held_back or not holds_any(mask, held_back):
@@ -220,8 +220,8 @@ class Constraints:
         return mask, -1, False
 
     def _allowed(self, grammars: ModelGrammars | None, request_id: int, draft: list[int]) -> tuple[npt.NDArray[np.uint32], int]:
-        """Returns the mask [W] of the tokens that both the request's grammar and its limits allow after a draft, and where it lies,
-        as `_mask` does. It must not be written to."""
+        """Returns the mask [W] of the tokens that both the request's grammar and its limits allow after a draft, and where the mask
+        lies, as `_mask` does. The mask must not be written to."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         limits = self._limits.get(request_id)
         if grammars is None or each is None:
@@ -235,9 +235,9 @@ class Constraints:
     def _ends_held_back(
         self, grammars: ModelGrammars | None, request_id: int, num_drafted: int, ends: list[int]
     ) -> tuple[list[int], bool]:
-        """Returns the end ids that a request may not sample yet (min_tokens, ignore_eos), and whether they are so because of
-        min_tokens. If no other token is allowed, they may be sampled without ending the text (scheduler's class Endings).
-        num_drafted: drafted tokens before the mask's position. ends: the model's end ids."""
+        """Returns the end ids that a request may not sample yet (min_tokens, ignore_eos), and whether min_tokens is the reason. If
+        no other token is allowed, they may be sampled without ending the text (scheduler's class Endings). num_drafted: drafted
+        tokens before the mask's position. ends: the model's end ids."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         if each is not None:
             params, num_output = each.params, len(each.output)
@@ -287,8 +287,8 @@ class Constraints:
             self._send(grammars.port, Advance(keys, told, counts if len(told) > len(keys) else [], guesses))
 
     def ready(self, served: ServedModel) -> list[End]:
-        """Prepares the model's next step: waits up to GRACE_S for masks that are nearly ready, and takes requests for which no
-        token is left out of the scheduler. Returns the ends of requests, for the engine to report."""
+        """Prepares the model's next step: waits up to GRACE_S for masks that are nearly ready, and takes out of the scheduler the
+        requests for which no token is left. Returns the ends of requests, for the engine to report."""
         model = served.spec.model
         grammars = self._models.get(model)
         ends: list[End] = []

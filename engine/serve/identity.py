@@ -7,23 +7,24 @@ from engine.protocol import AdapterSource, LoadModel
 
 
 def weights_identity(spec: LoadModel) -> str:
-    """Returns an identity of a model's files and its weight format, because weights in another format give other keys and
-    values."""
+    """Returns a text that is the same for two loads if the model's files and weight format are: weights in another format give
+    other keys and values."""
     return spec.fingerprint + spec.quantize
 
 
 def kv_identity(spec: LoadModel) -> str:
-    """Returns an identity of the dtypes in which a model's keys and values are computed and stored, and of whether its predictor's
-    keys and values are among them."""
+    """Returns a text that is the same for two loads if the dtypes in which keys and values are computed and stored are, and if both
+    or neither have the predictor's keys and values among them."""
     return spec.dtype + spec.kv_cache_dtype + (spec.speculator if spec.predicts else "")
 
 
 def adapter_identity(source: AdapterSource) -> str:
-    """Returns an identity of an adapter's name and files, because rows with another adapter have other keys and values."""
+    """Returns an adapter's name, fingerprint and folder as one text, the key of the adapter. It is a part of the keys of cached
+    prefixes, because the same tokens have other keys and values with another adapter."""
     return f"{source.name}\0{source.fingerprint}\0{source.path}"
 
 
 def adapter_source(identity: str) -> AdapterSource:
-    """Returns where the adapter with this adapter_identity is read from."""
+    """Returns the adapter's name, folder and fingerprint that adapter_identity has made into `identity`."""
     name, fingerprint, path = identity.rsplit("\0", 2)  # neither a path nor a fingerprint contains a zero
     return AdapterSource(name, path, fingerprint)

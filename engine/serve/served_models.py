@@ -41,7 +41,7 @@ class Arena(Protocol):
     """The interface to the device memory of all chunks, as one range of addresses."""
 
     def discard(self, chunk: int, num_chunks: int, /) -> None:
-        """Gives the memory of a run of chunks back to the system; its content is lost."""
+        """Gives back to the system the memory of a run of chunks; its content is lost."""
         ...
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray, /) -> None:
@@ -177,8 +177,8 @@ class ServedModels:
     def charge(
         self, served: ServedModel, plan: BatchPlan, seconds: float, proposed: Proposed | None = None, waited_s: float = 0.0
     ) -> None:
-        """Accounts for a step that took `seconds` of device time: to the model's turn, its learned costs and its tenants. The
-        predictor's time, which is in `proposed`, is not in `seconds` and is added. waited_s: as in StepResult."""
+        """Charges a step's device time to the model's turn and its tenants, and learns the costs of such steps. The time is
+        `seconds` plus the predictor's, which is in `proposed`. waited_s: as in StepResult."""
         served.limits.note(plan, seconds - waited_s)
         if served.share is not None:
             served.limits.note_wait(waited_s)
@@ -224,7 +224,7 @@ class ServedModels:
         self.discard_returned()
 
     def _own_kv(self, place: Place) -> None:
-        """Turns the chunks that are held for the reserved KV of a split model's share into chunks that the share owns."""
+        """Makes a split model's share the owner of the chunks that are held for its reserved KV."""
         self.chunks.release_hold(place.kv)
         self.chunks.take(place.kv, reserved=True)
         place.owns_kv = True
@@ -269,8 +269,8 @@ class ServedModels:
         return ServedModel(spec, hosted, scheduler, place, pace, ahead, captures, share)
 
     def make_room(self, served: ServedModel, num_chunks: int) -> int:
-        """Frees up to num_chunks chunks for an adapter of this model: first idle adapters and other models' chunks, then, if that
-        gave none, its own by dropping cached prefixes. Returns how many chunks came back to the KV lease."""
+        """Frees up to num_chunks chunks for an adapter of this model: first those of idle adapters and of other models; then, if
+        that gave none, the model's own, whose cached prefixes are dropped. Returns how many chunks came back to the KV lease."""
         given = self._reclaim(served.spec.model, num_chunks, for_kv=False)
         return given or self.compaction.give_up_prefixes(served.scheduler, num_chunks)
 
@@ -365,8 +365,8 @@ class ServedModels:
         self.discard_returned()
 
     def discard_returned(self) -> None:
-        """Gives the memory of freed chunks back to the system, as far as more chunks have physical memory than the device's budget
-        leaves beside the work space."""
+        """Gives back to the system the memory of freed chunks, if more chunks have physical memory than the device's budget allows
+        beside the work space."""
         for first_chunk, num_chunks in self.chunks.take_discards():
             if self._arena is not None:
                 self._arena.discard(first_chunk, num_chunks)
@@ -401,8 +401,8 @@ class ServedModels:
     # ---- weights that an earlier engine, or an earlier load of a model that comes back, left
 
     def _take_over(self, left: Sequence[WeightsHeld]) -> None:
-        """Keeps the chunks of the weights that an earlier engine left on the device, and gives the memory of all other chunks back
-        to the system."""
+        """Keeps the chunks that hold weights which an earlier engine left on the device, and gives back to the system the memory of
+        all other chunks."""
         for weights in left:
             try:
                 self.chunks.leave(weights.model, np.array(weights.chunks, np.int32))

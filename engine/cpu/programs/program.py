@@ -113,7 +113,7 @@ class Recorder:
 
     def notice(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Called with each torch function that Python calls and its arguments. Keeps the function's name in `missed` if it is the
-        first that neither belongs to a kernel call nor computes nothing."""
+        first one that computes something outside of a kernel call."""
         if not self._calling and not _computes_nothing(function.__name__, args):
             self.missed = self.missed or function.__name__
 
@@ -161,7 +161,7 @@ def empty(like: Tensor, num_rows: int, width: int, dtype: torch.dtype | None = N
 
 
 def into(out: Tensor, function: Callable[..., Tensor], *args: Any) -> None:
-    """Calls `function` with args, and copies the tensor that it returns to `out`."""
+    """Copies to `out` the tensor that `function` returns when it is called with args."""
     out.copy_(function(*args))
 
 

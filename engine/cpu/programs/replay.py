@@ -140,7 +140,8 @@ class Replay:
         self.seconds = np.zeros(len(self.calls))
 
     def _lay_out(self, first: int) -> list[_Part]:
-        """Returns this object's own calls (not those of `after`) as parts. first: the number of the first of these calls."""
+        """Returns this object's own calls (not those of `after`) as parts. first: the index of the first of these calls in the
+        whole program."""
         parts: list[_Part] = []
         run: list[_Forms] = []
         for at, call in enumerate(self._own, first):
@@ -193,8 +194,8 @@ class Drawing(Replay):
 
 
 class ChunkProgram(Replay):
-    """A recorded step with chunks of prompts. Its calls write the normed hidden states `hidden` [T, width], and copy those of the
-    tokens to sample from to memory that all chunk programs of the model share."""
+    """A recorded step with chunks of prompts. Its calls write the normed hidden states `hidden` [T, width], and copy, to memory
+    that all chunk programs of the model share, the states of the tokens to sample from."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor) -> None:
         super().__init__(calls)

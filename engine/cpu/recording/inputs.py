@@ -97,7 +97,7 @@ class StepInputs:
         return padded_rows(num_rows) if self._padded else num_rows
 
     def use_adapters(self, adapters: BatchAdapters) -> None:
-        """Makes programs that are recorded from now on compute the model's LoRA adapters. adapters: the model's tables; its
+        """Switches the model's LoRA adapters on in all programs that are recorded from now on. adapters: the model's tables; its
         `numbers` are replaced by an array that `fill` writes."""
         self._adapters = replace(adapters, numbers=np.full(len(self._tokens), -1, np.int32))
 

@@ -177,8 +177,8 @@ class RecordedSteps:
         return program
 
     def _keeping(self, batch: HostBatch) -> HostBatch:
-        """Returns the batch, made to keep the states that the model's predictor reads, if it has one, in memory that nothing
-        overwrites before the model's next step."""
+        """Returns the batch. If the model has a predictor, a step of this batch keeps the states that the predictor reads, in
+        memory that nothing overwrites before the model's next step."""
         if not (num := self._model.num_kept):
             return batch
         if self.kept is None:
