@@ -142,8 +142,8 @@ def _check_shape(module: AdapterModule, matrix: AdaptedMatrix, part: int) -> Non
 
 
 def _is_unread(module: str, shape: ModelShape) -> bool:
-    """Returns whether the base does not read the matrix of a module, so that no output depends on the module. A head that is the
-    same matrix as the embedding counts as read."""
+    """Returns whether the base model does not use the matrix of a module, so that no output depends on the module. A head that is
+    the same matrix as the embedding counts as used."""
     names, plain = decoder_of(shape).names, _plain(module)
     if plain.startswith(_LAYERS):
         module = names.layer.partition(_LAYERS)[0] + plain

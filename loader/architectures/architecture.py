@@ -23,7 +23,8 @@ class Cut(NamedTuple):
     """A device's share of a stored tensor: along one axis, which has `whole` elements, it has the elements of `ranges` [begin,
     end). The ranges are in ascending order, do not touch, and lie one after the other in the share. axis: 0 selects rows. For
     another axis k the tensor is regarded as a matrix [prod(dims[:k]), prod(dims[k:])], of which the share has some columns.
-    experts: besides, the cut of the first axis, of experts, of a tensor that is cut along another axis; None: all experts."""
+    experts: for a tensor that has experts along its first axis and is cut along another one, the cut of the first axis; None: all
+    experts."""
 
     axis: int
     ranges: tuple[tuple[int, int], ...]
@@ -49,7 +50,7 @@ class Cut(NamedTuple):
 class TensorGroup(NamedTuple):
     """Tensors that lie end to end in a model's memory, because one matrix product reads them together.
 
-    tensors: name in the checkpoint and shape of each. layer: the number of the layer that needs them; None: they are needed before
+    tensors: name in the checkpoint and shape of each. layer: the index of the layer that needs them; None: they are needed before
     the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize` may round;
     embeddings, heads, norms and biases are not. may_be_packed: whether they are an embedding or a head, which only a lossless
     format may hold. held_as: their dtype in memory; "": the model's dtype. may_be_reordered: whether the product that reads them
@@ -57,13 +58,13 @@ class TensorGroup(NamedTuple):
 
     divided: how the devices of a group share the tensors: ROWS, COLUMNS, FIRST_ALONE; "": each device has them whole. unit: number
     of rows or columns that are kept together, for example those of a head; with fewer units than devices several devices have the
-    same unit. joined: for each tensor, the numbers of rows of the matrices that it holds one after the other, each of which is
-    divided; (): each tensor is one matrix. cuts: in a device's share (loader/sizes/slices.py), for each tensor which part of it the
-    share has; `tensors` then has the shapes of the parts; (): the tensors are whole.
+    same unit. joined: for each tensor, how many rows each of the matrices has that it holds one after the other and that are
+    divided one by one; (): each tensor is one matrix. cuts: in a device's share (loader/sizes/slices.py), for each tensor which
+    part of it the share has; `tensors` then has the shapes of the parts; (): the tensors are whole.
 
-    num_experts: number of experts, in order, to which the tensors belong; each device may have some of them, and `divided` says how
-    devices with the same experts share each expert. 0: the tensors do not belong to routed experts. stacked: each tensor has the
-    experts along its first axis, and `divided` applies to the other axes."""
+    num_experts: number of experts, in order, to which the tensors belong; each device may have some of the experts, and `divided`
+    says how devices with the same experts share each expert. 0: the tensors do not belong to routed experts. stacked: each tensor
+    has the experts along its first axis, and `divided` applies to the other axes."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
@@ -79,7 +80,8 @@ class TensorGroup(NamedTuple):
     cuts: tuple[Cut, ...] = ()
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:
-        """Returns the group as one of a layer. layer: the layer's number. prefix: put before the tensors' names."""
+        """Returns this group, which describes the tensors of any layer of one kind, as the group of one layer. layer: the layer's
+        index. prefix: put before each tensor's name."""
         return self._replace(tensors=tuple((prefix + name, dims) for name, dims in self.tensors), layer=layer)
 
 
@@ -103,7 +105,7 @@ class Architecture(Protocol):
         ...
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether a checkpoint may contain this tensor in addition to those of tensor_groups. It is not read."""
+        """Returns whether a checkpoint may contain this tensor in addition to those of tensor_groups. Such a tensor is not read."""
         ...
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:

@@ -33,7 +33,8 @@ class Encoder:
     score_head: tuple[str, ...] = ()
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Implements Architecture.parse. How token vectors are pooled is read from another file (loader/configs/pooling.py)."""
+        """Returns the shape of the encoder that a config.json describes, as Architecture.parse says. How token vectors are pooled
+        is read from another file (loader/configs/pooling.py)."""
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if hidden_size % num_heads:
             raise fields.fail("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
@@ -84,7 +85,7 @@ class Encoder:
         return tuple(name.format(shape.tensor_prefix) for name in self.score_head)
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Implements Architecture.tensor_groups."""
+        """Lists the tensors that an encoder's checkpoint must hold, as Architecture.tensor_groups says."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
 
         def one(name: str, *dims: int) -> list[TensorGroup]:
@@ -113,12 +114,13 @@ class Encoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Implements Architecture.ignores: a pooler that makes no score is not used, and stored position numbers are not needed."""
+        """Returns whether a checkpoint may contain this tensor although it is not read: a pooler that makes no score, or stored
+        indices of positions."""
         return name.removeprefix(shape.tensor_prefix).startswith(("pooler.", "embeddings.position_ids"))
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored: the names of the encoder's tensors begin with `body` if the model was saved with a
-        head."""
+        """Returns the shape with the prefix that the encoder's tensors have in this checkpoint: `body` if the model was saved with
+        a head, else none. names: those of the checkpoint's tensors."""
         return replace(shape, tensor_prefix=self.body) if any(name.startswith(self.body) for name in names) else shape
 
 

@@ -1,10 +1,10 @@
 """Decoders that generate text: an embedding, layers of attention and MLP with norms around them, and a head. The MLP of a layer may
-be a mixture of experts (experts.py). Decoders whose folder says how to pool (loader/configs/pooling.py) compute vectors, and have
-no head.
+be a mixture of experts (experts.py). Decoders whose folder says how to pool (loader/configs/pooling.py) are embedding models: they
+compute vectors, and have no head.
 
 A family is one `Decoder`, whose fields describe its differences from other families. loader/architectures reads config.json and
-lists tensors by them; engine/models/decoder.py runs the model by them. Defaults are those of transformers' configuration classes,
-which apply if a checkpoint leaves a key out.
+lists tensors as these fields say; engine/models/decoder.py runs the model as they say. Defaults are those of transformers'
+configuration classes, which apply if a checkpoint leaves a key out.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Decoder:
     causal_modes: tuple[str, ...] = ()
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Implements Architecture.parse."""
+        """Returns the shape of the decoder that a config.json describes, as Architecture.parse says."""
         self._refuse_variants(fields)
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -210,7 +210,7 @@ class Decoder:
         )
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Implements Architecture.tensor_groups."""
+        """Lists the tensors that a decoder's checkpoint must hold, as Architecture.tensor_groups says."""
         names, hidden = self.decoder_of(shape).names, shape.hidden_size
         embedding = one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden, divided=ROWS)
         groups = [embedding._replace(may_be_packed=True), *self._input_groups(shape)]
@@ -241,9 +241,9 @@ class Decoder:
         return groups + of_predictor
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Implements Architecture.ignores. Ignored are stored rotary frequencies, a stored head of a model that makes vectors or
-        uses its embedding as its head, the layers after the last one that predict further tokens, and matrices of keys and values
-        that no layer uses."""
+        """Returns whether a checkpoint may contain this tensor although it is not read: rotary frequencies, the head of an
+        embedding model or of a model whose embedding is its head, multi-token-prediction layers behind the last layer, matrices of
+        keys and values that no layer uses, or a tensor that the family names as not read."""
         names = self.decoder_of(shape).names
         behind = range(shape.num_layers, shape.num_layers + shape.num_predicting_layers)
         if any(name.startswith(names.layer.format(layer)) for layer in behind):
@@ -257,8 +257,9 @@ class Decoder:
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{names.head}.weight")
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored: experts' matrices may be one tensor, or one for each of them, and a decoder that was
-        saved without a head has names of its own."""
+        """Returns the shape with what the names of a checkpoint's tensors tell: whether the matrices of a layer's experts are one
+        tensor or one for each expert, and whether an embedding model was saved without a head, so that its tensors have names of
+        their own."""
         bare = f"{self.names.embedding.removeprefix(_BODY)}.weight"
         if shape.pooling and bare in names and f"{self.names.embedding}.weight" not in names:
             shape = replace(shape, bare_names=True)
@@ -282,7 +283,7 @@ class Decoder:
 
     def _is_of_unmade_kv(self, shape: ModelShape, name: str) -> bool:
         """Returns whether the tensor of this name makes keys or values in a layer that reads those of an earlier layer instead, so
-        that it is not needed."""
+        that the tensor is not needed."""
         names, parts = self.decoder_of(shape).names, (*self.names.queries_keys_values[1:], self.names.key_norm)
         reading = range(shape.num_writing_layers, shape.num_layers)
         return name.startswith(tuple(f"{names.layer.format(layer)}{part}." for layer in reading for part in parts if part))

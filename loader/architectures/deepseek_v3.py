@@ -1,7 +1,7 @@
 """DeepSeek-V3, V3.1 and R1, and Kimi K2: latent attention, and a mixture of experts whose router's scores pass through a sigmoid.
 Experts are chosen in groups. The first layers have one MLP.
 
-Of the layers after the last one, which predict further tokens, at most the first is read (predictor.py).
+Of the multi-token-prediction layers after the last one, at most the first is read (predictor.py).
 """
 
 from __future__ import annotations

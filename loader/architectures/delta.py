@@ -49,8 +49,8 @@ class Deltas:
     full_interval: int = 4  # the last of every so many layers has attention
 
     def parse(self, fields: Fields, num_layers: int) -> DeltaShape:
-        """Returns the sizes of these layers, from config.json. Raises CheckpointError, which names a key with a wrong value, and
-        UnsupportedModel."""
+        """Returns the sizes of the layers of the gated delta rule, from config.json. Raises CheckpointError, which names a key with
+        a wrong value, and UnsupportedModel."""
         num_key_heads = fields.integer("linear_num_key_heads", self.num_key_heads)
         num_value_heads = fields.integer("linear_num_value_heads", self.num_value_heads)
         if num_value_heads % num_key_heads:

@@ -31,7 +31,7 @@ MOST_READ = 8  # most layers whose states are read; published heads read three
 @dataclass(slots=True, frozen=True)
 class EagleHead:
     """A head that drafts tokens (EAGLE-3), as its own files describe it. tensors: as the files' headers list them. read_layers:
-    numbers of the model's layers whose inputs the head reads; (): the default ones. target_size: the model's width; 0: the same as
+    indices of the model's layers whose inputs the head reads; (): the default ones. target_size: the model's width; 0: the same as
     the head's. verifier: the name of the model that the head was made for; "": it is not given."""
 
     shape: EagleShape
@@ -121,8 +121,8 @@ def layer_family(eagle: EagleShape) -> Decoder:
 
 
 def eagle_groups(eagle: EagleShape, number: int) -> list[TensorGroup]:
-    """Returns the tensor groups of a draft head, all plain, its final norm last. number: the number that its layer has among the
-    model's layers."""
+    """Returns the tensor groups of a draft head, all plain, its final norm last. number: the index that the head's layer has among
+    the model's layers."""
     shape, family = eagle.layer, _FAMILIES[eagle.family]
     hidden, num_read, names = shape.hidden_size, len(eagle.read_layers), family.names
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -160,7 +160,7 @@ def eagle_groups(eagle: EagleShape, number: int) -> list[TensorGroup]:
 
 def ignores(name: str) -> bool:
     """Returns whether a draft head's files may hold this tensor although it is not read. A stored embedding is such a tensor if the
-    head uses the model's."""
+    head uses the model's embedding."""
     bare = name.removeprefix(PREFIX).removeprefix("model.")
     return bare in _NOT_READ or bare == f"{EMBEDDING}.weight" or bare.endswith("rotary_emb.inv_freq")
 

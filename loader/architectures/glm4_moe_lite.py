@@ -1,6 +1,6 @@
 """GLM-4.7-Flash (Glm4MoeLite): latent attention, and a mixture of experts as GLM-4.5's. The first layer has one MLP.
 
-Of the layers after the last one, which predict further tokens, at most the first is read (predictor.py).
+Of the multi-token-prediction layers after the last one, at most the first is read (predictor.py).
 """
 
 from __future__ import annotations

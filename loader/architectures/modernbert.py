@@ -41,8 +41,8 @@ class ModernEncoder:
     scores: bool = False
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Implements Architecture.parse. For models other than cross-encoders, the pooling of token vectors is read from another
-        file (loader/configs/pooling.py)."""
+        """Returns the shape of the encoder that a config.json describes, as Architecture.parse says. For models other than
+        cross-encoders, the pooling of token vectors is read from another file (loader/configs/pooling.py)."""
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if hidden_size % (2 * num_heads):
             raise fields.fail("num_attention_heads", f"{num_heads} heads of hidden_size {hidden_size} are no pairs of dimensions")
@@ -108,7 +108,7 @@ class ModernEncoder:
         return str(value)
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Implements Architecture.tensor_groups."""
+        """Lists the tensors that an encoder's checkpoint must hold, as Architecture.tensor_groups says."""
         hidden, inner, at = shape.hidden_size, shape.intermediate_size, shape.tensor_prefix
 
         def one(name: str, has_bias: bool, *dims: int) -> list[TensorGroup]:
@@ -135,12 +135,13 @@ class ModernEncoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Implements Architecture.ignores: the head that guesses masked words is not used."""
+        """Returns whether a checkpoint may contain this tensor although it is not read: one of the head that predicts masked words,
+        in a model that is no cross-encoder."""
         return not self.scores and name.startswith(("head.", "decoder."))
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored: the names of the encoder's tensors begin with "model." if the model was saved with a
-        head."""
+        """Returns the shape with the prefix that the encoder's tensors have in this checkpoint: "model." if the model was saved
+        with a head, else none. names: those of the checkpoint's tensors."""
         return replace(shape, tensor_prefix=_BODY) if any(name.startswith(_BODY) for name in names) else shape
 
 

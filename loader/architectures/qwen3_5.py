@@ -1,7 +1,7 @@
 """Qwen3.5 (text): three of four layers of the gated delta rule, the fourth with gated attention. A quarter of each head is rotated.
 The rotary embedding can also take positions within images, which texts do not have.
 
-The layers that predict further tokens are not read.
+Multi-token-prediction layers are not read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Qwen3-Next (80B-A3B): three of four layers of the gated delta rule, the fourth with gated attention; a mixture of experts, and an
 expert for all tokens whose output a gate weighs. A quarter of each head is rotated.
 
-The layers that predict further tokens are not read.
+Multi-token-prediction layers are not read.
 """
 
 from __future__ import annotations

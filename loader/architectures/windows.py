@@ -30,7 +30,7 @@ Rule = Callable[[Asked], list[bool]]  # returns for each layer whether it has a 
 
 
 def no_layer(asked: Asked) -> list[bool]:
-    """Returns that no layer has a window, for families without windows. Raises UnsupportedModel if config.json asks for them."""
+    """Returns False for every layer, in families without windows. Raises UnsupportedModel if config.json asks for windows."""
     message = f"{asked.name} is supported without windows only"
     if asked.fields.boolean("use_sliding_window"):
         raise asked.fields.unsupported("use_sliding_window", message)

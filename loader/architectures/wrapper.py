@@ -45,7 +45,7 @@ class Wrapper:
     )
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Implements Architecture.parse."""
+        """Returns the shape of the decoder that a wrapper's config.json describes in text_config, as Architecture.parse says."""
         text = fields.mapping(TEXT_KEY)
         if text is None:
             raise fields.fail(TEXT_KEY, "missing")
@@ -59,16 +59,19 @@ class Wrapper:
         return replace(shape, architecture=self.name, tensor_prefix=_FIRST)
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Implements Architecture.tensor_groups."""
+        """Lists the decoder's tensors, with the names that they have in a wrapper's checkpoint, as Architecture.tensor_groups
+        says."""
         return self.decoder_of(shape).tensor_groups(shape)
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Implements Architecture.ignores."""
+        """Returns whether a checkpoint may contain this tensor although it is not read: one of another part than the decoder, or
+        one that the decoder does not read."""
         return name.startswith(self.others) or self.decoder_of(shape).ignores(shape, name)
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored. A head (output matrix) that the checkpoint holds is used even if config.json says that
-        the embedding is the head, because some config files are wrong in that."""
+        """Returns the shape with the prefix that the decoder's tensors have in this checkpoint. A head (output matrix) that the
+        checkpoint holds is used even if config.json says that the embedding is the head, because some config files are wrong in
+        that."""
         for prefix, of_head in _PREFIXES.items():
             if any(name.startswith(prefix) for name in names):
                 tied = shape.tie_word_embeddings and f"{of_head}{self.text.names.head}.weight" not in names

@@ -1,7 +1,7 @@
-"""Determines which sets of the `cpu` device's kernels a model's steps call, so that no others are compiled for it.
+"""Determines which sets of the `cpu` device's kernels a model's steps call, so that no others are compiled for the model.
 
-Only this file decides it. A step that needs another set is served by the reference implementation until that set is compiled, too,
-and the log says so (engine/cpu/ops.py); tests/engine/test_kernel_needs.py runs a model of each family.
+Only this file decides that. A step that needs another set is served by the reference implementation until that set is compiled,
+too, and the log says so (engine/cpu/ops.py); tests/engine/test_kernel_needs.py runs a model of each family.
 """
 
 from __future__ import annotations

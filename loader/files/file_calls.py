@@ -84,7 +84,7 @@ class CallUnderWay:
             raise LeftBehind
 
     def leave(self) -> bool:
-        """Marks the call that is in progress as left behind, so that its thread raises LeftBehind once it returns. Returns False if
+        """Marks as left behind the call that is in progress, so that its thread raises LeftBehind once it returns. Returns False if
         no call is in progress."""
         with self._lock:
             self._is_left = self._is_left or self._is_under_way

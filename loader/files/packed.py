@@ -76,7 +76,7 @@ _decoder = msgspec.json.Decoder(Record)
 def frame_values(shape: tuple[int, ...] | list[int], dtype: str) -> int:
     """Returns how many values each of a tensor's frames but the last one holds: as many whole rows as fit into FRAME_VALUES, or
     FRAME_VALUES where a row is longer than that. For int32 tensors (dtype I32) the number of rows is a multiple of 8 where
-    possible, since loads may rearrange so many rows together."""
+    possible, since loads may rearrange 8 rows together."""
     width = shape[-1] if shape else 1
     if not 0 < width <= frame.FRAME_VALUES:
         return frame.FRAME_VALUES

@@ -99,7 +99,7 @@ def packed_files(folder: Path) -> list[FileInfo]:
 
 
 def source_of(info: FileInfo, header: Header) -> Source:
-    """Returns the record by which a packed file knows the plain file that it was made from. info, header: those of the plain
+    """Returns the Source that a packed file records about the plain file that it was made from. info, header: those of the plain
     file."""
     return Source(info.size_bytes, info.mtime_ns, hashlib.blake2b(header.raw, digest_size=16).hexdigest())
 

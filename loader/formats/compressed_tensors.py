@@ -42,9 +42,9 @@ def read_groups(
 
 
 def first_other(key: str, weights: Mapping[str, Any], served: Mapping[str, object]) -> Refused | None:
-    """Returns a refusal of the first setting whose value is not the served one; None if all have it. key: the key under which the
-    settings lie, for messages; "": they are the whole configuration. weights: the settings. served: setting -> the only value that
-    is served."""
+    """Returns a refusal of the first setting whose value is not the served one; None if all settings have the served value. key:
+    the key under which the settings lie, for messages; "": they are the whole configuration. weights: the settings. served: setting
+    -> the only value that is served."""
     for name, value in served.items():
         if weights.get(name) != value:
             return not_served(f"{key}.{name}" if key else name, weights.get(name), str(value))

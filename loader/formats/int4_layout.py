@@ -35,7 +35,8 @@ class Names(NamedTuple):
     order: str = ""
 
     def of(self, matrix: str, part: str) -> str:
-        """Returns the name of one of a matrix's tensors. matrix: the matrix's name with `.weight`. part: the tensor's suffix."""
+        """Returns the name of the tensor `part` of a matrix. matrix: the matrix's name with `.weight`. part: the tensor's
+        suffix."""
         return matrix.removesuffix(".weight") + part
 
 

@@ -17,8 +17,9 @@ CODE_BYTES, START_BYTES = 8, 4
 
 
 class PackedPlace(NamedTuple):
-    """The place of a packed matrix [num_outputs, num_inputs] in the weight range. It holds all matrices of a group of tensors,
-    which one product reads together. begin_bytes: where it begins, a multiple of 64."""
+    """The place of a packed matrix [num_outputs, num_inputs] in the weight range; loader/formats/packed_rows.py explains its parts
+    (body, codes, bases, starts, escapes) and panels. The matrix consists of all matrices of a group of tensors, which one product
+    reads together. begin_bytes: where the place begins, a multiple of 64."""
 
     begin_bytes: int
     num_outputs: int
@@ -30,7 +31,7 @@ class PackedPlace(NamedTuple):
 
     @property
     def row_body_bytes(self) -> int:
-        """The bytes of a row in the body. Those of a panel's rows lie among each other."""
+        """The number of bytes that a row takes in the body, where the rows of a panel are interleaved."""
         return num_blocks(self.num_inputs) * PANEL_BODY_BYTES // PANEL_ROWS
 
     @property
@@ -62,12 +63,14 @@ class PackedPlace(NamedTuple):
         return self.escapes_at_bytes + self.most_escapes + ESCAPES_BEHIND
 
     def row_at(self, place_bytes: int) -> int:
-        """Returns the index of a row. place_bytes: where its body would begin in the weight range if rows lay end to end."""
+        """Returns the index of the row whose body would begin at place_bytes of the weight range if the bodies of rows lay end to
+        end."""
         return (place_bytes - self.begin_bytes) // self.row_body_bytes
 
     def ranges(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Returns the ranges [begin, end) of the weight range, in bytes, that the panels from `first` to below `last` fill: those
-        of their body, codes, bases and starts, in this order. Their escapes may lie anywhere among the matrix's."""
+        """Returns four ranges [begin, end) of the weight range, in bytes: the parts of the body, the codes, the bases and the
+        starts that belong to the panels from `first` to below `last`. The panels' escapes are left out, because they may lie
+        anywhere among those of the matrix."""
         sizes = (
             (self.begin_bytes, PANEL_ROWS * self.row_body_bytes),
             (self.codes_at_bytes, self._panel_codes_bytes),

@@ -19,12 +19,13 @@ def not_served(key: str, value: object, served: str) -> Refused:
 
 
 def refusal_of(read: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Implements WeightFormat.refuses by a function that reads settings: returns key and reason if read(config) returns a Refused,
-    else None."""
+    """Returns what WeightFormat.refuses returns for a configuration: key and reason if `read`, which reads the format's settings
+    from it, returns a Refused; else None."""
     found = read(config)
     return found if isinstance(found, Refused) else None
 
 
 def is_read_as(read: Callable[[Mapping[str, Any]], object], settings: object, config: Mapping[str, Any]) -> bool:
-    """Implements WeightFormat.recognises by a function that reads settings: returns whether read(config) returns these settings."""
+    """Returns what WeightFormat.recognises returns for a configuration: whether `read`, which reads a format's settings from it,
+    returns these settings."""
     return read(config) == settings

@@ -278,9 +278,9 @@ def _identities_above(root: Path) -> set[tuple[int, int]]:
 
 
 def _leads_round(link: os.DirEntry[str], folder: Path, root: Path, above: set[tuple[int, int]]) -> bool:
-    """Returns whether the link in `folder` must not be followed: it leads to a folder that contains it (also by the path below the
-    models folder `root`), into /proc or /sys, where each process has links to everywhere, or to nothing. above: (device, inode) of
-    the models folder and of all folders above it."""
+    """Returns whether the link in `folder` must not be followed: its target is a folder that contains the link (also by the path
+    below the models folder `root`), is in /proc or /sys, where each process has links to everywhere, or does not exist. above:
+    (device, inode) of the models folder and of all folders above it."""
     try:
         stat = link.stat()
         if (stat.st_dev, stat.st_ino) in above or stat.st_dev in {
@@ -329,9 +329,9 @@ def holds_adapter(folder: str | Path) -> bool:
 
 
 def holds_head(folder: str | Path) -> bool:
-    """Returns whether the folder's config.json describes a head that drafts tokens for a model (EAGLE-3); also if that cannot be
-    read or is no valid JSON, and weights lie beside it, because it may be a damaged head's. Raises OSError if the folder can't be
-    read."""
+    """Returns whether the folder's config.json describes a head that drafts tokens for a model (EAGLE-3); True also if config.json
+    cannot be read or is no valid JSON and weights lie beside it, because the file may be a damaged head's. Raises OSError if the
+    folder can't be read."""
     try:
         return eagle.is_head(json_fields(read_regular(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES), CONFIG_NAME))
     except FileNotFoundError:

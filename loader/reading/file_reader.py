@@ -110,7 +110,8 @@ class FileReader:
         return Fetched(read, direct_bytes, sum(span.end - span.begin for span in staged), slot, fence, given_bytes)
 
     def _stored_from(self, read: Read, given: memoryview) -> Fetched:
-        """Stores a shared read that another rank has carried out, straight from there into the weight range."""
+        """Stores the bytes of a read that another rank has carried out, straight from the memory that the ranks share into the
+        weight range. given: these bytes."""
         self._store(read, staged_spans(read, ()), given)
         if (fence := self._sink.fence()) is not None:
             fence.wait()

@@ -1,7 +1,7 @@
 """Packs the rows of matrices that stay packed in memory (loader/formats/packed_rows.py) into their places, as a load reads them.
 
 A load reads parts of a matrix in any order and by several threads. Panels of four rows are packed as soon as all their rows are
-there; their escapes take the next free bytes of the matrix's.
+there; their escapes take the next free bytes of the matrix's room for escapes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PanelPacker:
         self._scratch = ThreadBuffer()
 
     def add(self, place: PackedPlace, first: int, rows: Any) -> None:
-        """Packs consecutive rows of a matrix; each row is added once. Rows of a panel of which others are missing are kept until
-        those are added. first: the index of the first row in the matrix. rows: [N, K] uint16, the bits of bfloat16, contiguous.
+        """Packs consecutive rows of a matrix; each row is added once. Rows of a panel that is not complete are kept until its other
+        rows are added. first: the index of the first row in the matrix. rows: [N, K] uint16, the bits of bfloat16, contiguous.
         Raises ValueError if the matrix has more escapes than there is room for."""
         begin = min(-first % PANEL_ROWS, len(rows))
         end = len(rows) if first + len(rows) == place.num_outputs else begin + (len(rows) - begin) // PANEL_ROWS * PANEL_ROWS

@@ -1,5 +1,5 @@
-"""Plans the reads of a load, in the order of the layers: which bytes of which file belong where in the model's weight range. A
-read is divided into segments, each with its own place.
+"""Plans the reads of a load, in the order of the layers: which bytes of which file belong where in the model's weight range. A read
+is divided into segments, each with its own place.
 
 A read consists of whole blocks, so that it can bypass the page cache. A segment's place may have the same position relative to
 block boundaries as in the file (layout.weight_layout arranges that). Then the segment's whole blocks are read straight into place:
@@ -7,8 +7,8 @@ a direct span. All other bytes (the blocks at a tensor's ends, tensors placed di
 staging slot, where they have the same position as in the read.
 
 In a split model only the share's rows and long runs of its columns are read. Where columns are divided into short runs, whole rows
-are read, and only their parts are stored. Of packed files the frames are read that hold something of the share. Reads of rows of
-which several ranks have a part each, and of matrices that they have whole, are the same on these ranks, which may share them
+are read, and only their parts are stored. Of packed files only those frames are read that hold something of the share. If several
+ranks have a part of each of the same rows, or the same matrices whole, their reads are the same, and the ranks may share them
 (loader/reading/shared_reads.py).
 """
 
@@ -281,9 +281,9 @@ def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
 
 
 def _framed(own: Iterable[Segment], read_bytes: int) -> Iterator[Segment]:
-    """Yields a segment for each frame of a packed file's tensor that holds something that is stored. own: the segments of what is
-    stored of the tensor, in order, as though the file held it unpacked. Raises CheckpointError for a frame that is longer than a
-    read, or that ends within a unit (Segment.unit_bytes)."""
+    """Yields a segment for each frame of a packed tensor that holds numbers which the device stores. own: the segments of the
+    tensor's stored parts, in order, with file positions as though the file held the tensor unpacked. Raises CheckpointError for a
+    frame that is longer than a read, or that ends within a unit (Segment.unit_bytes)."""
     left = deque(own)
     tensor = left[0].tensor
     for frame in tensor.frames:

@@ -21,10 +21,10 @@ _LOOK_EVERY_S = 0.0005
 
 @dataclass(slots=True, frozen=True)
 class Turn:
-    """The next read that a thread carries out. place: the read's index in the plan. owner: the rank that reads it for all; -1: it
-    is not shared. number: its number among the owner's reads. given: its bytes, which the owner has read; None: it is read from the
-    file. offer: called with its bytes, offers them to the other ranks; None: it is offered to nobody. shared: the memory through
-    which it is shared; None: it is not."""
+    """The next read that a thread carries out. place: the read's index in the plan. owner: the rank that carries the read out for
+    all; -1: the read is not shared. number: the read's index among those of the owner. given: the read's bytes, if the owner has
+    read them; None: they are read from the file. offer: offers the bytes that it is called with to the other ranks; None: they are
+    offered to nobody. shared: the memory through which the read is shared; None: it is not shared."""
 
     place: int
     read: Read
@@ -36,8 +36,8 @@ class Turn:
 
 
 class ReadOrder:
-    """The reads of a load that no thread has begun. shared: through which ranks of a split model share reads, each with another
-    number of ranks (shared_by); (): all reads are this process's own. Several threads may call the methods at once.
+    """The reads of a load that no thread has begun. shared: the memories through which ranks of a split model share reads, each
+    among another number of ranks (shared_by); (): no reads are shared. Several threads may call the methods at once.
 
     Reads begin in the order of the plan, but what another rank has read is taken first, because that rank may wait for its slot.
     Nothing is waited for while there is anything else to read."""
@@ -75,7 +75,7 @@ class ReadOrder:
             shared.take(turn.owner, turn.number)
 
     def _ready(self) -> Turn | None:
-        """Removes and returns the turn that comes next; None if there is nothing left but what other ranks must do first."""
+        """Removes and returns the turn that comes next; None if only reads are left that wait for other ranks."""
         for among in self._shared:
             if (given := among.offered(self._own)) is not None:
                 self._waits_since_s = None
@@ -101,8 +101,8 @@ class ReadOrder:
 
 
 class _SharedTurns:
-    """The turns of the reads that some ranks share and that no thread of this rank has begun. shared: through which they share
-    them."""
+    """The turns of the reads that some ranks share and that no thread of this rank has begun. shared: the memory through which the
+    ranks share the reads."""
 
     def __init__(self, shared: SharedReads) -> None:
         self._shared = shared
@@ -114,13 +114,14 @@ class _SharedTurns:
         return any(self._by_owner)
 
     def add(self, place: int, read: Read) -> None:
-        """Adds the next read of the plan that these ranks share. place: its index in the plan."""
+        """Adds the next one of the reads that these ranks share. place: the read's index in the plan."""
         number, owner = divmod(self._num_reads, self._shared.size)
         self._by_owner[owner].append(Turn(place, read, owner, number, shared=self._shared))
         self._num_reads += 1
 
     def offered(self, own: deque[Turn]) -> Turn | None:
-        """Removes and returns a read that another rank has carried out. Moves reads that are offered to nobody to `own`."""
+        """Removes and returns a read whose bytes another rank offers; None if there is none. Reads that their owners offer to
+        nobody are moved to `own`."""
         for owner, turns in enumerate(self._by_owner):
             while owner != self._shared.rank and turns:
                 turn = turns[0]
@@ -145,7 +146,7 @@ class _SharedTurns:
         return replace(turn, offer=partial(self._shared.offer, turn.number, turn.read))
 
     def alone(self) -> Turn | None:
-        """Removes and returns any turn, whose read this rank carries out for itself; None if there is none."""
+        """Removes and returns any of the turns, for this rank to read by itself, whoever owns the read; None if there is none."""
         for turns in self._by_owner:
             if turns:
                 turn = turns.popleft()

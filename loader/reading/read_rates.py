@@ -128,8 +128,8 @@ def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int])
 
 
 def _measured_packed(fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
-    """Returns how many bytes of weights per second several threads read and decode. For every so many bytes that they read, the
-    threads decode `frame`, whatever the bytes are. Raises ValueError if the file ends before `frame`."""
+    """Returns how many bytes of weights per second several threads read and decode. Each time the threads have read as many bytes
+    as `frame` has in the file, they decode `frame`, whatever the bytes are. Raises ValueError if the file ends before `frame`."""
     held = bytearray(frame.end - frame.begin)
     if os.preadv(fd, [held], frame.begin) != len(held):
         raise ValueError("the file ends before its first frame")

@@ -35,8 +35,8 @@ from loader.reading.shared_slots import (
 
 
 class Offer(Enum):
-    """A rank's answer about one of its reads. COMING: it has not read it yet. READY: its bytes are in a slot. NONE: it offers it to
-    nobody."""
+    """The state of a rank's read for the other ranks. COMING: the rank has not carried out the read yet. READY: the read's bytes
+    are in a slot. NONE: the rank offers the read to nobody."""
 
     COMING = "coming"
     READY = "ready"
@@ -47,8 +47,8 @@ class SharedReads:
     """One rank's view of the memory through which it shares reads. memory: all of it, of shared_reads_bytes bytes. rank, size: the
     rank and the number of ranks. slot_bytes: the length of the longest read. Methods may be called by any thread.
 
-    The reads that are shared are numbered alike on all ranks; rank r reads those whose number divided by `size` leaves r. `number`
-    counts the reads of one rank. Raises ValueError for memory of another size."""
+    The reads that are shared are numbered alike on all ranks; rank r reads those whose number divided by `size` leaves r. In
+    methods, `number` is a read's index among the reads of one rank. Raises ValueError for memory of another size."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], rank: int, size: int, slot_bytes: int) -> None:
         if len(memory) != shared_reads_bytes(size, slot_bytes):
@@ -63,8 +63,8 @@ class SharedReads:
         self._fence = MemoryFence()
 
     def leave(self) -> bool:
-        """Says that this rank neither reads nor takes any more. Returns whether that is so of all ranks, so that nobody uses the
-        slots again."""
+        """Records that this rank neither offers nor takes reads any more. Returns whether all ranks have left, so that nobody uses
+        the slots again."""
         with self._lock:
             self._fence.order()
             self._own[LEFT] = 1
@@ -72,7 +72,8 @@ class SharedReads:
         return bool(self._words[:, LEFT].all())
 
     def has_room(self, number: int) -> bool:
-        """Returns whether this rank may offer its read `number`: all others have taken the one that was in the same slot before."""
+        """Returns whether this rank may offer its read `number`: all other ranks have taken the read that was in its slot
+        before."""
         return all(
             self._words[other, LEFT] or self._words[other, TAKEN + self.rank] > number - NUM_SLOTS
             for other in range(self.size)
@@ -92,12 +93,13 @@ class SharedReads:
             self._own[NUMBERS + slot] = number + 1
 
     def end(self, number: int) -> None:
-        """Says that this rank will not offer its read `number` any more, unless it is offered already."""
+        """Records that this rank is done with its read `number`: if the rank has not offered it by now, it never will."""
         with self._lock:
             self._count(ENDED, self.rank, number)
 
     def look(self, owner: int, number: int, read: Read) -> Offer:
-        """Returns the answer of the rank `owner` about its read `number`. read: what that read is on this rank."""
+        """Returns whether the rank `owner` offers its read `number`. read: the same read in this rank's plan; if the owner's
+        differs, the result is NONE."""
         words, slot = self._words[owner], number % NUM_SLOTS
         is_over = bool(words[LEFT]) or words[ENDED] > number
         with self._lock:
@@ -108,16 +110,18 @@ class SharedReads:
         return Offer.NONE if is_over else Offer.COMING
 
     def data(self, owner: int, number: int) -> memoryview:
-        """Returns the slot with the read `number` of the rank `owner`, which is ready. It stays as it is until it is taken."""
+        """Returns the bytes of the slot that holds the read `number` of the rank `owner`, which must be READY. They stay until
+        `take` is called."""
         return self._slot(owner, number % NUM_SLOTS).data
 
     def take(self, owner: int, number: int) -> None:
-        """Says that this rank does not need the read `number` of the rank `owner` any more."""
+        """Records that this rank needs the read `number` of the rank `owner` no longer."""
         with self._lock:
             self._count(TAKEN + owner, owner, number)
 
     def _count(self, column: int, whose: int, number: int) -> None:
-        """Raises a count of this rank to the number of reads, from the first one on, that are done; `number` is done now."""
+        """Raises a word of this rank to the number of reads of the rank `whose` that are done without a gap from the first one on,
+        now that read `number` is done."""
         done, count = self._done[whose], int(self._own[column])
         done.add(number)
         self._fence.order()
@@ -149,8 +153,8 @@ def shared_by(memory: npt.NDArray[np.uint8], rank: int, size: int, expert_parts:
 
 
 def leave(shared: Sequence[SharedReads]) -> bool:
-    """Says that a rank neither reads nor takes any more. Returns whether that is so of all ranks of the stage, so that nobody uses
-    the memory again. shared: the rank's views (shared_by)."""
+    """Records that a rank neither offers nor takes reads any more. Returns whether all ranks of the stage have left, so that nobody
+    uses the memory again. shared: the rank's views (shared_by)."""
     return [each.leave() for each in reversed(shared)][-1]
 
 

@@ -4,7 +4,7 @@ It begins with the words of each rank, int64, which only that rank writes: wheth
 the numbers (plus 1) and keys of the reads in its slots, and how many reads of each rank it has taken. Then come the slots of each
 rank. All memory is zero at the beginning.
 
-The ranks of a stage that have the same experts share the reads of these in memory of their own, laid out alike, which comes behind
+Ranks of a stage that have the same experts share the reads of these experts in further memory of the same layout, which follows
 that of the whole stage.
 """
 

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class ThreadBuffer:
-    """Memory of uint8 for one caller's intermediate results. Several threads may use it at once."""
+    """A buffer (uint8) for intermediate results that several threads may use at once, because each has memory of its own."""
 
     def __init__(self) -> None:
         self._held = threading.local()

@@ -74,7 +74,7 @@ class Unpacker:
                 fence.wait()
 
     def _store(self, segment: Segment, frame: Frame, unpacked: memoryview) -> None:
-        """Starts moving the parts of an unpacked frame that the weight range holds to their places. unpacked: the frame's part of
+        """Starts moving to their places those parts of an unpacked frame that the weight range holds. unpacked: the frame's part of
         the tensor."""
         first = segment.tensor.offset_bytes + frame.first_byte
         for content in segment.contents:

@@ -166,10 +166,10 @@ def stream_weights(
 ) -> ReadReport:
     """Reads a checkpoint's weights into the sink's weight range, which is laid out by layout.weight_layout. Bytes that cannot be
     read straight into place pass through slots of `ring`. weight_format: how matrices are held; they are converted as they arrive.
-    decoder: decodes packed files. shared: through which the ranks of a split model share reads (shared_by); the caller leaves
-    it afterwards. progress(bytes done, all bytes) and cancelled(), which returns whether to stop, are called by the calling thread
-    between reads. landed(places) is called by it or by a reader thread when the ranges `places` of the weight range have been
-    filled.
+    decoder: decodes packed files. shared: through which the ranks of a split model share reads (shared_by); the caller leaves it
+    afterwards. progress(bytes done, all bytes) and cancelled(), which returns whether to stop, are called by the calling thread
+    between reads. landed(places) is called by the calling thread or a reader thread when the ranges `places` of the weight range
+    have been filled.
 
     Reads begin in the order of the plan, except for shared ones, and end in any order. When this function returns or raises, no
     copy to a device is under way. Raises CheckpointError, which names file, tensor and offset; CheckpointChanged; ReadCancelled;
@@ -283,15 +283,15 @@ class _Readers:
             log.warning("%d reads do not return: the file system does not answer; they are left behind", len(left))
 
     def _forget(self, at: Fetching) -> None:
-        """Waits for a thread no more, and replaces its slot, which it may never give back."""
+        """Stops waiting for a thread, and replaces its slot, which it may never give back."""
         self._alive.discard(at)
         del self._threads[at]
         if at.slot is not None:
             self._ring.replace(at.slot)
 
     def _has_lost_threads(self) -> bool:
-        """Returns whether threads were not started, or have ended without putting anything into `_done`, which happens if there is
-        no memory for that. They are forgotten, and their slots replaced."""
+        """Returns whether threads were not started, or have ended without putting their result into `_done`, which happens if
+        memory has run out. Such threads are forgotten, and their slots replaced."""
         ended = [at for at in self._alive if not self._threads[at].is_alive()]
         if not ended or not self._done.empty():
             return False

@@ -29,8 +29,8 @@ def refused_copies(shape: ModelShape, division: Division) -> str:
 
 
 def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopies:
-    """Returns some copies for a model, as many as asked for in each part and layer: a part's are the first experts that it does not
-    have, at most all of these."""
+    """Returns one possible choice of copies of experts for a model, to compute sizes by: in each layer, each part gets the first
+    `number` experts that it does not have, or all of these if there are fewer."""
     experts = shape.experts
     assert experts is not None
     num_own, every = experts.num_experts // division.expert_parts, range(experts.num_experts)
@@ -39,11 +39,11 @@ def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopi
 
 
 def turns(share: SplitShape, layer: int, experts: ExpertShape) -> list[tuple[int, int, int]]:
-    """Returns for each expert of a layer (number of its holders, number of this share among them, index of the expert among those
-    that this share holds); the last two are -1 if the share does not hold it. A holder computes the tokens whose place in the KV
-    cache, modulo the number of holders, is its number.
+    """Returns for each expert of a layer (how many devices hold it, the index of this share among these holders, the index of the
+    expert among those that this share holds); the last two are -1 if the share does not hold it. A holder computes the tokens whose
+    place in the KV cache, modulo the number of holders, is its index.
 
-    Which holder has the number 0 differs from expert to expert and from layer to layer, because otherwise the first holder would
+    Which holder has the index 0 differs from expert to expert and from layer to layer, because otherwise the first holder would
     compute most of the steps that have few tokens."""
     held = [share.experts_of(part, layer, experts.num_experts) for part in range(share.expert_parts)]
     own = {expert: at for at, expert in enumerate(held[share.expert_part])}

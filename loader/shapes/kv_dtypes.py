@@ -1,5 +1,5 @@
 """The types in which keys and values can be held. A model's KV is held in the model's own dtype, or in one of KV_CACHE_DTYPES.
-CONTRIBUTING.md says what a new one takes.
+CONTRIBUTING.md says how to add one.
 """
 
 from __future__ import annotations

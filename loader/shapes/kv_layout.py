@@ -28,8 +28,8 @@ class KVGroupSpec:
     window_tokens is 0. A `latent` group is full, and its tokens have one vector for all heads (LatentShape).
 
     A block of a `state` group holds the state of all these layers after the last computed token within a block of tokens
-    (scheduler/batch/group_cache.py). snapshot_tokens: a prompt saves a state after each multiple of so many tokens; 0 for groups of
-    other kinds. window_tokens of a `state` group is block_tokens + 1."""
+    (scheduler/batch/group_cache.py). snapshot_tokens: a prompt saves a state after each multiple of this number of tokens; 0 for
+    groups of other kinds. window_tokens of a `state` group is block_tokens + 1."""
 
     kind: str  # full, window, chunked, latent, state
     block_tokens: int
@@ -94,7 +94,7 @@ def _windows(shape: ModelShape) -> tuple[int, ...]:
 
 def _counted_layers(shape: ModelShape) -> list[int]:
     """Returns the layers whose KV a device holds for each token: all layers that keep KV. For a stage of a pipeline they are, for
-    each length of window, the first so many layers of the model as the stage has places for; only their number and sizes matter."""
+    each length of window, as many of the model's first layers as the stage has places for; only their number and sizes matter."""
     windows, counted = _windows(shape), list[int]()
     for window in sorted(set(windows)):
         layers = [layer for layer in shape.attention_layers if windows[layer] == window]

@@ -187,11 +187,11 @@ class Division(NamedTuple):
 
     @property
     def inner_parts(self) -> int:
-        """The number of parts into which each expert is divided, one for each device of a stage that holds it."""
+        """The number of parts into which each expert is divided: one for each device of a stage that holds the expert."""
         return self.stage_size // self.expert_parts
 
     def stage_of(self, rank: int) -> int:
-        """Returns the number of the stage of the device with this rank. Rank 0, which samples, is in the last stage."""
+        """Returns the index of the stage of the device with this rank. Rank 0, which samples, is in the last stage."""
         return self.num_stages - 1 - rank // self.stage_size
 
 
@@ -241,7 +241,7 @@ class SplitShape:
         return self.stage == self.num_stages - 1
 
     def layers_of(self, stage: int) -> range:
-        """Returns the numbers of the layers of a stage. Only for a model whose layers are divided into stages."""
+        """Returns the indices of the layers of a stage. Only for a model whose layers are divided into stages."""
         return range(self.stage_ends[stage - 1] if stage else 0, self.stage_ends[stage])
 
     @property
@@ -255,8 +255,8 @@ class SplitShape:
         return self.rank % self.division.inner_parts
 
     def experts_of(self, part: int, layer: int | None, num_experts: int) -> tuple[int, ...]:
-        """Returns the numbers of the experts of a layer that the devices with a part of its experts hold, copies included, in
-        ascending order. num_experts: number of experts of the layer."""
+        """Returns the indices of those experts of a layer that the devices with the part `part` hold, copies included, in ascending
+        order. num_experts: number of experts of the layer."""
         num_own = num_experts // self.expert_parts
         own = range(part * num_own, (part + 1) * num_own)
         copies = self.copies[layer] if layer is not None and layer < len(self.copies) else ()
@@ -333,13 +333,13 @@ class ModelShape:
 
     @property
     def own_layers(self) -> range:
-        """The numbers of the layers that a device computes: all layers, or those of its pipeline stage."""
+        """The indices of the layers that a device computes: all layers, or those of its pipeline stage."""
         if (split := self.split) is None or not split.stage_ends:
             return range(self.num_layers)
         return split.layers_of(split.stage)
 
     def experts_of(self, layer: int) -> tuple[int, ...]:
-        """Returns the numbers of the experts of a layer whose matrices the model, or the share, has, copies included, in ascending
+        """Returns the indices of the experts of a layer whose matrices the model, or the share, has, copies included, in ascending
         order. Only for a mixture of experts."""
         assert self.experts is not None
         if (split := self.split) is None:
@@ -359,7 +359,7 @@ class ModelShape:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers that keep keys and values of each token. Not among them are layers of the delta rule and layers
+        """The indices of the layers that keep keys and values of each token. Not among them are layers of the delta rule and layers
         that read other layers' KV; the layer that drafts tokens, if it is loaded, comes last."""
         own = tuple(layer for layer in range(self.num_writing_layers) if self.delta is None or layer not in self.delta.layers)
         return (*own, self.num_layers) if self.predicts else own

@@ -91,10 +91,10 @@ class ModelNeed:
 @dataclass(slots=True, frozen=True)
 class Share:
     """The memory that a model takes and leaves on each of `devices`. All bytes are per device. free_bytes: bytes left for KV;
-    negative: so many are missing. kv_token_bytes: bytes of one token in the layers that attend to all tokens. sequence_bytes: bytes
-    of the KV of one sequence of max_model_len. tokens: length of the longest sequence whose KV fits (None: any length, since no
-    layer attends to all tokens). sequences: how many sequences of max_model_len fit at once. not_split: why the model cannot be
-    loaded in such shares; "": it can, or there is one device."""
+    negative: the bytes that are missing. kv_token_bytes: bytes of one token in the layers that attend to all tokens.
+    sequence_bytes: bytes of the KV of one sequence of max_model_len. tokens: length of the longest sequence whose KV fits (None:
+    any length, since no layer attends to all tokens). sequences: how many sequences of max_model_len fit at once. not_split: why
+    the model cannot be loaded in such shares; "": it can, or there is one device."""
 
     devices: Devices
     weights_bytes: int

@@ -105,8 +105,8 @@ def gpu_step_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, m
 
 
 def _logits_values(shape: ModelShape) -> int:
-    """Returns how many numbers the logits of one row take: the whole vocabulary, and in a share of a model also the share's own
-    logits, and the parts of all shares as they arrive, one after the other."""
+    """Returns how many numbers the logits of one row take: one for each token of the vocabulary, and in a share of a model also the
+    share's own logits, and once more all logits in the form in which the shares' parts arrive."""
     return shape.vocab_size if shape.split is None else shape.vocab_size // shape.split.size + 2 * shape.vocab_size
 
 

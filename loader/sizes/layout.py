@@ -102,7 +102,8 @@ def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[i
 
 def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset[int]:
     """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups). names: the
-    names of its tensors; a group is plain if there are none that only the format adds to its matrices (scales)."""
+    names of the checkpoint's tensors; a group is plain if none of them is one that the quantised format adds to a matrix, such as
+    its scales."""
     if not shape.stored_format:
         return frozenset()
     own, found = stored_format(shape), set()
@@ -125,8 +126,8 @@ def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) 
 
 
 def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
-    """Returns the name of the weight format of a checkpoint whose tensors have these names (ModelShape.stored_format). The shape
-    has the format that config.json tells, which may be one of two that differ in the names of their scales."""
+    """Returns the name of the weight format of a checkpoint whose tensors have these names (ModelShape.stored_format). shape: has
+    the format that config.json tells; some formats have a twin whose scales have other names, so the tensors' names decide."""
     own = stored_format(shape)
     if own.otherwise and not any(name.endswith(own.scale_suffix) for name in names):
         return own.otherwise
@@ -175,8 +176,8 @@ def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
 
 
 def readers(shape: ModelShape, weight_format: WeightFormat = PLAIN) -> dict[str, int]:
-    """Returns parameter -> how many devices of a stage have something of it, for those parameters of a device's share of which
-    more than one of them has (num_readers). weight_format: as in weight_layout."""
+    """Returns parameter -> number of the devices of a stage that have something of it (num_readers). Only parameters of a device's
+    share are listed of which more than one device has something. weight_format: as in weight_layout."""
     if (share := shape.split) is None:
         return {}
     return {
@@ -221,8 +222,8 @@ def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
 
 def share_bytes_with_copies(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat, num_copies: int) -> int:
     """Returns the most bytes that a device of a division maps for its share of a model's weights if it holds at most num_copies
-    further experts in each layer, whichever they are. Which they are decides only where in blocks of their files tensors begin, for
-    which a block may be added to each group of tensors."""
+    further experts in each layer, whichever they are. The choice of experts changes only at what distance from a block's boundary
+    tensors begin, for which each group of tensors may take one block more."""
     with_copies = division._replace(copies=any_copies(shape, division, num_copies))
     plain, firsts = replace(shape, block_offsets=()), range(0, division.size, division.stage_size)
     num_bytes = max(weights_bytes(split(plain, rank, with_copies), dtype, weight_format) for rank in firsts)

@@ -33,7 +33,7 @@ SETTING = "parallel"  # the setting that asks for a division
 
 def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
     """Returns the shape of one device's share of a model. rank: number of the device. division: how the model is divided. Raises
-    UnsupportedModel for a model that cannot be so divided, and ValueError for a rank that is not below division.size."""
+    UnsupportedModel for a model that cannot be divided in this way, and ValueError for a rank that is not below division.size."""
     if not 0 <= rank < division.size:
         raise ValueError(f"rank {rank} is not below the number of devices {division.size}")
     if why := refusal(shape, division):
@@ -305,8 +305,8 @@ def _has_some(group: TensorGroup, share: SplitShape) -> bool:
 
 
 def num_readers(group: TensorGroup, share: SplitShape) -> int:
-    """Returns how many devices of a stage have something of the same tensors of a group. They need the same bytes of those that
-    they have whole, or of whose rows each of them needs a part."""
+    """Returns how many devices of a stage have something of the same tensors of a group. These devices read the same bytes if they
+    have the tensors whole, or if each has a part of every row."""
     if group.divided == FIRST_ALONE:
         return 1
     return share.division.inner_parts if group.num_experts else share.size

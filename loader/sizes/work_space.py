@@ -51,7 +51,7 @@ def handed_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
     """Returns for how many sampling rows logits are computed at a time: max_sequences, from 8 on rounded up to a multiple of 8, or
-    fewer if so many do not fit into LOGITS_BYTES."""
+    fewer if the logits of that many rows do not fit into LOGITS_BYTES."""
     wanted = max_sequences if max_sequences < 8 else -(-max_sequences // 8) * 8
     rows = max(1, min(wanted, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
     return rows if rows < 8 else rows // 8 * 8
