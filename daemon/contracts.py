@@ -133,7 +133,7 @@ class RequestPort(Protocol):
         ...
 
     def forward(self, generation: Generation) -> None:
-        """Counts a request that another server answers as open. This node does not schedule it, but tells its sink when it times
+        """Counts as open a request that another server answers. This node does not schedule it, but tells its sink when it times
         out. The request must be ended with `forwarded`. Raises HearthError while the node is drained."""
         ...
 
@@ -273,7 +273,7 @@ class HttpSettings(Protocol):
 class Guarded(Protocol):
     """The facts about an endpoint that the rules of access need. methods: of HTTP. open: it needs no key. watching: it shows data
     of all tenants. operating: it changes what the node serves. for_operators: it is for operators, such as the metrics; other
-    sites' pages may not read it, and the main listener does not serve it if operators have one of their own."""
+    sites' pages may not read it, and the main listener does not serve it if operators have a listener of their own."""
 
     @property
     def methods(self) -> Sequence[str]: ...

@@ -7,11 +7,11 @@ What a request takes:
 - The tokens that it makes, when they have been made: at its end, and whenever its tenant sends another request. Nothing is
   reserved for them, for few clients name the max_tokens that they need, and the default is what the context leaves. So requests
   that run may take the bucket below zero. Its refill pays that off before the next request is admitted: nothing is free, the
-  tenant's mean rate is its limit, and an answer of so many minutes' worth keeps it waiting for as many minutes, not longer.
+  tenant's mean rate is its limit, and an answer of N minutes' worth keeps it waiting for N minutes, not longer.
 - Tokens of prompts that no engine ever got are given back. What is refused for a limit takes nothing.
 
-A prompt that is larger than a limit would never be admitted; it is refused for good. Prompt tokens count whether they were found
-in the prefix cache or not. Minutes go by the monotonic clock, days by Unix time; callers give both.
+A prompt that is larger than a limit would never be admitted; it is refused for good. Prompt tokens count whether they were found in
+the prefix cache or not. Minutes go by the monotonic clock, days by Unix time; callers give both.
 """
 
 from __future__ import annotations

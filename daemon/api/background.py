@@ -93,9 +93,9 @@ class Run:
     # ---- reported by the handler
 
     def begin(self, generation: Generation) -> None:
-        """Keeps the request, which is about to be submitted, for the next daemon, and from then on each of its tokens. generation:
-        the request's only sequence; its sink is replaced by one that also keeps the tokens. Raises NotNow if the request cannot be
-        kept."""
+        """Writes down for the next daemon the request, which is about to be submitted, and from then on each of its tokens.
+        generation: the request's only sequence; its sink is replaced by one that also keeps the tokens. Raises NotNow if the
+        request cannot be written down."""
         assert self.snapshot is not None
         if self._place is None:
             self._shown = self.snapshot()
@@ -120,8 +120,9 @@ class Run:
         return Channel(_Events(self), _EVER_READY, b"", chunked=False)
 
     def write(self, data: bytes) -> None:
-        """Adds events to the response, unless the run is over, and ends the run if result() was called before. data: one or more
-        whole server-sent events."""
+        """Adds events of the response to `events`, if they may be fetched, and wakes those who wait for them. If result() was
+        called before, these are the last events, and the run ends. Does nothing if the run is over. data: whole server-sent events,
+        joined."""
         if self.is_over:
             return
         if self.is_streamed:
@@ -191,8 +192,8 @@ class Run:
         self.serve(server, begun.received, RequestSoFar(begun.nonce, begun.created, False, True, begun.model, [sequence]))
 
     def note(self, at: int, ids: Sequence[int], num_cached: int) -> None:
-        """Keeps tokens of the reply for the next daemon. at: the number of the reply's tokens before `ids`. num_cached: the
-        prompt's tokens that were in the prefix cache."""
+        """Writes down tokens of the reply for the next daemon. at: the number of the reply's tokens before `ids`. num_cached: the
+        number of the prompt's tokens that were in the prefix cache."""
         if self._place is None or self.is_over:
             return
         words = array("I", [token_id + 1 for token_id in ids])

@@ -72,9 +72,9 @@ class Body(Generic[HeadT]):
 class Api:
     """An API to which endpoints belong, such as OpenAI's.
 
-    chats, models: the paths of its chats and of its list of models, which errors about unknown paths name. root: what its paths
-    begin with, so that the error about an unknown path below it has its form; "": they begin with nothing of their own.
-    client_header: a request header that all its clients send and no others; "": there is none.
+    chats, models: the paths of its chats and of its list of models, which errors about unknown paths name. root: the beginning of
+    all its paths, so that errors about unknown paths below the root have this API's form; "": its paths have no beginning of their
+    own. client_header: a request header that all its clients send and no others; "": there is none.
 
     error_body: returns an error in the form that its clients expect. limit_headers: returns the headers that tell clients what is
     left of their tenant's limits. Its arguments are what is left and the Unix time."""
@@ -98,10 +98,10 @@ OPENAI = Api(chats="/v1/chat/completions", models="/v1/models")
 class Endpoint:
     """An endpoint of the HTTP API.
 
-    name: its name in logs and metrics. paths: the reference names the first one; {id} in a path stands for any text.
-    slashes_in_id: whether that text may hold a `/`, as names of models do; else a path with one is another path. about: its line
-    in the reference. operation: the model's operation in traces, as OpenTelemetry names it (gen_ai.operation.name); "": no
-    model works for this endpoint. per_model: whether it is also served below /m/MODEL, for that model alone.
+    name: its name in logs and metrics. paths: the reference names the first one; {id} in a path stands for any text. slashes_in_id:
+    whether that text may hold a `/`, as names of models do; False: a path with a `/` there is not this endpoint's. about: its line
+    in the reference. operation: the model's operation in traces, as OpenTelemetry names it (gen_ai.operation.name); "": no model
+    works for this endpoint. per_model: whether it is also served below /m/MODEL, for that model alone.
 
     api: the API to which it belongs. error_body: returns an error as Api.error_body does, where this endpoint's have a form of
     their own; None: they do not.

@@ -214,8 +214,8 @@ class _Forwarded:
         return response, "failed" if made.has_failed else made.outcome
 
     async def _next(self, answer: aiohttp.ClientResponse) -> bytes | None:
-        """Returns the next bytes of the answer, b"" at its end, or None if the server was silent for so long (sse_comment_every_s)
-        that the client should get a comment."""
+        """Returns the next bytes of the answer, b"" at its end, or None if the server was silent for sse_comment_every_s seconds,
+        so that the client should get a comment."""
         try:
             async with asyncio.timeout(self._call.context.settings.sse_comment_every_s):
                 return await answer.content.readany()

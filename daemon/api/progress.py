@@ -60,7 +60,8 @@ class Progress:
     # ---- for the next daemon
 
     def so_far(self) -> RequestSoFar | None:
-        """Implements InProgress."""
+        """Returns what the next daemon needs to continue the request; None if the client has a part of an answer that can only be
+        started again."""
         group = self.group
         is_open = self.is_open or (group is not None and group.has_begun)
         if is_open and self.starts_over:
@@ -73,7 +74,7 @@ class Progress:
         return RequestSoFar(self._nonce, self.created, is_open, self.is_charged(), known, sequences, self.began_ns)
 
     def write_all(self) -> None:
-        """Implements InProgress."""
+        """Writes all output that was held back because the client reads slowly."""
         if self.group is not None:
             self.group.write_all()
 

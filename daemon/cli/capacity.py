@@ -79,7 +79,7 @@ def capacity_plan(options: argparse.Namespace) -> int:
 
 
 def _devices_by_default(kind: str, number: int, budget_bytes: int, shape: ModelShape) -> capacity.Devices:
-    """Returns so many devices with the division that parallel = "auto" would choose for them."""
+    """Returns `number` devices, with the division that parallel = "auto" would choose for them."""
     how = division_over(shape, number) if number > 1 else ParallelConfig()
     return capacity.Devices(kind, number, budget_bytes, how.expert, how.pipeline)
 

@@ -105,8 +105,8 @@ def _tell_drained(rows: list[dict[str, Any]]) -> None:
 
 
 def _table(rows: list[dict[str, Any]], with_formats: bool = False) -> str:
-    """Returns a table of models. rows: the models as the daemon lists them. with_formats: whether it says how weights are held in
-    memory: their weight format or dtype, and the bits that a parameter takes in the mean."""
+    """Returns a table of models. rows: the models as the daemon lists them. with_formats: whether the table says how weights are
+    held in memory: their weight format or dtype, and the bits that a parameter takes on average."""
     with_leaves = any(row["keep_alive_s"] is not None for row in rows)
     with_drafts = any(map(acceptance, rows))
     last = (*(("LEAVES",) if with_leaves else ()), *(("ACCEPTED",) if with_drafts else ()))

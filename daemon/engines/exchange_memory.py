@@ -74,7 +74,7 @@ class ExchangeMemory:
 
 def exchange_memory(devices: Sequence[DeviceBudget]) -> ExchangeMemory | None:
     """Returns an exchange memory for the devices over which models may be split: those of which there are two or more of a kind,
-    and those of other hosts, whose proxies need one. None if there are none."""
+    and those of other hosts, whose proxies need the memory. None if there are no such devices."""
     there = by_kind(device.name for device in devices if not device.model)
     names = [name for of_kind in there.values() if len(of_kind) > 1 or any(map(host_of, of_kind)) for name in of_kind]
     return ExchangeMemory(names) if names else None

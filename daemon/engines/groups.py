@@ -73,8 +73,8 @@ class _Group:
 
     @property
     def name(self) -> str:
-        """The joined names of the group's devices. It identifies the placement where one device's name would do so for a model that
-        is not split."""
+        """The joined names of the group's devices. It identifies the placement, as the device's name does for a model that is not
+        split."""
         return joined(self.devices)
 
 
@@ -183,14 +183,14 @@ class Groups:
                 pass  # the placement's prompts wait until all shares are loaded
 
     def break_with(self, device: str) -> None:
-        """Marks the groups that include the device as broken, because its engine has ended, so that the other members stop waiting
+        """Marks as broken the groups that include the device, because its engine has ended, so that the other members stop waiting
         for it."""
         for group in self._groups.values():
             if device in group.holding:
                 self._break(group)
 
     def engine_down(self, device: str) -> list[tuple[str, Answer]]:
-        """Removes a dead engine from its groups, so that no answer of it is waited for. Called before the scheduler hears of the
+        """Removes a dead engine from its groups, so that its answers are not waited for. Called before the scheduler hears of the
         death. Returns the answers (name of devices, message) that are complete by this; the scheduler must get them after it has
         heard of the death, or it would place the model on the dead engine again."""
         self.break_with(device)
@@ -216,8 +216,8 @@ class Groups:
         self._close_if_empty(group)
 
     def _leave(self, group: _Group, leases: dict[str, int], comes_back: bool) -> None:
-        """Marks the group as broken and tells all members that still hold a share to evict it. leases: device -> its new lease in
-        chunks; devices that are missing keep theirs. comes_back: as in EvictModel."""
+        """Marks the group as broken, and tells each member that still holds a share to evict that share. leases: device -> its new
+        lease in chunks; devices that are missing keep theirs. comes_back: as in EvictModel."""
         self._break(group)
         for device in group.devices:
             if device in group.holding and device not in group.leaving:

@@ -25,8 +25,8 @@ class _Probe:
 
 
 class Probes:
-    """The probes of a node's engines, on the event loop. An engine has at most one at a time: requests that come meanwhile, or up
-    to FRESH_S seconds after it was sent, get the same answer. send: passes a message to a device's engine."""
+    """The probes of a node's engines, on the event loop. An engine has at most one probe at a time: requests that come until its
+    answer, or up to FRESH_S seconds after the probe was sent, get the same answer. send: passes a message to a device's engine."""
 
     def __init__(self, send: Callable[[str, protocol.Message], None]) -> None:
         self._send = send

@@ -374,7 +374,7 @@ class _Handover:
             raise OSError(str(error)) from None
 
     def spawned(self) -> None:
-        """Closes the daemon's copy of the engine's end. Called when the engine has its own copy, or could not be started."""
+        """Closes the daemon's copy of the engine's end. Called once the engine has a copy of its own, or could not be started."""
         self._theirs.close()
 
     def join(self) -> None:

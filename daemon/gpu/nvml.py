@@ -218,8 +218,8 @@ def _name(pid: int) -> str:
 
 
 def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the result of calling a function of NVML with the arguments; None if it raises an error, as for a reading that this
-    GPU does not have."""
+    """Returns the result of calling a function of NVML with the arguments; None if the function raises an error, as for a reading
+    that this GPU does not have."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:

@@ -393,8 +393,8 @@ def _behind(data: bytes, body_bytes: int) -> bytes:
 
 def _again(request: web.BaseRequest, progress: InProgress, is_last: bool = False) -> bytes:
     """Returns the bytes of a request whose handler has begun, so that it can be read again. The body contains the bytes that have
-    arrived so far. Returns b"" in the middle of a chunked body, which cannot be continued. is_last: whether the connection is to
-    end after the request."""
+    arrived so far. Returns b"" in the middle of a chunked body, which cannot be continued. is_last: whether the connection on which
+    the request is read again ends after it."""
     body, is_whole = bytes(progress.body), isinstance(progress.body, bytes) and bool(progress.body)
     if not is_whole:
         is_whole = request.content.is_eof()

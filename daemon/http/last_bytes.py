@@ -25,9 +25,9 @@ _TCP_CLOSE = 7  # the state of a connection that has ended on both sides or was 
 
 
 class LastBytes:
-    """The bytes that client connections of some servers have not delivered yet. From its creation on it keeps the sockets of
-    connections that the daemon closes with bytes in the send queue; `end` closes them. runners: of servers that have been set
-    up."""
+    """The bytes that client connections of some servers have not delivered yet. From its creation on, this object keeps open the
+    sockets of connections that the daemon closes while bytes are in their send queues; `end` closes them. runners: of servers that
+    have been set up."""
 
     def __init__(self, runners: Sequence[Runner]) -> None:
         servers = [runner.server for runner in runners]
@@ -98,7 +98,7 @@ class LastBytes:
 
     def _keep(self, connection: Connection) -> None:
         """Keeps the socket of a connection that is about to be closed, if the client has not received everything. Sends the end of
-        the data behind it, because an answer may be as long as its connection."""
+        the stream after what is written, because the answer may be one that ends with the connection."""
         transport = connection.client
         if transport is None or connection in self._given_up or transport.get_extra_info("sslcontext") is not None:
             return  # with TLS, uvloop has closed the socket already, and the number may be that of another one

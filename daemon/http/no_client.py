@@ -22,8 +22,8 @@ class NoClient(asyncio.Transport):
         self._protocol: asyncio.BaseProtocol | None = None
 
     def serve(self, server: ConnectionServer, received: bytes, request: RequestSoFar) -> None:
-        """Lets the server answer a request. received: the request's bytes, with a header that ends the connection after it.
-        request: the request's state."""
+        """Lets the server answer a request. received: the request's bytes, with a header that ends the connection after the
+        request. request: the request's state."""
         self._protocol = server.connection(self._closed, ConnectionSoFar(received, True, request))
         self._protocol.connection_made(self)
 

@@ -56,8 +56,9 @@ class LentDevice:
 
 @dataclass(slots=True)
 class _Share:
-    """A share of a split model on the engine. received: where states of the stage before are written, if that is on another host.
-    sender: sends the engine's states, if the stage after is on another host. token_bytes: of the states, for each token."""
+    """A share of a split model on the engine. received: where the states of the previous stage are written, if that stage is on
+    another host; else None. sender: sends the engine's states, if the next stage is on another host; else None. token_bytes: bytes
+    of the states for each token."""
 
     region: GroupRegion
     received: StageLink | None
@@ -170,7 +171,7 @@ class LentEngine:
         self._channel.sendall(encode(message))
 
     def _begin(self, frame: BeginShare) -> None:
-        """Passes on the load of a share, with this host's folder and region."""
+        """Passes the load of a share on to the engine, with this host's folder and region in place of the leader's."""
         (message,) = FrameReader(ToEngine).feed(frame.message)
         if not isinstance(message, LoadModel) or message.group is None:
             raise ValueError(f"{type(message).__name__} loads no share of a split model")
@@ -209,7 +210,7 @@ class LentEngine:
         return folder, checkpoint.fingerprint
 
     def _leave(self, placement_id: int) -> None:
-        """Ends the use of a region, whose share the engine no longer has."""
+        """Ends the use of the region of a share that the engine no longer has."""
         share = self._shares.pop(placement_id, None)
         if share is None:
             return
@@ -221,7 +222,7 @@ class LentEngine:
     # ---- from the engine
 
     def _tell(self) -> None:
-        """Passes on what the engine says, until it closes its end of the channel."""
+        """Sends the engine's messages to the proxy, until the engine closes its end of the channel."""
         with contextlib.suppress(WireClosed, OSError):
             while data := self._channel.recv(RECV_BYTES):
                 messages: Sequence[Message] = list(self._from_engine.feed(data))
@@ -236,7 +237,7 @@ class LentEngine:
                 self._wire.send(Lines(data))
 
     def _watch(self) -> None:
-        """Reports the engine's signs of life, and its end."""
+        """Reports to the proxy the engine's signs of life, and then its end."""
         poller = select.poll()
         poller.register(self._process.pidfd, select.POLLIN)
         with contextlib.suppress(WireClosed):
@@ -255,7 +256,7 @@ class LentEngine:
         return Beat(now - pulse.at_s if pulse.at_s else -1.0, pulse.expected_s, first_age_s, pulse.doing)
 
     def _end_process(self) -> None:
-        """Ends the engine: closes the channel, which it ends with, and kills it if it takes too long."""
+        """Ends the engine process: closes the channel, which makes the process end, and kills it if it takes too long."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         poller = select.poll()

@@ -25,7 +25,7 @@ from scheduler.batch.plan import BatchPlan
 @dataclass(slots=True)
 class _RegionCopy:
     """The copy of one split model's region. writer: writes the plans of steps and the rows of the sequence table to it. holders:
-    numbers of the engines that may use it. num_steps: of how many steps the plans have been written."""
+    numbers of the engines that may use the copy. num_steps: number of steps whose plans have been written to it."""
 
     writer: GroupRegion
     holders: set[int]
@@ -44,9 +44,9 @@ class LentRegions:
         self._changing = threading.Lock()
 
     def hold(self, leader: str, message: LoadModel, number: int, block_tokens: int) -> tuple[Group, GroupRegion]:
-        """Returns the group of an engine that is about to load a share, and its region, which is made if no other engine here holds
-        it. message: the load as the daemon sent it. Raises ValueError for a region that does not fit the model, and OSError if
-        there is no room."""
+        """Returns the group in which an engine is about to load a share of a model, and the model's region, which is made if no
+        other engine here holds it. message: the load as the daemon sent it. Raises ValueError for a region that does not fit the
+        model, and OSError if there is no room."""
         assert message.group is not None
         key, group = (leader, message.placement_id), message.group
         with self._changing:
@@ -65,7 +65,8 @@ class LentRegions:
             return own, region
 
     def leave(self, leader: str, placement_id: int, number: int) -> None:
-        """Ends an engine's use of a region, because it has evicted its share or has died. The last one frees the region."""
+        """Ends an engine's use of a region, because the engine has evicted its share or has died. The region is freed when no
+        engine here uses it any more."""
         with self._changing:
             copy = self._copies.get((leader, placement_id))
             if copy is None:
@@ -83,8 +84,9 @@ class LentRegions:
                 self._exchange.break_group(copy.writer.offset)
 
     def post(self, leader: str, step: Step, number: int) -> int:
-        """Writes a step, unless another engine's proxy has sent it before, and adds it to an engine's queue. Returns the number of
-        the step's tokens. Raises ValueError for a step that does not follow the last one."""
+        """Writes a step's plan and rows to the model's region, unless another engine's proxy has sent the step before, and adds the
+        step to the queue of the engine `number`. Returns how many tokens the step computes. Raises ValueError for a step that does
+        not follow the last one."""
         copy = self._copies.get((leader, step.placement_id))
         if copy is None:
             return 0  # the share has left meanwhile

@@ -178,9 +178,9 @@ class Sizing:
             log.warning("%s: dtype: float16 has no kernels on cpu devices and is several times slower there than bfloat16", name)
 
     def _budgets(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[int, int]:
-        """Returns the smallest budget, in bytes, among the largest devices of one kind where the model may live, taking as many
-        devices as it is split over, a group by the scheduler's rule; and the same number for the budgets as they were before
-        carve-outs. Of several kinds the larger number counts. (0, 0) if there are too few such devices."""
+        """Returns two budgets in bytes, of which the second is the first without carve-outs: that of the smallest of the devices
+        that the model would take if it took the largest ones where it may live (as many as it is split over, of one kind). Of
+        several kinds the one with the larger budget counts. (0, 0) if there are too few devices."""
         budgets = self._budgets_by_kind(name, settings, shape)
         return max((budget for budget, _ in budgets), default=0), max((whole for _, whole in budgets), default=0)
 
@@ -324,8 +324,8 @@ class Sizing:
 
 
 def _smallest_of_largest(budgets: Mapping[str, int], division: Division) -> int:
-    """Returns the smallest budget, in bytes, of the group of devices for which it is the largest. budgets: by device, of one kind,
-    of which there are enough."""
+    """Returns the smallest budget, in bytes, of the devices of one group: the group in which that budget is largest. budgets:
+    device -> bytes, of devices of one kind that suffice for a group."""
     for least in sorted(set(budgets.values()), reverse=True):
         roomy = (name for name, budget_bytes in budgets.items() if budget_bytes >= least)
         if pools(roomy, division.size, division.num_stages):

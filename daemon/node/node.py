@@ -335,8 +335,8 @@ class NodeParts:
         return self.scheduler.draining
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the rows of `hearth models`, sorted by name: one for each model, and one for each further replica of a model that
-        is not cold."""
+        """Returns the rows of `hearth models`, sorted by name: one for each model, and one for each further replica whose state is
+        not cold."""
         kv_bytes = self._kv_bytes()
         rows = []
         for view in sorted(self.scheduler.snapshot(), key=lambda view: view.name):

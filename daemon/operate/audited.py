@@ -1,4 +1,4 @@
-"""Writes the commands that come over the control sockets to the audit log: who sent them, the arguments, and how they ended."""
+"""Writes to the audit log the commands that come over the control sockets: who sent them, the arguments, and how they ended."""
 
 from __future__ import annotations
 

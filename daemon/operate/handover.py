@@ -29,8 +29,9 @@ LOOK_EVERY_S = 0.01
 
 
 async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runner]) -> None:
-    """Gives all client connections that the next daemon can continue to the store, with their state; the other connections stay in
-    this daemon. servers: the HTTP servers by the names of their listeners ("main", "admin"). Failures are logged."""
+    """Passes on to the next daemon, through the store, the client connections that can be continued: their sockets and states. All
+    other connections stay in this daemon. servers: the HTTP servers by the names of their listeners ("main", "admin"). Failures are
+    logged."""
     node.engine_events.is_over = True
     node.background.hold()
     connections = [(name, each) for name, server in servers.items() for each in _connections(server)]

@@ -61,8 +61,8 @@ class StateKeeper:
             log.error("%s were not saved, the next start finds older ones: %s", KEPT, self.problem)
 
     async def _save(self) -> str:
-        """Saves the current state, one call after the other. Returns why that failed, "" if it did not; after a failure it is tried
-        again every retry_s."""
+        """Saves the current state; concurrent calls run one after the other. Returns why saving failed, "" if it did not; after a
+        failure it is tried again every retry_s."""
         async with self._lock:
             try:
                 await asyncio.to_thread(self._state.write, self._state.snapshot())

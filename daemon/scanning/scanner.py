@@ -34,7 +34,7 @@ LOOK_AGAIN_S, LOOK_AGAIN_AT_MOST_S = 60.0, 3600.0  # pauses before a path that d
 class _Silent:
     """A path in the models folder whose examination hung or killed the scanning process. why: words that complete a sentence about
     the path. until_s: when it may be examined again, on the monotonic clock. pause_s: the length of that pause. process: the
-    process that waited for the path, and may still do so."""
+    process that waited for the path, and may still wait."""
 
     why: str
     until_s: float

@@ -1,4 +1,4 @@
-"""Generates traces of requests: models are chosen by Zipf's law, and each is requested in bursts of its own or evenly."""
+"""Generates traces of requests: models are chosen by Zipf's law, and the requests for each model come in bursts or evenly."""
 
 from __future__ import annotations
 

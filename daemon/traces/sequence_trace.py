@@ -133,13 +133,13 @@ class SequenceTrace:
             self._begin(QUEUE, now, {"hearth.reason": f"the engine of {device} is started again"})
 
     def loaded(self, load: FinishedLoad) -> None:
-        """Adds a load of the sequence's model that has ended as a phase, if the sequence waited for it."""
+        """Adds, as a phase, a load of the sequence's model that has ended, if the sequence waited for it."""
         if self._phase in (QUEUE, PREFILL, PAUSED, *WHOLE) and load.ended_s > self._since_s:
             start_s = max(load.started_s, self.arrived_s)
             self._add(Phase(LOAD, start_s, load.ended_s, load.attributes, load.error, load.link))
 
     def loaded_before(self, load: FinishedLoad) -> None:
-        """Adds a load of the model as a phase, though it ended before the sequence was accepted, while the prompt was being
+        """Adds, as a phase, a load of the model that ended before the sequence was accepted, while the prompt was being
         tokenized."""
         self._add(Phase(LOAD, load.started_s, load.ended_s, load.attributes, load.error, load.link))
 

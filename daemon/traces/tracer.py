@@ -102,7 +102,7 @@ class Tracer:
         return None if load is None else self._finish(load, now, attributes or {}, error)
 
     def loads_lost(self, device: str, now: float, reason: str) -> list[FinishedLoad]:
-        """Ends the loads in progress on a device whose engine has ended as failed, exports their spans and returns the loads.
+        """Ends as failed the loads in progress on a device whose engine has ended, exports their spans and returns the loads.
         reason: why they failed."""
         lost = [placement_id for placement_id, load in self._loads.items() if device in load.devices]
         return [self._finish(self._loads.pop(placement_id), now, {}, reason) for placement_id in lost]

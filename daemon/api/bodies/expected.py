@@ -19,7 +19,8 @@ _MAX_SHOWN = 64  # characters of a refused value or key that are shown
 
 def in_words(problem: str, kind: Any, path: str) -> str:
     """Returns the problem as the rest of a sentence that begins with the field's name. problem: msgspec's, such as "Expected `str`,
-    got `int`". kind: the type of the whole body. path: the field's in it, as msgspec writes it, such as ".messages[0].role"."""
+    got `int`". kind: the type of the whole body. path: the path of the refused field in that body, as msgspec writes it, such as
+    ".messages[0].role"."""
     if problem.startswith(_ENUM):
         kinds = [each for one in _at(kind, path) for each in _members(one)]
         values = [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
@@ -31,9 +32,9 @@ def in_words(problem: str, kind: Any, path: str) -> str:
 
 
 def with_key(kind: Any, path: str, data: bytes) -> str:
-    """Returns the path of a refused value in an object of any keys with its key: `.logit_bias["1"]` for `.logit_bias[...]`. kind:
-    the type of the whole body. data: the body. The path is returned unchanged if it is of another kind, or if the rest of the body
-    is no JSON."""
+    """Returns the path of a refused value with the value's key in place of the dots that msgspec writes for it in an object of any
+    keys: `.logit_bias["1"]` for `.logit_bias[...]`. kind: the type of the whole body. data: the body. The path is returned
+    unchanged if it is of another kind, or if the rest of the body is no JSON."""
     if not path.endswith("[...]") or "[...]" in path[:-5]:
         return path
     try:
@@ -61,8 +62,8 @@ def _members(kind: Any) -> list[Any]:
 
 
 def _at(kind: Any, path: str) -> list[Any]:
-    """Returns the types that a field has in the types of the body that have it. kind: the type of the whole body. path: the
-    field's, as msgspec writes it."""
+    """Returns the types that a field may have. kind: the type of the whole body, which may be a union of which only some members
+    have the field. path: the field's path, as msgspec writes it."""
     kinds = [kind]
     for name, _, _ in _STEP.findall(path):
         kinds = [found for each in kinds for member in _members(each) for found in _within(member, name)]

@@ -42,8 +42,8 @@ async def _one(call: Call) -> web.Response:
 
 
 def _find(models: ModelPort, name: str) -> ModelEntry:
-    """Returns the model with this name, even if it is listed and a request for it would be refused now. Raises HearthError if it is
-    neither listed nor another name of a model that can serve."""
+    """Returns the model with this name; a listed model even if a request for it would be refused now. Raises HearthError if the
+    name is neither that of a listed model nor another name of a model that can serve."""
     for entry in models.entries():
         if entry.own_name == name:
             return entry

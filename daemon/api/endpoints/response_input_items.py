@@ -82,7 +82,7 @@ def _kept(response: StoredResponse) -> _Turn:
 
 
 def _of_text(text: str) -> Item:
-    """Returns the item that an input of text alone stands for."""
+    """Returns the item, a user's message, for a request whose `input` is a plain text."""
     return {"type": "message", "role": "user", "status": "completed", "content": [{"type": _TEXT, "text": text}]}
 
 
@@ -125,8 +125,8 @@ def _parts(given: Sequence[Mapping[str, Raw]], kind: str) -> list[Item]:
 
 
 def _name(item: Item, public_id: str, at: int, names: set[str]) -> str:
-    """Returns the id of an item, and adds it to `names`, the ids of the items before it: the id that the client gave, unless it is
-    another item's, too, or else one that stays the same from request to request. at: the item's index in its request."""
+    """Returns the id of an item, and adds it to `names`, the ids of the items before it: the id that the client gave, unless an
+    earlier item has it; else an id that is the same in every answer. at: the item's index in its request."""
     given = _any_decoder.decode(item.get("id", _NULL))
     name = given if isinstance(given, str) and given and given not in names else ""
     name = name or f"{_PREFIXES[item['type']]}_{public_id.rpartition('_')[2]}{at:05x}"
