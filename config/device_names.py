@@ -1,5 +1,6 @@
-"""The parts of a device's name: `cpu:0` or `cuda:1`, behind that `@HOST` if another host lends the device, or `/MODEL` if it is the
-part of a device that was set aside for an isolated model."""
+"""The parts of a device's name: `cpu:0` or `cuda:1`, followed by `@HOST` if another host lends the device, or by `/MODEL` for a
+carve-out, the part of a device that is set aside for an isolated model.
+"""
 
 from __future__ import annotations
 
@@ -28,5 +29,6 @@ def hardware_of(name: str) -> str:
 
 
 def is_local(name: str, kind: str) -> bool:
-    """Returns whether it is a device of this machine and of this kind: only those use this machine's memory, cores or GPUs."""
+    """Returns whether the name is that of a device of this kind on this machine: only such devices use this machine's memory, cores
+    or GPUs."""
     return not host_of(name) and kind_of(name) == kind

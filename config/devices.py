@@ -49,8 +49,8 @@ def device_budgets(
     """Returns the node's devices with their budgets. If none is configured, that is `cpu:0` with half of the machine's memory.
     memory_bytes: the machine's memory. source: where the settings come from, for errors. gpus: returns the machine's GPUs or raises
     NoGpus; called only if a cuda device is configured. Raises ConfigError for a device that is named twice or does not exist, for a
-    budget below 8 chunks or above the GPU's memory, and for cpu devices whose budgets together exceed the machine's memory. Of
-    devices of other hosts nothing else is known here than the budget."""
+    budget below 8 chunks or above the GPU's memory, and for cpu devices whose budgets together exceed the machine's memory. Of a
+    device of another host nothing but its configured budget is known here."""
     try:
         return _device_budgets(config, memory_bytes, source, gpus)
     except ConfigError as error:

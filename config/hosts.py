@@ -1,4 +1,6 @@
-"""Other hosts that lend devices to this one: their tables `[hosts.NAME]`, and the devices that are named after them."""
+"""Checks the settings of other hosts that lend devices to this one: the tables `[hosts.NAME]`, and the devices `…@NAME` that a host
+lends.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from config.device_names import HOST, HOST_FORM, host_of
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError if a table cannot be that of a host because of its name."""
+    """Raises ValueError unless `name` may be the name of a host, as in its table `[hosts.NAME]`."""
     if HOST.match(name) is None:
         raise ValueError(f"is no name of a host: {HOST_FORM}")
 
@@ -22,8 +24,8 @@ def check_address(value: str) -> None:
 
 
 def problem(entries: Sequence[str], hosts: Collection[str]) -> tuple[str, str]:
-    """Returns what is wrong with the devices and the hosts' tables together, as the key and a message; two empty texts if nothing
-    is. entries: the valid entries of the setting `device`. hosts: the names of the tables."""
+    """Returns what is wrong with the devices and the hosts' tables together, as the key at fault and a message; ("", "") if nothing
+    is wrong. entries: the valid entries of the setting `device`. hosts: the names of the tables."""
     named = {entry: host_of(units.parse_device(entry)[0]) for entry in entries}
     for entry, host in named.items():
         if host and host not in hosts:

@@ -32,8 +32,8 @@ def depth_of(text: str, key: str) -> int:
 
 
 def lines(text: str) -> dict[tuple[str, ...], int]:
-    """Returns a map from each key that is set to the line (from 1) that `line_of` finds for it. A key is given as the tuple of its
-    parts, from the outermost table inwards. text: valid TOML."""
+    """Returns key -> the line (from 1) on which `line_of` finds it, for each key that the text sets. A key is given as the tuple of
+    its parts, from the outermost table inwards. text: valid TOML."""
     statements = _statements(text)
     return {path: _line(statements, list(path)) for path in _paths(tomllib.loads(text))}
 

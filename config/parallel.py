@@ -23,7 +23,8 @@ def num_ranks(settings: ModelConfig) -> int:
 
 
 def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns kind -> names of devices, because a model is split over devices of one kind. names: of any devices."""
+    """Returns the devices grouped by kind, as kind -> names: a model is split only over devices of one kind. names: of devices of
+    any kind."""
     found: dict[str, list[str]] = {}
     for name in names:
         if (kind := kind_of(name)) in KINDS:
@@ -33,7 +34,8 @@ def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 
 def hold(names: Iterable[str], how: ParallelConfig) -> bool:
     """Returns whether there are enough devices for a model that is split as `how` says: each stage needs its devices on one host,
-    and the last one on this machine. A model without stages is a single, last one. names: the names of devices of one kind."""
+    and the last one on this machine. A model that is not a pipeline counts as one stage, the last. names: the names of devices of
+    one kind."""
     return _num_groups(names, how) > 0
 
 
@@ -46,8 +48,8 @@ def _num_groups(names: Iterable[str], how: ParallelConfig) -> int:
 
 
 def num_places(settings: ModelConfig, devices: Sequence[str]) -> int:
-    """Returns on how many devices, or groups of them if it is split, a model may be at once by its settings. With "auto" it counts
-    as whole. devices: names of the node's devices, those of other hosts included."""
+    """Returns on how many devices, or groups of them if it is split, a model may be at once by its settings. A model with parallel
+    = "auto" counts as whole. devices: names of the node's devices, those of other hosts included."""
     kinds = [kind for kind in KINDS if kind not in _refused(settings)]
     there = by_kind(settings.devices or devices)
     how = settings.parallel if isinstance(settings.parallel, ParallelConfig) else ParallelConfig()
@@ -92,7 +94,8 @@ def _refused(settings: ModelConfig) -> dict[str, str]:
 
 
 def problem_of_copies(settings: ModelConfig) -> str:
-    """Returns why a model cannot have the copies of experts that its settings allow (expert_copies), or "" if it can."""
+    """Returns why the setting `expert_copies` is refused for a model, or "" if it is not: only experts that are divided among
+    devices have copies."""
     how = settings.parallel
     if settings.expert_copies and not (isinstance(how, ParallelConfig) and how.expert > 1):
         return "needs parallel = { expert = 2 } or more beside it: only experts that are divided among devices have copies"

@@ -50,10 +50,10 @@ def _merge(
     skip: tuple[str, ...] = (),
     at_restart: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Compares two structs of settings. Returns the new values, by key, of the keys that differ and that a reload applies (live
-    keys). Adds each key that differs, with `prefix` before it, to one of the lists of `result`: `applied` for a live key, else
-    `needs_restart`. struct: the type of `old` and `new`. skip: keys that are not compared. at_restart: live keys whose change needs
-    a restart in this case."""
+    """Compares two structs of settings. Returns key -> new value of the live keys that differ, which a reload applies. Adds each
+    key that differs, with `prefix` before it, to a list of `result`: a live key to `applied`, any other to `needs_restart`. struct:
+    the type of `old` and `new`. skip: keys that are not compared. at_restart: live keys whose change needs a restart in this
+    case."""
     live = live_keys(struct).difference(at_restart)
     values = {}
     for key in struct.__struct_fields__:

@@ -40,7 +40,7 @@ def missing(settings: ModelConfig, num_replicas: int) -> str:
 
 
 def _asked(settings: ModelConfig) -> int:
-    """Returns how many replicas the model has to have at least; 1 for "auto"."""
+    """Returns the number of replicas for which the settings ask, below which operators are told; 1 for "auto"."""
     return 1 if settings.replicas == AUTO else int(settings.replicas)
 
 

@@ -25,9 +25,9 @@ class DeviceBudget(msgspec.Struct, frozen=True):
     Each has its own memory accounting and its own engine.
 
     name: `cpu:0`; `cpu:0@b` for a device that the host b lends; `cpu:0/org/name` for a model's part. budget_bytes: for weights, KV
-    and work space together. uuid: the GPU of a cuda device of this machine, "" for any other device. model: the only model of such
-    a part, "" for a device. whole_bytes: the budget of the whole device, where a part of it was set aside; 0 where it was not
-    divided."""
+    and work space together. uuid: the GPU of a cuda device of this machine, "" for any other device. model: the only model that may
+    use such a part; "" for a device. whole_bytes: the budget of the whole device, where a part of it was set aside; 0 where it was
+    not divided."""
 
     name: str
     budget_bytes: int
@@ -51,7 +51,8 @@ class DeviceBudget(msgspec.Struct, frozen=True):
         return device_names.kind_of(self.name)
 
     def is_local(self, kind: str) -> bool:
-        """Returns whether it is a device of this machine and of this kind: only those use this machine's memory, cores or GPUs."""
+        """Returns whether this is a device of this kind on this machine: only such devices use this machine's memory, cores or
+        GPUs."""
         return device_names.is_local(self.name, kind)
 
 

@@ -29,7 +29,7 @@ def check(url: str) -> None:
 
 
 def host_of(url: str) -> str:
-    """Returns the address's host and port, which name the server in messages: `gpu2:8000`."""
+    """Returns the host and port of the address, by which messages name the server: `gpu2:8000`."""
     parts = urlsplit(url)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return f"{host}:{parts.port or _PORTS[parts.scheme]}"
