@@ -435,9 +435,9 @@ class Probed(Message, frozen=True):
 class Stats(Message, frozen=True):
     """The engine's state, sent when it changes, at most 4 times a second. kv_chunks_used: chunks that hold KV or adapters. models:
     name -> [kv_bytes, active, queued, cached_bytes]. steps, preemptions: counted since the engine's start. without_room: how many
-    of a model's queued requests wait because their adapter finds no room, for models with such requests. adapter_bytes: of all
-    adapters that running requests use. share_chunks: model -> chunks with KV of a share, for split models that this engine leads;
-    each of their devices has as many, and engines that follow count none."""
+    of a model's queued requests wait because their adapter finds no room, for models with such requests. adapter_bytes: the bytes
+    of all adapters that running requests use. share_chunks: model -> chunks with KV of a share, for split models that this engine
+    leads; each of their devices has as many, and engines that follow count none."""
 
     kv_chunks_used: int
     models: dict[str, list[int]]

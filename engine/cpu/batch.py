@@ -120,10 +120,10 @@ def build_batch(
     padded: bool = False,
     adapters: BatchAdapters | None = None,
 ) -> HostBatch:
-    """Builds the inputs of a step from its plan and the sequence table. memory: of each KV group. layer_places: as in HostBatch.
-    cos_sin: CpuOps.cos_sin. padded: T is padded to one of few counts (padded_rows); padding tokens are not stored and attend to
-    nothing. adapters: the model's adapters, whose `numbers` are replaced by those of the step; None: steps compute no adapters.
-    Everything is computed on whole arrays, never row by row."""
+    """Builds the inputs of a step from its plan and the sequence table. memory: that of each KV group. layer_places: as in
+    HostBatch. cos_sin: CpuOps.cos_sin. padded: T is padded to one of few counts (padded_rows); padding tokens are not stored and
+    attend to nothing. adapters: the model's adapters, whose `numbers` are replaced by those of the step; None: steps compute no
+    adapters. Everything is computed on whole arrays, never row by row."""
     block_tokens = memory[0].kv.shape[4]
     num_new, first = plan.num_new, plan.num_computed
     num_rows = len(num_new)

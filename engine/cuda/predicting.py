@@ -133,8 +133,8 @@ class CudaPredicting:
         return out.reshape(-1)
 
     def go_on(self, states: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Runs the predictor on one more token of each row. states [Q, W]: its states of the token before. columns: as of a decode
-        step; host_ids are the tokens to read. Returns its states [Q, W] of these tokens."""
+        """Runs the predictor on one more token of each row. states [Q, W]: its states of the token before. columns: those of a
+        decode step; host_ids are the tokens to read. Returns its states [Q, W] of these tokens."""
         return self._model().predict(states, self._batch(columns, None))
 
     def draw(self, states: Tensor, columns: Mapping[str, Tensor]) -> Tensor:

@@ -24,8 +24,8 @@ from loader.shapes.rope_config import PROPORTIONAL, RopeParameters
 
 
 def rotaries_of(shape: ModelShape, max_model_len: int) -> tuple[Rotary, Rotary]:
-    """Returns two rotary embeddings: of a model's layers without windows, and of its layers with windows. They are one object if
-    both are the same. max_model_len: the longest context that the model is served with."""
+    """Returns two rotary embeddings: that of a model's layers without windows, and that of its layers with windows. They are one
+    object if both are the same. max_model_len: the longest context that the model is served with."""
 
     def made(rope: RopeParameters, head_dim: int) -> Rotary:
         return Rotary(inverse_frequencies(rope, head_dim, max_model_len), rope.attention_factor)

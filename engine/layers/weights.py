@@ -31,7 +31,8 @@ def _ones(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 class Weights:
     """Looks a model's parameters up by their names in the checkpoint, as views of the weight range `memory`. Methods raise KeyError
-    for a name that the model does not have, unless they say otherwise. counts: what the model's experts add to; None: nothing."""
+    for a name that the model does not have, unless they say otherwise. counts: the counts to which the model's experts add; None:
+    nothing is counted."""
 
     def __init__(
         self,

@@ -28,12 +28,12 @@ NO_REQUESTS = np.zeros(0, np.int64)
 class FirstStep:
     """The first step of one model, and the state of the load during which it runs.
 
-    plan, result, error: of the step; at its end either `result` or `error` is set. running: the step runs in its thread, or has
-    ended and the engine's loop has not processed that. loaded: all weights are loaded and the daemon has been informed; loaded_s:
-    when, by time.monotonic(). has_begun: the weights that the step needs first are loaded; requests queued until then run in it.
-    restored_tokens: how many tokens of saved KV were restored. waits_for: a load from the host tier during which the step must not
-    start; if that copy is rejected the step starts after all, since the weights are then read from disk. deferred: messages to
-    process when the step has ended."""
+    plan, result, error: those of the step; at its end either `result` or `error` is set. running: the step runs in its thread, or
+    has ended and the engine's loop has not processed that. loaded: all weights are loaded and the daemon has been informed;
+    loaded_s: when, by time.monotonic(). has_begun: the weights that the step needs first are loaded; requests queued until then run
+    in it. restored_tokens: how many tokens of saved KV were restored. waits_for: a load from the host tier during which the step
+    must not start; if that copy is rejected the step starts after all, since the weights are then read from disk. deferred:
+    messages to process when the step has ended."""
 
     served: ServedModel
     hosted: StreamedModel

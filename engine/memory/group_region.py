@@ -78,7 +78,7 @@ class GroupRegion:
         return self.table
 
     def new_link(self, stage: int | None = None) -> StageLink:
-        """Returns a new connection of a stage to its neighbours: of this member's stage, or of the one with the number `stage`."""
+        """Returns a new connection to the neighbours of this member's stage, or of the stage with the number `stage`."""
         of_stage = self.stage if stage is None else stage
         return StageLink(self._stages, of_stage, self.num_stages, self._handed_bytes, self.broken)
 

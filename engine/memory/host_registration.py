@@ -35,8 +35,8 @@ class RegistersHost(Protocol):
 
     def unregister_host(self, address: int, memory: object) -> None:
         """Ends the registration that begins at `address`, but not before all steps launched so far have ended; returns without
-        waiting for that. memory: what keeps the memory mapped, and is held until then. If the driver refuses, which is logged, it
-        is held for the life of the process."""
+        waiting for that. memory: the object that keeps the memory mapped, which is held until then. If the driver refuses, which is
+        logged, it is held for the life of the process."""
         ...
 
 

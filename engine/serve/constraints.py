@@ -408,7 +408,7 @@ class Constraints:
 
     def _restart(self, model: str, grammars: ModelGrammars, reason: str) -> list[End]:
         """Starts a model's grammar process again after its death, and parks its requests until it has opened. Returns the ends of
-        requests that fail, because it died MAX_DEATHS times while working on them. reason: of the death, for the log."""
+        requests that fail, because it died MAX_DEATHS times while working on them. reason: why it died, for the log."""
         suspects = [each for each in grammars.by_id.values() if each.working or not grammars.opened]
         for each in suspects:
             each.deaths += 1
