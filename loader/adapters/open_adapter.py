@@ -19,7 +19,7 @@ _READ_BYTES = 1 << 30  # one system call reads less than 2 GiB
 
 
 class OpenAdapter:
-    """A checked adapter whose weight file is open. header: the file's header. info: what the check found of it. fd: the file's
+    """A checked adapter whose weight file is open. header: the file's header. info: the file as the check saw it. fd: the file's
     descriptor, which is closed by `close`, or at the end of a `with`."""
 
     def __init__(self, adapter: Adapter, header: Header, info: FileInfo, fd: int) -> None:
