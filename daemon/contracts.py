@@ -271,9 +271,9 @@ class HttpSettings(Protocol):
 
 
 class Guarded(Protocol):
-    """The facts about an endpoint that the rules of access need. methods: of HTTP. open: it needs no key. watching: it shows data
-    of all tenants. operating: it changes what the node serves. for_operators: it is for operators, such as the metrics; other
-    sites' pages may not read it, and the main listener does not serve it if operators have a listener of their own."""
+    """The facts about an endpoint that the rules of access need. methods: its HTTP methods. open: it needs no key. watching: it
+    shows data of all tenants. operating: it changes what the node serves. for_operators: it is for operators, such as the metrics;
+    other sites' pages may not read it, and the main listener does not serve it if operators have a listener of their own."""
 
     @property
     def methods(self) -> Sequence[str]: ...

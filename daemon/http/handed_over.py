@@ -35,8 +35,8 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 class Content(msgspec.Struct, frozen=True):
-    """The account that a daemon leaves for the next one. version: of its format. connections: in the order of their sockets.
-    readable_from: the oldest version of the format whose code can read it."""
+    """The account that a daemon leaves for the next one. version: the version of its format. connections: in the order of their
+    sockets. readable_from: the oldest version of the format whose code can read it."""
 
     version: int
     connections: list[Listed]

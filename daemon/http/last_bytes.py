@@ -26,8 +26,8 @@ _TCP_CLOSE = 7  # the state of a connection that has ended on both sides or was 
 
 class LastBytes:
     """The bytes that client connections of some servers have not delivered yet. From its creation on, this object keeps open the
-    sockets of connections that the daemon closes while bytes are in their send queues; `end` closes them. runners: of servers that
-    have been set up."""
+    sockets of connections that the daemon closes while bytes are in their send queues; `end` closes them. runners: the runners of
+    servers, which have been set up."""
 
     def __init__(self, runners: Sequence[Runner]) -> None:
         servers = [runner.server for runner in runners]

@@ -45,8 +45,8 @@ RECV_BYTES = 1 << 18
 
 @dataclass(slots=True, frozen=True)
 class LentDevice:
-    """A device that is lent. name: such as cpu:0. budget_bytes: how much of its memory may be used. uuid: of a GPU. threads: as in
-    Configure."""
+    """A device that is lent. name: such as cpu:0. budget_bytes: how much of its memory may be used. uuid: a GPU's UUID. threads: as
+    in protocol.Configure."""
 
     name: str
     budget_bytes: int

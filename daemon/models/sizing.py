@@ -100,7 +100,7 @@ class Sizing:
 
     def bytes_with_copies(self, settings: ModelConfig, shape: ModelShape, dtype: str) -> dict[int, int]:
         """Returns number of further experts in each layer of a share -> the most bytes of its weights, for the numbers that loads
-        may take. shape: of the whole model."""
+        may take. shape: that of the whole model."""
         weight_format = held_format(shape, settings.quantize, settings.resident)
         how = (shape, dtype, division_of(settings), weight_format)
         numbers = expert_copies.numbers(self.most_copies(settings, shape))

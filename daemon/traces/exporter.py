@@ -61,8 +61,8 @@ class Exporter:
         counts: SpanCounts,
         retry_for_s: float = RETRY_FOR_S,
     ) -> None:
-        """endpoint, headers: of the collector. resource: the attributes of this node, as encoded by otlp.resource_json. counts:
-        counts the spans that were sent and dropped. retry_for_s: how long a batch is tried again."""
+        """endpoint, headers: those of the collector. resource: the attributes of this node, as encoded by otlp.resource_json.
+        counts: counts the spans that were sent and dropped. retry_for_s: how long a batch is tried again."""
         self._endpoint, self._resource, self._counts, self._retry_for_s = endpoint, resource, counts, retry_for_s
         self._headers = {
             **headers,

@@ -18,8 +18,8 @@ UNKNOWN, UP, DOWN = "unknown", "up", "down"
 
 @dataclass(slots=True, frozen=True)
 class Address:
-    """The destination of requests for one model name. url: of the other server, without a "/" at its end. host: its HOST:PORT, for
-    messages. model: the model's name on that server. key: the API key for it; "" for none."""
+    """The destination of requests for one model name. url: the other server's URL, without a "/" at its end. host: its HOST:PORT,
+    for messages. model: the model's name on that server. key: the API key for it; "" for none."""
 
     url: str
     host: str

@@ -58,8 +58,8 @@ def _error_body(error: HearthError) -> dict[str, Any]:
 
 @dataclass(slots=True, frozen=True)
 class _Kind:
-    """A kind of output item. prefix: of the item's id. part: the type of its content part, "" for a call, which has none. events:
-    the beginning of the names of its events."""
+    """A kind of output item. prefix: the prefix of the item's id. part: the type of its content part, "" for a call, which has
+    none. events: the beginning of the names of its events."""
 
     prefix: str
     part: str
