@@ -27,13 +27,14 @@ class Stages(Protocol):
         applies to recorded programs, too."""
         ...
 
-    def receive(self, num_tokens: int, with_update: bool) -> tuple[Tensor, Tensor | None]:
-        """Waits until the previous stage has sent its states. Returns the residual and the update, each [num_tokens, W] for a model
-        of width W; padding is not initialised. with_update: whether the stage sends an update; if not, None is returned for it.
-        Raises GroupBroken if the group has lost a device, also when it is called by a recorded program."""
+    def receive(self, num_tokens: int, with_second: bool) -> tuple[Tensor, Tensor | None]:
+        """Waits until the previous stage has sent its states. Returns the residual and the second state, each [num_tokens, W] for a
+        model of width W; padding is not initialised. with_second: whether the stage sends a second state; if not, None is returned
+        for it. Raises GroupBroken if the group has lost a device, also when it is called by a recorded program."""
         ...
 
-    def send(self, residual: Tensor, update: Tensor | None) -> None:
-        """Passes on to the next stage the residual and the update, each [T, W] for T tokens and a model of width W, without waiting
-        until that stage has read them. update: None if there is none."""
+    def send(self, residual: Tensor, second: Tensor | None) -> None:
+        """Passes on to the next stage the residual and a second state, each [T, W] for T tokens and a model of width W, without
+        waiting until that stage has read them. second: the update that is to be added to the residual, or the embeddings of the
+        tokens; None if there is none."""
         ...

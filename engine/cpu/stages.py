@@ -28,13 +28,13 @@ class SharedStages:
     def count(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
 
-    def receive(self, num_tokens: int, with_update: bool) -> tuple[Tensor, Tensor | None]:
-        residual, *update = (empty(self._like, num_tokens, self._like.shape[1]) for _ in range(1 + with_update))
-        call(self._receive, *_views(residual, *update))
-        return residual, update[0] if update else None
+    def receive(self, num_tokens: int, with_second: bool) -> tuple[Tensor, Tensor | None]:
+        residual, *second = (empty(self._like, num_tokens, self._like.shape[1]) for _ in range(1 + with_second))
+        call(self._receive, *_views(residual, *second))
+        return residual, second[0] if second else None
 
-    def send(self, residual: Tensor, update: Tensor | None) -> None:
-        call(self._send, *_views(residual, *([] if update is None else [update])))
+    def send(self, residual: Tensor, second: Tensor | None) -> None:
+        call(self._send, *_views(residual, *([] if second is None else [second])))
 
     def _receive(self, *states: Tensor) -> None:
         if (place := self._link.take()) is None:

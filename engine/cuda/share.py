@@ -162,7 +162,7 @@ class CudaShare(CudaModel):
         width = self.vocab_size if model.makes_logits and not self._samples else 0
         self._logits = torch.empty(num_rows, width, dtype=getattr(torch, spec.dtype), device=self._device)
         if links.stages is not None and (most := max([row_limit, *(size.num_tokens for size in sizes)])):
-            links.stages.keep(most, 1 + model.passes_updates)
+            links.stages.keep(most, 1 + model.passes_second)
 
     @property
     def kept_bytes(self) -> int:

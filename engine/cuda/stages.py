@@ -61,20 +61,20 @@ class DeviceStages(Link):
     def count(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
 
-    def receive(self, num_tokens: int, with_update: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns the previous stage's residual and update, as Stages.receive says: waits on the host until they have arrived, then
-        launches their copy to the device."""
+    def receive(self, num_tokens: int, with_second: bool) -> tuple[Tensor, Tensor | None]:
+        """Returns the previous stage's residual and second state, as Stages.receive says: waits on the host until they have arrived,
+        then launches their copy to the device."""
         if self._in_place:
             states = [state[:num_tokens] for state in self._states]
-            assert len(states) == 1 + with_update
+            assert len(states) == 1 + with_second
         else:
-            states = [torch.empty(num_tokens, self._width, dtype=self._dtype, device=self._device) for _ in range(1 + with_update)]
+            states = [torch.empty(num_tokens, self._width, dtype=self._dtype, device=self._device) for _ in range(1 + with_second)]
             if not self._alone:
                 self._fill(states)
-        return states[0], states[1] if with_update else None
+        return states[0], states[1] if with_second else None
 
-    def send(self, residual: Tensor, update: Tensor | None) -> None:
-        states = [residual] if update is None else [residual, update]
+    def send(self, residual: Tensor, second: Tensor | None) -> None:
+        states = [residual] if second is None else [residual, second]
         if self._in_place:
             for kept, state in zip(self._states, states, strict=True):
                 if state.data_ptr() != kept.data_ptr():  # layers may have changed what `receive` has returned
@@ -84,7 +84,7 @@ class DeviceStages(Link):
 
     def keep(self, num_rows: int, num_states: int) -> None:
         """Allocates the memory that graphs read and write. num_rows: most rows of a graph. num_states: 2 if stages pass on a
-        residual and an update, 1 if only a residual."""
+        second state with the residual, 1 if only a residual."""
         self._states = [torch.zeros(num_rows, self._width, dtype=self._dtype, device=self._device) for _ in range(num_states)]
 
     @property

@@ -19,12 +19,13 @@ MEAN_FACTOR = 2.0**-0.5  # factor of the sum of both parts
 
 
 class LayerInputs(Generic[BatchT]):
-    """Computes the additional inputs of all L layers, W numbers each, from a step's tokens and their embeddings [T, hidden]."""
+    """Computes the additional inputs of the L layers that are here, W numbers each, from a step's tokens and their embeddings [T,
+    hidden]."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights) -> None:
         assert shape.layer_inputs is not None
         names, width = family.names, shape.layer_inputs.width
-        self.ops, self.width, self.num_layers = ops, width, shape.num_layers
+        self.ops, self.width, self.num_layers = ops, width, len(shape.own_layers)
         self.table = weights.get(f"{names.input_embedding}.weight")
         self.table_scale = torch.tensor(width**0.5, dtype=self.table.dtype).item()  # rounded to the table's dtype
         self.projection = weights.get(f"{names.input_projection}.weight")
@@ -32,8 +33,8 @@ class LayerInputs(Generic[BatchT]):
         self.norm = Norm(ops, family, shape, weights, names.input_norm)
 
     def __call__(self, embedded: Tensor, batch: BatchT) -> Tensor:
-        """Returns the inputs [T L, W]; row t L + l is the input of token t for layer l. embedded [T, hidden]: the embeddings of the
-        batch's tokens."""
+        """Returns the inputs [T L, W]; row t L + l is the input of token t for the layer with index l. embedded [T, hidden]: the
+        embeddings of the batch's tokens."""
         ops, num_tokens = self.ops, len(embedded)
         projected = ops.scaled(ops.linear(embedded, self.projection), self.projection_scale)
         made = self.norm(projected.view(num_tokens * self.num_layers, self.width))
@@ -49,8 +50,9 @@ class LayerInput(Generic[BatchT]):
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert shape.layer_inputs is not None
         names, prefix = family.names, family.names.layer.format(layer)
-        width = shape.layer_inputs.width
-        self.ops, self.all_width, self.columns = ops, shape.num_layers * width, slice(layer * width, (layer + 1) * width)
+        width, own = shape.layer_inputs.width, shape.own_layers
+        at = own.index(layer)
+        self.ops, self.all_width, self.columns = ops, len(own) * width, slice(at * width, (at + 1) * width)
         self.gate = weights.matrix(prefix, (names.input_gate,))
         self.output = weights.matrix(prefix, (names.input_output,))
         self.norm = Norm(ops, family, shape, weights, prefix + names.input_output_norm)

@@ -46,7 +46,10 @@ class DecoderModel(Generic[BatchT]):
         self.inputs = LayerInputs(ops, family, shape, weights) if shape.layer_inputs is not None else None
         self.num_layers = shape.num_layers
         self.layers = [DecoderLayer(ops, family, shape, weights, layer, ranks) for layer in shape.own_layers]
-        self.passes_updates = not names.layer_scalar  # a layer with such a scalar adds its update itself
+        # A layer with a scalar adds its update itself. Layers' additional inputs are made from the embeddings.
+        self.passes_embeddings = self.inputs is not None
+        self.passes_second = self.passes_embeddings or not names.layer_scalar
+        assert stages is None or names.layer_scalar or not self.passes_embeddings, "a stage passes on two states at most"
         self.norm = Norm(ops, family, shape, weights, names.final_norm) if is_last else None
         self.logit_scale, self.logit_softcap = shape.logit_scale, shape.logit_softcap
         self.head: Tensor | PackedMatrix | None = None  # None: the model embeds, or this stage computes no logits
@@ -67,9 +70,9 @@ class DecoderModel(Generic[BatchT]):
         """Computes a batch and stores its keys and values. Returns the normed hidden states [N, hidden] of the tokens `wanted` ([N]
         int64; None: all of them). Fills batch.kept, unless it is None, with the states that the model's predictor reads: num_kept
         tensors [T, hidden]. A stage before the last passes its states on; the states that it returns are meaningless."""
-        residual, update = self._first_states(batch)
+        residual, update, embedded = self._first_states(batch)
         if self.inputs is not None:
-            batch.layer_inputs = self.inputs(residual, batch)
+            batch.layer_inputs = self.inputs(residual if embedded is None else embedded, batch)
         for number, layer in enumerate(self.layers):
             if number in self.kept_layers:
                 self._keep(number, update, residual, batch)
@@ -80,7 +83,9 @@ class DecoderModel(Generic[BatchT]):
             update = None
         if self.norm is None:
             assert self.stages is not None
-            self.stages.send(residual, update)
+            if self.passes_embeddings and self.embedding is not None:
+                embedded = self.embedding(batch.input_ids)  # again, because the layers have changed them in place
+            self.stages.send(residual, update if embedded is None else embedded)
             return residual
         if batch.kept is not None and not self.kept_layers:
             normed = self._normed(update, residual)
@@ -90,13 +95,15 @@ class DecoderModel(Generic[BatchT]):
             update, residual = None if update is None else update[wanted], residual[wanted]
         return self._normed(update, residual)
 
-    def _first_states(self, batch: BatchT) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual [T, hidden] before this device's first layer, and the update [T, hidden] that is still to be added
-        to it (None: there is none). They come from the embedding, or from the stage before."""
+    def _first_states(self, batch: BatchT) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the residual [T, hidden] before this device's first layer, the update [T, hidden] that is still to be added to it
+        (None: there is none), and the embeddings [T, hidden] that the stage before passes on (None: it passes on none). They come
+        from the embedding, or from the stage before."""
         if self.embedding is not None:
-            return self.embedding(batch.input_ids), None
+            return self.embedding(batch.input_ids), None, None
         assert self.stages is not None
-        return self.stages.receive(len(batch.input_ids), self.passes_updates)
+        residual, second = self.stages.receive(len(batch.input_ids), self.passes_second)
+        return (residual, None, second) if self.passes_embeddings else (residual, second, None)
 
     def _normed(self, update: Tensor | None, residual: Tensor) -> Tensor:
         assert self.norm is not None

@@ -31,7 +31,7 @@ class CausalLM(Protocol[BatchT_contra]):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
     makes_logits: bool  # False for a stage of a pipeline before the last, and for a model that embeds
-    passes_updates: bool  # whether a stage passes on an update with its residual
+    passes_second: bool  # whether a stage passes on a second state with its residual (Stages.send)
     num_kept: int  # number of tensors in StepBatch.kept; 0: the model has no predictor
 
     def state_memory(self, num_tokens: int) -> Tensor: ...

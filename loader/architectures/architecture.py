@@ -17,6 +17,7 @@ Dims = tuple[int, ...]
 # How the devices of a group share a tensor (TensorGroup.divided): by its rows, by its columns, or only the first device has it,
 # because the devices' outputs are added up.
 ROWS, COLUMNS, FIRST_ALONE = "rows", "columns", "first alone"
+WHOLE = "whole"  # every stage of a pipeline has a tensor whole (TensorGroup.by_layer)
 
 
 class Cut(NamedTuple):
@@ -64,7 +65,11 @@ class TensorGroup(NamedTuple):
 
     num_experts: number of experts, in order, to which the tensors belong; each device may have some of the experts, and `divided`
     says how devices with the same experts share each expert. 0: the tensors do not belong to routed experts. stacked: each tensor
-    has the experts along its first axis, and `divided` applies to the other axes."""
+    has the experts along its first axis, and `divided` applies to the other axes.
+
+    by_layer: how the stages of a pipeline share tensors of which every layer needs something: each layer has an equal part of their
+    ROWS or of their COLUMNS, in the order of the layers, and a stage has the parts of its own layers; WHOLE: each stage has the
+    tensors whole; "": only one stage, or the layer, needs them. Such tensors are not divided among the devices of a stage."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
@@ -77,7 +82,13 @@ class TensorGroup(NamedTuple):
     joined: tuple[Dims, ...] = ()
     num_experts: int = 0
     stacked: bool = False
+    by_layer: str = ""
     cuts: tuple[Cut, ...] = ()
+
+    def in_parts(self, cuts: tuple[Cut, ...]) -> TensorGroup:
+        """Returns the group with only these parts of its tensors. cuts: one for each tensor."""
+        tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(self.tensors, cuts, strict=True))
+        return self._replace(tensors=tensors, cuts=cuts)
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:
         """Returns this group, which describes the tensors of any layer of one kind, as the group of one layer. layer: the layer's

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from loader.architectures import predictor
-from loader.architectures.architecture import COLUMNS, FIRST_ALONE, MAX_LAYERS, ROWS, TensorGroup, one_tensor, stored_dtype
+from loader.architectures.architecture import COLUMNS, FIRST_ALONE, MAX_LAYERS, ROWS, WHOLE, TensorGroup, one_tensor, stored_dtype
 from loader.architectures.cut_sizes import cut_sizes
 from loader.architectures.delta import Deltas
 from loader.architectures.experts import Experts
@@ -338,9 +338,9 @@ class Decoder:
             return []
         width = shape.num_layers * inputs.width
         return [
-            one_tensor(f"{names.input_embedding}.weight", inputs.vocab_size, width),
-            one_tensor(f"{names.input_projection}.weight", width, shape.hidden_size),
-            *_weights(inputs.width, names.input_norm),
+            one_tensor(f"{names.input_embedding}.weight", inputs.vocab_size, width)._replace(by_layer=COLUMNS),
+            one_tensor(f"{names.input_projection}.weight", width, shape.hidden_size)._replace(by_layer=ROWS),
+            *(group._replace(by_layer=WHOLE) for group in _weights(inputs.width, names.input_norm)),
         ]
 
     def _groups_at_the_end(self, shape: ModelShape) -> list[TensorGroup]:

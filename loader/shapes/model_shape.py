@@ -382,6 +382,13 @@ class ModelShape:
         windows = self.layer_windows
         return next(one for one in reversed(range(self.num_writing_layers)) if windows[one] == windows[layer])
 
+    @property
+    def first_joined_layer(self) -> int:
+        """The first of the last layers that are not divided among pipeline stages: the first one whose keys and values another
+        layer reads, or, if none are read, the last layer."""
+        reading = range(self.num_writing_layers, self.num_layers)
+        return min(map(self.kv_layer, reading), default=self.num_layers - 1)
+
     def _reads(self, layer: int) -> bool:
         """Returns whether a layer reads the keys and values of an earlier layer instead of making its own."""
         return self.num_writing_layers <= layer < self.num_layers

@@ -9,7 +9,15 @@ from loader.files import frame
 from loader.formats.registry import stored_format
 from loader.shapes.dtypes import ITEM_BYTES
 from loader.shapes.model_shape import ModelShape
-from loader.sizes.work_space import MOST_STAGED_TOKENS, beside_values, delta_bytes, input_values, keys_as_values, predictor_values
+from loader.sizes.work_space import (
+    MOST_STAGED_TOKENS,
+    beside_values,
+    delta_bytes,
+    input_values,
+    keys_as_values,
+    passed_values,
+    predictor_values,
+)
 
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 # Rows edited at a time (engine/cuda/edited.py), and penalised tokens of these rows together; a single row may have more tokens.
@@ -67,7 +75,7 @@ def gpu_step_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, m
     query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
     # residual, its norm, a product's result; with parallel branches, the results of attention and of the MLP
     residual = tokens * hidden * (4 if shape.parallel_branches else 3) * item
-    residual += tokens * (3 * input_values(shape) + beside_values(shape)) * item
+    residual += tokens * (3 * input_values(shape) + passed_values(shape) + beside_values(shape)) * item
     residual += tokens * predictor_values(shape) * item + max_sequences * DRAFT_BYTES * shape.predicts
     num_pieces = max_sequences + -(-DECODE_PIECES // decode_programs(shape, shape.fewest_kv_heads))
     if (latent := shape.latent) is None:
@@ -112,8 +120,8 @@ def _logits_values(shape: ModelShape) -> int:
 
 def _exchange_bytes(shape: ModelShape, rows: int, item: int) -> int:
     """Returns the bytes that a share of a model keeps for its exchange with the other devices: the communicator, the region that
-    they map, the logits of `rows` rows, and for a stage of a pipeline the states that its graphs read and leave, a residual and an
-    update (engine/cuda/stages.py); 0 for a whole model. item: bytes of an element of the model's dtype."""
+    they map, the logits of `rows` rows, and for a stage of a pipeline the states that its graphs read and leave, a residual and
+    another state (engine/cuda/stages.py); 0 for a whole model. item: bytes of an element of the model's dtype."""
     if shape.split is None:
         return 0
     states = 2 * MOST_STAGED_TOKENS * shape.hidden_size * item if shape.split.num_stages > 1 else 0

@@ -1,11 +1,11 @@
 """Divides a decoder among the devices of a group: tensor parallelism, as in Megatron-LM (https://arxiv.org/abs/1909.08053), within
 each of the stages of a pipeline.
 
-A stage has consecutive layers; the first stage also has the embedding, and the last one the final norm and the head. Each device of
-a stage has equal parts of the attention heads, of each MLP's inner dimensions and of the rows of embedding and head. A family's
-list of tensors says how each group is divided (TensorGroup.divided). Norms are whole on each device; biases of outputs that the
-devices add up are only on the first device. Of a router's experts each device has some, either whole or an equal part of each;
-routers are whole on each device.
+A stage has consecutive layers; the first stage also has the embedding, and the last one the final norm and the head. What makes
+additional inputs of layers is divided by layers (TensorGroup.by_layer). Each device of a stage has equal parts of the attention
+heads, of each MLP's inner dimensions and of the rows of embedding and head. A family's list of tensors says how each group is
+divided (TensorGroup.divided). Norms are whole on each device; biases of outputs that the devices add up are only on the first
+device. Of a router's experts each device has some, either whole or an equal part of each; routers are whole on each device.
 """
 
 from __future__ import annotations
@@ -148,26 +148,32 @@ def _refused_stages(shape: ModelShape, num_stages: int) -> str:
         return ""
     if shape.num_layers < num_stages:
         return f"num_hidden_layers {shape.num_layers} are too few for {num_stages} stages (pipeline)"
-    kinds = (
-        (shape.layer_inputs is not None, "whose layers have inputs of their own"),
-        (shape.num_reading_layers > 0, "whose last layers read the keys and values of others"),
-    )
-    return next((f"a model {kind} is not divided into stages (pipeline)" for holds, kind in kinds if holds), "")
+    first = shape.first_joined_layer
+    if first + 1 < num_stages:
+        most = f"{num_stages} stages (pipeline) are more than the {first + 1} that {shape.architecture} can have"
+        reading = f"its last layers (num_kv_shared_layers {shape.num_reading_layers}) read the keys and values of layer {first}"
+        return f"{most}: {reading} or later ones, and are in one stage with these"
+    return ""
 
 
 @lru_cache(maxsize=4096)
 def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     """Returns for each stage of a whole model the number of its last layer plus 1. The division minimises the weights of the stage
-    with the most weights. The head counts for the last stage; the embedding, of which a step reads only some rows, does not
-    count."""
+    with the most weights. The head counts for the last stage; tables of which a step reads only some rows, as the embedding, do not
+    count. Layers that read other layers' keys and values are in one stage with these."""
     sizes, behind = [0] * shape.num_layers, 0
     groups = architecture_of(shape).tensor_groups(shape)
     for group in groups[1:] if not shape.tie_word_embeddings else groups:
         number = sum(math.prod(dims) for _, dims in group.tensors)
-        if group.layer is None:
+        if group.by_layer:
+            if group.by_layer == ROWS:
+                sizes = [size + number // shape.num_layers for size in sizes]
+        elif group.layer is None:
             behind += number
         elif group.layer < shape.num_layers:
             sizes[group.layer] += number
+    joined = shape.first_joined_layer
+    sizes = [*sizes[:joined], sum(sizes[joined:])]
     least, most = 0, sum(sizes) + behind
     while least < most:
         middle = (least + most) // 2
@@ -177,7 +183,7 @@ def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
             most = middle
     ends = _stages_within(sizes, behind, most, num_stages)
     assert ends is not None
-    return ends
+    return (*ends[:-1], shape.num_layers)
 
 
 def _stages_within(sizes: Sequence[int], behind: int, bound: int, num_stages: int) -> tuple[int, ...] | None:
@@ -279,8 +285,18 @@ def groups_of_share(shape: ModelShape, groups: Sequence[TensorGroup], share: Spl
         (at, own)
         for at, group in enumerate(groups)
         if not share.stage_ends or _in_stage(shape, share, group, at < before)
-        for own in share_of([group], share)
+        for own in share_of([_of_own_layers(shape, share, group)], share)
     ]
+
+
+def _of_own_layers(shape: ModelShape, share: SplitShape, group: TensorGroup) -> TensorGroup:
+    """Returns a group with only the rows or columns of the layers of a share's stage, if it is divided by layers."""
+    if not share.stage_ends or group.by_layer not in (ROWS, COLUMNS):
+        return group
+    axis, own = int(group.by_layer == COLUMNS), share.layers_of(share.stage)
+    of_layer = [dims[axis] // shape.num_layers for _, dims in group.tensors]
+    cuts = (Cut(axis, ((own.start * each, own.stop * each),), each * shape.num_layers) for each in of_layer)
+    return group.in_parts(tuple(cuts))
 
 
 def _in_stage(shape: ModelShape, share: SplitShape, group: TensorGroup, is_before: bool) -> bool:
@@ -288,6 +304,8 @@ def _in_stage(shape: ModelShape, share: SplitShape, group: TensorGroup, is_befor
     as the embedding does; the last stage needs it, too, if it is also the head."""
     if group.layer is not None:
         return group.layer in share.layers_of(share.stage)
+    if group.by_layer:
+        return True
     if is_before and share.is_first_stage:
         return True
     return share.is_last_stage and (not is_before or shape.tie_word_embeddings)
@@ -336,9 +354,7 @@ def _some_of_stack(group: TensorGroup, share: SplitShape) -> TensorGroup:
     axis."""
     own = share.experts_of(share.expert_part, group.layer, group.num_experts)
     ranges = _met((expert, expert + 1) for expert in own)
-    cuts = tuple(Cut(0, ranges, dims[0]) for _, dims in group.tensors)
-    tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(group.tensors, cuts, strict=True))
-    return group._replace(tensors=tensors, cuts=cuts)
+    return group.in_parts(tuple(Cut(0, ranges, dims[0]) for _, dims in group.tensors))
 
 
 def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> TensorGroup:
@@ -348,9 +364,7 @@ def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> Tensor
     kinds = [(dims, lengths) for (_, dims), lengths in zip(group.tensors, joined, strict=True)]  # few, of many experts' tensors
     cut_of = {kind: _cut_of(kind[0], axis, kind[1], group.unit, number, num_parts) for kind in set(kinds)}
     experts = group.cuts or (None,) * len(kinds)
-    cuts = tuple(cut_of[kind]._replace(experts=own) for kind, own in zip(kinds, experts, strict=True))
-    tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(group.tensors, cuts, strict=True))
-    return group._replace(tensors=tensors, cuts=cuts)
+    return group.in_parts(tuple(cut_of[kind]._replace(experts=own) for kind, own in zip(kinds, experts, strict=True)))
 
 
 def _cut_of(dims: Dims, axis: int, lengths: Dims, unit: int, number: int, num_parts: int) -> Cut:

@@ -44,8 +44,8 @@ def staged_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
 
 
 def handed_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
-    """Returns the bytes that a step of num_tokens tokens passes from one pipeline stage to the next: the residual and an update to
-    it."""
+    """Returns the bytes that a step of num_tokens tokens passes from one pipeline stage to the next: the residual, and an update to
+    it or the tokens' embeddings."""
     return aligned(2 * num_tokens * shape.hidden_size * ITEM_BYTES[dtype])
 
 
@@ -87,7 +87,7 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
     layer = max(attention, 3 * shape.widest_inner_size, max(delta, expert_bytes(shape, dtype)) // ITEM_BYTES[dtype])
     # residual, update, normed, output, and as much for gaps between those that are taken and given back
     around = (10 if shape.parallel_branches else 8) * shape.hidden_size  # attention's result stays beside the MLP's
-    around += 3 * input_values(shape) + beside_values(shape)
+    around += 3 * input_values(shape) + passed_values(shape) + beside_values(shape)
     rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
     tokens = recorded_tokens(min(max_num_batched_tokens, MAX_RECORDED_TOKENS))
     return max(rows * (around + max(layer, logits_values(shape))), tokens * (around + layer)) * ITEM_BYTES[dtype]
@@ -112,9 +112,16 @@ def expert_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def input_values(shape: ModelShape) -> int:
-    """Returns how many numbers the additional inputs of all layers have for one token (engine/layers/layer_inputs.py); 0 if layers
-    have none. Computing them takes three times as many."""
-    return 0 if shape.layer_inputs is None else shape.num_layers * shape.layer_inputs.width
+    """Returns how many numbers the additional inputs of all layers, or of a pipeline stage's, have for one token
+    (engine/layers/layer_inputs.py); 0 if layers have none. Computing them takes three times as many."""
+    return 0 if shape.layer_inputs is None else len(shape.own_layers) * shape.layer_inputs.width
+
+
+def passed_values(shape: ModelShape) -> int:
+    """Returns how many numbers of one token a pipeline stage keeps to pass them on beside its residual: the embedding from which
+    the stages behind it make their layers' additional inputs; 0 if there are none."""
+    in_stages = shape.split is not None and shape.split.num_stages > 1
+    return shape.hidden_size if in_stages and shape.layer_inputs is not None else 0
 
 
 def beside_values(shape: ModelShape) -> int:
@@ -187,7 +194,7 @@ def work_space_bytes(
     residual = tokens * hidden * (3 * item + 2 * 4)  # residual, normed, output; two float32 copies inside the norm
     if shape.parallel_branches:  # attention's result, kept during the MLP
         residual += tokens * hidden * item
-    residual += tokens * (3 * input_values(shape) + beside_values(shape)) * item
+    residual += tokens * (3 * input_values(shape) + passed_values(shape) + beside_values(shape)) * item
     residual += tokens * predictor_values(shape) * item
     attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.widest_head_dim * 2 * 4
     if shape.whole_width_norms:  # the queries, and their norms

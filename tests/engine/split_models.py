@@ -380,6 +380,18 @@ def write_quantised(name: str, folder: Path) -> str:
     return str(folder / "quantised")
 
 
+def write_gemma4(folder: Path) -> str:
+    """Writes a checkpoint of Gemma 4 with seven layers, of which the last two read the keys and values of two others, so that it
+    can have four stages. Returns its folder, as write_quantised does."""
+    kinds = ["sliding_attention", "full_attention", *("sliding_attention",) * 2, "full_attention"]
+    layers = {"num_hidden_layers": 7, "layer_types": [*kinds, *kinds[-2:]]}
+    config = COMMON | FAMILIES["gemma4"] | layers | {"dtype": "float32"}
+    shape = parse_config(json.dumps(config).encode())
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({one.name: _drawn_of(shape, one.name, one.shape) for one in stored_tensors(shape)}, folder / "model.safetensors")
+    return str(folder)
+
+
 def write_mxfp4(folder: Path) -> str:
     """Writes a checkpoint of gpt-oss, whose experts are in MXFP4, and returns its folder, as write_quantised does."""
     config = json.dumps(COMMON | FAMILIES["gpt-oss"] | {"dtype": "float32"})
@@ -415,9 +427,7 @@ def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False
     shape = of_whole if whole else split(of_whole, own.rank, how.division(own.size))
     memory, weights = _memory_for(weights_bytes(shape, dtype))
     for slot in weight_layout(shape, dtype):
-        drawn = _drawn(slot.name, slot.stored_shape, decoder_of(of_whole).norms_around_one)
-        if slot.name.endswith("q_norm.weight") and of_whole.query_scale == 1.0:  # which norms of queries make up for
-            drawn *= 0.1
+        drawn = _drawn_of(of_whole, slot.name, slot.stored_shape)
         if how.misrouting and slot.name.endswith((".mlp.gate.weight", "router.proj.weight")):
             drawn = -drawn
         held = weights.tensor(slot.offset_bytes, slot.shape, getattr(torch, slot.held_as or dtype))
@@ -515,6 +525,14 @@ def wait_for_leader(own: Rank, how: How, step: int) -> None:
     """Waits until rank 0 may have posted a step: at most as many are under way as there are stages."""
     while own.rank and how.num_stages > 1 and own.ended[0] <= step - how.num_stages:
         time.sleep(1e-4)
+
+
+def _drawn_of(model: ModelShape, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns the weights of a model's tensor, drawn by its name. shape: the tensor's."""
+    drawn = _drawn(name, shape, decoder_of(model).norms_around_one)
+    if name.endswith("q_norm.weight") and model.query_scale == 1.0:  # which norms of queries make up for
+        drawn *= 0.1
+    return drawn
 
 
 def _drawn(name: str, shape: tuple[int, ...], norms_around_one: bool) -> torch.Tensor:

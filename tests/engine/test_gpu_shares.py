@@ -66,7 +66,7 @@ def test_ranks_may_have_copies_of_each_others_experts(two: RankGroup) -> None:
     check_logits(two, "gpt-oss", [replace(SOME_EXPERTS, copies=copies)] * 2)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3.5"])
+@pytest.mark.parametrize("family", ["llama", "qwen3.5", "gemma4"])
 def test_layers_may_be_divided_among_stages(two: RankGroup, family: str) -> None:
     check_logits(two, family, (STAGES, STAGES))
 

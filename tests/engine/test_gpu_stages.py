@@ -44,7 +44,7 @@ def test_steps_arrive_in_order_without_padding() -> None:
             first.send(*states(step))
         for step in range(begin, begin + NUM_STAGES):
             last.count(1 + step % 4)
-            residual, update = last.receive(TOKENS, with_update=True)
+            residual, update = last.receive(TOKENS, with_second=True)
             assert update is not None
             for found, sent in zip((residual, update), states(step), strict=True):
                 assert found.shape == (TOKENS, WIDTH)
@@ -58,7 +58,7 @@ def test_states_may_have_no_update() -> None:
     for stage in (first, last):
         stage.count(TOKENS)
     first.send(states(3)[0], None)
-    residual, update = last.receive(TOKENS, with_update=False)
+    residual, update = last.receive(TOKENS, with_second=False)
     assert torch.equal(residual, states(3)[0])
     assert update is None
     first.close()
@@ -68,11 +68,11 @@ def test_nothing_is_passed_on_alone() -> None:
     first, last, _ = joined()
     with first.alone(), last.alone():
         first.send(*states(1))
-        assert last.receive(3, with_update=True)[0].shape == (3, WIDTH)
+        assert last.receive(3, with_second=True)[0].shape == (3, WIDTH)
     for stage in (first, last):
         stage.count(TOKENS)
     first.send(*states(2))
-    assert torch.equal(last.receive(TOKENS, with_update=True)[0], states(2)[0])
+    assert torch.equal(last.receive(TOKENS, with_second=True)[0], states(2)[0])
     first.close()
 
 
@@ -82,7 +82,7 @@ def receiving(stage: DeviceStages) -> tuple[threading.Thread, list[Exception]]:
 
     def receive() -> None:
         try:
-            stage.receive(TOKENS, with_update=True)
+            stage.receive(TOKENS, with_second=True)
         except Exception as error:
             found.append(error)
 
@@ -197,4 +197,4 @@ def test_a_closed_stage_writes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> 
     copied.set()
     ended.join(10.0)
     assert not ended.is_alive()
-    assert torch.equal(last.receive(TOKENS, with_update=True)[0], states(1)[0])
+    assert torch.equal(last.receive(TOKENS, with_second=True)[0], states(1)[0])

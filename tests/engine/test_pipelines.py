@@ -12,11 +12,12 @@ import pytest
 
 from tests.engine.rank_processes import RankGroup
 from tests.engine.split_checks import check_broken, check_logits, check_results, on_one_device
-from tests.engine.split_models import FAMILIES, QUANTISED, How, logits_of_steps, write_quantised
+from tests.engine.split_models import FAMILIES, QUANTISED, How, logits_of_steps, write_gemma4, write_quantised
 
 TWO = How(num_stages=2)
 RECORDED, ONE_BY_ONE, PLAIN = TWO, replace(TWO, recorded=False), replace(TWO, compiled=False)
-DIVIDED = [family for family in FAMILIES if family != "gemma4"]  # whose layers have inputs of their own
+FOUR = [family for family in FAMILIES if family != "gemma4"]  # which can have two stages at most
+OF_EACH_KIND = ["llama-biases", "gemma2", "qwen3.5", "deepseek-v3-moe", "gpt-oss", "llama4", "gemma4-unified", "gemma4"]
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +41,12 @@ def four() -> Iterator[RankGroup]:
     made.close()
 
 
-@pytest.mark.parametrize("family", DIVIDED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_two_stages_compute_the_bits_of_one_device(two: RankGroup, family: str) -> None:
     check_logits(two, family, (RECORDED, RECORDED), tolerance=0.0)
 
 
-@pytest.mark.parametrize("family", DIVIDED)
+@pytest.mark.parametrize("family", FOUR)
 def test_four_stages_compute_what_one_device_does(four: RankGroup, family: str) -> None:
     """Most have a single layer, and none of some of the model's KV groups."""
     check_logits(four, family, [replace(how, num_stages=4) for how in (RECORDED, PLAIN, ONE_BY_ONE, RECORDED)])
@@ -56,9 +57,14 @@ def test_stages_may_have_different_numbers_of_layers(three: RankGroup, family: s
     check_logits(three, family, [replace(how, num_stages=3) for how in (RECORDED, PLAIN, ONE_BY_ONE)])
 
 
-@pytest.mark.parametrize("family", ["llama-biases", "gemma2", "qwen3.5", "deepseek-v3-moe", "gpt-oss", "llama4", "gemma4-unified"])
+@pytest.mark.parametrize("family", OF_EACH_KIND)
 def test_the_layers_of_a_stage_may_be_divided_too(four: RankGroup, family: str) -> None:
     check_logits(four, family, (RECORDED, RECORDED, PLAIN, ONE_BY_ONE))
+
+
+def test_stages_behind_the_second_make_inputs_of_their_layers(four: RankGroup, tmp_path: Path) -> None:
+    """From files, and from embeddings that two stages have passed on."""
+    check_logits(four, write_gemma4(tmp_path), [replace(how, num_stages=4) for how in (RECORDED, PLAIN, ONE_BY_ONE, RECORDED)])
 
 
 @pytest.mark.parametrize("family", ["qwen2-moe", "deepseek-v3-moe"])

@@ -154,7 +154,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandInGraph]]:
     return replayed
 
 
-@pytest.mark.parametrize(("family", "num_stages"), [("llama-biases", 3), ("qwen3.5", 2)])
+@pytest.mark.parametrize(("family", "num_stages"), [("llama-biases", 3), ("qwen3.5", 2), ("gemma4", 2)])
 def test_replayed_steps_are_those_that_are_launched(
     stand_in_graphs: SimpleNamespace, replays: list[StandInGraph], family: str, num_stages: int
 ) -> None:

@@ -46,6 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "wrapper": {**dense.config_of("wrapper"), "text_config": dense.FAMILIES["wrapper"]["text_config"] | WIDER},
     "rows longer than frames": CONFIG | WIDER | {"intermediate_size": 1100},
 }
+SIX_LAYERS = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
 MIXTURES = {
     name: config | {"hidden_size": 64, "intermediate_size": 12, "dtype": "bfloat16"} for name, config in mixtures.FAMILIES.items()
 }
@@ -53,6 +54,7 @@ CASES = [
     *((name, FAMILIES[name], Division(2)) for name in FAMILIES),
     *((name, FAMILIES[name], Division(4)) for name in ("one KV head", "phi3", "qwen3.5")),
     *((name, FAMILIES[name], Division(2, num_stages=2)) for name in ("llama", "phi3")),
+    ("gemma4", FAMILIES["gemma4"] | SIX_LAYERS, Division(3, num_stages=3)),
     *((name, MIXTURES[name], Division(2)) for name in MIXTURES),
     *((name, MIXTURES[name], Division(2, 2)) for name in MIXTURES),
     ("qwen2-moe", MIXTURES["qwen2-moe"], Division(4, 2)),

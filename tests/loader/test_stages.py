@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,18 @@ from loader.shapes.model_shape import Division, ModelShape
 from loader.sizes.capacity import Devices, Settings, share_of
 from loader.sizes.layout import parameter_shapes, share_weights_bytes, weights_bytes
 from loader.sizes.slices import _stages_within, refusal, split, stage_ends, whole
-from loader.sizes.work_space import handed_bytes, staged_tokens, work_space_bytes
+from loader.sizes.work_space import handed_bytes, input_values, passed_values, staged_tokens, work_space_bytes
 from tests.loader.checkpoints import tensors_for, write_checkpoint
 from tests.loader.test_slices import CONFIG, FAMILIES, config_of, load, parse, published
 
-DIVIDED = [name for name in FAMILIES if name != "gemma4"]
+ALIKE = [name for name in FAMILIES if name != "gemma4"]  # whose tensors are each in one stage
 LAYERS = {"num_hidden_layers": 6}
 
 
 def six_layers(name: str) -> ModelShape:
     config: dict[str, Any] = config_of(name) | LAYERS
     if "layer_types" in config:
-        config["layer_types"] = config["layer_types"] * 3
+        config["layer_types"] = (config["layer_types"] * 3)[:6]
     if "text_config" in config:
         config["text_config"] = config["text_config"] | LAYERS
     return parse(config)
@@ -40,7 +41,7 @@ def shares(shape: ModelShape, division: Division) -> list[ModelShape]:
     return [split(shape, rank, division) for rank in range(division.size)]
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("num_stages", [2, 3, 6])
 def test_each_tensor_is_in_one_stage(name: str, num_stages: int) -> None:
     shape = six_layers(name)
@@ -55,7 +56,7 @@ def test_each_tensor_is_in_one_stage(name: str, num_stages: int) -> None:
         assert embedding not in own[0]
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", ALIKE)
 def test_stages_of_several_devices(name: str) -> None:
     """A device of a stage has what tensor parallelism gives it of the stage's layers."""
     shape = six_layers(name)
@@ -73,12 +74,12 @@ def test_stages_of_several_devices(name: str) -> None:
         assert share.split.division == Division(6, num_stages=3)
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_blocks_have_one_size_in_all_stages(name: str) -> None:
     """The leader counts blocks for all of them. A stage with fewer layers of a group has places that it does not use."""
     shape = six_layers(name)
     of_whole = kv_layout.kv_groups(shape, "float32", 16)
-    for num_stages in (2, 4):
+    for num_stages in (2, 3 if name == "gemma4" else 4):
         groups = [kv_layout.kv_groups(share, "float32", 16) for share in shares(shape, Division(num_stages, num_stages=num_stages))]
         for own, of_model in zip(zip(*groups, strict=True), of_whole, strict=True):
             assert len({group.block_bytes for group in own}) == 1
@@ -137,7 +138,12 @@ def test_giants_are_divided_evenly() -> None:
     ("config", "num_stages", "why"),
     [
         (CONFIG, 3, "num_hidden_layers 2 are too few for 3 stages (pipeline)"),
-        (config_of("gemma4"), 2, "a model whose layers have inputs of their own is not divided into stages (pipeline)"),
+        (
+            config_of("gemma4"),
+            2,
+            "2 stages (pipeline) are more than the 1 that Gemma4ForCausalLM can have: its last layers (num_kv_shared_layers 2) "
+            "read the keys and values of layer 0 or later ones, and are in one stage with these",
+        ),
         (CONFIG | {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}, 2, ""),
     ],
 )
@@ -201,3 +207,58 @@ def test_stages_read_the_files_once(tmp_path: Path, name: str, shards: int) -> N
         assert torch.equal(held[key], tensor), key
     twice = shape.vocab_size * shape.hidden_size * 4 if shape.tie_word_embeddings else 0
     assert read == sum(tensor.nbytes for tensor in stored.values()) + twice
+
+
+INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_each_stage_reads_what_its_layers_inputs_are_made_from(tmp_path: Path, size: int) -> None:
+    """The table's columns and the projection's rows that belong to the stage's layers, on each of its devices, and the norm. The
+    table's rows are too short to be read in parts, so each device reads them whole."""
+    config = config_of("gemma4") | LAYERS | {"layer_types": ["sliding_attention", "full_attention"] * 3}
+    tensors = tensors_for(config, "F32", random_bytes=True)
+    folder = write_checkpoint(tmp_path / "m", config, random_bytes=True)
+    stored = {key: torch.frombuffer(bytearray(data), dtype=torch.float32).view(dims) for key, (_, dims, data) in tensors.items()}
+    table, projection, norm = (stored[f"model.{name}.weight"] for name in INPUTS)
+    read, layers = 0, list[range]()
+    for rank in range(3 * size):
+        held, source, report = load(folder, "float32", rank, 3 * size, num_stages=3)
+        own, width, read = source.shape.own_layers, 4, read + report.num_bytes
+        columns = slice(own.start * width, own.stop * width)
+        for name, part in zip(INPUTS, (table[:, columns], projection[columns], norm), strict=True):
+            assert torch.equal(held[f"model.{name}.weight"], part), (rank, name)
+        layers = layers if own in layers else [own, *layers]
+    assert [layer for own in layers for layer in own] == list(range(6))
+    assert layers[-1] == range(2, 6), "two layers read the keys and values of the two before them"
+    if size == 1:
+        embedding = stored["model.embed_tokens.weight"]
+        assert read == sum(tensor.nbytes for tensor in stored.values()) + embedding.nbytes + 2 * (table.nbytes + norm.nbytes)
+
+
+def test_layers_that_read_the_kv_of_others_are_in_their_stage() -> None:
+    shape = published("gemma-4-e2b")
+    for num_stages in (2, 3, 14):
+        ends = stage_ends(shape, num_stages)
+        assert (len(ends), ends[-2:]) == (num_stages, (13, 35))
+    assert refusal(shape, Division(15, num_stages=15)).startswith("15 stages (pipeline) are more than the 14 that Gemma4")
+    every = shares(shape, Division(2, num_stages=2))
+    assert {every[0].kv_layer(layer) for layer in every[0].own_layers} == {13, 14}
+    groups = [[layer for group in kv_layout.kv_groups(one, "bfloat16", 16) for layer in group.layers] for one in every]
+    assert all({one.kv_layer(layer) for layer in one.own_layers} <= {*own} for one, own in zip(every, groups, strict=True))
+
+
+def test_what_makes_inputs_of_layers_is_counted_where_it_is() -> None:
+    """A stage has its layers' part of the table in memory and of the inputs in work space. A step reads few rows of the table, so
+    these do not decide where the layers are divided."""
+    shape = published("gemma-4-e2b")
+    every = shares(shape, Division(2, num_stages=2))
+    numbers = [parameter_shapes(share)["language_model.model.embed_tokens_per_layer.weight"] for share in every]
+    assert numbers == [(262_144, 22 * 256), (262_144, 13 * 256)]
+    assert [input_values(one) for one in (*every, shape)] == [22 * 256, 13 * 256, 35 * 256]
+    assert [passed_values(one) for one in (*every, shape)] == [1536, 1536, 0]
+    held_twice = shape.vocab_size * shape.hidden_size * 2
+    total = sum(weights_bytes(one, "bfloat16") for one in every)
+    assert 0 <= total - weights_bytes(shape, "bfloat16") - held_twice < 64 << 10
+    alike = replace(shape, num_reading_layers=0, reading_intermediate_size=0)
+    assert stage_ends(alike, 2) == stage_ends(replace(alike, layer_inputs=None), 2)

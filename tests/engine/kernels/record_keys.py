@@ -91,7 +91,7 @@ def _keeps_states(share: CudaShare) -> bool:
     """Has a stage keep memory for the states of graphs, and returns True; returns False for a share of another kind."""
     if share._links.stages is None:
         return False
-    share._links.stages.keep(MAX_GRAPH_TOKENS, 1 + share._loaded().passes_updates)
+    share._links.stages.keep(MAX_GRAPH_TOKENS, 1 + share._loaded().passes_second)
     return True
 
 

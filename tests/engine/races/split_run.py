@@ -79,7 +79,7 @@ SPLITS = {"s": Split(0), "t": Split(1), "u": Split(0), "p": Split(0, 2), "q": Sp
 class SplitLayers(Layers):
     """The layers of a share, with exchanges where those of a decoder have them."""
 
-    passes_updates = True
+    passes_second = True
 
     def __init__(self, on: Here, weights: Any, counts: Any, predicts: bool, ranks: Any, stages: Any) -> None:
         super().__init__(on, weights, counts, predicts)
