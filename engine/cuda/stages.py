@@ -62,7 +62,7 @@ class DeviceStages(Link):
         self._num_tokens = num_tokens
 
     def receive(self, num_tokens: int, with_second: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns the previous stage's residual and second state, as Stages.receive says: waits on the host until they have arrived,
+        """Returns the previous stage's residual and second state, as Stages.receive says: waits on the host until they are there,
         then launches their copy to the device."""
         if self._in_place:
             states = [state[:num_tokens] for state in self._states]
