@@ -8,6 +8,7 @@ debt.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Container
 from dataclasses import dataclass
 
 FORGET_ABOVE = 256  # tenants remembered though they wait for nothing
@@ -46,9 +47,14 @@ class FairQueue:
         self._entries[request_id] = _Entry(tenant, self._order, size / weight)
         heapq.heappush(self._heaps[tenant], (-priority, self._order, request_id))
 
-    def first(self) -> int | None:
-        """Returns the id of the next request without removing it; None if none waits. O(waiting tenants)."""
-        waiting = [(self._served[tenant], first) for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
+    def first(self, without: Container[str] = ()) -> int | None:
+        """Returns the id of the next request without removing it; None if none waits. O(waiting tenants). without: tenants whose
+        requests may not be next."""
+        waiting = [
+            (self._served[tenant], first)
+            for tenant in list(self._heaps)
+            if tenant not in without and (first := self._first(tenant)) is not None
+        ]
         return min(waiting, key=lambda each: (each[0], each[1][1]))[1][2] if waiting else None
 
     def take(self, request_id: int) -> None:

@@ -35,6 +35,16 @@ def test_a_flood_waits_behind_itself_and_weights_count() -> None:
     assert served == {"small": 30, "flood": 10}
 
 
+def test_tenants_may_be_passed_over() -> None:
+    queue = FairQueue()
+    for request_id, tenant in enumerate("aab"):
+        queue.add(request_id, 1, tenant)
+    assert queue.first() == 0
+    assert queue.first(without={"a"}) == 2
+    assert queue.first(without={"a", "b"}) is None
+    assert drain(queue) == [0, 2, 1]
+
+
 def test_what_is_shared_is_work_not_requests() -> None:
     queue = FairQueue()
     for request_id in range(100):
