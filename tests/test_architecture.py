@@ -105,7 +105,7 @@ BOUNDED_TASKS = {
     ("daemon.record.state_keeper", "save"): "one write, which the caller awaits",
     ("daemon.scanning.scanner", "scan"): "the time limit of one scan, cancelled as that ends",
     ("daemon.text.helper", "start"): "the start of a process, which all who need it await",
-    ("daemon.text.service", "table"): "one job, which all who need its result await",
+    ("daemon.text.service", "shared_table"): "one job, which all who need its result await",
     ("daemon.text.service", "_worker"): "the connection to one worker, which all who need it await",
     ("daemon.traces.exporter", "_first_of"): "waits for events within one round of a long task, cancelled at its end",
     ("daemon.upstreams.upstreams", "watch"): "a TaskGroup within one round of a long task, which gets its error",

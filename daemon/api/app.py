@@ -32,6 +32,7 @@ from daemon.process import shortage
 from daemon.process.logs import fields
 from daemon.record.audit_log import AuditLog
 from daemon.streams.stream_clock import StreamClock
+from daemon.text.places import Share
 from daemon.text.port import TextPort
 from daemon.upstreams.upstreams import Upstreams
 
@@ -162,7 +163,9 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
                     from daemon.api import traced  # imported only when tracing is on
 
                     traced.begin(by, request, progress, scope)
-                context = context.scoped(scope, scope, scope, own_headers)
+                tenant = key.tenant
+                text = context.text.of(Share(tenant.name, tenant.weight)) if tenant.name else context.text
+                context = context.scoped(scope, scope, text, scope, own_headers)
             response = await _handle(request, context, target, progress, key)
         status = response.status
     except HearthError as error:

@@ -53,11 +53,13 @@ class ApiContext:
     upstreams: Upstreams | None = None  # None: no other server answers for this node's names
     adapters: AdapterPort | None = None  # None: adapters cannot be loaded over HTTP
 
-    def scoped(self, models: ModelPort, requests: RequestPort, sender: SenderPort, more_headers: Mapping[str, str]) -> ApiContext:
+    def scoped(
+        self, models: ModelPort, requests: RequestPort, text: TextPort, sender: SenderPort, more_headers: Mapping[str, str]
+    ) -> ApiContext:
         """Returns a copy of this context for one request. more_headers: the headers of its answer. All fields are listed here,
         because dataclasses.replace() takes longer than all checks of a request together."""
         return ApiContext(
-            requests, models, self.text, self.health, self.settings, self.clock, self.max_body_bytes,
+            requests, models, text, self.health, self.settings, self.clock, self.max_body_bytes,
             self.stored, self.background, self.access, self.serves, self.page, more_headers, self.answered,
             self.quotas, self.audit, sender, self.upstreams, self.adapters,
         )  # fmt: skip

@@ -448,7 +448,7 @@ class NodeParts:
                     "resubmission": view.resubmission,
                 }
             )
-        no_request = {"for": "text", "request": None, "id": "", "tenant": "", "position": 0, "resubmission": False}
+        no_request = {"for": "text", "request": None, "id": "", "position": 0, "resubmission": False}
         return rows + [no_request | work for work in self.text.rows()]
 
     def device_rows(self) -> list[dict[str, Any]]:

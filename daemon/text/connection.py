@@ -1,29 +1,40 @@
-"""The daemon's connection to one text worker: it sends jobs, receives answers, and limits how long a job may take."""
+"""The daemon's connection to one text worker: it sends jobs, receives answers, and limits how long a job may take.
+
+A worker does its jobs in the order in which it gets them, so it is given few ahead. The others wait here, and tenants get a fair
+share of the worker.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.text import deaths
 from daemon.text.deaths import Death
-from daemon.text.jobs import Deferred, Done, Failed, FromWorker, Job, Open
+from daemon.text.jobs import Deferred, Done, Failed, FromWorker, Job, Open, Proceed
+from daemon.text.places import NOBODY, Share
 from engine.protocol import FrameReader, encode
+from scheduler.fair_queue import FairQueue
 
 BYTES_PER_S = 256 << 10  # a job may take text_stall_s and its bytes at this rate; tokenizers are at least five times as fast
 HELD_S = 2.0  # if a timer is later than this, the whole process stood still, and perhaps its workers too
+# A worker is given further jobs while those that it has are of this size together. It is that of the longest text that is no long
+# one, which takes some ten milliseconds: so long may a tenant's small job wait for those of another tenant.
+AHEAD_BYTES = 64 << 10
+JOB_BYTES = 2 << 10  # what a job takes besides the work on its bytes, in bytes
 REPORT_WAIT_S = 2.0  # the longest wait between the end of a worker's socket and the helper's report of why it ended
 
 
 class WorkerDied(Exception):
     """Raised when the worker ended before it answered the job. is_suspect: whether the job may have caused the death, because it
-    was in progress at that time. is_alone: whether only one job was in progress then."""
+    was in progress at that time. is_alone: whether only one job was in progress then. was_queued: whether the job's turn had not
+    come, so that it has nothing to do with the death."""
 
-    def __init__(self, death: Death, is_suspect: bool, is_alone: bool) -> None:
+    def __init__(self, death: Death, is_suspect: bool, is_alone: bool, was_queued: bool = False) -> None:
         super().__init__(death.details)
-        self.death, self.is_suspect, self.is_alone = death, is_suspect, is_alone
+        self.death, self.is_suspect, self.is_alone, self.was_queued = death, is_suspect, is_alone, was_queued
 
     @property
     def is_to_blame(self) -> bool:
@@ -32,35 +43,96 @@ class WorkerDied(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
+    """An unanswered job. share: of the tenant that it is done for. message: what is sent to the worker when the job's turn comes.
+    since_s: when the job came (the event loop's time). is_counted: whether its size is counted as work done for its tenant."""
+
     kind: str
     num_bytes: int
     limit_s: float  # 0: no limit
     since_s: float
     answer: asyncio.Future[list[bytes]]
+    share: Share
+    message: bytes = b""
+    is_counted: bool = False
+
+    @property
+    def size(self) -> int:
+        return JOB_BYTES + self.num_bytes
 
 
-@dataclass(slots=True)
 class _Lane:
-    """A queue of jobs that the worker does one after the other. jobs: the unanswered jobs by id, the one in progress first.
-    since_s: when the worker began that job (the event loop's time)."""
+    """The jobs that the worker does one after the other. jobs: those that it was given and has not answered, by id, the one in
+    progress first. since_s: when the worker began that one (the event loop's time). waiting: those that it was not given yet, by
+    id. ahead: the size of the jobs that it is given, if they are several."""
 
-    jobs: dict[int, _Waiting] = field(default_factory=dict)
-    since_s: float = 0.0
+    __slots__ = ("_queue", "_size", "ahead", "jobs", "since_s", "waiting")
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead, self.since_s, self._size = ahead, 0.0, 0
+        self.jobs: dict[int, _Waiting] = {}
+        self.waiting: dict[int, _Waiting] = {}
+        self._queue = FairQueue()
 
     @property
     def first(self) -> _Waiting | None:
         return next(iter(self.jobs.values()), None)
 
-    def add(self, job_id: int, waiting: _Waiting, now: float) -> None:
+    @property
+    def unanswered(self) -> list[_Waiting]:
+        return [*self.jobs.values(), *self.waiting.values()]
+
+    def drained(self) -> list[_Waiting]:
+        """Returns the unanswered jobs, when the worker has ended: those that it was given, then the others by their turns."""
+        found = list(self.jobs.values())
+        while (job_id := self._queue.first()) is not None:
+            self._queue.take(job_id)
+            found.append(self.waiting[job_id])
+        return found
+
+    def has_room(self, job: _Waiting) -> bool:
+        """Returns whether the worker may be given a job that has just come."""
+        return not self.jobs or (not self.waiting and self._size + job.size <= self.ahead)
+
+    def begin(self, job_id: int, job: _Waiting, now: float) -> None:
         if not self.jobs:
             self.since_s = now
-        self.jobs[job_id] = waiting
+        self.jobs[job_id] = job
+        self._size += job.size
 
-    def take(self, job_id: int, now: float) -> _Waiting | None:
-        waiting = self.jobs.pop(job_id, None)
-        if waiting is not None:
+    def end(self, job_id: int, now: float) -> _Waiting | None:
+        job = self.jobs.pop(job_id, None)
+        if job is not None:
             self.since_s = now
-        return waiting
+            self._size -= job.size
+        return job
+
+    def wait(self, job_id: int, job: _Waiting) -> None:
+        if not self.waiting:  # jobs that met no queue are counted only now, which costs nothing where nothing waits
+            for other_id, other in self.jobs.items():
+                if not other.is_counted:
+                    other.is_counted = True
+                    self._add(other_id, other)
+                    self._queue.take(other_id)
+        self.waiting[job_id] = job
+        self._add(job_id, job)
+
+    def next(self) -> tuple[int, _Waiting] | None:
+        """Takes the job that the worker is to be given now; None if there is none, or the worker has enough."""
+        job_id = self._queue.first()
+        if job_id is None:
+            return None
+        job = self.waiting[job_id]
+        if not job.answer.done():
+            if self.jobs and self._size + job.size > self.ahead:
+                return None
+            self._queue.take(job_id)
+            job.is_counted = True
+        else:  # its client is gone, so it is no work for its tenant
+            self._queue.withdraw(job_id)
+        return job_id, self.waiting.pop(job_id)
+
+    def _add(self, job_id: int, job: _Waiting) -> None:
+        self._queue.add(job_id, job.size, job.share.tenant, job.share.weight)
 
 
 class WorkerConnection(asyncio.Protocol):
@@ -78,7 +150,7 @@ class WorkerConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader(FromWorker)
-        self._short, self._long = _Lane(), _Lane()
+        self._short, self._long = _Lane(AHEAD_BYTES), _Lane(0)
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self._death: Death | None = None  # set when the worker's end is reported before its socket ends
@@ -89,12 +161,12 @@ class WorkerConnection(asyncio.Protocol):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._short.jobs) + len(self._long.jobs)
+        return sum(len(lane.jobs) + len(lane.waiting) for lane in self._lanes)
 
-    def waiting(self) -> list[tuple[str, int, float]]:
-        """Returns a tuple for each unanswered job: its kind, its bytes, and the time since which it has waited (the event loop's
-        time)."""
-        return [(job.kind, job.num_bytes, job.since_s) for lane in self._lanes for job in lane.jobs.values()]
+    def waiting(self) -> list[tuple[str, str, int, float]]:
+        """Returns a tuple for each unanswered job: its kind, its tenant, its bytes, and the time since which it has waited (the
+        event loop's time)."""
+        return [(job.kind, job.share.tenant, job.num_bytes, job.since_s) for lane in self._lanes for job in lane.unanswered]
 
     @property
     def _lanes(self) -> tuple[_Lane, _Lane]:
@@ -104,20 +176,39 @@ class WorkerConnection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(encode(opening))
 
-    async def call(self, job: Job) -> list[bytes]:
-        """Sends a job and returns the parts of its answer. Raises HearthError if the job fails, WorkerDied if the worker ends
-        before it answers."""
+    async def call(self, job: Job, share: Share = NOBODY) -> list[bytes]:
+        """Sends a job when its turn comes and returns the parts of its answer. share: of the tenant that the job is done for.
+        Raises HearthError if the job fails, WorkerDied if the worker ends before it answers."""
         if not self.alive or self._transport is None:
             raise WorkerDied(self._death or deaths.unknown(), False, False)
         data, stall_s, now = encode(job), self._stall_s(), self._loop.time()
         limit_s = stall_s + len(data) / BYTES_PER_S if stall_s > 0 else 0.0
-        waiting = _Waiting(type(job).__name__, len(data), limit_s, now, self._loop.create_future())
-        self._short.add(job.job_id, waiting, now)
-        if limit_s and (self._timer is None or now + limit_s < self._due_s):
-            self._arm(limit_s)
-        self._transport.write(data)
-        # a client that disconnects cancels its wait; the worker goes on with the job, so it stays in its lane
+        waiting = _Waiting(type(job).__name__, len(data), limit_s, now, self._loop.create_future(), share)
+        if self._short.has_room(waiting):
+            self._begin(self._short, job.job_id, waiting, data, now)
+        else:
+            waiting.message = data
+            self._short.wait(job.job_id, waiting)
+        # A client that disconnects cancels its wait. A job that was sent stays in its lane, because the worker goes on with it.
         return await waiting.answer
+
+    def _begin(self, lane: _Lane, job_id: int, job: _Waiting, message: bytes, now: float) -> None:
+        lane.begin(job_id, job, now)
+        if job.limit_s and (self._timer is None or now + job.limit_s < self._due_s):
+            self._arm(job.limit_s)
+        assert self._transport is not None
+        self._transport.write(message)
+
+    def _begin_next(self, now: float) -> None:
+        """Sends the jobs whose turn has come."""
+        for lane in (self._long, self._short):  # the worker reads the messages in order, and between them does the short jobs
+            while lane.waiting and (found := lane.next()) is not None:
+                job_id, job = found
+                message, job.message = job.message, b""
+                if not job.answer.done():
+                    self._begin(lane, job_id, job, message, now)
+                elif lane is self._long and self._transport is not None:
+                    self._transport.write(encode(Proceed(job_id, is_wanted=False)))
 
     def _arm(self, delay_s: float) -> None:
         if self._timer is not None:
@@ -156,10 +247,11 @@ class WorkerConnection(asyncio.Protocol):
         now = self._loop.time()
         for message in self._reader.feed(data):
             if isinstance(message, Deferred):
-                if (waiting := self._short.take(message.job_id, now)) is not None:
-                    self._long.add(message.job_id, waiting, now)
+                if (waiting := self._short.end(message.job_id, now)) is not None:
+                    waiting.message = encode(Proceed(message.job_id))
+                    self._long.wait(message.job_id, waiting)
                 continue
-            waiting = self._short.take(message.job_id, now) or self._long.take(message.job_id, now)
+            waiting = self._short.end(message.job_id, now) or self._long.end(message.job_id, now)
             self.has_answered = True
             if waiting is None or waiting.answer.done():  # the client is gone
                 continue
@@ -167,6 +259,8 @@ class WorkerConnection(asyncio.Protocol):
                 waiting.answer.set_result(message.parts)
             else:
                 waiting.answer.set_exception(_error(message))
+        if (self._short.waiting or self._long.waiting) and self.alive:
+            self._begin_next(now)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.alive = False
@@ -218,10 +312,12 @@ class WorkerConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for job in [job for lane in self._lanes for job in lane.jobs.values()]:
-            if not job.answer.done():
-                is_suspect = any(job is one for one in suspects)
-                job.answer.set_exception(WorkerDied(death or deaths.unknown(), is_suspect, len(suspects) == 1))
+        for lane in self._lanes:
+            for job in lane.drained():  # tried again with the next worker, they come there in this order
+                if not job.answer.done():
+                    is_suspect = any(job is one for one in suspects)
+                    was_queued = job.message != b""
+                    job.answer.set_exception(WorkerDied(death or deaths.unknown(), is_suspect, len(suspects) == 1, was_queued))
         if self._transport is not None:
             self._transport.abort()
         self._on_end(self, death)

@@ -1,7 +1,7 @@
 """Messages between the daemon and a text worker, framed like those of engine/protocol.py.
 
 A worker serves one model and answers each job with one `Done` or `Failed`. The answers come in the order of the jobs, except those
-to jobs that the worker has put off with `Deferred`, which have an order of their own.
+to jobs that the worker has put off with `Deferred`, which come in the order of the daemon's `Proceed`.
 """
 
 from __future__ import annotations
@@ -136,14 +136,24 @@ class Failed(Message, frozen=True):
 
 
 class Deferred(Message, frozen=True):
-    """Tells the daemon that a job is long: a thread of the worker does it beside the jobs that follow, so its answer may come after
-    theirs."""
+    """Tells the daemon that a job is long: the worker keeps it until `Proceed`. Then a thread of the worker does it beside the jobs
+    that follow, so its answer may come after theirs."""
 
     job_id: int
 
 
+class Proceed(Message, frozen=True):
+    """Tells the worker that a deferred job is next. is_wanted: False if the job is to be dropped without an answer, because its
+    client is gone."""
+
+    job_id: int
+    is_wanted: bool = True
+
+
 Job = Encode | EncodePairs | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
-ToWorker = Open | Encode | EncodePairs | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
+ToWorker = (
+    Open | Encode | EncodePairs | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar | Proceed
+)
 FromWorker = Done | Failed | Deferred
 
 TEMPLATE_CPU_S, GRAMMAR_CPU_S = 6.0, 2.0  # CPU time after which the kernel ends the worker; everyday grammars take 1 ms

@@ -8,12 +8,17 @@ from typing import Protocol
 
 from daemon.models.entry import ModelEntry
 from daemon.text.jobs import TextFacts
+from daemon.text.places import Share
 from daemon.text.token_table import TokenTable
 
 
 class TextPort(Protocol):
     """Chat templates and tokenizers, run in helper processes. Token ids come back packed (`array("i")`), so counting them against
     max_model_len costs nothing and only an accepted prompt becomes a list."""
+
+    def of(self, share: Share) -> TextPort:
+        """Returns the port for the requests of the tenant that has this share of the work."""
+        ...
 
     def encode(
         self,

@@ -32,6 +32,7 @@ from daemon.text.jobs import (
     Job,
     Open,
     ParseBody,
+    Proceed,
     Tokenize,
     ToWorker,
 )
@@ -42,7 +43,8 @@ from loader.threads import Thread
 
 OOM_SCORE_ADJ = 900  # if memory runs out, the kernel kills a worker before the scanning process, the daemon and its engines
 
-_LongJobs = SimpleQueue[tuple[Job, Callable[[], list[bytes]]]]  # a job, and the function that does it
+_LongJob = tuple[Job, Callable[[], list[bytes]]]  # a job, and the function that does it
+_LongJobs = SimpleQueue[_LongJob]
 
 
 class TextWorker:
@@ -50,6 +52,7 @@ class TextWorker:
         self._connection = connection
         self._lock = threading.Lock()
         self._long: _LongJobs | None = None  # None: no thread takes long jobs yet
+        self._deferred: dict[int, _LongJob] = {}  # by job id, until the daemon lets them proceed
         self._opening = Open("", "", None)
         self._text: CheckpointText | None = None
 
@@ -60,6 +63,8 @@ class TextWorker:
             for message in reader.feed(data):
                 if isinstance(message, Open):
                     self._open(message)
+                elif isinstance(message, Proceed):
+                    self._proceed(message)
                 else:
                     self._answer(message, lambda job=message: self._do(job))
 
@@ -139,17 +144,23 @@ class TextWorker:
 
     def _in_turn(self, job: Job, num_chars: int, work: Callable[[], list[bytes]]) -> list[bytes] | None:
         """Does a job now and returns the answer's parts. A job of more than LONG_TEXT characters is announced to the daemon as
-        deferred and left to a thread; then the result is None. num_chars: the length of the job's texts. work: does the job. Raises
-        MemoryError if there is no memory for the thread."""
+        deferred and kept for a thread; then the result is None. num_chars: the length of the job's texts. work: does the job.
+        Raises MemoryError if there is no memory for the thread."""
         if num_chars <= LONG_TEXT:
             return work()
         if self._long is None:
             jobs: _LongJobs = SimpleQueue()
             Thread(target=self._do_long, args=(jobs,), name="long texts").start()
             self._long = jobs
+        self._deferred[job.job_id] = job, work
         self._send(Deferred(job.job_id))
-        self._long.put((job, work))
         return None
+
+    def _proceed(self, message: Proceed) -> None:
+        job = self._deferred.pop(message.job_id)
+        if message.is_wanted:
+            assert self._long is not None
+            self._long.put(job)
 
     def _do_long(self, jobs: _LongJobs) -> None:
         with contextlib.suppress(OSError):  # the daemon has closed the socket, so the process ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from daemon.models.entry import ModelEntry
 from daemon.process.kept_records import KeptRecords
 from daemon.record.audit_log import AuditLog
 from daemon.text.jobs import TextFacts
+from daemon.text.places import NOBODY, Share
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, SKIPPED, PackedTable, TokenTable
 from daemon.text.worker import body_reader
 from daemon.traces.tracer import Tracer
@@ -89,6 +91,13 @@ class FakeText:
         self._table = byte_table()
         self.known_facts = TextFacts()
         self.num_parsed = 0
+        self.share = NOBODY
+        self.encoded_for: list[Share] = []
+
+    def of(self, share: Share) -> FakeText:
+        text = copy.copy(self)
+        text.share = share
+        return text
 
     async def encode(
         self,
@@ -99,6 +108,7 @@ class FakeText:
         keep_last: int = 0,
         suffix: str = "",
     ) -> list[array[int]]:
+        self.encoded_for.append(self.share)
         return [array("i", list(each.encode()))[-keep_last:] for each in msgspec.msgpack.decode(text, type=list[str])]
 
     async def encode_pairs(
@@ -114,6 +124,7 @@ class FakeText:
         return array("i", [len(first.encode()) + 1 for first in firsts]), [array("i", ids) for ids in pairs]
 
     async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object], keep_last: int = 0) -> array[int]:
+        self.encoded_for.append(self.share)
         text = "".join(each["content"] or "" for each in msgspec.msgpack.decode(messages))
         return array("i", list(text.encode()))[-keep_last:]
 

@@ -15,6 +15,7 @@ from daemon.access.keys import Keys
 from daemon.access.tenant import Key, Limits, Tenant
 from daemon.contracts import Generation
 from daemon.errors import NotNow
+from daemon.text.places import Share
 from engine.protocol import FINISH_NONE, FINISH_STOP
 from tests.daemon.api.fakes import Script, entry, serve, text_script
 
@@ -42,6 +43,17 @@ def client(url: str) -> ClientSession:
 
 def told(headers: Mapping[str, str]) -> dict[str, str]:
     return {name.lower(): value for name, value in headers.items() if "ratelimit" in name.lower()}
+
+
+@pytest.mark.parametrize(("path", "body"), [*GENERATING, *EMBEDDING])
+async def test_each_endpoint_has_texts_encoded_for_the_keys_tenant(path: str, body: dict[str, Any]) -> None:
+    models = [entry(embedding_size=2)] if (path, body) in EMBEDDING else None
+    refused = NotNow("queue_full", "the queue is full", status=429)
+    async with serve(models=models, access=access(Limits(), weight=3.0)) as node, client(node.url) as http:
+        node.requests.refusal = refused
+        async with http.post(path, json={"model": "tiny", **body}) as answer:
+            assert answer.status == 429
+        assert node.text.encoded_for == [Share("t", 3.0)]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,8 @@ import pytest
 from daemon.text import connection, deaths
 from daemon.text.connection import WorkerConnection, WorkerDied
 from daemon.text.deaths import Death
-from daemon.text.jobs import CheckGrammar, Deferred, Describe, Done, ToWorker
+from daemon.text.jobs import CheckGrammar, Deferred, Describe, Done, Job, Proceed, ToWorker
+from daemon.text.places import Share
 from engine.protocol import FrameReader, encode
 
 
@@ -32,12 +33,17 @@ class Other:
         await loop.create_unix_connection(lambda: worker, sock=self.ours)
         return worker
 
+    async def messages(self, number: int) -> list[Job | Proceed]:
+        """Reads at least so many messages, and those that have come with them."""
+        messages: list[Job | Proceed] = []
+        async with asyncio.timeout(30):
+            while len(messages) < number:
+                data = await asyncio.get_running_loop().sock_recv(self.theirs, 1 << 20)
+                messages += self._reader.feed(data)
+        return messages
+
     async def jobs(self, number: int) -> list[int]:
-        ids: list[int] = []
-        while len(ids) < number:
-            data = await asyncio.get_running_loop().sock_recv(self.theirs, 1 << 16)
-            ids += [message.job_id for message in self._reader.feed(data)]
-        return ids
+        return [message.job_id for message in await self.messages(number)]
 
     def say(self, *messages: Done | Deferred) -> None:
         self.theirs.send(b"".join(map(encode, messages)))
@@ -161,6 +167,7 @@ async def test_of_two_jobs_that_were_at_work_neither_is_blamed_for_a_crash(other
     worker = await other.connect()
     tasks = await started(other, worker, 2)
     other.say(Deferred(0))
+    assert await other.jobs(1) == [0], "it may proceed"
     worker.died(Death(deaths.CRASHED, "crashed", "SIGSEGV"))
     other.theirs.close()
     for task in tasks:
@@ -182,3 +189,94 @@ async def test_one_that_is_closed_is_no_death(other):
         while not other.ended:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert other.ended == [None]
+
+
+# ---- tenants' turns
+
+
+A_LARGE_JOB = "x" * (connection.AHEAD_BYTES - 2 * connection.JOB_BYTES)
+FLOOD, SMALL = Share("flood"), Share("small")
+
+
+def ask(worker: WorkerConnection, at: int, share: Share, text: str = "x") -> asyncio.Task[list[bytes]]:
+    return asyncio.create_task(worker.call(CheckGrammar(at, "f", text), share))
+
+
+async def cancelled(*tasks: asyncio.Task[list[bytes]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def test_a_tenants_small_job_waits_for_one_large_job_of_another(other):
+    other.stall_s = 60
+    worker = await other.connect()
+    large = [ask(worker, at, FLOOD, A_LARGE_JOB) for at in range(5)]
+    small = [ask(worker, at, SMALL) for at in (5, 6)]
+    assert await other.jobs(1) == [0]
+    other.say(Done(0, []))
+    assert await other.jobs(2) == [5, 6], "while the tenant has had less done for it"
+    other.say(Done(5, [b"y"]), Done(6, [b"y"]))
+    assert await asyncio.gather(*small) == [[b"y"]] * 2
+    assert await other.jobs(1) == [1]
+    assert [(tenant, kind) for kind, tenant, *_ in worker.waiting()] == [("flood", "CheckGrammar")] * 4
+    await cancelled(*large[1:])
+
+
+async def test_the_next_small_jobs_are_there_before_the_first_is_done(other):
+    """The worker need not wait for the daemon between them."""
+    other.stall_s = 60
+    worker = await other.connect()
+    num = connection.AHEAD_BYTES // connection.JOB_BYTES
+    tasks = [ask(worker, at, FLOOD) for at in range(num)]
+    sent = await other.jobs(num - 10)
+    assert sent == list(range(len(sent)))
+    assert len(sent) < num
+    await cancelled(*tasks)
+
+
+async def test_of_long_jobs_that_of_another_tenant_is_second(other):
+    other.stall_s = 60
+    worker = await other.connect()
+    tasks = [ask(worker, at, FLOOD) for at in range(4)] + [ask(worker, 4, SMALL)]
+    await other.jobs(5)
+    other.say(*(Deferred(at) for at in range(5)))
+    assert await other.jobs(1) == [0]
+    other.say(Done(0, []))
+    assert await other.jobs(1) == [4]
+    other.say(Done(4, []))
+    assert await other.jobs(1) == [1]
+    await cancelled(*tasks)
+
+
+async def test_a_job_whose_client_has_gone_before_its_turn_is_not_done(other):
+    other.stall_s = 60
+    worker = await other.connect()
+    short = [ask(worker, at, FLOOD, A_LARGE_JOB) for at in range(3)]
+    await other.jobs(1)
+    await cancelled(short[1])
+    other.say(Deferred(0))
+    assert await other.messages(2) == [Proceed(0), CheckGrammar(2, "f", A_LARGE_JOB)]
+    other.say(Deferred(2))
+    await cancelled(short[2])
+    other.say(Done(0, []))
+    assert await other.messages(1) == [Proceed(2, is_wanted=False)]
+    assert worker.num_waiting == 0
+
+
+async def test_a_death_is_not_of_jobs_whose_turn_had_not_come_and_these_keep_their_turns(other):
+    """Tried again, that of the other tenant comes first, so no tenant's jobs that kill workers keep it out."""
+    other.stall_s = 60
+    worker = await other.connect()
+    large = [ask(worker, at, FLOOD, A_LARGE_JOB) for at in range(3)]
+    small = ask(worker, 3, SMALL)
+    assert await other.jobs(1) == [0]
+    order: list[asyncio.Task[list[bytes]]] = []
+    for task in (*large, small):
+        task.add_done_callback(order.append)
+    worker.died(Death(deaths.CRASHED, "crashed", "SIGSEGV"))
+    other.theirs.close()
+    ends = await asyncio.gather(*large, small, return_exceptions=True)
+    how = [(end.is_to_blame, end.was_queued) for end in ends if isinstance(end, WorkerDied)]
+    assert how == [(True, False), *[(False, True)] * 3]
+    assert order == [large[0], small, large[1], large[2]]

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +26,7 @@ from daemon.text.deaths import from_report
 from daemon.text.detokenizer import decode
 from daemon.text.helper_messages import Ended, Kill
 from daemon.text.job_parts import LONG_TEXT
-from daemon.text.jobs import LIMIT_BYTES, Encode, EncodeChat, Open
+from daemon.text.jobs import LIMIT_BYTES, Deferred, Done, Encode, EncodeChat, Open, Proceed
 from daemon.text.service import TextService
 from daemon.text.worker import OOM_SCORE_ADJ, TextWorker
 from tests.daemon.no_thread import no_thread
@@ -135,7 +136,7 @@ async def test_a_worker_that_hangs_is_killed_and_what_waited_behind_it_is_answer
     await asyncio.sleep(0)
     others = [asyncio.create_task(service.encode(tiny, "The fox")) for _ in range(20)]
     rows = await until(service.rows)
-    assert {"model", "work", "bytes", "waiting_s"} == set(rows[0])
+    assert {"model", "work", "tenant", "bytes", "waiting_s"} == set(rows[0])
     assert (rows[0]["model"], rows[0]["work"]) == ("tiny", "tokenizing")
     service.limit_s = 60.0  # for those that are sent again
     with pytest.raises(NotNow, match="model tiny: the text of this request took longer than 2 s; its worker was waiting") as error:
@@ -209,6 +210,24 @@ def test_a_long_text_that_no_thread_can_be_started_for_is_refused(tmp_path):
         worker._answer(job, lambda: worker._do(job))
     (failed,) = sent
     assert failed.message == "model m: the text of this request needs more than the 1024 MiB that a text worker may take"
+    ours.close()
+    theirs.close()
+
+
+def test_a_long_text_that_nobody_waits_for_any_more_is_not_encoded(tmp_path):
+    ours, theirs = socket.socketpair()
+    worker, sent = TextWorker(theirs), SimpleQueue[Any]()
+    worker._send = sent.put  # type: ignore[method-assign]
+    worker._open(Open("m", str(checkpoint(tmp_path / "m", byte_level())), None))
+    for job_id in (7, 8):
+        job = Encode(job_id, msgspec.msgpack.encode(["The fox " * LONG_TEXT]), True)
+        worker._answer(job, lambda job=job: worker._do(job))
+        assert sent.get() == Deferred(job_id)
+    worker._proceed(Proceed(7, is_wanted=False))
+    worker._proceed(Proceed(8))
+    done = sent.get(timeout=PATIENCE_S)
+    assert (type(done), done.job_id) == (Done, 8)
+    assert not worker._deferred
     ours.close()
     theirs.close()
 
