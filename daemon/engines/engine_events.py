@@ -345,7 +345,8 @@ class EngineEvents:
 
     def _mixed_rows(self, device: str, message: protocol.TokensOut) -> None:
         """Passes the tokens of a step on to the sinks of their sequences, if a sequence has several tokens or ends in this step;
-        other steps take a faster way in _tokens_out."""
+        other steps take a faster way in _tokens_out. With many sequences one ends in most steps."""
+        find = self._by_id.get
         start = 0
         num_rows = len(message.request_ids)
         counts = message.counts or (1,) * num_rows
@@ -353,8 +354,8 @@ class EngineEvents:
         for request_id, count, finish, num_drafted in zip(message.request_ids, counts, finishes, drafted, strict=True):
             row = message.ids[start : start + count]
             start += count
-            generation = self._find(device, request_id)
-            if generation is None:
+            generation = find(request_id)
+            if generation is None or generation.submitted_device != device:  # as in _find
                 continue
             if num_drafted:
                 generation.num_drafted += num_drafted

@@ -119,8 +119,9 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "_answering", "_before", "_body", "_body_bytes", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_parts",
-        "_head_timer", "_is_last_look", "_lingering", "_server", "client", "in_progress",
+        "_head_timer", "_is_last_look", "_lingering", "_server", "client", "in_progress", "writing_paused",
     )  # fmt: skip
+    writing_paused: bool  # an attribute in place of aiohttp's property, because streams read it for every token
 
     def __init__(
         self, server: ConnectionServer, closed: Callable[[], None], before: ConnectionSoFar | None = None, **options: Any
@@ -129,6 +130,7 @@ class Connection(web.RequestHandler):
         just connected."""
         super().__init__(server, **options)
         self._server, self._answering, self._closed, self._before = server, server.answering, closed, before
+        self.writing_paused = False
         self.client: asyncio.Transport | None = None  # until the connection is lost; `transport` is None from its closing on
         self.in_progress: InProgress | None = None  # set by the handler while the next daemon could continue its request
         self._body: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head has arrived
@@ -161,6 +163,14 @@ class Connection(web.RequestHandler):
         self.client = None
         self._closed()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.writing_paused = True
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.writing_paused = False
 
     def data_received(self, data: bytes) -> None:
         if self._broken:
