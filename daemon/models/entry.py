@@ -54,6 +54,7 @@ class ModelEntry:
     speculator: str = "none"  # how tokens are drafted for its requests, as in LoadModel.speculator
     head: str = ""  # the name of the EAGLE-3 head that drafts, "" for none
     head_path: str = ""
+    has_replicas: bool = False  # whether the settings and devices allow it several replicas
     upstream: str = ""  # host and port of the server that answers for this name; "": this node answers
     adapter: ServedAdapter | None = None  # the adapter with which the model answers; None: it answers without one
 

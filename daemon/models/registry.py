@@ -233,11 +233,6 @@ class Registry:
         found = self.models.get(name)
         return [name] if found is None else [name, *(one.name for one in found.replicas)]
 
-    def is_replicated(self, name: str) -> bool:
-        """Returns whether the settings and devices allow the model to have several replicas."""
-        found = self.models.get(name)
-        return found is not None and bool(found.replicas)
-
     def model_of(self, name: str) -> str:
         """Returns the name of the model. name: the model's name, or that of one of its further replicas."""
         return model_of(name, self.models)
@@ -338,6 +333,8 @@ class Registry:
         for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
             override = getattr(given, key)
             defaults[key] = override if override is not None else getattr(generation, key)
+        number = self._sizing.num_replicas(name, plan.settings, shape)
+        replicas = further(facts, number, settings.replicas == config_replicas.AUTO)
         entry = ModelEntry(
             name=name,
             path=checkpoint.path,
@@ -365,10 +362,9 @@ class Registry:
             speculator=speculator.name,
             head="" if speculator.head is None else speculator.head.name,
             head_path="" if speculator.head is None else speculator.head.path,
+            has_replicas=bool(replicas),
         )
         kv_cache_dtype = asked_kv_cache_dtype(settings.kv_cache_dtype)
-        number = self._sizing.num_replicas(name, plan.settings, shape)
-        replicas = further(facts, number, settings.replicas == config_replicas.AUTO)
         held = (weight_format.name, kv_cache_dtype)
         with_copies = self._sizing.bytes_with_copies(plan.settings, speculator.shape, dtype)
         missing = next((file for file in template_files(config, [name]) if self._signature_of(file) == MISSING), "")

@@ -171,7 +171,6 @@ class NodeParts:
             self.tasks, stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES
         )
         self.dispatcher.load_begins = self._open_text
-        self.dispatcher.is_replicated = self.registry.is_replicated
         self.stored = ResponseStore(int(config.stored_responses_bytes), KeptRecords.of(store, response_store.NAME))
         self.background = BackgroundRuns(self.stored, KeptRecords.of(store, background.NAME))
         self.upstreams = Upstreams(self._upstream_changed)

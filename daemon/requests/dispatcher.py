@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hearthd")
 _NOTHING_EXPECTED = Expectation(0, lambda: None)
+_GRANTS_LEASE = (protocol.LoadModel, protocol.EvictModel, protocol.SetLease)
 
 
 class EnginePort(Protocol):
@@ -113,7 +114,6 @@ class Dispatcher:
         self.why_slow: Callable[[], str] = lambda: ""  # returns a sentence for requests that have waited too long
         self.tracer: Callable[[], Tracer | None] = lambda: None  # returns the tracer, None while tracing is off
         self.load_begins: Callable[[ModelEntry], None] = lambda entry: None  # called when an engine is told to load a model
-        self.is_replicated: Callable[[str], bool] = lambda model: False  # returns whether the model may have several replicas
         self._prefixes = PrefixIndex()
         self.open.on_end = self._note_output
         self.note_decisions: Callable[[], None] = lambda: None  # called after each event, before its actions are carried out
@@ -161,7 +161,7 @@ class Dispatcher:
             keep_alive_s=generation.keep_alive_s,
             part_of=generation.first.request_id if generation.first is not None else 0,
             was_accepted=generation.was_accepted,
-            cached=self._cached(generation),
+            cached=self._cached(generation) if generation.model.has_replicas else (),
         )
         refused = self._run(events.RequestArrived(now=now, cause=f"req-{request_id}", request=facts), generation)
         if refused is not None:
@@ -406,7 +406,8 @@ class Dispatcher:
             generation.submitted_s = now
             self.metrics.submitted(generation)
         generation.submitted_device, generation.replica = action.device, action.model
-        self._note_prefix(generation)
+        if generation.model.has_replicas:
+            self._note_prefix(generation)
         if generation.trace is not None:
             generation.trace.submitted(generation, now)
         self.send(
@@ -503,7 +504,7 @@ class Dispatcher:
     def send(self, device: str, message: protocol.Message) -> None:
         """Sends a message to the device's engine, and remembers the lease that it grants. Does nothing more if the device has no
         engine."""
-        if isinstance(message, protocol.LoadModel | protocol.EvictModel | protocol.SetLease):
+        if isinstance(message, _GRANTS_LEASE):
             self._leases[device] = message.lease_chunks
         engine = self.engines.get(device)
         if engine is not None:
@@ -554,20 +555,17 @@ class Dispatcher:
 
     def _cached(self, generation: Generation) -> tuple[tuple[str, int], ...]:
         """Returns a pair (replica, number of tokens) for each replica of the model that has probably cached a prefix of the
-        request's prompt; () for a model that may have only one replica."""
-        if not self.is_replicated(generation.model.name):
-            return ()
+        request's prompt."""
         return self._prefixes.find(generation.model.name, _prefix_seed(generation), generation.prompt)
 
     def _note_prefix(self, generation: Generation) -> None:
-        """Records that the replica that runs the request has cached its prompt and the output so far, if the model may have several
-        replicas."""
-        if self.is_replicated(generation.model.name):
-            tokens = [*generation.prompt, *generation.output] if generation.output else generation.prompt
-            self._prefixes.note(generation.model.name, _prefix_seed(generation), tokens, generation.replica)
+        """Records that the replica that runs the request has cached its prompt and the output so far. Only models with several
+        replicas are recorded."""
+        tokens = [*generation.prompt, *generation.output] if generation.output else generation.prompt
+        self._prefixes.note(generation.model.name, _prefix_seed(generation), tokens, generation.replica)
 
     def _note_output(self, generation: Generation) -> None:
-        if generation.outcome in ("stop", "length") and generation.replica:
+        if generation.model.has_replicas and generation.outcome in ("stop", "length") and generation.replica:
             self._note_prefix(generation)
 
     def finished(self, request_id: int) -> None:

@@ -115,9 +115,9 @@ class Harness:
         self.message(protocol.LoadDone(load.placement_id, load.model, 0.1, 1))
         return load  # type: ignore[no-any-return]
 
-    def request(self, model: str = "a", max_tokens: int = 8) -> tuple[Generation, Sink]:
+    def request(self, model: str = "a", max_tokens: int = 8, prompt: Sequence[int] = (1, 2, 3)) -> tuple[Generation, Sink]:
         sink = Sink()
-        generation = Generation(self.entries[model], [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=7), sink)
+        generation = Generation(self.entries[model], list(prompt), SamplingParams(max_tokens=max_tokens, seed=7), sink)
         self.dispatcher.submit(generation)
         return generation, sink
 
@@ -190,6 +190,22 @@ async def test_who_has_waited_too_long_is_told_that_kernels_are_being_compiled()
     assert sink.error.code == "wait_exceeded"
     said = "cpu:0: kernels for bfloat16 are being compiled (7 of 20, about 12 s left); until then models are slower."
     assert sink.error.message.endswith(f". {said}")
+
+
+@pytest.mark.parametrize(("has_replicas", "cached"), [(True, (("a", 128),)), (False, ())])
+async def test_where_a_prompt_is_cached_is_told_of_models_with_replicas(
+    monkeypatch: pytest.MonkeyPatch, has_replicas: bool, cached: tuple[tuple[str, int], ...]
+) -> None:
+    node = Harness()
+    node.entries["a"].has_replicas = has_replicas
+    first, _ = node.request(prompt=[3] * 100)
+    node.loaded()
+    node.step({first.request_id: [3] * 28}, finish={first.request_id: FINISH_STOP})
+    arrived: list[events.Event] = []
+    handle = node.scheduler.handle
+    monkeypatch.setattr(node.scheduler, "handle", lambda event: (arrived.append(event), handle(event))[1])
+    node.request(prompt=[3] * 150)
+    assert [event.request.cached for event in arrived if isinstance(event, events.RequestArrived)] == [cached]
 
 
 async def test_cancel_is_idempotent_and_aborts_once() -> None:

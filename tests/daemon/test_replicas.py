@@ -61,6 +61,14 @@ async def test_there_are_no_more_replicas_than_devices_for_them(
     assert {one.replica_at for one in found[1:]} <= {REPLICA_AT if settings.replicas == "auto" else 0}
 
 
+@pytest.mark.parametrize("number", [1, 2])
+async def test_requests_know_whether_their_model_may_have_replicas(tmp_path: Path, number: int) -> None:
+    make_model(tmp_path / "m")
+    registry = registry_of(tmp_path, m=ModelConfig(replicas=number))
+    await registry.rescan()
+    assert registry.resolve("m").has_replicas == (number > 1)
+
+
 async def test_a_reload_adds_and_removes_replicas(tmp_path: Path) -> None:
     make_model(tmp_path / "m")
     registry = registry_of(tmp_path, m=ModelConfig(replicas=3))
