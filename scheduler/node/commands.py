@@ -196,8 +196,8 @@ def _find(node: Node, name: str) -> Model | None:
     model = node.models.get(name)
     if model is None:
         _done(node, name, Refusal("model_not_found", f"no model {name!r} on this node"))
-    elif model.first is not None:
-        message = f"{name} is a replica of {model.first.name}, and commands are for the model"
+    elif model.primary is not model:
+        message = f"{name} is a replica of {model.primary.name}, and commands are for the model"
         _done(node, name, Refusal("model_not_found", message))
         return None
     return model

@@ -8,6 +8,7 @@ from typing import TypeVar
 K = TypeVar("K")
 
 _NEW = 0.3  # weight of the newest figure in a learned average
+_LOG_2 = log(2)
 
 
 class LoadCosts:
@@ -98,8 +99,8 @@ class Rate:
             self._short *= 2.0 ** (-passed / self.SHORT_S)
             self._long *= 2.0 ** (-passed / self.LONG_S)
             self._at = now
-        self._short += log(2) / self.SHORT_S
-        self._long += log(2) / self.LONG_S
+        self._short += _LOG_2 / self.SHORT_S
+        self._long += _LOG_2 / self.LONG_S
 
     def per_s(self, now: float) -> float:
         passed = max(0.0, now - self._at)

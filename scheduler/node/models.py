@@ -71,15 +71,15 @@ def forget(node: Node, model: Model) -> None:
     for kind in ("retry", "quarantine", "load", "evict"):
         node.deadlines.discard((kind, model.name))
     for device in node.devices.values():
-        if model.first is None:
+        if model.primary is model:
             device.costs.forget(model.name, model.facts.weights_bytes)
     keeping.drop_all(node, model, "its folder is gone")
     node.answer(model.unload_causes, model.name, None)
     node.set_state(model, "", "forgotten")
     del node.models[model.name]
-    if model.first is not None:
-        model.first.others.remove(model)
-        node.touch(model.first)  # the primary may wait to be forgotten, too
+    if model.primary is not model:
+        model.primary.others.remove(model)
+        node.touch(model.primary)  # the primary may wait to be forgotten, too
     node.touched.pop(model.name, None)
     node.crowded_replicas.pop(model.name, None)
 

@@ -162,8 +162,12 @@ class Model:
     mean_prompt_tokens: float = 0.0
     expert_copies: ExpertCopies | None = None  # those that loads take if there is room; only in a primary
     story: Story = field(default_factory=Story)
-    first: Model | None = None  # for a further replica: its model, the primary
+    # the model of which this is a further replica, else this model itself: it has the queue and the statistics of all replicas
+    primary: Model = field(init=False)
     others: list[Model] = field(default_factory=list)  # for a primary: its further replicas, by number
+
+    def __post_init__(self) -> None:
+        self.primary = self
 
     @property
     def name(self) -> str:
@@ -181,12 +185,6 @@ class Model:
         that a request asked for replaces the configured one."""
         asked_s = self.primary.asked_keep_alive_s
         return self.facts.keep_alive_s if asked_s is None else asked_s
-
-    @property
-    def primary(self) -> Model:
-        """The model of which this is a further replica, else this model itself. The primary has the queue and the statistics of all
-        replicas."""
-        return self if self.first is None else self.first
 
     @property
     def replicas(self) -> tuple[Model, ...]:

@@ -17,12 +17,12 @@ def registered(node: Node, event: ModelRegistered) -> None:
     if model is None:
         model = Model(facts=facts, size=size_of(facts, node.settings.chunk_bytes), devices=())
         if facts.replica_of:
-            model.first = node.models[facts.replica_of]
-            model.first.others.append(model)
-            model.first.others.sort(key=lambda one: (len(one.name), one.name))
-            node.touch(model.first)
+            model.primary = node.models[facts.replica_of]
+            model.primary.others.append(model)
+            model.primary.others.sort(key=lambda one: (len(one.name), one.name))
+            node.touch(model.primary)
         node.models[facts.name] = model
-        model.enabled = facts.enabled if model.first is None else model.first.enabled
+        model.enabled = facts.enabled if model.primary is model else model.primary.enabled
         models.judge(node, model)
         old = None
     else:

@@ -64,8 +64,8 @@ def _grow(node: Node, model: Model, further: Model) -> None:
 
 def story(node: Node, model: Model) -> list[str]:
     """Returns the lines of `hearth why` about the other replicas of a model; [] if it has none."""
-    if model.first is not None:
-        return [f"it is a replica of {model.first.name}, where its requests wait"]
+    if model.primary is not model:
+        return [f"it is a replica of {model.primary.name}, where its requests wait"]
     lines = [f"replica {one.name}: {_where(one)}, {len(one.running)} requests run there" for one in model.others]
     if model.name in node.crowded_replicas:
         lines.append("another replica waits for free memory on a device that has no replica")
