@@ -140,7 +140,7 @@ class Access:
                 "host_not_allowed",
                 f"This server does not answer for the host {host[:256]!r}. Use an address, or name the host in allowed_hosts.",
             )
-        if self.cors is None or not self.cors.allows(request, endpoint):
+        if "Origin" in request.headers and (self.cors is None or not self.cors.allows(request, endpoint)):
             self._refuse_other_origins(request)
 
     def _refuse_other_origins(self, request: web.Request) -> None:

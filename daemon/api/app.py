@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -92,10 +92,10 @@ def make_app(
         adapters=adapters,
     )
 
-    async def handle(request: web.Request) -> web.StreamResponse:
+    def handle(request: web.Request) -> Awaitable[web.StreamResponse]:
         if "Expect" in request.headers:
             _expect(request)
-        return await _answer_errors(request, context, tracer)
+        return _answer_errors(request, context, tracer)
 
     app = web.Application()  # body.py limits the size; router.py finds the endpoint
     app[ANSWERING] = Answering(HearthError.body, answered, handle)
@@ -143,6 +143,7 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
     name = progress.request_id
     target = router.target(request.rel_url.raw_path)
     endpoint = target.endpoint if target is not None else None
+    is_recorded = _is_recorded(request, endpoint)
     cors = context.access.cors
     more_headers = cors.headers(request, endpoint) if cors is not None else _NO_HEADERS
     scope: RequestScope | None = None
@@ -159,7 +160,7 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
                 is_charged = progress.before is not None and progress.before.is_charged
                 scope = RequestScope(key, context.models, context.requests, context.quotas, own_headers, render, is_charged)
                 progress.is_charged = scope.was_charged
-                if _is_recorded(request, endpoint) and (by := tracer()) is not None:
+                if is_recorded and (by := tracer()) is not None:
                     from daemon.api import traced  # imported only when tracing is on
 
                     traced.begin(by, request, progress, scope)
@@ -199,8 +200,8 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
             context.answered(endpoint.name if endpoint is not None else "", status)
         if scope is not None:
             scope.close()
-        if isinstance(request.protocol, Connection):
-            request.protocol.in_progress = None
+        if isinstance(connection := request.protocol, Connection):
+            connection.in_progress = None
         if scope is not None and scope.trace is not None and endpoint is not None and (by := tracer()) is not None:
             from daemon.api import traced
 
@@ -210,7 +211,7 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
                 log.exception("the trace of a request failed", extra=fields(request_id=name))
         if progress.is_handed_over:
             scope = None  # the next daemon writes the request's log line
-        if scope is not None and endpoint is not None and _is_recorded(request, endpoint):
+        if scope is not None and endpoint is not None and is_recorded:
             scope.ended(name, endpoint.name, status)
             if context.audit.with_requests:
                 audited.request(context.audit, request, name, endpoint.name, status, scope)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -35,7 +35,7 @@ class Progress:
 
     def __init__(self, request_id: str, before: RequestSoFar | None = None, run: Run | None = None) -> None:
         self.request_id, self.before, self.run = request_id, before, run
-        self._nonce = before.nonce if before is not None else secrets.token_bytes(16)
+        self._nonce = before.nonce if before is not None else os.urandom(16)
         self.created = before.created if before is not None else int(time.time())
         self.began_ns = 0
         self.body: bytes | bytearray = b""

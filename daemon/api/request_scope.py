@@ -241,12 +241,17 @@ def _of_generations(generations: Sequence[Generation], started_s: float) -> dict
     """Returns the log fields of a request's sequences: sums of their token counts, and the times of the first one. started_s: when
     the request arrived, in monotonic seconds."""
     first = generations[0]
+    num_prompt = num_cached = num_output = 0
+    for each in generations:
+        num_prompt += each.num_prompt_tokens
+        num_cached += each.num_cached
+        num_output += each.num_output_tokens
     record: dict[str, object] = {
         "cause": f"req-{first.request_id}",
         **({"upstream": first.model.upstream} if first.model.upstream else {"device": first.submitted_device}),
-        "prompt_tokens": sum(each.num_prompt_tokens for each in generations),
-        "cached_tokens": sum(each.num_cached for each in generations),
-        "output_tokens": sum(each.num_output_tokens for each in generations),
+        "prompt_tokens": num_prompt,
+        "cached_tokens": num_cached,
+        "output_tokens": num_output,
     }
     if first.submitted_s:
         record["queue_ms"] = _ms(first.submitted_s - first.arrived_s)

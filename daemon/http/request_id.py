@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 
 MAX_CHARACTERS = 128
 _OTHER = re.compile(r"[^A-Za-z0-9._:@/+=-]")
@@ -11,4 +11,4 @@ _OTHER = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
 def request_id(header: str | None) -> str:
     kept = _OTHER.sub("", header[: 4 * MAX_CHARACTERS])[:MAX_CHARACTERS] if header else ""
-    return kept or secrets.token_hex(12)
+    return kept or os.urandom(12).hex()

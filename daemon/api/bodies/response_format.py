@@ -6,6 +6,7 @@ All of them become one `SamplingParams.grammar`. The text worker checks that it 
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -58,6 +59,7 @@ _format = msgspec.json.Decoder(ResponseFormat)
 _structured = msgspec.json.Decoder(StructuredOutputs)
 _text = msgspec.json.Decoder(str)
 _choices = msgspec.json.Decoder(Choices)
+_grammar_fields = attrgetter(*GRAMMAR_FIELDS)
 
 
 def following(schema: Raw) -> Raw:
@@ -70,8 +72,8 @@ def grammar_of(fields: Any) -> tuple[str, str]:
     SamplingParams.grammar); ("", "") if there is none. fields: a request body with all of GRAMMAR_FIELDS as Raw. Raises BadRequest
     naming the field."""
     asked = ("", "")
-    for name in GRAMMAR_FIELDS:
-        data = bytes(getattr(fields, name))
+    for name, raw in zip(GRAMMAR_FIELDS, _grammar_fields(fields), strict=True):
+        data = bytes(raw)
         if not data or data == b"null":
             continue
         field, grammar = _one(name, data)

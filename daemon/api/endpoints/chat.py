@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from aiohttp import web
 from msgspec import Raw
 
 from daemon.api.bodies import chat, common
-from daemon.api.endpoint import OPENAI, Body, Call, Endpoint, FieldTable
+from daemon.api.endpoint import OPENAI, Body, Endpoint, FieldTable
 from daemon.api.generation.answer_format import AnswerFormat, Finished
 from daemon.api.generation.chunks import ChunkFormat, Chunks
 from daemon.api.generation.generate import generate
@@ -80,17 +79,13 @@ CHAT_FORMAT = AnswerFormat(
 _BODY = Body(chat.parse, common.Head, (SAMPLING_FIELDS, COMMON_FIELDS, FieldTable("Chat only", chat.ChatBody, chat.MEANINGS)))
 
 
-async def _handle(call: Call) -> web.StreamResponse:
-    return await generate(call, _BODY, CHAT_FORMAT)
-
-
 CHAT = Endpoint(
     name="chat",
     operation="chat",
     paths=(OPENAI.chats,),
     methods=("POST",),
     about="OpenAI's chat completions; `stream: true` answers with server-sent events",
-    handle=_handle,
+    handle=partial(generate, body=_BODY, form=CHAT_FORMAT),
     body=_BODY,
     passes_on="chat/completions",
 )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from aiohttp import web
 from msgspec import Raw
 
 from daemon.api.bodies import common, completions
-from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
+from daemon.api.endpoint import Body, Endpoint, FieldTable
 from daemon.api.endpoints.chat import COMMON_FIELDS, SAMPLING_FIELDS
 from daemon.api.generation.answer_format import AnswerFormat, Finished
 from daemon.api.generation.chunks import ChunkFormat, Chunks
@@ -60,17 +59,13 @@ _OWN_FIELDS = FieldTable("Completions only", completions.CompletionBody, complet
 _BODY = Body(completions.parse, common.Head, (SAMPLING_FIELDS, COMMON_FIELDS, _OWN_FIELDS))
 
 
-async def _handle(call: Call) -> web.StreamResponse:
-    return await generate(call, _BODY, COMPLETION_FORMAT)
-
-
 COMPLETIONS = Endpoint(
     name="completions",
     operation="text_completion",
     paths=("/v1/completions",),
     methods=("POST",),
     about="OpenAI's completions: `prompt` is text, a list of texts, token ids, or a list of those",
-    handle=_handle,
+    handle=partial(generate, body=_BODY, form=COMPLETION_FORMAT),
     body=_BODY,
     passes_on="completions",
 )
