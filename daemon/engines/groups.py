@@ -26,7 +26,7 @@ from engine import protocol
 from engine.exchange import GroupForm, RegionSizes, region_bytes
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, SetLease
 from scheduler.node import actions
-from scheduler.node.groups import host_of, joined
+from scheduler.node.groups import by_rank, host_of, joined
 
 log = logging.getLogger("hearthd.engine")
 Answer = LoadProgress | LoadStreams | LoadDone | LoadFailed | Evicted
@@ -150,7 +150,7 @@ class Groups:
             self._tell(joined(leases), Evicted(action.placement_id, action.model))
             return
         if unlisted := held - leases.keys():
-            log.error("an eviction leaves out %s", joined(sorted(unlisted)), extra=fields(model=group.model))
+            log.error("an eviction leaves out %s", joined(sorted(unlisted, key=by_rank)), extra=fields(model=group.model))
         comes_back, group.phase = group.phase is _Phase.BROKEN, _Phase.LEAVING
         self._leave(group, leases, comes_back)
         self._close_if_empty(group)

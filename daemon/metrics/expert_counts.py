@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.protocol import ExpertTokens
+from scheduler.node.groups import by_rank
 
 Layers = dict[int, "array[int]"]  # layer -> how many tokens have passed through each of its experts
 
@@ -51,7 +52,7 @@ class ExpertCounts:
             "tokens": sum(map(sum, total.values())),
             "imbalance": imbalance(total.values()),
             "layers": [_row(layer, counts) for layer, counts in sorted(total.items())],
-            "devices": dict(sorted(devices.items())),
+            "devices": {device: devices[device] for device in sorted(devices, key=by_rank)},
         }
 
     def of_layers(self, names: Iterable[str]) -> Layers:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.node.eviction import Resident
-from scheduler.node.groups import num_other_hosts
+from scheduler.node.groups import by_rank, num_other_hosts
 
 
 @dataclass(slots=True)
@@ -29,12 +29,13 @@ class Option:
         return sum(victim.value * victim.chunks for victim in self.victims)
 
 
-def rank(option: Option) -> tuple[bool, bool, float, bool, int, int, tuple[str, ...]]:
+def rank(option: Option) -> tuple[bool, bool, float, bool, int, int, tuple[tuple[object, ...], ...]]:
     """Returns the sort key of an option; the least is best. The better option, by these criteria in order: disturbs no running
     request, evicts nothing, has the cheaper evictions, needs no read of weights, is on fewer other hosts, has more room (so that
     models spread)."""
     hosts, room = num_other_hosts(option.devices), option.lease_chunks
-    return option.forced, bool(option.victims), option.cost, not option.left, hosts, -room, option.devices
+    names = tuple(map(by_rank, option.devices))
+    return option.forced, bool(option.victims), option.cost, not option.left, hosts, -room, names
 
 
 def choose(options: Iterable[Option]) -> Option | None:

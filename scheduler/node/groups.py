@@ -30,6 +30,15 @@ def host_of(device: str) -> str:
     return device.partition("/")[0].partition("@")[2]
 
 
+def by_rank(device: str) -> tuple[str, str, int, str, str]:
+    """Returns the key by which devices are sorted wherever their order counts or is shown. This machine's come before those of
+    other hosts; those of one host and kind go by number, "cuda:2" before "cuda:10". A carve-out comes behind its device."""
+    lent, _, carved_for = device.partition("/")
+    name, _, host = lent.partition("@")
+    kind, _, number = name.partition(":")
+    return host, kind, len(number), number, carved_for
+
+
 def num_other_hosts(devices: Iterable[str]) -> int:
     """Returns the number of other hosts that lend at least one of the devices."""
     return len({host_of(device) for device in devices} - {HERE})
@@ -69,7 +78,7 @@ def _usable(devices: Sequence[str], stage_size: int, num_stages: int) -> tuple[s
 def groups(preferred: Sequence[str], num_ranks: int, num_stages: int = 1) -> list[tuple[str, ...]]:
     """Returns the groups of num_ranks devices that may hold a split model together, as this module's docstring says; [] if there
     are too few devices. A group is sorted by rank: the devices of this machine come first, then those of other hosts by the host's
-    name; those of one host are in the order of their own names.
+    name; those of one host are in the order of their numbers (`by_rank`).
 
     preferred: the devices that could hold a share, the best first. num_stages: the model's pipeline stages. The groups of the best
     devices come first: of three devices these are (1, 2), (1, 3) and (2, 3). At most MAX_GROUPS groups are returned for each kind
@@ -83,17 +92,13 @@ def groups(preferred: Sequence[str], num_ranks: int, num_stages: int = 1) -> lis
 def _of_pool(pool: tuple[str, ...], num_ranks: int, stage_size: int) -> Iterator[tuple[str, ...]]:
     is_local = not num_other_hosts(pool)
     chosen = combinations(pool, num_ranks) if is_local else _Stages(pool, stage_size).combinations(num_ranks)
-    return (tuple(sorted(names, key=_by_rank)) for names in islice(chosen, MAX_GROUPS))
-
-
-def _by_rank(device: str) -> tuple[str, str]:
-    return host_of(device), device
+    return (tuple(sorted(names, key=by_rank)) for names in islice(chosen, MAX_GROUPS))
 
 
 def is_group(devices: Sequence[str], num_ranks: int, num_stages: int = 1) -> bool:
     """Returns whether these devices, in the order of their ranks, may hold a model together."""
     stage_size, kinds, numbers = num_ranks // num_stages, set(map(kind_of, devices)), Counter(map(host_of, devices))
-    if len(devices) != num_ranks or list(devices) != sorted(set(devices), key=_by_rank):
+    if len(devices) != num_ranks or list(devices) != sorted(set(devices), key=by_rank):
         return False
     if numbers[HERE] < stage_size or any(number % stage_size for number in numbers.values()):
         return False

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.node.events import ModelFacts
-from scheduler.node.groups import HERE, host_of, kind_of
+from scheduler.node.groups import HERE, by_rank, host_of, kind_of
 
 MIB = 1024 * 1024
 
@@ -63,7 +63,8 @@ def arithmetic(facts: ModelFacts, chunk_bytes: int, budgets: dict[str, int]) -> 
     ]
     num_roomy: dict[str, int] = {}  # kind of device, and its host if that is another one -> how many have room for a share
     is_lent = False
-    for device, budget in sorted(budgets.items()):
+    for device in sorted(budgets, key=by_rank):
+        budget = budgets[device]
         kind = kind_of(device)
         if facts.is_split and not kind:
             lines.append(f"{device} is set aside for one model and holds no share")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 
 from scheduler.node import leave_rules, look, pins, residency
-from scheduler.node.groups import host_of, is_group, kind_of, num_other_hosts
+from scheduler.node.groups import by_rank, is_group, kind_of, num_other_hosts
 from scheduler.node.host_tier import KeptWeights
 from scheduler.node.node import LOADS, VICTIMS_DRAIN, Copy, Device, Model, Node, Placement
 
@@ -164,7 +164,7 @@ def check_placement(node: Node, placement: Placement) -> None:
 
 def check_group(name: str, devices: tuple[str, ...]) -> None:
     """Checks devices that hold shares of a split model, or did before another one of them was lost."""
-    ranks = sorted(devices, key=lambda device: (host_of(device), device))
+    ranks = sorted(devices, key=by_rank)
     assert list(devices) == ranks, f"the ranks of {name} on {devices}"
     kinds = {kind_of(device) for device in devices}
     assert len(kinds) == 1, f"{name} is on devices of several kinds: {devices}"

@@ -37,6 +37,13 @@ def test_what_devices_tell_is_added_up() -> None:
     assert counts.report(["m"])["tokens"] == 118
 
 
+def test_devices_are_told_in_the_order_of_their_numbers() -> None:
+    counts = ExpertCounts()
+    for device in ("cuda:10", "cuda:2"):
+        counts.add(device, told([0], [1, 2, 3, 4]))
+    assert list(counts.report(["m"])["devices"]) == ["cuda:2", "cuda:10"]
+
+
 def test_replicas_are_added_up() -> None:
     counts = ExpertCounts()
     counts.add("cpu:0", told([0], [1, 2, 3, 4]))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler.node import actions, events
 from scheduler.node.eviction import Resident, Target, victims_on_all
-from scheduler.node.groups import MAX_GROUPS, groups, host_of, is_group, joined, kind_of, most_groups, pools
+from scheduler.node.groups import MAX_GROUPS, by_rank, groups, host_of, is_group, joined, kind_of, most_groups, pools
 from tests.scheduler.node.fake_node import CHECKSUM, MIB, FakeNode, facts, members_of
 
 TWO = {"cpu:0": 100, "cpu:1": 100}
@@ -51,6 +51,23 @@ def test_groups_of_one_kind_the_best_devices_first() -> None:
     assert pools([], 1) == []
     assert len(groups([f"a:{at}" for at in range(30)], 3)) == MAX_GROUPS
     assert joined(("a:0", "a:1")) == "a:0+a:1"
+
+
+def test_devices_are_in_the_order_of_their_numbers() -> None:
+    """The order of ranks, the choice among equal devices and what operators read go by numbers, not by text."""
+    mixed = ["cuda:10", "cuda:2@b", "cuda:2", "cpu:3", "cuda:10@b", "cuda:2/m"]
+    assert sorted(mixed, key=by_rank) == ["cpu:3", "cuda:2", "cuda:2/m", "cuda:10", "cuda:2@b", "cuda:10@b"]
+    assert groups(["cuda:10", "cuda:2"], 2) == [("cuda:2", "cuda:10")]
+    assert is_group(("cuda:2", "cuda:10"), 2)
+    assert not is_group(("cuda:10", "cuda:2"), 2)
+    node = FakeNode({"cuda:10": 100, "cuda:2": 100})
+    node.register(pair(), facts("alone", 20), pair("large", 200))
+    node.bring_up("pair")
+    assert node.view("pair").devices == ("cuda:2", "cuda:10")
+    node.bring_up("alone")
+    assert node.view("alone").devices == ("cuda:2",)
+    too_large = node.scheduler.too_large("large")
+    assert too_large.index("cuda:2 ") < too_large.index("cuda:10 ")
 
 
 # ---- devices of other hosts
