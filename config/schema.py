@@ -494,7 +494,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 1024
     drain_timeout_s: Annotated[
-        float, key("SIGTERM: running requests may take that long; a restart by systemd need not wait", "s", LIVE)
+        float,
+        key(
+            "SIGTERM: running requests may take that long; a restart by systemd need not wait. A model whose folder is gone: its "
+            "running requests may, before overdue work ends them",
+            "s",
+            LIVE,
+        ),
     ] = 30.0
     sse_comment_every_s: Annotated[float, key("a comment keeps a silent stream open", "s", LIVE)] = 5.0
 

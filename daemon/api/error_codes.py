@@ -116,7 +116,7 @@ CODES: dict[str, tuple[int, str, str]] = {
         "the folder of a LoRA adapter that is to be loaded is not there, or not readable",
         "correct the path",
     ),
-    "model_removed": (404, "the model's folder went while the request waited", "put it back"),
+    "model_removed": (404, "the model's folder went while the request waited, or ran and others needed the room", "put it back"),
     "method_not_allowed": (405, "the path is there for another method; `Allow` names it", "use that"),
     "head_timeout": (408, "address and headers of a request were not in within 10 s", "send them at once"),
     "body_timeout": (408, "the body was not in within body_read_timeout_s", "send it faster, or raise the limit"),

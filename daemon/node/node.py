@@ -89,6 +89,7 @@ def scheduler_settings(config: NodeConfig) -> SchedulerSettings:
         max_queued_per_tenant=config.max_queued_per_tenant,
         host_tier_slots=int(config.host_tier_bytes or 0) // int(config.chunk_bytes),
         preempt_after_s=config.preempt_after_s,
+        drain_timeout_s=config.drain_timeout_s,
     )
 
 

@@ -61,7 +61,22 @@ def closed(node: Node, model: Model) -> Refusal | None:
     """Returns why every request for the model is refused in its current state, such as disabled or failed; None if it is
     available."""
     if not model.enabled:
-        return Refusal("model_disabled", f"{model.name} is disabled by the operator")
+        return disabled(model)
+    return unservable(node, model)
+
+
+def closed_to_all(node: Node, model: Model) -> Refusal | None:
+    """Returns why every request for the model is refused, also one that ran before and waits for the model to come back; None if
+    those may wait. They may while the model is disabled, because its streams go on."""
+    if model.removed:
+        return removed(model)
+    if model.comes_back:
+        return None if model.state == residency.DISABLED else unservable(node, model)
+    return closed(node, model)
+
+
+def unservable(node: Node, model: Model) -> Refusal | None:
+    """Returns why the model cannot be served in its current state, whether or not it is disabled; None if it can."""
     if model.state not in residency.CLOSED:
         return None
     if model.state == residency.INCOMPLETE:
@@ -76,6 +91,10 @@ def closed(node: Node, model: Model) -> Refusal | None:
 
 def removed(model: Model) -> Refusal:
     return Refusal("model_removed", f"the folder of {model.name} is gone")
+
+
+def disabled(model: Model) -> Refusal:
+    return Refusal("model_disabled", f"{model.name} is disabled by the operator")
 
 
 def wait_exceeded(node: Node, model: Model) -> Refusal:

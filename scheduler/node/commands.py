@@ -102,7 +102,7 @@ def unpin(node: Node, event: UnpinRequested) -> None:
 
 def unload(node: Node, event: UnloadRequested) -> None:
     """Evicts a model now; the command is answered when the model has left. Its running requests wait at the front of the queue and
-    may bring it back.
+    may bring it back; those of a model that is disabled or whose folder is gone are refused.
 
     `to` cold: nothing of the model stays in host memory. `to` warm: its weights in host memory stay, and KV worth saving is
     saved."""
@@ -121,12 +121,15 @@ def unload(node: Node, event: UnloadRequested) -> None:
     if model.copy is None and event.to == residency.COLD:
         keeping.drop_all(node, model, "unloaded by the operator")
     there = [one for one in model.replicas if one.copy is not None]
+    for one in there:
+        requests.pause(node, one)
+    if model.leaves:
+        node.reject_queue(model, admission.removed(model) if model.removed else admission.disabled(model))
     if not there:
         _done(node, event.model, None)
         return
     model.unload_causes.append(node.cause)
     for one in there:
-        requests.pause(node, one)
         one.unload_to = event.to
         node.set_state(one, residency.DRAINING, "unloaded by the operator")
     for one in there:
@@ -139,22 +142,22 @@ def enable(node: Node, event: EnableRequested) -> None:
         return
     for one in model.replicas:
         one.enabled = True
-        if one.state == residency.DISABLED:
+        if one.state in (residency.DISABLED, residency.PAUSED):
             models.rest(node, one, "enabled by the operator")
     node.touch(model)
     _done(node, event.model, None)
 
 
 def disable(node: Node, event: DisableRequested) -> None:
-    """Switches a model off: refuses its waiting requests, and evicts its copies once the running requests have ended."""
+    """Switches a model off: refuses its waiting requests, and evicts its copies once the running requests have ended. Those that
+    ran and wait for the model to come back go on, too; until then the model makes room for overdue work as any other does."""
     model = _find(node, event.model)
     if model is None:
         return
     for one in model.replicas:
         one.enabled = False
-    refusal = admission.closed(node, model)
-    assert refusal is not None
-    node.reject_queue(model, refusal)
+    refusal = admission.disabled(model)
+    node.reject_new(model, refusal)
     node.answer_loads(model, refusal)
     for one in model.replicas:
         if one.copy is None:

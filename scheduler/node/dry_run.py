@@ -126,10 +126,10 @@ def _why(node: Node, device: Device, model: Model, victim: bool, busy: bool) -> 
         return "stays: pinned"
     if model.state == residency.LOADING:
         return "stays: it is loading"
-    if model.state != residency.READY:
-        return f"{model.state}: {model.reason}"
     if victim:
         return "leaves: busy, made to" if busy else "leaves: idle, least to lose"
+    if model.state != residency.READY:
+        return f"{model.state}: {model.reason}"
     if not busy:
         leaves = leave_rules.next_of(model)
         until = "" if leaves is None else f", and leaves in {max(0.0, leaves[0] - node.now):.0f} s {leaves[1].by}"

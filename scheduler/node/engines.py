@@ -4,7 +4,7 @@ model that is split over this device and others leaves the others, too.
 
 from __future__ import annotations
 
-from scheduler.node import kv_room, models, pins, placements, requests, residency
+from scheduler.node import admission, kv_room, models, pins, placements, requests, residency
 from scheduler.node.costs import LoadCosts
 from scheduler.node.events import EngineDown, EngineUp, KVNoted, PrefillMeasured
 from scheduler.node.ledger import DeviceLedger
@@ -83,7 +83,11 @@ def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> No
                 if request.crashes >= node.settings.max_crashes:
                     requests.crashed(node, model, request)
                     models.note_crash(node, model)
-        requests.take_back(node, model, model.running.values())
+        lost = list(model.running.values())
+        requests.take_back(node, model, lost)
+        if not model.enabled and not model.served_elsewhere:  # it may have been disabled because engines die of it
+            for request in lost:
+                node.reject(model.primary.dequeue(request.facts.request_id), admission.disabled(model))
         placements.lose_share(node, model, device, reason)
     device.ledger.clear()
     node.stir(node.devices)  # split models that lack this device now leave the line on the others

@@ -206,7 +206,7 @@ def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
     num_bytes = model.kv_bytes
     if not host.num_slots or not copy.facts.saves_kv or not num_bytes or not per_token or model.placement is not None:
         return ()
-    if model.leaves or model.unload_to == residency.COLD:
+    if (model.leaves and not model.comes_back) or model.unload_to == residency.COLD:
         return ()
     if device.costs.saved_s_per_token(model.name, per_token) <= 0 or not same_files(copy.facts, model.facts):
         return ()
@@ -228,5 +228,5 @@ def saved(node: Node, model: Model, copy: Copy, slots: Slots, index: bytes, num_
     num_bytes = len(slots) * node.settings.chunk_bytes
     host.hold(model.name, SavedKV(copy.facts.fingerprint, slots, num_bytes, index=index, num_tokens=num_tokens))
     model.story.tell(node.now, node.cause, f"KV of {num_tokens} tokens saved in host memory")
-    if model.leaves or not same_files(copy.facts, model.facts):
+    if (model.leaves and not model.comes_back) or not same_files(copy.facts, model.facts):
         host.drop_kv(model.name)

@@ -136,23 +136,14 @@ def _held_from(node: Node, overdue_at: float) -> float:
 
 def _will_have_room(node: Node, model: Model, device: Device) -> bool:
     """Returns whether the model, or a share of it, could be placed on the device once the loads under way there have ended and no
-    model there is too new to be forced out. What drains for as long as its requests run ends at no known time."""
+    model there is too new to be forced out."""
     if not device.up or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
-        return False
-    if device.draining is not None and not device.draining.forced:
         return False
     if any(device.name in one.occupies for one in model.replicas if one is not model):
         return False
-    staying = [one.copy.size for one in device.resident.values() if one.copy is not None and _may_stay(node, one)]
+    staying = [one.copy.size for one in device.resident.values() if one.copy is not None and one.pinned]
     work_space = max((model.size.work_space_chunks, *(size.work_space_chunks for size in staying)))
     return sum(size.chunks for size in staying) + model.size.chunks + work_space <= device.ledger.total_chunks
-
-
-def _may_stay(node: Node, model: Model) -> bool:
-    """Returns whether overdue work cannot count on the room of a resident model: it is pinned, or drains without a deadline."""
-    if model.state != residency.DRAINING or not model.running:
-        return model.pinned
-    return model.victim_of == 0 or not node.placements[model.victim_of].forced
 
 
 def waits_for_others(node: Node, model: Model) -> bool:
@@ -233,10 +224,10 @@ def member_on(
 
 
 def evictable(node: Node, model: Model, may_force: bool, instead: Placement | None) -> bool:
-    """Returns whether a model may leave. It must be ready and not pinned, and either idle, or busy and loaded for long enough that
-    it may be forced out (rules 1, 7 and 9 of docs/design/models.md). instead: a placement whose idle victims may leave as well,
-    because the new one would take its place."""
-    if model.state != residency.READY:
+    """Returns whether a model may leave. It must be ready or run out, and not pinned, and either idle, or busy and loaded for long
+    enough that it may be forced out (rules 1, 7 and 9 of docs/design/models.md). instead: a placement whose idle victims may leave
+    as well, because the new one would take its place."""
+    if not _serves(model):
         copy = model.copy
         chosen = instead is not None and model.victim_of == instead.id and copy is not None and not copy.evict_sent
         return chosen and not model.running
@@ -247,6 +238,11 @@ def evictable(node: Node, model: Model, may_force: bool, instead: Placement | No
     if not may_force:
         return False
     return model.copy is not None and node.now >= model.copy.tenure_ends
+
+
+def _serves(model: Model) -> bool:
+    """Returns whether the model's requests go on at its device, and it may be made a victim: it is ready, or it runs out."""
+    return model.state == residency.READY or model.runs_out
 
 
 def may_drain(device: Device, model: Model) -> bool:
@@ -260,7 +256,7 @@ def describe(node: Node, device: Device, model: Model, may_leave: bool) -> Resid
     assert copy is not None
     chunks = copy.size.chunks
     worth = score(node, model, device, chunks) if may_leave else 0.0
-    busy = model.state == residency.READY and bool(model.running or model.queue)
+    busy = _serves(model) and bool(model.running or model.queue)
     return Resident(
         model.facts.name, chunks, copy.size.work_space_chunks, worth, model.last_used or 0.0, evictable=may_leave, busy=busy
     )
@@ -284,6 +280,6 @@ def next_forcible(node: Node, model: Model) -> float | None:
         other.copy.tenure_ends
         for name in model.devices
         for other in node.devices[name].resident.values()
-        if other.copy is not None and other.state == residency.READY and (other.running or other.queue)
+        if other.copy is not None and _serves(other) and (other.running or other.queue)
     )
     return min((at for at in times if at > node.now), default=None)

@@ -40,7 +40,7 @@ def rest(node: Node, model: Model, reason: str) -> None:
     it cannot be served in that state. reason: why it has no copy, for operators."""
     if model.removed:
         state, reason = residency.COLD, "its folder is gone"
-    elif not model.enabled:
+    elif not model.enabled and not model.num_resubmissions:
         state, reason = residency.DISABLED, "by the operator"
     elif model.facts.incomplete:
         state, reason = residency.INCOMPLETE, model.facts.incomplete
@@ -50,17 +50,24 @@ def rest(node: Node, model: Model, reason: str) -> None:
         state, reason = residency.REFUSED, model.too_large
     elif model.failure:
         state, reason = residency.FAILED, model.failure
-    elif model.paused:
-        state, reason = residency.PAUSED, f"{reason}; {model.num_resubmissions} requests wait for it to come back"
+    elif model.paused or not model.enabled:
+        disabled = "" if model.enabled else ", and no others are taken: it is disabled by the operator"
+        state, reason = residency.PAUSED, f"{reason}; {model.num_resubmissions} requests wait for it to come back{disabled}"
     else:
         state = residency.WARM if node.is_warm(model) else residency.COLD
     node.set_state(model, state, reason)
     pins.check_home(node, model)
-    refusal = admission.removed(model) if model.removed else admission.closed(node, model)
+    shut, refusal = admission.closed(node, model), admission.closed_to_all(node, model)
     if refusal is not None:
         if model.removed or state != residency.FAILED or not model.served_elsewhere:
             node.reject_queue(model, refusal)
         node.answer_loads(model, refusal)
+    elif shut is not None:
+        node.reject_new(model, shut)
+        node.answer_loads(model, shut)
+    if not (model.enabled or model.removed or model.num_resubmissions or state == residency.DISABLED):
+        rest(node, model, reason)  # the requests for which it was to come back have just been refused
+        return
     if node.wanted_ahead(model):
         model.asked_at = node.now
     node.touch(model)

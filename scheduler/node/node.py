@@ -136,6 +136,7 @@ class Model:
     enabled: bool = True
     closed: bool = False  # the operator drains it: it takes no new requests
     removed: bool = False
+    removed_at: float = 0.0  # when its folder went, in monotonic seconds
     victim_of: int = 0  # id of the placement for which it leaves; 0: none
     load_causes: list[str] = field(default_factory=list)  # causes of commands that wait until it is ready
     expected: dict[str, None] = field(default_factory=dict)  # causes of the RequestExpected events whose requests have not arrived
@@ -221,14 +222,32 @@ class Model:
     @property
     def takes_requests(self) -> bool:
         """Returns whether requests can be submitted to the engine of this replica: it is ready, or it is loading and prompts run as
-        weights arrive."""
+        weights arrive, or it is disabled and runs out. A disabled model is given only requests that ran before."""
         streams = self.state == residency.LOADING and self.copy is not None and self.copy.streams
-        return self.state == residency.READY or streams
+        return self.state == residency.READY or streams or (self.runs_out and not self.removed)
 
     @property
     def leaves(self) -> bool:
         """Returns whether the model is to leave its device because its folder is gone or the operator has disabled it."""
         return self.removed or not self.enabled
+
+    @property
+    def why_leaves(self) -> str:
+        """The reason for operators why the model is to leave its device."""
+        return "its folder is gone" if self.removed else "disabled by the operator"
+
+    @property
+    def runs_out(self) -> bool:
+        """Returns whether the model stays on its device only until its requests have ended, because its folder is gone or the
+        operator has disabled it, and is no victim of a placement."""
+        copy = self.copy
+        ends = self.state == residency.DRAINING and self.leaves and not self.victim_of
+        return ends and copy is not None and copy.ready_at is not None and not copy.evict_sent
+
+    @property
+    def comes_back(self) -> bool:
+        """Returns whether the model is disabled, and requests that ran before wait for it to come back to a device."""
+        return not self.enabled and not self.removed and self.primary.num_resubmissions > 0
 
     def enqueue(self, request: Request, first: bool = False) -> None:
         request_id, tenant = request.facts.request_id, request.facts.tenant
@@ -366,6 +385,12 @@ class Node:
         while model.queue:
             self.touch(model)
             self.reject(model.dequeue(next(iter(model.queue))), refusal)
+
+    def reject_new(self, model: Model, refusal: Refusal) -> None:
+        """Rejects the model's waiting requests, but for those that ran before: their clients have been promised an answer."""
+        for request in [request for request in model.queue.values() if not request.resubmission]:
+            self.touch(model)
+            self.reject(model.dequeue(request.facts.request_id), refusal)
 
     def answer(self, causes: list[str], model: str, refusal: Refusal | None) -> None:
         """Answers the commands with the ids `causes`, which are about `model`, and empties the list. refusal: why the commands were

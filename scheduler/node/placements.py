@@ -227,8 +227,11 @@ def drop(node: Node, placement: Placement, reason: str = "") -> None:
         victim = node.models[name]
         victim.victim_of = 0
         assert victim.copy is not None
-        if not victim.copy.evict_sent and not victim.leaves:
-            node.set_state(victim, residency.READY, f"{model.name} does not need its room any more")
+        if not victim.copy.evict_sent:
+            if victim.leaves:
+                node.set_state(victim, residency.DRAINING, victim.why_leaves)
+            else:
+                node.set_state(victim, residency.READY, f"{model.name} does not need its room any more")
         node.touch(victim)
     for name in placement.devices:
         node.devices[name].ledger.withdraw(placement.id)
@@ -310,7 +313,7 @@ def _why_evicted(model: Model, copy: Copy) -> str:
         return "share_lost"
     if model.removed:
         return "removed"
-    if model.unload_to or not model.enabled:
+    if model.unload_to or not (model.enabled or model.paused):
         return "operator"
     if copy.rolling_back:
         return "rolled_back"

@@ -6,11 +6,15 @@ better left to end, while work that has been overdue for long need not wait for 
 device between two steps. Their requests wait at the front of their queue, count as newly arrived, and continue from saved or
 recomputed KV when the model is back. If other replicas of the model have room for all of these requests, they continue there at
 once, so such a replica drains for preempt_after_s at most.
+
+The requests of a disabled model are paused and continue like any other's. A model whose folder is gone cannot come back: its
+requests run until drain_timeout_s after that, at least, and then end with the reason.
 """
 
 from __future__ import annotations
 
 from scheduler.node import requests
+from scheduler.node.actions import Refusal
 from scheduler.node.node import Model, Node, Placement
 
 
@@ -49,10 +53,26 @@ def pause_cost_s(node: Node, model: Model) -> float:
 
 
 def pause_victims(node: Node, placement: Placement) -> None:
-    """Pauses those victims of a placement that still have running requests, because their time to drain is up."""
-    for name in placement.victims:
-        victim = node.models[name]
-        if victim.running:
+    """Pauses those victims of a placement that still have running requests, because their time to drain is up. The requests of one
+    that cannot come back end. If the time of such requests is not up, sets the deadline at which it is instead."""
+    busy = [victim for name in placement.victims if (victim := node.models[name]).running]
+    ends_at = (one.primary.removed_at + node.settings.drain_timeout_s for one in busy if _cannot_come_back(one))
+    until = max(ends_at, default=node.now)
+    if until > node.now:
+        node.deadlines.set(("preempt", placement.model), until)
+        return
+    for victim in busy:
+        num, ends = len(victim.running), _cannot_come_back(victim)
+        requests.pause(node, victim)
+        if ends:
+            message = f"the folder of {victim.name} is gone, and {placement.model} needs its room"
+            victim.story.tell(node.now, node.cause, f"{num} requests ended: {message}")
+            node.reject_queue(victim.primary, Refusal("model_removed", message))
+        else:
             victim.paused = True
-            victim.story.tell(node.now, node.cause, f"paused for {placement.model}: {len(victim.running)} requests wait for it")
-            requests.pause(node, victim)
+            victim.story.tell(node.now, node.cause, f"paused for {placement.model}: {num} requests wait for it")
+
+
+def _cannot_come_back(model: Model) -> bool:
+    """Returns whether the requests of a replica can go on nowhere else, now or later: the folder of its model is gone."""
+    return model.primary.removed

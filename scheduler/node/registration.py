@@ -33,6 +33,10 @@ def registered(node: Node, event: ModelRegistered) -> None:
         model.removed = False
         if old.enabled != facts.enabled:
             model.enabled = facts.enabled
+            if not model.enabled:
+                refusal = admission.disabled(model)
+                node.reject_new(model, refusal)
+                node.answer_loads(model, refusal)
         if old.fingerprint != facts.fingerprint:
             models.clear_failure(node, model)
             before, after = (one.fingerprint or "cannot be served" for one in (old, facts))
@@ -62,12 +66,13 @@ def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
 
 
 def removed(node: Node, event: ModelRemoved) -> None:
-    """Handles a removed folder: waiting requests are refused for good, running ones go on to their ends, and then the model is
-    evicted and forgotten."""
+    """Handles a removed folder: waiting requests are refused for good, running ones go on to their ends or until overdue work ends
+    them (preemption.py), and then the model is evicted and forgotten."""
     model = node.models.get(event.model)
     if model is None:
         return
-    model.removed = True
+    if not model.removed:
+        model.removed, model.removed_at = True, node.now
     pins.unpin(node, model)
     refusal = admission.removed(model)
     node.reject_queue(model, refusal)

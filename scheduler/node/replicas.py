@@ -23,9 +23,7 @@ def spread(node: Node, model: Model) -> None:
     further replica if one is wanted and there is room."""
     if model.queue:
         requests.submit_queued(node, model)
-    if model.queue and (model.state in residency.CLOSED or model.removed) and not model.served_elsewhere:
-        refusal = admission.removed(model) if model.removed else admission.closed(node, model)
-        assert refusal is not None
+    if model.queue and not model.served_elsewhere and (refusal := admission.closed_to_all(node, model)) is not None:
         node.reject_queue(model, refusal)
     if (further := wanted(node, model)) is None:
         node.crowded_replicas.pop(model.name, None)

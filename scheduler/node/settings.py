@@ -32,5 +32,6 @@ class SchedulerSettings:
     load_overhead_s: float = 0.2
     copy_bytes_per_s: float = 4e9  # bandwidth between host memory and a device until it has been measured
     host_tier_slots: int = 0  # host memory for weights and saved KV, in slots of chunk_bytes
+    drain_timeout_s: float = 30.0  # requests of a model whose folder is gone run at least so long before overdue work ends them
     preempt_after_s: float = 1.0  # a busy victim may drain at least so long before it is paused
     preempt_after_swaps: float = 0.5  # and until the work it leaves for is overdue by so many times what its pause costs

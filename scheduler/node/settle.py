@@ -49,10 +49,10 @@ def settle_model(node: Node, model: Model) -> None:
         return
     if model.state == residency.DRAINING and not (copy.evict_sent or model.victim_of or model.leaves):
         node.set_state(model, residency.READY, "stays after all")
-    if model.state == residency.LOADING and model.leaves:
-        requests.recall(node, model)
-    if model.state in (residency.READY, residency.LOADING) and model.leaves:
-        node.set_state(model, residency.DRAINING, "its folder is gone" if model.removed else "disabled by the operator")
+    if model.leaves and (model.state == residency.READY or (model.state == residency.LOADING and not _finishes(model))):
+        if model.state == residency.LOADING:
+            requests.recall(node, model)
+        node.set_state(model, residency.DRAINING, model.why_leaves)
     if model.state == residency.READY:
         node.answer_loads(model, None)
         if model.primary.queue:
@@ -69,11 +69,18 @@ def settle_model(node: Node, model: Model) -> None:
             placements.evict(node, model)
 
 
+def _finishes(model: Model) -> bool:
+    """Returns whether a disabled model that is being loaded is wanted for requests that ran before."""
+    return model.comes_back or (not model.removed and any(request.resubmission for request in model.running.values()))
+
+
 def settle_resting(node: Node, model: Model) -> None:
-    if model.paused and not model.num_resubmissions:  # no request waits for it to come back any more
+    if not model.num_resubmissions:  # no request waits for it to come back any more
         model.paused = False
         if model.state == residency.PAUSED:
             models.rest(node, model, "its paused requests have ended")
+    elif model.state == residency.DISABLED:  # another replica, which has left, ran them
+        models.rest(node, model, model.why_leaves)
     placement = model.placement
     if placement is not None:
         devices = [node.devices[name] for name in placement.devices]

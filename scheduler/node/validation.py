@@ -59,7 +59,9 @@ def check_model(node: Node, model: Model) -> None:
     assert model.state != residency.PAUSED or model.num_resubmissions, f"{name} is paused and nobody waits for it"
     if model.state in residency.CLOSED or model.leaves:
         served = model.served_elsewhere and not model.leaves
-        assert served or not model.queue or model.state == residency.DRAINING, f"{name} is {model.state} and requests wait"
+        only_old = not model.removed and model.state not in residency.CLOSED and model.num_resubmissions == len(model.queue)
+        waits = served or only_old or model.state == residency.DRAINING
+        assert waits or not model.queue, f"{name} is {model.state} and requests wait"
         assert not model.load_causes, f"{name} is {model.state} and commands wait"
         assert not model.expected, f"{name} is {model.state} and requests are expected"
     assert model.num_resubmissions == sum(request.resubmission for request in model.queue.values()), f"resubmissions of {name}"

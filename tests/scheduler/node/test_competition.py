@@ -162,19 +162,6 @@ def test_a_large_model_has_its_turn_among_small_ones_that_come_and_go(large: Mod
     assert set(node.ends.values()) == {"finished"}
 
 
-def test_a_device_is_not_held_while_what_drains_there_has_no_deadline() -> None:
-    node = FakeNode()
-    node.register(facts("stream", 60), facts("large", 80), facts("small", 20))
-    node.arrive("stream")
-    node.loaded("stream")
-    node.command("disable", "stream")
-    node.arrive("large")
-    node.sleep(40)
-    request = node.arrive("small")
-    node.loaded("small")
-    assert request in node.running
-
-
 def test_a_whole_model_holds_one_device_of_two() -> None:
     node = FakeNode({"cpu:0": 100, "cpu:1": 100}, overdue_after_s=2.0)
     node.register(*(facts(f"busy{at}", 60, devices=(f"cpu:{at}",)) for at in (0, 1)), facts("large", 80))

@@ -818,10 +818,10 @@ def test_a_death_lets_the_next_in_line_force_busy_ones_out() -> None:
     node = FakeNode(TWO)
     node.register(*(facts(name, 60, devices=("cpu:0",)) for name in ("busy", "late")), pair("pair", 80))
     node.register(facts("stream", 60, devices=("cpu:1",)))
-    node.bring_up("busy", "stream")
+    node.bring_up("busy")
     node.arrive("busy")
     node.arrive("stream")
-    node.command("disable", "stream")  # it drains for as long as its request runs
+    node.loaded("stream", seconds=20.0)  # it may stay for 40 s
     node.arrive("pair")
     node.sleep(5)
     node.arrive("late")

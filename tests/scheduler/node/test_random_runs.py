@@ -122,6 +122,10 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
                 placement.stage == VICTIMS_DRAIN for placement in node.scheduler._node.placements.values()
             )
             seen["a device is held for a split model"] += any(device.held_for for device in node.scheduler._node.devices.values())
+            seen["a disabled model is back for its streams"] += any(
+                model.runs_out and any(request.resubmission for request in model.running.values())
+                for model in node.scheduler._node.models.values()
+            )
         node.finish_all()
         seen.update(type(action).__name__ for action in node.log)
         shares = [action for action in node.log if isinstance(action, actions.Load | actions.Evict)]
@@ -143,6 +147,7 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         *("two replicas at once", "loaded: replica", "loaded with copies of experts", "loaded without"),
         *("computed behind a load", "left: idle", "left: room", "left: share_lost"),
         *("Load on 2", "Load on 3", "Evict on 2", "Evict on 3", "a device is held for a split model"),
+        *("a disabled model is back for its streams",),
         *("Load on 1 other hosts", "Evict on 1 other hosts", "Load on 4"),
     }
     assert {what for what in expected if seen[what] < 5} == set()
