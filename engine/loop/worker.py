@@ -185,6 +185,10 @@ class Engine:
                         if events & ~select.EPOLLOUT:
                             for message in self.channel.receive():
                                 self._handle(message)
+                if self.constraints.stalled():
+                    self._finish_launched()
+                    self._end_constrained(self.constraints.restart_stalled())
+                    busy = busy and self.models.busy()
                 if self.adapters.by_model:
                     self._look_after_adapters()
                 if self.lifecycle.first_steps:

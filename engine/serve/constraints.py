@@ -4,8 +4,8 @@ A request with a grammar enters the batch scheduler once its first mask is ready
 holds the request until its next mask is ready, while rows without a grammar go on. A model's grammar process is started by the
 model's first request with a grammar and ends with the model. The engine never waits for the process to read: what the process does
 not read yet is kept, and no further grammars are sent to it meanwhile. If the process dies, it is started again and replays the
-output of every request. A request that it was working on at two deaths fails. Requests that only rule out tokens by id wait for
-nothing: their masks are computed here.
+output of every request. A request that it was working on at two deaths fails. A process that hangs is killed, which is a death
+like others. Requests that only rule out tokens by id wait for nothing: their masks are computed here.
 
 With a mask comes a draft: tokens that the grammar forces next, or guesses of the scheduler that the grammar allows, with the mask
 after each of them.
@@ -19,9 +19,10 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -41,18 +42,29 @@ log = logging.getLogger("engine")
 
 GRACE_S = 0.0005  # how long a step waits for masks that are nearly ready; a mask usually takes a tenth of this
 MAX_DEATHS = 2
+# How long a process may give no answer that it owes. The daemon accepts no grammar that takes more than 2 s of CPU time to build.
+STALL_S = 30.0
 MASKS_BYTES = 64 << 20  # most bytes of the masks of a model's drafts; pages that no draft needs are not touched
 
 
 NO_DRAFT = Draft([], [])
 
 
+@dataclass(slots=True)
+class Owed:
+    """Answers of one kind that a grammar process owes. keys: of the requests that it was asked about, in the order of asking.
+    since_s: when it came to owe the first one, or gave the last sign of life."""
+
+    keys: dict[int, None] = field(default_factory=dict)
+    since_s: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Constrained:
     """A request with a grammar. key: its name in messages to the grammar process. output: its tokens so far. started: the process
-    has received the request (until then it is parked). working: the process has been asked for a mask and has not answered.
-    guessed: the scheduler wanted guesses with the last mask that was asked for. deaths: how often the process died while working on
-    this request."""
+    has received the request (until then it is parked). owed: where the answer is noted that the process has been asked for, the
+    request's next mask; None: none is outstanding. guessed: the scheduler wanted guesses with the last mask that was asked for.
+    deaths: how often the process died while working on this request."""
 
     key: int
     request: BatchRequest
@@ -61,7 +73,7 @@ class Constrained:
     text_id: str = ""  # as in protocol.Submit
     row: int = -1  # index of the place where its masks are written; -1: none
     started: bool = False
-    working: bool = False
+    owed: Owed | None = None
     scheduled: bool = False  # it is in the batch scheduler
     guessed: bool = False
     deaths: int = 0
@@ -71,16 +83,39 @@ class Constrained:
 class ModelGrammars:
     """The grammar process of one model, and the requests that it follows. free_rows: unused rows of its mask memory, a heap: the
     lowest is given out first, so that the masks of a step lie close together. opened: it has loaded the model's tokenizer.
-    num_awaited: number of requests in the batch scheduler whose masks are being computed."""
+    num_awaited: number of requests in the batch scheduler whose masks are being computed. starts, advances: the answers to Start
+    and Advance that are outstanding; the process works on both at once. since_s: when the process was started, began to leave
+    messages unread, took some of them or got its first request."""
 
     served: ServedModel
     port: GrammarPort
     free_rows: list[int]
+    since_s: float
     opened: bool = False
+    starts: Owed = field(default_factory=Owed)
+    advances: Owed = field(default_factory=Owed)
     parked: deque[Constrained] = field(default_factory=deque)  # until the process has opened, reads and has a free row
     by_id: dict[int, Constrained] = field(default_factory=dict)
     by_key: dict[int, Constrained] = field(default_factory=dict)
     num_awaited: int = 0
+
+    def waits_since_s(self) -> float:
+        """Returns since when requests have waited for a sign of life of the process; inf: none waits."""
+        waits = [owed.since_s for owed in (self.starts, self.advances) if owed.keys]
+        if self.parked and (not self.opened or self.port.backlog_bytes):
+            waits.append(self.since_s)
+        return min(waits, default=inf)
+
+    def suspects(self, hangs_since_s: float | None = None) -> list[Constrained]:
+        """Returns the requests that the process may have died of: those that it had been asked about, or all if it had not opened.
+        hangs_since_s: the process has not died, but has given no answer of one kind since then: it may hang at the first grammar
+        of those that it builds one after the other, and at any of those that it follows."""
+        if not self.opened:
+            return list(self.by_id.values())
+        if hangs_since_s is None:
+            return [each for each in self.by_id.values() if each.owed is not None]
+        starts, advances = (owed.keys if owed.since_s <= hangs_since_s else () for owed in (self.starts, self.advances))
+        return [self.by_key[key] for key in (*islice(starts, 1), *advances)]
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,11 +131,12 @@ class End:
 
 class Constraints:
     """All constrained requests of an engine, of all models: those with a grammar, and those that rule out tokens by id. Methods are
-    called by the thread that runs steps. While steps that were launched run, a request that is in one of them is not dropped, and
-    this is not reported to `sampled`: the device may still read its mask. locks: page-locks masks; None: nobody does."""
+    called by the thread that runs steps. While steps that were launched run, a request that is in one of them is not dropped,
+    and this is not reported to `sampled`: the device may still read its mask. locks: page-locks masks; None: nobody does.
+    clock: returns monotonic seconds."""
 
-    def __init__(self, locks: LocksMasks | None = None) -> None:
-        self._locks = locks
+    def __init__(self, locks: LocksMasks | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._locks, self._clock = locks, clock
         self.concerned: set[str] = set()  # models that have had such requests, kept for the loop, which looks before every step
         self._models: dict[str, ModelGrammars] = {}
         self._limits: dict[int, TokenLimits] = {}  # by id, requests that rule out tokens, with or without a grammar
@@ -133,7 +169,10 @@ class Constraints:
         grammars = self._models.get(name)
         if grammars is None:
             num_rows = served.spec.max_sequences
-            grammars = self._models[name] = ModelGrammars(served, self._open(served, num_rows, text_id), list(range(num_rows)))
+            port = self._open(served, num_rows, text_id)
+            grammars = self._models[name] = ModelGrammars(served, port, list(range(num_rows)), self._clock())
+        elif not grammars.by_id:
+            grammars.since_s = self._clock()
         request.constrained = True
         each = Constrained(next(self._keys), request, params, list(output), text_id)
         grammars.by_id[request.request_id] = grammars.by_key[each.key] = each
@@ -150,13 +189,13 @@ class Constraints:
         if grammars is None or each is None:
             return
         del grammars.by_key[each.key]
-        self._set_working(grammars, each, False)
+        self._settle(grammars, each)
         if each.row >= 0:
             heapq.heappush(grammars.free_rows, each.row)
         if not each.started:
             grammars.parked.remove(each)
             return
-        self._send(grammars.port, Forget([each.key]))
+        self._send(grammars, Forget([each.key]))
         self._start_parked(grammars)
 
     def close(self, model: str) -> None:
@@ -277,14 +316,14 @@ class Constraints:
                 continue
             each.output += tokens
             each.guessed = guess is not None
-            self._set_working(grammars, each, True)
+            self._owe(grammars, each, grammars.advances)
             keys.append(each.key)
             told += tokens
             counts.append(len(tokens))
             if guess is not None and len(guess):
                 guesses[each.key] = guess.tolist()
         if grammars is not None and keys:
-            self._send(grammars.port, Advance(keys, told, counts if len(told) > len(keys) else [], guesses))
+            self._send(grammars, Advance(keys, told, counts if len(told) > len(keys) else [], guesses))
 
     def ready(self, served: ServedModel) -> list[End]:
         """Prepares the model's next step: waits up to GRACE_S for masks that are nearly ready, and takes out of the scheduler the
@@ -318,6 +357,24 @@ class Constraints:
                 self._receive(model, grammars, ends)
         return ends
 
+    def stalled(self) -> list[str]:
+        """Returns the models whose grammar processes have given no sign of life for STALL_S while requests wait for one. What has
+        arrived must have been received before."""
+        if not self._models:
+            return []
+        begun_by_s = self._clock() - STALL_S
+        return [model for model, grammars in self._models.items() if grammars.waits_since_s() <= begun_by_s]
+
+    def restart_stalled(self) -> list[End]:
+        """Kills the grammar processes of `stalled` models and starts them again, as after a death. Returns the ends of requests,
+        for the engine to report."""
+        ends: list[End] = []
+        for model in self.stalled():
+            grammars = self._models[model]
+            reason = f"process {grammars.port.pid} has given no answer for {STALL_S:g} s"
+            ends += self._restart(model, grammars, grammars.suspects(self._clock() - STALL_S), reason)
+        return ends
+
     # ---- the process
 
     def _open(self, served: ServedModel, num_rows: int, text_id: str) -> GrammarPort:
@@ -326,7 +383,7 @@ class Constraints:
             rows_each = max(1, min(1 + MOST_DRAFTED, MASKS_BYTES // (num_rows * row_bytes(vocab_size))))
         port = GrammarPort(vocab_size, num_rows, rows_each, self._locks)
         self._poller.register(port.fileno(), select.EPOLLIN)
-        self._send(port, Open(folder_of(served.spec), vocab_size, served.spec.eos_token_ids, num_rows, rows_each, text_id))
+        self._post(port, Open(folder_of(served.spec), vocab_size, served.spec.eos_token_ids, num_rows, rows_each, text_id))
         return port
 
     def _start_parked(self, grammars: ModelGrammars) -> None:
@@ -340,14 +397,14 @@ class Constraints:
                 each.row = heapq.heappop(grammars.free_rows)
             grammars.parked.popleft()
             each.started = True
-            self._set_working(grammars, each, True)
-            self._send(grammars.port, Start(each.key, each.row, each.params.grammar, each.output, each.text_id))
+            self._owe(grammars, each, grammars.starts)
+            self._send(grammars, Start(each.key, each.row, each.params.grammar, each.output, each.text_id))
 
     def _receive(self, model: str, grammars: ModelGrammars, ends: list[End]) -> None:
         try:
             messages = grammars.port.receive()
         except ProcessDied as died:
-            ends += self._restart(model, grammars, str(died))
+            ends += self._restart(model, grammars, grammars.suspects(), str(died))
             return
         for message in messages:
             match message:
@@ -370,7 +427,9 @@ class Constraints:
         for key in keys:
             each = grammars.by_key.get(key)
             if each is not None:
-                self._set_working(grammars, each, False)
+                if each.owed is not None:
+                    each.owed.since_s = self._clock()
+                self._settle(grammars, each)
                 yield each
 
     def _ready(self, model: str, grammars: ModelGrammars, each: Constrained, draft: Draft) -> list[End]:
@@ -406,15 +465,15 @@ class Constraints:
             self.drop(model, request_id)
         return ends
 
-    def _restart(self, model: str, grammars: ModelGrammars, reason: str) -> list[End]:
-        """Starts a model's grammar process again after its death, and parks its requests until it has opened. Returns the ends of
-        requests that fail, because it died MAX_DEATHS times while working on them. reason: why it died, for the log."""
-        suspects = [each for each in grammars.by_id.values() if each.working or not grammars.opened]
+    def _restart(self, model: str, grammars: ModelGrammars, suspects: list[Constrained], reason: str) -> list[End]:
+        """Starts a model's grammar process again after its death, or in place of one that hangs, and parks its requests until it
+        has opened. suspects: the requests that it may have died of or hang at. Returns the ends of those that fail, because this
+        was so MAX_DEATHS times. reason: of the death, for the log."""
         for each in suspects:
             each.deaths += 1
         hopeless = [each for each in suspects if each.deaths >= MAX_DEATHS]
         grammars.opened = False
-        ends = self._fail(model, grammars, hopeless, "following this grammar ended the grammar process twice")
+        ends = self._fail(model, grammars, hopeless, "following this grammar ended or stalled the grammar process twice")
         if not grammars.by_id:
             self._end_process(model)
             return ends
@@ -422,23 +481,37 @@ class Constraints:
         self._poller.unregister(grammars.port.fileno())
         grammars.port.close()
         latest = next(reversed(grammars.by_id.values()))
-        grammars.port = self._open(grammars.served, len(grammars.port.masks), latest.text_id)
+        grammars.port, grammars.since_s = self._open(grammars.served, len(grammars.port.masks), latest.text_id), self._clock()
         for each in [each for each in grammars.by_id.values() if each.started]:
-            self._set_working(grammars, each, False)
+            self._settle(grammars, each)
             each.started = False
             grammars.parked.appendleft(each)
             if each.scheduled:
                 grammars.served.scheduler.hold(each.request.request_id, True)
         return ends
 
-    @staticmethod
-    def _set_working(grammars: ModelGrammars, each: Constrained, working: bool) -> None:
-        change = working - each.working
-        each.working = working
-        if each.scheduled:
-            grammars.num_awaited += change
+    def _owe(self, grammars: ModelGrammars, each: Constrained, owed: Owed) -> None:
+        """Notes that the process is being asked for the request's next mask."""
+        if not owed.keys:
+            owed.since_s = self._clock()
+        owed.keys[each.key] = None
+        each.owed = owed
+        grammars.num_awaited += each.scheduled
 
-    def _send(self, port: GrammarPort, message: Open | Start | Advance | Forget) -> None:
+    @staticmethod
+    def _settle(grammars: ModelGrammars, each: Constrained) -> None:
+        """Notes that no answer about the request is outstanding any more."""
+        if each.owed is not None:
+            del each.owed.keys[each.key]
+            each.owed = None
+            grammars.num_awaited -= each.scheduled
+
+    def _send(self, grammars: ModelGrammars, message: Start | Advance | Forget) -> None:
+        if not grammars.port.backlog_bytes:
+            grammars.since_s = self._clock()
+        self._post(grammars.port, message)
+
+    def _post(self, port: GrammarPort, message: Open | Start | Advance | Forget) -> None:
         try:
             port.send(message)
         except ProcessDied:
@@ -447,11 +520,13 @@ class Constraints:
             self._poller.modify(port.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
     def _flush(self, grammars: ModelGrammars) -> None:
-        port = grammars.port
+        port, num_bytes = grammars.port, grammars.port.backlog_bytes
         try:
             port.flush()
         except ProcessDied:
             log.debug("a grammar process is gone; `receive` will find that")
+        if port.backlog_bytes < num_bytes:  # what it owes answers to may have been in there
+            grammars.since_s = grammars.starts.since_s = grammars.advances.since_s = self._clock()
         if not port.backlog_bytes:
             self._poller.modify(port.fileno(), select.EPOLLIN)
             self._start_parked(grammars)

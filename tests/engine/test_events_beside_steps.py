@@ -75,7 +75,9 @@ class Runner(null.NullRunner):
 
 class Port:
     """Stands in for a grammar process: it opens at once, and answers a request when a test says so. key: of the last request.
-    seen: the steps that were under way whenever an answer to a request was received."""
+    seen: the steps that were under way whenever an answer to a request was received, and when the process was killed."""
+
+    pid = 0
 
     def __init__(self, steps: LaunchedSteps, vocab_size: int, num_rows: int) -> None:
         self.masks, self.locked = np.zeros((num_rows, 1, row_bytes(vocab_size) // 4), np.uint32), None
@@ -106,6 +108,7 @@ class Port:
         return answers
 
     def close(self) -> None:
+        self.seen.append(self._steps.under_way)
         self._ours.close()
         self._theirs.close()
 
@@ -187,6 +190,28 @@ def test_what_a_grammar_process_answers_waits_for_the_step_under_way(
     )
     steps.event = lambda: ports[0].answer(Broken(ports[0].key, "there is no rule x"))
     run(channel, Runner(null_configure(null_step_ms=0.0)), tmp_path)
-    assert [port.seen for port in ports] == [[0]]
+    assert [port.seen for port in ports] == [[0, 0]]
     (failed,) = channel.of(RequestFailed)
     assert (failed.request_id, failed.error) == (GRAMMAR, "model m: there is no rule x")
+
+
+def test_a_grammar_process_that_hangs_is_killed_while_no_step_is_under_way(
+    steps: LaunchedSteps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the moment of a step on, no time at all is allowed for an answer. The request fails at the second process."""
+    ports = list[Port]()
+
+    def opened(vocab_size: int, num_rows: int, *_: object) -> Port:
+        ports.append(Port(steps, vocab_size, num_rows))
+        return ports[-1]
+
+    monkeypatch.setattr(constraints, "GrammarPort", opened)
+    constrained = SamplingParams(max_tokens=40, seed=2, grammar="root ::= x")
+    channel = ToDaemon(
+        [Submit(GRAMMAR, "m", [6], constrained), Submit(WHOLE, "m", [5], SamplingParams(max_tokens=40, seed=1))],
+    )
+    steps.event = lambda: monkeypatch.setattr(constraints, "STALL_S", 0.0)
+    run(channel, Runner(null_configure(null_step_ms=0.0)), tmp_path)
+    assert [port.seen for port in ports] == [[0], [0]]
+    (failed,) = channel.of(RequestFailed)
+    assert failed.error == "model m: following this grammar ended or stalled the grammar process twice"

@@ -3,21 +3,25 @@ has the process. Low rows are given out first, so that the masks of a step lie c
 
 from __future__ import annotations
 
+import os
 import select
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.grammar.messages import Advance, Broken, Draft, Forget, Open, Opened, Ready, Start, ToGrammar
-from engine.grammar.row_masks import LockedMasks, holds_any
+from engine.grammar.row_masks import LockedMasks, RowMasks, holds_any
 from engine.protocol import FrameReader, Message, SamplingParams, encode
 from engine.serve import grammar_port
-from engine.serve.constraints import Constraints, End, ModelGrammars
+from engine.serve.constraints import STALL_S, Constraints, End, ModelGrammars
 from engine.serve.grammar_port import GrammarPort
+from scheduler.batch.plan import StepOutcome
 from tests.e2e.checkpoints import END_ID, VOCAB_SIZE, make_model
 
 
@@ -104,7 +108,7 @@ def test_low_rows_are_given_out_first() -> None:
     sent: list[Any] = []
     port: Any = SimpleNamespace(send=sent.append, backlog_bytes=0)
     served, constraints = model("m", 6), Constraints()
-    constraints._models["m"] = ModelGrammars(served, port, list(range(6)), opened=True)
+    constraints._models["m"] = ModelGrammars(served, port, list(range(6)), 0.0, opened=True)
 
     def rows_of(*request_ids: int) -> list[int]:
         sent.clear()
@@ -126,7 +130,7 @@ class ByHand:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._reader = FrameReader(ToGrammar)
-        self.num_opened = 0
+        self.num_opened = self.num_killed = 0
         patch.setattr(grammar_port, "_spawn", self._spawn)
 
     def _spawn(self, masks_fd: int) -> tuple[socket.socket, ByHand]:
@@ -150,6 +154,7 @@ class ByHand:
         self._theirs.sendall(encode(message))
 
     def kill(self) -> None:
+        self.num_killed += 1
         self._theirs.close()
 
     def wait(self) -> None:
@@ -179,10 +184,25 @@ def process(monkeypatch: pytest.MonkeyPatch) -> ByHand:
     return ByHand(monkeypatch)
 
 
+class Clock:
+    """Returns the time that a test has set, in seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @pytest.fixture
-def constraints() -> Iterator[Constraints]:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def constraints(clock: Clock) -> Iterator[Constraints]:
     """The constraints of an engine; model m is closed at the end."""
-    constraints = Constraints()
+    constraints = Constraints(clock=clock)
     yield constraints
     constraints.close("m")
 
@@ -239,3 +259,147 @@ def test_a_process_that_dies_before_it_has_read_all_is_started_again(constraints
     assert constraints.receive() == []
     (start,) = read_on(constraints, process)
     assert start.grammar == LARGE
+
+
+# ---- processes that hang
+
+TWICE = "following this grammar ended or stalled the grammar process twice"
+
+
+class Scheduler:
+    """Stands in for a batch scheduler. submitted: ids of the requests that it was given. held: whether a request was held or let
+    go, in the order of the calls."""
+
+    drafts_masked = False
+
+    def __init__(self) -> None:
+        self.submitted, self.held = list[int](), list[bool]()
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self.submitted
+
+    def submit(self, request: Any) -> None:
+        self.submitted.append(request.request_id)
+
+    def hold(self, request_id: int, held: bool) -> None:
+        self.held.append(held)
+
+    def guess(self, request_id: int) -> None:
+        """Guesses nothing."""
+
+    def propose(self, request_id: int, *draft: Any) -> None:
+        """Takes no drafts."""
+
+    def abort(self, request_id: int) -> None:
+        """Knows nothing about the request afterwards."""
+
+
+def hang(constraints: Constraints, clock: Clock) -> list[End]:
+    """Lets as much time pass as a process may take for an answer; nothing happens before. Returns the ends of requests."""
+    clock.now_s += STALL_S - 0.5
+    assert constraints.stalled() == []
+    assert constraints.restart_stalled() == []
+    clock.now_s += 0.5
+    assert constraints.stalled() == ["m"]
+    return constraints.restart_stalled()
+
+
+def open_again(constraints: Constraints, process: ByHand) -> list[Any]:
+    """Opens the process that has just been started and returns what it is then asked."""
+    (opened,) = process.read()
+    assert isinstance(opened, Open)
+    process.answer(Opened(""))
+    assert constraints.receive() == []
+    return read_on(constraints, process)
+
+
+def test_a_process_that_never_opens_is_killed_and_its_requests_fail_at_the_second_one(
+    constraints: Constraints, process: ByHand, clock: Clock
+) -> None:
+    submit(constraints, model("m", 2), 1, "regex:a")
+    assert hang(constraints, clock) == []
+    assert (process.num_killed, process.num_opened) == (1, 2)
+    assert hang(constraints, clock) == [End("m", 1, TWICE)]
+    assert (process.num_killed, process.num_opened) == (2, 2)
+    clock.now_s += 10 * STALL_S
+    assert constraints.stalled() == []
+
+
+def test_the_time_of_a_process_begins_with_the_first_request_that_waits_for_it(
+    constraints: Constraints, process: ByHand, clock: Clock
+) -> None:
+    served = model("m", 2)
+    submit(constraints, served, 1, "regex:a")
+    constraints.drop("m", 1)
+    clock.now_s += 10 * STALL_S
+    assert constraints.stalled() == []
+    submit(constraints, served, 2, "regex:a")
+    assert hang(constraints, clock) == []
+
+
+def test_each_grammar_that_is_built_gives_the_others_more_time_and_the_one_that_hangs_fails_alone(
+    constraints: Constraints, process: ByHand, clock: Clock
+) -> None:
+    """Grammars are built one after the other, so a process hangs at the first one of which nothing is heard. Here the first process
+    hangs at request 2, the next one at 3, which it builds before the others, and the third one at 2 again."""
+    served = model("m", 8)
+    served.scheduler = scheduler = Scheduler()
+    for request_id in (1, 2, 3):
+        submit(constraints, served, request_id, f"regex:{request_id}")
+    starts = {start.grammar: start for start in open_again(constraints, process)}
+    clock.now_s += STALL_S - 1
+    process.answer(Ready([starts["regex:1"].key], {}))
+    assert constraints.receive() == []
+    assert hang(constraints, clock) == []
+    assert [start.grammar for start in open_again(constraints, process)] == ["regex:3", "regex:2", "regex:1"]
+    assert hang(constraints, clock) == []
+    starts = {start.grammar: start for start in open_again(constraints, process)}
+    for request_id in (3, 1):
+        process.answer(Ready([starts[f"regex:{request_id}"].key], {}))
+    assert constraints.receive() == []
+    assert hang(constraints, clock) == [End("m", 2, TWICE)]
+    assert scheduler.submitted == [1, 3]
+
+
+def test_a_process_that_does_not_read_on_is_killed(constraints: Constraints, process: ByHand, clock: Clock) -> None:
+    """The request whose grammar it has read in part is gone; another one waits behind it."""
+    served = open_with_large(constraints, process)
+    constraints.drop("m", 1)
+    submit(constraints, served, 2, "regex:b")
+    clock.now_s += STALL_S - 1
+    process._theirs.recv(1 << 18)  # it does read a part
+    while has_something_to_do(constraints):
+        assert constraints.receive() == []
+    assert hang(constraints, clock) == []
+    (start,) = open_again(constraints, process)
+    assert start.grammar == "regex:b"
+
+
+def test_a_stopped_process_is_killed_and_the_next_one_follows_the_outputs_again(
+    constraints: Constraints, clock: Clock, tmp_path: Path
+) -> None:
+    """A request whose next mask the stopped process owes goes on with that of the next process."""
+    served = model("m", 2)
+    served.spec.path = str(make_model(tmp_path / "m"))
+    served.scheduler = scheduler = Scheduler()
+    submit(constraints, served, 1, "regex:ab[xy]")
+
+    def receive_until(is_done: Any) -> None:
+        poller = select.poll()
+        poller.register(constraints.fileno(), select.POLLIN)
+        while not is_done():
+            assert poller.poll(60e3), "no answer"
+            assert constraints.receive() == []
+
+    receive_until(lambda: scheduler.submitted)
+    stopped = constraints._models["m"].port.pid
+    os.kill(stopped, signal.SIGSTOP)
+    constraints.sampled(served, RowMasks([1], np.zeros(1, np.intp), []), StepOutcome([1], [ord("a")]))
+    assert hang(constraints, clock) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped, 0)
+    receive_until(lambda: False in scheduler.held)
+    assert scheduler.held == [True, False]
+    (row,) = (each.row for each in constraints._models["m"].by_id.values())
+    mask = constraints._models["m"].port.masks[row, 0]
+    assert [token for token in range(128) if holds_any(mask, [token])] == [ord("b")]
