@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -22,6 +24,7 @@ import torch  # noqa: E402
 
 from tests import file_order, imported_later, interpreter  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[1]
 REPORTED = "reported"  # a property of a test whose value is printed at the end of the run
 
 # Around each part of a test pytest attaches itself to all loggers that tell the root nothing: torch has 42.
@@ -34,15 +37,34 @@ imported_later.import_later(*imported_later.CLIENTS)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Collects no garbage while ten thousand tests are collected, and looks at none of them, nor at their modules, later."""
     gc.disable()
     try:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            _import_some_first(session)
         yield
     finally:
         gc.enable()
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)  # looking for garbage after every 700 objects takes a tenth of the time
+
+
+def _import_some_first(session: pytest.Session) -> None:
+    """Imports the test modules of the whole suite, beginning at another one in each worker. In a fresh clone none of them is
+    compiled, which takes longer than all else about collecting: workers that import them in one order compile each of them at the
+    same moment, each for itself."""
+    worker, num_workers = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    if session.config.args != session.config.getini("testpaths"):
+        return
+    ignored = {os.path.normpath(path) for path in session.config.getoption("ignore") or ()}
+    found = sorted(path.relative_to(ROOT) for folder in session.config.args for path in (ROOT / folder).rglob("test_*.py"))
+    modules = [".".join(path.with_suffix("").parts) for path in found if str(path) not in ignored]
+    first = worker * len(modules) // num_workers
+    importlib.import_module("tests.engine.cpu_ops")  # which says where numba's kernels are kept, before any of them is imported
+    for module in (*modules[first:], *modules[:first]):
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # it is imported again to be collected, and tells it then
+            importlib.import_module(module)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
