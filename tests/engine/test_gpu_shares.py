@@ -126,68 +126,75 @@ class Asked:
         return [self._engine.output()[one] for one in self._ids]
 
 
-def two_engines(folder: Path) -> tuple[Engines, str]:
-    """Returns two engines that compute as on GPUs, and the path of a model for them."""
-    path = make_model(folder / "a", seed=1, hidden_size=64, num_hidden_layers=2)
+@pytest.fixture(scope="module")
+def holds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that keeps ranks from connecting while it exists."""
+    return tmp_path_factory.mktemp("holds") / "held"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of the model that they load."""
+    return str(make_model(tmp_path_factory.mktemp("models") / "a", seed=1, hidden_size=64, num_hidden_layers=2))
+
+
+@pytest.fixture(scope="module")
+def engines(holds: Path, path: str) -> Iterator[Engines]:
+    """Two engines that compute as on GPUs, each of which takes seconds to start, with the model "whole" on the first one."""
     configure = Configure("cuda:0", 96, 64 << 10, 1 << 20, 64, 16, 10.0, 1, cache_dir=CACHE_DIR)
     limits = {"max_model_len": 64, "max_sequences": 8, "eos_token_ids": [], "weights_chunks": 8, "kv_reserved_chunks": 8}
     limits["fingerprint"] = scan_one(path).fingerprint
-    return Engines(2, configure, module="tests.engine.interpreted_engine", **limits), str(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HOLD, str(holds))
+        made = Engines(2, configure, module="tests.engine.interpreted_engine", **limits)
+        try:
+            made.load_alone(path, "whole", 0)
+            yield made
+        finally:
+            made.close()
 
 
-def test_engines_that_compute_as_on_gpus_share_a_model(tmp_path: Path) -> None:
-    """Two engines say together what one says alone, before and after an eviction. When one dies, the other one goes on."""
-    engines, path = two_engines(tmp_path)
-    try:
-        engines.load_alone(path, "whole", 0)
-        expected = Asked(engines, 0, "whole").answers()
-        assert len({tuple(answer) for answer in expected}) > 1
-        for num_stages in (1, 2):
-            engines.load(path, "split", [0, 1], num_stages=num_stages)
-            assert Asked(engines, 0, "split").answers() == expected
-            engines.evict("split")
-        engines.load(path, "split", [0, 1])
-        engines.load(path, "layers", [0, 1], num_stages=2)
-        for model in ("split", "layers"):
-            engines.wait_tokens(0, engines.ask(0, model, 50), 2)
-        engines.all[1].process.kill()
-        for model in ("split", "layers"):
-            engines.node.exchange.break_group(engines.groups[model][1][0])  # as the daemon does
-        assert Asked(engines, 0, "whole").answers() == expected
-        for model in ("split", "layers"):
-            engines.evict(model, [0])
-    finally:
-        engines.close()
-
-
-def test_a_rank_that_is_lost_between_meeting_and_connecting_costs_the_load_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_lost_between_meeting_and_connecting_costs_the_load_alone(engines: Engines, path: str, holds: Path) -> None:
     """The other engine serves its own model meanwhile, and loads the split one with the engine that comes next."""
-    held, reached = tmp_path / "held", tmp_path / "reached"
-    monkeypatch.setenv(HOLD, str(held))
-    engines, path = two_engines(tmp_path)
-    try:
-        engines.load_alone(path, "whole", 0)
-        expected = Asked(engines, 0, "whole").answers()
-        for number, how in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
-            held.touch()
-            engines.begin(path, "split", [0, 1])
-            while not reached.exists():
-                time.sleep(0.01)
-            began_s = time.monotonic()
-            engines.all[1].process.send_signal(how)
-            engines.node.exchange.break_group(engines.groups["split"][1][0])  # as the daemon does
-            failed = engines.all[0].wait_for(LoadFailed, number)
-            assert time.monotonic() - began_s < CONNECT_LIMIT_S / 2, "a limit has ended it"
-            assert failed.error == "GroupBroken: rank 0 of 2: the group has lost a device while its ranks connected"
-            assert Asked(engines, 0, "whole").answers() == expected
-            engines.all[1].process.kill()
-            engines.replace(1)
-            engines.evict("split")
-            held.unlink()
-            reached.unlink()
-        engines.load(path, "split", [0, 1])
+    reached = holds.with_name("reached")
+    expected = Asked(engines, 0, "whole").answers()
+    for number, how in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
+        holds.touch()
+        engines.begin(path, "split", [0, 1])
+        while not reached.exists():
+            time.sleep(0.01)
+        began_s = time.monotonic()
+        engines.all[1].process.send_signal(how)
+        engines.node.exchange.break_group(engines.groups["split"][1][0])  # as the daemon does
+        failed = engines.all[0].wait_for(LoadFailed, number)
+        assert time.monotonic() - began_s < CONNECT_LIMIT_S / 2, "a limit has ended it"
+        assert failed.error == "GroupBroken: rank 0 of 2: the group has lost a device while its ranks connected"
+        assert Asked(engines, 0, "whole").answers() == expected
+        engines.all[1].process.kill()
+        engines.replace(1)
+        engines.evict("split")
+        holds.unlink()
+        reached.unlink()
+    engines.load(path, "split", [0, 1])
+    assert Asked(engines, 0, "split").answers() == expected
+    engines.evict("split")
+
+
+def test_engines_that_compute_as_on_gpus_share_a_model(engines: Engines, path: str) -> None:
+    """Two engines say together what one says alone, before and after an eviction. When one dies, the other one goes on."""
+    expected = Asked(engines, 0, "whole").answers()
+    assert len({tuple(answer) for answer in expected}) > 1
+    for num_stages in (1, 2):
+        engines.load(path, "split", [0, 1], num_stages=num_stages)
         assert Asked(engines, 0, "split").answers() == expected
-    finally:
-        engines.close()
+        engines.evict("split")
+    engines.load(path, "split", [0, 1])
+    engines.load(path, "layers", [0, 1], num_stages=2)
+    for model in ("split", "layers"):
+        engines.wait_tokens(0, engines.ask(0, model, 50), 2)
+    engines.all[1].process.kill()
+    for model in ("split", "layers"):
+        engines.node.exchange.break_group(engines.groups[model][1][0])  # as the daemon does
+    assert Asked(engines, 0, "whole").answers() == expected
+    for model in ("split", "layers"):
+        engines.evict(model, [0])
