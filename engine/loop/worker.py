@@ -227,7 +227,7 @@ class Engine:
         embedder = self.models.embedders.get(name)
         if embedder is not None:
             self._finish_launched()
-            self._embed(name, embedder, others_busy=len(busy) > 1)
+            self._embed(name, embedder, others_busy=self.models.num_sharing(busy) > 1)
             return True
         served = self.models.by_name[name]
         if served.most_under_way == 0 and self._under_way and self._under_way[0].served.share is None:

@@ -140,10 +140,15 @@ class ServedModels:
         """Returns the busy model that runs the next step, by turns; None if none is busy. busy: names, as `busy` returns them."""
         return self.turns.next(busy, self._backlogged(busy))
 
+    def num_sharing(self, busy: Sequence[str]) -> int:
+        """Returns how many models share the device's time: those in `busy`, as `busy` returns them, and the models of which
+        sequences run that other engines lead. The streams of these wait for each step of the device, too."""
+        return len(busy) + sum(share.has_sequences for share in self.followed.values())
+
     def room_of(self, served: ServedModel, busy: Sequence[str]) -> StepRoom:
-        """Returns the room (rows, tokens and time) that a model's next step may take. busy: all models that may have a step to
-        run."""
-        served.turns = turns_of_step(len(busy), len(self._backlogged(busy)), served.backlogged)
+        """Returns the room (rows, tokens and time) that a model's next step may take. busy: all models of this engine that may have
+        a step to run."""
+        served.turns = turns_of_step(self.num_sharing(busy), len(self._backlogged(busy)), served.backlogged)
         return StepRoom(served.limits, served.turns, strict=self.turns.is_over)
 
     def _backlogged(self, busy: Sequence[str]) -> list[str]:
@@ -170,9 +175,9 @@ class ServedModels:
         if served.captures is None or served.ahead is not None or not plan.all_decode:
             return None
         served.num_decodes += 1
-        if served.num_decodes % CAPTURE_EVERY_DECODES == 0 and served.captures.num_uncaptured and len(self.busy()) <= 1:
-            return served.captures
-        return None
+        if served.num_decodes % CAPTURE_EVERY_DECODES or not served.captures.num_uncaptured or self.num_sharing(self.busy()) > 1:
+            return None
+        return served.captures
 
     def charge(
         self, served: ServedModel, plan: BatchPlan, seconds: float, proposed: Proposed | None = None, waited_s: float = 0.0

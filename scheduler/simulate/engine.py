@@ -312,8 +312,8 @@ class SimulatedEngine:
         return _Rounds(decoded, longest_s * len(models), num) if num >= _FEWEST_ROUNDS else None
 
     def _turns_of(self, hosted: Hosted, busy: Iterable[Hosted]) -> int:
-        backlogged = [one.backlogged for one in (*busy, *self._busy_followed())]
-        return turns_of_step(len(backlogged), sum(backlogged), hosted.backlogged)
+        backlogged = [one.backlogged for one in busy]  # a follower does not know that of models that others lead
+        return turns_of_step(len(backlogged) + len(self._busy_followed()), sum(backlogged), hosted.backlogged)
 
     def _step(self, busy: Mapping[str, Hosted], now: float) -> _Step:
         backlogged = [name for name, hosted in busy.items() if hosted.backlogged]

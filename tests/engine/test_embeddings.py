@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -220,6 +221,11 @@ def test_steps_keep_within_a_turn_while_another_model_is_busy() -> None:
         for sizes in (beside["a"], beside["b"][1:]):
             assert min(sizes) >= 3
             assert max(sizes) <= 5, "4 texts take 9 ms, 5 take 11 ms and are tried"
+        assert steps(a=30) == [("a", 30)]
+        followed = SimpleNamespace(has_sequences=True, name="followed")
+        engine.models.followed["followed"] = followed  # type: ignore[assignment]
+        assert max(num for _, num in steps(a=30)) <= 5, "streams of a model that another engine leads wait for each step"
+        followed.has_sequences = False
         assert steps(a=30) == [("a", 30)]
     finally:
         os.close(engine.lifecycle.fileno())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import LoadTask
 from engine.contracts.steps import LaunchesAhead
 from engine.null.runner import NullModel, NullRunner
@@ -337,3 +339,18 @@ def test_a_model_without_idle_time_captures_between_its_steps_while_no_other_wan
     captures.num_uncaptured, served.ahead = 3, cast(LaunchesAhead, served.hosted)
     decode(2 * CAPTURE_EVERY_DECODES)
     assert captures.num_uncaptured == 3, "a GPU's captures and measurements would delay the steps that are launched"
+
+
+def test_a_model_keeps_within_its_turn_beside_streams_that_another_engine_leads(node: Node) -> None:
+    node.load("a")
+    served = node.models.by_name["a"]
+    share = SimpleNamespace(has_sequences=False)
+    node.models.followed["led elsewhere"] = cast(GroupShare, share)
+    turns = []
+    for share.has_sequences in (False, True, False):
+        node.models.room_of(served, ["a"])
+        turns.append(served.turns)
+    assert turns == [0, 1, 0], "0: unlimited"
+    share.has_sequences, served.backlogged = True, True
+    node.models.room_of(served, ["a"])
+    assert served.turns == 1, "what is led elsewhere pools no turns with a model of this engine"

@@ -86,6 +86,18 @@ def test_what_it_decodes_has_no_kv_but_its_reserve() -> None:
     assert leader.waiting()["a"] > 0
 
 
+def test_models_of_a_follower_pool_no_turns_with_one_that_is_led_elsewhere() -> None:
+    leader, follower = two("b")
+    for number in range(2):
+        leader.submit(outcome(number))
+        follower.submit(outcome(10 + number, "b"))
+    leader.next_at()
+    led, own = leader.hosted["a"], follower.hosted["b"]
+    led.backlogged = own.backlogged = True
+    assert led.num_running
+    assert follower._turns_of(own, [own]) == 1, "a follower does not know how much there is to do elsewhere"
+
+
 def test_a_follower_is_free_once_the_model_has_left() -> None:
     leader, follower = two("b")
     leader.submit(outcome(0))
