@@ -291,6 +291,17 @@ class EngineQueue:
                 return region
         return None
 
+    def first(self) -> int | None:
+        """Returns the region of the next entry that `take` would remove, which stays; None if there is none."""
+        words, at = self._words, self._words[self._taken]
+        while at < words[self._posted]:
+            self._fence.order()
+            region: int = words[self._ring + at % QUEUE_ENTRIES]
+            if region != NOTHING:
+                return region
+            at += 1
+        return None
+
     def has_entries(self) -> bool:
         """Returns whether the queue has entries. `take` may find none, if all of them are of groups that the engine has left."""
         return bool(self._words[self._taken] != self._words[self._posted])

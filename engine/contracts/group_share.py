@@ -22,6 +22,7 @@ class GroupShare:
 
     def __init__(self, hosted: SplitModel, region: GroupRegion, unmap_kv: Callable[[], None] = lambda: None) -> None:
         self.hosted, self.region, self._unmap_kv = hosted, region, unmap_kv
+        self._num_executed = 0  # steps that `execute` has begun
         self.is_broken = False  # True once this engine has seen that the group is broken; it then runs no more steps of it
 
     @property
@@ -44,6 +45,13 @@ class GroupShare:
         return not self.region.is_broken and bool(self.region.table.request_id.any())
 
     @property
+    def waits_for_stage(self) -> bool:
+        """Returns whether the next step that the leader runs (`execute`) would wait for the states of the stage before; False where
+        there is one stage, and once the group is broken."""
+        link = self.region.link
+        return link is not None and link.num_come <= self._num_executed and not self.region.is_broken
+
+    @property
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
         return self.hosted.kv_groups
 
@@ -62,6 +70,7 @@ class GroupShare:
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Runs the leader's part of a step that it has posted to the group, and returns the result of the step. masks: as in
         HostedModel.execute. Raises GroupBroken if the group has lost a device."""
+        self._num_executed += 1
         return self.hosted.execute(plan, table, masks)
 
     def follow(self, plan: BatchPlan) -> None:

@@ -116,6 +116,11 @@ class GroupSteps:
             del self._posted[region]
         step.run()
 
+    def is_first(self, step: PostedStep) -> bool:
+        """Returns whether a step that this engine has posted and not run is the first one in the queue."""
+        posted = self._posted.get(self._queue.first() or 0)
+        return posted is not None and posted[0] is step
+
     def run_part(self, share: GroupShare, work: Callable[[], Result]) -> Result:
         """Runs `work`, this engine's part of a step, on the threads meant for it, and returns its result."""
         if share.num_stages > 1 and self._own_core is not None:
@@ -180,6 +185,14 @@ class PostedStep:
         self.masks: RowMasks | None = None
         self._result: StepResult | None = None
         self._error: GroupBroken | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Returns whether `wait` would wait for another stage of a pipeline, or run other steps of the queue first. A step of a
+        model with one stage never counts as waiting: its other devices cannot go on without this one."""
+        if self._share.num_stages == 1 or self._share.region.is_broken or self._result is not None or self._error is not None:
+            return False
+        return self._share.waits_for_stage or not self._steps.is_first(self)
 
     def run(self) -> None:
         """Runs this engine's part of the step, and keeps the result, or the GroupBroken that it raised, for `wait`."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.contracts.steps import Launched
 from engine.grammar.row_masks import RowMasks
+from engine.loop.group_steps import PostedStep
 from engine.serve.served_models import ServedModel
 from scheduler.batch.plan import BatchPlan, LongArray
 
@@ -22,3 +23,8 @@ class StepUnderWay:
     launched: Launched
     request_ids: LongArray
     expected_s: float
+
+    @property
+    def waits(self) -> bool:
+        """Returns whether the step has not come to this device yet, because other stages of a pipeline compute it."""
+        return isinstance(self.launched, PostedStep) and self.launched.waits

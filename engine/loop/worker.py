@@ -212,26 +212,54 @@ class Engine:
 
     def _turn(self, busy: list[str]) -> None:
         """Starts one step of the busy model whose turn (time slice) it is. If that one finds no step to run, the turn passes to the
-        next: it is charged nothing and would be chosen again and again."""
-        while busy and (name := self.models.next(busy)) is not None:
+        next: it is charged nothing and would be chosen again and again. So it does if other stages of a pipeline have all its
+        steps, but then the others keep within their turns, because it is asked again after each of their steps."""
+        asked = busy
+        while asked and (name := self.models.next(asked)) is not None:
             if self._step(name, busy):
                 return
-            busy = [other for other in busy if other != name]
+            asked = [other for other in asked if other != name]
+            if not any(step.served.spec.model == name for step in self._under_way):
+                busy = [other for other in busy if other != name]
         if self._under_way:
             self._end_oldest()
 
     def _step(self, name: str, busy: list[str]) -> bool:
         """Starts one step of a model. While the model then has more steps under way than most_under_way, results are waited for,
-        the oldest first. Returns False if the model has no step to run and none under way whose results could change that. busy:
-        the models that share the device's time."""
+        the oldest first. Returns False if the model has no step to run and none under way whose results could change that, or if
+        other models are busy and its steps are in other stages of a pipeline. busy: the models that share the device's time."""
         embedder = self.models.embedders.get(name)
         if embedder is not None:
-            self._finish_launched()
+            self._end_on_device()
             self._embed(name, embedder, others_busy=self.models.num_sharing(busy) > 1)
             return True
         served = self.models.by_name[name]
-        if served.most_under_way == 0 and self._under_way and self._under_way[0].served.share is None:
-            self._finish_launched()
+        if served.most_under_way == 0:
+            self._end_on_device()
+        own = [step for step in self._under_way if step.served is served]
+        ended = served.share is not None and len(own) > served.most_under_way  # each stage has a step already
+        if ended and not self._end_up_to(own[0], busy):
+            return False
+        plan = self._plan(name, served, busy)
+        if plan is None and own and not ended:
+            if not self._end_up_to(own[0], busy):
+                return False
+            # The next step is posted at once: other stages compute it while this device has other models' turns.
+            ended, plan = True, None if served.share is None else self._plan(name, served, busy)
+        if plan is None:
+            return ended
+        if not self._start(name, served, plan):
+            return True
+        while len(own := [step for step in self._under_way if step.served is served]) > served.most_under_way:
+            if (ended and len(busy) > 1) or not self._end_up_to(own[0], busy, noted=True):
+                break
+        return True
+
+    def _plan(self, name: str, served: ServedModel, busy: list[str]) -> BatchPlan | None:
+        """Returns a model's next step; None if it has none, or if that depends on results of steps under way. busy: the models that
+        share the device's time."""
+        if served.is_broken:  # it may have lost a device since it was found busy
+            return None
         scheduler = served.scheduler
         constrained = name in self.constraints.concerned
         if constrained:
@@ -245,11 +273,11 @@ class Engine:
         if scheduler.failed:
             self._fail_hopeless(scheduler)
         self.models.discard_returned()
-        if plan is None:
-            waits = any(step.served is served for step in self._under_way)
-            if waits:
-                self._end_oldest()
-            return waits
+        return plan
+
+    def _start(self, name: str, served: ServedModel, plan: BatchPlan) -> bool:
+        """Starts a planned step. Returns False if it has no result to wait for: it has ended, or could not be started."""
+        scheduler, constrained = served.scheduler, name in self.constraints.concerned
         self.num_steps += 1
         posted: PostedStep | None = None
         if served.share is not None and self.groups is not None:
@@ -257,14 +285,14 @@ class Engine:
                 posted = self.groups.post(served.share, plan, scheduler.table)
             except GroupBroken as error:
                 self._broke(served.share, error)
-                return True
+                return False
         request_ids, expected_s = scheduler.table.request_id[plan.slots], served.limits.expected_s(plan)
         if posted is None and served.ahead is None:
             self.journal.note(request_ids, expected_s)
             masks = self.constraints.masks(served, plan) if constrained else None
             result = self.models.threads.run(lambda: served.hosted.execute(plan, scheduler.table, masks))
             self._take_in(served, plan, masks, result)
-            return True
+            return False
         self._note_with_those_under_way(request_ids, expected_s)
         masks = self.constraints.masks(served, plan) if constrained else None
         launched: Launched
@@ -276,19 +304,20 @@ class Engine:
                 launched = served.ahead.launch(plan, scheduler.table, masks)
             except NoWorkSpace as error:
                 self._give_up(served, request_ids.tolist(), str(error))
-                return True
+                return False
         if served.most_under_way:
             scheduler.start_step(plan)
         self._under_way.append(StepUnderWay(served, plan, masks, launched, request_ids, expected_s))
-        while sum(step.served is served for step in self._under_way) > served.most_under_way:
-            self._end_oldest(noted=True)
         return True
 
     def _note_with_those_under_way(self, request_ids: LongArray, expected_s: float) -> None:
-        """Writes a new step's requests, and those of all steps under way, to the journal: a fault may come from any of these steps,
-        because devices report faults late. expected_s: usual seconds of the new step; 0.0 if not known."""
+        """Writes a step's requests, and those of all steps that the device runs by itself, to the journal: a fault may come from
+        any of these steps, because devices report faults late. Steps of split models are noted once this device runs its part.
+        expected_s: usual seconds of the step; 0.0 if not known."""
         known = expected_s > 0.0
         for step in self._under_way:
+            if step.served.share is not None:
+                continue
             request_ids, known = np.union1d(step.request_ids, request_ids), known and step.expected_s > 0.0
             expected_s += step.expected_s
         self.journal.note(request_ids, expected_s if known else 0.0)
@@ -321,11 +350,35 @@ class Engine:
         while self._under_way:
             self._end_oldest()
 
-    def _end_oldest(self, noted: bool = False) -> None:
-        """Waits for the oldest step under way and processes its result. noted: whether the journal already has the expected time of
-        this step and those after it."""
-        step = self._under_way.popleft()
-        if not noted:
+    def _end_on_device(self) -> None:
+        """Waits for all steps that this device runs by itself, and processes their results. Afterwards nothing runs on the device,
+        but for steps that other engines lead."""
+        while steps := [step for step in self._under_way if step.served.share is None]:
+            self._end(steps[0])
+
+    def _end_up_to(self, last: StepUnderWay, busy: list[str], noted: bool = False) -> bool:
+        """Waits for a step under way and those before it, the oldest first, and processes their results. For the results of a step
+        of this device alone, those of split models are not waited for. Returns False, and waits for nothing, if the step has not
+        come to this device yet and other models are busy, which may run meanwhile. noted: as in _end."""
+        if len(busy) > 1 and last.waits:
+            return False
+        step: StepUnderWay | None = None
+        while step is not last:
+            step = next(each for each in self._under_way if last.served.share is not None or each.served.share is None)
+            self._end(step, noted)
+        return True
+
+    def _end_oldest(self) -> None:
+        """Waits for the oldest step under way and processes its result."""
+        self._end(self._under_way[0])
+
+    def _end(self, step: StepUnderWay, noted: bool = False) -> None:
+        """Waits for a step under way and processes its result. noted: whether the journal already has the expected time of this
+        step and those after it."""
+        self._under_way = deque(each for each in self._under_way if each is not step)
+        if step.served.share is not None and (self._under_way or not noted):  # this device's part of it begins now
+            self._note_with_those_under_way(step.request_ids, step.expected_s)
+        elif not noted:
             self.journal.beat(Doing.STEP, step.expected_s)
         try:
             result = step.launched.wait()

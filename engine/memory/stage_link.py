@@ -58,6 +58,11 @@ class StageLink:
         return place
 
     @property
+    def num_come(self) -> int:
+        """Number of steps whose states the previous stage has sent so far. The first stage has no such stage."""
+        return int(self._lines[self._stage - 1][_SENT])
+
+    @property
     def is_first(self) -> bool:
         """Returns whether this is the first stage, which takes nothing."""
         return self._stage == 0
