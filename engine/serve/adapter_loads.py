@@ -224,8 +224,7 @@ class AdapterLoads:
         self._await_steps()
         num_bytes = adapter.layout.num_bytes
         num_chunks = -(-num_bytes // memory.chunk_bytes)
-        placed = served.scheduler.adapters.place(key, num_chunks, lambda num: self._models.make_room(served, num))
-        self._models.discard_returned()
+        placed = self._models.place_adapter(served, key, num_chunks)
         if placed is None:
             return False
         began_s = time.monotonic()

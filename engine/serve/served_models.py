@@ -20,6 +20,8 @@ from engine.serve.embedder import Embedder
 from engine.serve.identity import adapter_source, kv_identity, weights_identity
 from engine.serve.kv_caches import make_kv_cache
 from loader.sizes.work_space import staged_tokens
+from scheduler.batch.adapter_room import AdapterRoom
+from scheduler.batch.adapters import ResidentAdapter
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool, free_runs
 from scheduler.batch.compaction import Compaction
@@ -125,6 +127,7 @@ class ServedModels:
             configure.num_chunks, configure.chunk_bytes, resident_limit=max(0, configure.num_chunks - work_chunks)
         )
         self.compaction = Compaction(self._copy_blocks)
+        self._adapter_room = AdapterRoom(self.chunks, self.compaction)
         self._preempted_before = 0  # number of preemptions in models that are no longer loaded
         self._limits: dict[tuple[str, str, str], StepLimits] = {}  # for all models ever loaded: learned costs stay valid
         self._left: dict[str, WeightsHeld] = {}
@@ -273,7 +276,19 @@ class ServedModels:
             scheduler.adapters.dropped = hosted.adapter_memory.clear
         return ServedModel(spec, hosted, scheduler, place, pace, ahead, captures, share)
 
-    def make_room(self, served: ServedModel, num_chunks: int) -> int:
+    def place_adapter(self, served: ServedModel, key: str, num_chunks: int) -> ResidentAdapter | None:
+        """Draws num_chunks adjacent chunks for an adapter of this model that is not resident, as Adapters.place does. For one that
+        has waited for long, chunks are kept and emptied. Returns None if there is no room now."""
+        scheduler = served.scheduler
+        placed = scheduler.adapters.place(key, num_chunks, lambda num: self._make_room(served, num))
+        if placed is None and scheduler.adapters.is_overdue(key):
+            models = [each.scheduler for each in self.by_name.values() if each.share is None]
+            if self._adapter_room.keep(scheduler, key, num_chunks, models):
+                placed = scheduler.adapters.place(key, num_chunks)
+        self.discard_returned()
+        return placed
+
+    def _make_room(self, served: ServedModel, num_chunks: int) -> int:
         """Frees up to num_chunks chunks for an adapter of this model: first those of idle adapters and of other models; then, if
         that gave none, the model's own, whose cached prefixes are dropped. Returns how many chunks came back to the KV lease."""
         given = self._reclaim(served.spec.model, num_chunks, for_kv=False)

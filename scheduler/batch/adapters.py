@@ -16,6 +16,7 @@ import numpy as np
 from scheduler.batch.chunk_pool import ChunkPool, free_runs
 from scheduler.batch.plan import IntArray
 from scheduler.batch.request import BatchRequest
+from scheduler.batch.step_limits import PATIENT_STEPS
 
 MAX_ADAPTERS = 64  # most adapters of one model in memory; the device's tables have a column for each
 
@@ -48,7 +49,7 @@ class Adapters:
         # Requests whose adapter is not resident: key -> request id -> request, both in the order in which they came.
         self._waiting: dict[str, dict[int, BatchRequest]] = {}
         self._key_of: dict[int, str] = {}  # waiting request -> its adapter
-        self._without_room: set[str] = set()  # adapters that were refused a place and have none yet
+        self._without_room: dict[str, int] = {}  # adapters that were refused a place and have none yet -> how often
         self._uses = 0
 
     # ---- in memory
@@ -92,7 +93,7 @@ class Adapters:
         """Drops a resident adapter once its last row has ended, because no further request will name it. Does nothing if it is not
         resident."""
         if key not in self._waiting:
-            self._without_room.discard(key)
+            self._stops_waiting(key)
         adapter = self.resident.get(key)
         if adapter is None:
             return
@@ -116,13 +117,14 @@ class Adapters:
         """Draws num_chunks adjacent chunks from the lease for an adapter that is not resident, and returns the adapter with its
         number. Idle adapters of this model are dropped where that is needed; make_room(num_chunks) makes others give chunks back
         and returns how many. Returns None, and draws nothing, if there is no room now."""
-        self._without_room.add(key)
+        self._without_room.setdefault(key, 0)
         if not self._free_numbers and not self._drop_idle(new_ones=False):
             return None
-        while (run := self._run_of(num_chunks)) is None:
+        while (run := self._run_of(key, num_chunks)) is None:
             if not (self._drop_idle(new_ones=False) or make_room(num_chunks)):
+                self._without_room[key] += 1
                 return None
-        self._without_room.discard(key)
+        self._stops_waiting(key)
         self._chunks.take(run, reserved=False)
         adapter = self.resident[key] = ResidentAdapter(key, self._free_numbers.pop(), run)
         self._uses += 1
@@ -137,17 +139,30 @@ class Adapters:
             given += freed
         return given
 
+    def is_overdue(self, key: str) -> bool:
+        """Returns whether requests wait for an adapter that has found no chunks in PATIENT_STEPS tries."""
+        return key in self._waiting and self._without_room.get(key, 0) >= PATIENT_STEPS
+
     def give_up_all(self) -> None:
         """Drops every adapter, also those that rows use; these rows must not run again."""
+        for key in list(self._without_room):
+            self._chunks.release_kept((self, key))
         for adapter in list(self.resident.values()):
             self._drop(adapter)
 
-    def _run_of(self, num_chunks: int) -> IntArray | None:
+    def _stops_waiting(self, key: str) -> None:
+        """Forgets how often an adapter was refused a place, and gives up what is kept for it."""
+        self._without_room.pop(key, None)
+        self._chunks.release_kept((self, key))
+
+    def _run_of(self, key: str, num_chunks: int) -> IntArray | None:
         """Returns num_chunks adjacent free chunks that the lease covers, from the shortest run of free chunks that is long enough;
-        None if there is no such run."""
-        if self._chunks.room_chunks < num_chunks:
+        None if there is no such run. Chunks that are kept for another adapter count as taken."""
+        chunks, free = self._chunks, self._chunks.choosable(num_chunks)
+        own = chunks.keeps_for((self, key))
+        if (chunks.room_chunks if own else chunks.drawable_chunks) < num_chunks:
             return None
-        runs = free_runs(self._chunks.choosable(num_chunks))
+        runs = free_runs(free if own else chunks.drawable(free))
         runs = runs[runs[:, 1] >= num_chunks]
         if not len(runs):
             return None
@@ -203,7 +218,7 @@ class Adapters:
         del self._waiting[key][request_id]
         if not self._waiting[key]:
             del self._waiting[key]
-            self._without_room.discard(key)
+            self._stops_waiting(key)
         return True
 
     def requests(self) -> list[BatchRequest]:
@@ -212,7 +227,7 @@ class Adapters:
 
     def take_waiting(self, key: str) -> list[BatchRequest]:
         """Removes and returns the requests that wait for this adapter, in the order in which they came."""
-        self._without_room.discard(key)
+        self._stops_waiting(key)
         found = list(self._waiting.pop(key, {}).values())
         for request in found:
             del self._key_of[request.request_id]

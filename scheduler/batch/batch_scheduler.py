@@ -475,7 +475,7 @@ class BatchScheduler:
             if adapter is not None:
                 self.adapters.undo(request.adapter)
                 own += len(adapter.chunks)
-            if self.num_running or chunks.num_drawn > own or chunks.num_leaving:
+            if self.num_running or chunks.num_drawn > own or chunks.num_leaving or chunks.num_kept:
                 self._blocked_version = chunks.version
                 return None
             # It is alone on the engine and still too large, so waiting does not help.

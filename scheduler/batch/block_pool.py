@@ -2,8 +2,8 @@
 
 Block b is bytes [b * block_bytes, (b + 1) * block_bytes) of the device's arena, where block_bytes differs from model to model, so a
 block id is an address. A block is usable when every chunk it touches is owned; adjacent owned chunks make the blocks across their
-border usable. A usable block is free (on the stack), in use (reference count > 0) or kept by the prefix cache (count 0, not on the
-stack).
+border usable. A usable block is free (on the stack, or set aside while its chunk is kept for an adapter), in use (reference
+count > 0) or cached (count 0, neither on the stack nor set aside).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler.batch.chunk_pool import ChunkPool, free_runs
-from scheduler.batch.plan import BoolArray, IntArray
+from scheduler.batch.plan import BoolArray, FloatArray, IntArray
 
 
 class BlockPool:
@@ -33,7 +33,9 @@ class BlockPool:
         self._home: BoolArray = np.zeros(chunks.num_chunks, np.bool_)  # reserved chunks
         self._drawn: BoolArray = np.zeros(chunks.num_chunks, np.bool_)
         self._stack: IntArray = np.empty(self.num_blocks, np.int32)
-        self._is_free: BoolArray = np.zeros(self.num_blocks, np.bool_)  # whether on the stack, which is too long to search
+        self._is_free: BoolArray = np.zeros(self.num_blocks, np.bool_)  # whether on the stack, too long to search, or set aside
+        self._kept: BoolArray | None = None  # ChunkPool.kept when it was looked at last
+        self._set_aside: BoolArray | None = None  # blocks in kept chunks, which are not on the stack when they are free
         self.num_free = 0
         self.num_usable = 0
         missing = reserved_chunks
@@ -48,6 +50,7 @@ class BlockPool:
 
     def allocate(self, num: int) -> IntArray | None:
         """Returns [num] int32 blocks with a reference count of 1, drawing chunks if necessary; None if that fails."""
+        self._look_at_kept()
         if self.num_free < num and not self.grow(num):
             return None
         top = self.num_free
@@ -104,8 +107,9 @@ class BlockPool:
         while self.num_free < num_free:
             missing_chunks = -(-(num_free - self.num_free) * self.block_bytes // self.chunks.chunk_bytes)
             # Chunks drawn in vain would be missing elsewhere, and two models could wait for each other.
-            enough = missing_chunks - 2 <= self.chunks.room_chunks and self.chunks.room_chunks > 0
-            if not enough or not self._acquire(min(self.chunks.room_chunks, missing_chunks), reserved=False):
+            room = self.chunks.drawable_chunks
+            enough = missing_chunks - 2 <= room and room > 0
+            if not enough or not self._acquire(min(room, missing_chunks), reserved=False):
                 vain = np.flatnonzero(self._drawn & ~before).astype(np.int32)
                 if len(vain):
                     self._drop_chunks(vain)
@@ -154,9 +158,30 @@ class BlockPool:
                 low, sources, targets = num, leaving, places
             else:
                 high = num - 1
-        chunk = self._first_chunk[targets]
-        fullest = np.lexsort((targets, -num_in_chunk[chunk], ~self._home[chunk]))
-        return sources, targets[fullest[: len(sources)]]
+        return sources, self._fullest(targets, num_in_chunk)[: len(sources)]
+
+    def moves_out_of(self, chunks: BoolArray, spare: int) -> tuple[IntArray, IntArray]:
+        """Returns (sources, targets): blocks in use or cached that lie, at least partly, in `chunks` [num_chunks], which are kept,
+        and for each the free block to move it to. Chunks are drawn for them if the lease has room; else as many move as there are
+        free blocks beside `spare` ones, those of the chunks with the fewest used blocks first."""
+        self._look_at_kept()
+        num_in_chunk = self._num_busy_blocks()
+        sources = self._in(chunks, self._busy_blocks())
+        if not len(sources):
+            return sources, sources
+        sources = sources[np.argsort(num_in_chunk[self._first_chunk[sources]], kind="stable")]
+        if len(sources) + spare > self.num_free:
+            self.grow(len(sources) + spare)
+        sources = sources[: max(0, self.num_free - spare)]
+        return sources, self._fullest(self._stack[: self.num_free], num_in_chunk)[: len(sources)]
+
+    def num_busy_in(self, chunks: BoolArray) -> int:
+        """Returns the number of blocks in use or cached that lie, at least partly, in `chunks` [num_chunks]."""
+        return len(self._in(chunks, self._busy_blocks()))
+
+    def fill(self) -> FloatArray:
+        """Returns [num_chunks]: the part of each chunk that blocks in use or cached take, about."""
+        return self._num_busy_blocks() * np.float32(self.block_bytes / self.chunks.chunk_bytes)
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
         """Records that the contents of `sources` have been copied to `targets`, both as returned by `moves_to_empty`: the targets
@@ -210,7 +235,8 @@ class BlockPool:
         free = self._stack[: self.num_free]
         assert len(np.unique(free)) == len(free), "a block is free twice"
         assert self._usable[free].all()
-        assert np.array_equal(np.flatnonzero(self._is_free), np.sort(free))
+        on_stack = self._is_free if self._set_aside is None else self._is_free & ~self._set_aside
+        assert np.array_equal(np.flatnonzero(on_stack), np.sort(free))
         assert (self.refcount[free] == 0).all()
         assert (self.refcount >= 0).all()
         assert (self.refcount[~self._usable] == 0).all()
@@ -232,8 +258,8 @@ class BlockPool:
 
     def _acquire_of(self, free: BoolArray, num_chunks: int, *, reserved: bool) -> int:
         size, block = self.chunks.chunk_bytes, self.block_bytes
-        limit = num_chunks if reserved else self.chunks.room_chunks
-        runs = free_runs(free)
+        limit = num_chunks if reserved else self.chunks.drawable_chunks
+        runs = free_runs(free if reserved else self.chunks.drawable(free))
         fitting = runs[runs[:, 1] >= num_chunks]
         order = fitting[np.argsort(fitting[:, 1], kind="stable")] if len(fitting) else runs[np.argsort(-runs[:, 1], kind="stable")]
         owned = self._home | self._drawn
@@ -279,9 +305,42 @@ class BlockPool:
         self._push(new)
 
     def _push(self, blocks: IntArray) -> None:
+        self._is_free[blocks] = True
+        if self._set_aside is not None:
+            blocks = blocks[~self._set_aside[blocks]]
         self._stack[self.num_free : self.num_free + len(blocks)] = blocks[::-1]
         self.num_free += len(blocks)
-        self._is_free[blocks] = True
+
+    def _look_at_kept(self) -> None:
+        """Takes free blocks of chunks that are kept for an adapter off the stack, and puts back those of chunks that no longer
+        are."""
+        if self._kept is self.chunks.kept:
+            return
+        self._kept = kept = self.chunks.kept
+        self._set_aside = None
+        if kept is not None and (mine := kept & self._drawn).any():
+            self._set_aside = np.zeros(self.num_blocks, np.bool_)
+            self._set_aside[self._in(mine, np.arange(self.num_blocks, dtype=np.int32))] = True
+        free = np.flatnonzero(self._is_free).astype(np.int32)
+        self.num_free = 0
+        self._push(free)
+        self._sort_stack()
+
+    @property
+    def num_set_aside(self) -> int:
+        """Number of free blocks that may not be allocated, because their chunks are kept for an adapter."""
+        return 0 if self._set_aside is None else int(np.count_nonzero(self._is_free & self._set_aside))
+
+    def _in(self, chunks: BoolArray, blocks: IntArray) -> IntArray:
+        """Returns those of the blocks that lie, at least partly, in `chunks` [num_chunks]."""
+        touched = np.concatenate(([0], np.cumsum(chunks)))
+        return blocks[touched[self._last_chunk[blocks] + 1] > touched[self._first_chunk[blocks]]]
+
+    def _fullest(self, blocks: IntArray, num_in_chunk: IntArray) -> IntArray:
+        """Returns free blocks in the order in which they are filled: first those of reserved chunks, then those of the chunks with
+        the most used blocks. num_in_chunk [num_chunks]: number of these."""
+        chunk = self._first_chunk[blocks]
+        return blocks[np.lexsort((blocks, -num_in_chunk[chunk], ~self._home[chunk]))]
 
     def _drop_chunks(self, given: IntArray) -> None:
         gone = np.zeros(self.chunks.num_chunks, np.bool_)

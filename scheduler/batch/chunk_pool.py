@@ -4,6 +4,8 @@ A model owns the chunks of its weights and of its reserved KV from load to evict
 lease, which all models share: `num_drawn <= lease_chunks` holds after every call, except between `set_lease` and the reclaim that
 follows it. Weights may lie anywhere while KV blocks need adjacent chunks, so weights fill the gaps.
 
+For an adapter that has waited for long, chunks are kept (`keep`): nobody else draws them, nor the part of the lease that they take.
+
 Free chunks may hold weights that an earlier engine left (`left`). Anybody may take them, but they are chosen last; once one chunk
 of a model's weights is taken for something else, its other chunks count as empty.
 """
@@ -35,6 +37,9 @@ class ChunkPool:
         self.version = 0
         self.resident: BoolArray = np.zeros(num_chunks, np.bool_)  # chunks with physical memory: in use, used before, or prepared
         self.resident_limit = num_chunks if resident_limit is None else resident_limit
+        self.kept: BoolArray | None = None  # [num_chunks]: chunks that are kept for an adapter, free or not; None: there are none
+        self.num_kept = 0  # chunks of the lease that are kept for it
+        self._kept_for: object = None
         self.left: dict[str, IntArray] = {}  # model -> free chunks that hold its weights, in the weights' order
         self._is_left: BoolArray = np.zeros(num_chunks, np.bool_)
 
@@ -42,6 +47,11 @@ class ChunkPool:
     def room_chunks(self) -> int:
         """Number of chunks that may still be drawn from the lease; negative if the lease was reduced below what is drawn."""
         return self.lease_chunks - self.num_drawn
+
+    @property
+    def drawable_chunks(self) -> int:
+        """Number of chunks that anybody may still draw from the lease: those that are kept for an adapter are not among them."""
+        return self.room_chunks - self.num_kept
 
     def set_lease(self, lease_chunks: int) -> None:
         """Sets how many chunks all models together may draw. If `room_chunks` is negative afterwards, models must give chunks back.
@@ -134,6 +144,28 @@ class ChunkPool:
         gone[np.flatnonzero(self.resident & self.choosable(0))[-excess:]] = True
         self.resident &= ~gone
         return [(int(first), int(length)) for first, length in free_runs(gone)]
+
+    # ---- chunks kept for an adapter
+
+    def keep(self, owner: object, chunks: BoolArray, num: int) -> None:
+        """Keeps chunks [num_chunks], which may be in use, and `num` chunks of the lease for `owner`, in place of what it kept
+        before. Raises ValueError if chunks are kept for another one."""
+        if self.kept is not None and self._kept_for != owner:
+            raise ValueError("chunks are kept for another adapter")
+        self.kept, self.num_kept, self._kept_for = chunks, num, owner
+
+    def keeps_for(self, owner: object) -> bool:
+        return self.kept is not None and self._kept_for == owner
+
+    def release_kept(self, owner: object) -> None:
+        """Lets anybody have what is kept for `owner`; does nothing if nothing is."""
+        if self.keeps_for(owner):
+            self.kept, self.num_kept, self._kept_for = None, 0, None
+            self.version += 1
+
+    def drawable(self, free: BoolArray) -> BoolArray:
+        """Returns those of the chunks `free` [num_chunks] that anybody may draw."""
+        return free if self.kept is None else free & ~self.kept
 
     # ---- weights that an earlier engine has left
 

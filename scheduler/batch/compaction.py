@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from scheduler.batch.batch_scheduler import BatchScheduler
-from scheduler.batch.plan import IntArray
+from scheduler.batch.plan import BoolArray, IntArray
 
 # (bytes of a block, sources, targets): copies block sources[i] to block targets[i]; no block is both.
 CopyBlocks = Callable[[int, IntArray, IntArray], None]
@@ -47,13 +47,30 @@ class Compaction:
                     given += self._empty(scheduler, g, num_chunks - given)
         return given
 
+    def clear(self, scheduler: BatchScheduler, chunks: BoolArray) -> None:
+        """Empties the chunks [num_chunks], which are kept for an adapter, of one model's blocks, and gives them back to the chunk
+        pool: as far as there are free blocks elsewhere, or cached prefixes to drop, beside those that running sequences will need
+        next."""
+        spare = len(scheduler.running) // 4  # as many as an admission leaves free
+        for g, group in enumerate(scheduler.kv.groups):
+            self._move(scheduler, g, *group.pool.moves_out_of(chunks, spare))
+            while group.pool.num_busy_in(chunks) and group.give_up_oldest():
+                self._move(scheduler, g, *group.pool.moves_out_of(chunks, spare))
+            group.pool.shrink()
+
     def _empty(self, scheduler: BatchScheduler, g: int, num_chunks: int) -> int:
-        group = scheduler.kv.groups[g]
-        sources, targets = group.pool.moves_to_empty(num_chunks)
+        pool = scheduler.kv.groups[g].pool
+        sources, targets = pool.moves_to_empty(num_chunks)
         if not len(sources):
             return 0
+        self._move(scheduler, g, sources, targets)
+        return pool.shrink(num_chunks)
+
+    def _move(self, scheduler: BatchScheduler, g: int, sources: IntArray, targets: IntArray) -> None:
+        if not len(sources):
+            return
+        group = scheduler.kv.groups[g]
         self._copy(group.block_bytes, sources, targets)
         group.move(sources, targets)
         scheduler.blocks.moved(g, sources, targets, [slot for slot, _ in scheduler.running.requests()])
         self.moved_bytes += len(sources) * group.block_bytes
-        return group.pool.shrink(num_chunks)

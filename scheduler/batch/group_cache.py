@@ -53,7 +53,7 @@ class GroupCache:
 
     @property
     def num_held_blocks(self) -> int:
-        return self.pool.num_usable - self.pool.num_free - self.prefixes.num_unheld
+        return self.pool.num_usable - self.pool.num_free - self.pool.num_set_aside - self.prefixes.num_unheld
 
     def first_needed(self, num_computed: int) -> int:
         """Returns the index of the first block that queries from position `num_computed` on attend to."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from engine.serve.identity import adapter_identity
 from engine.serve.served_models import ServedModel
 from loader.errors import CheckpointChanged, CheckpointError
 from scheduler.batch.request import BatchRequest
+from scheduler.batch.step_limits import PATIENT_STEPS
 from tests.engine.test_served_models import CHUNK_BYTES, Node
 
 MANY = 40
@@ -296,6 +299,34 @@ def test_a_smaller_lease_takes_the_memory_of_an_adapter_that_runs(desk: Desk) ->
     desk.node.run("m")
     assert not desk.failed
     assert not desk.served.scheduler.num_waiting + desk.served.scheduler.num_running
+
+
+def test_a_large_one_finds_room_among_requests_that_come_and_go(desk: Desk) -> None:
+    """Each chunk that becomes free would be drawn for the next of them, and the adapter takes ten adjacent ones of 16."""
+    scheduler, choose, ids = desk.served.scheduler, random.Random(3), itertools.count(10)
+
+    def step() -> None:
+        while len(scheduler.waiting) < 8:
+            desk.node.submit("m", next(ids), choose.randint(20, 100), choose.randint(10, 60))
+        desk.node.step("m")
+
+    for _ in range(60):
+        step()
+    desk.memory.num_bytes["big"] = 10 * CHUNK_BYTES
+    desk.submit(1, "big")
+    desk.look()
+    desk.finish_reads()
+    for _ in range(4 * PATIENT_STEPS):  # not every step frees something, so that it is tried again
+        desk.look()
+        if desk.memory.known:
+            break
+        step()
+    assert desk.memory.known
+    assert desk.node.models.chunks.kept is None
+    for _ in range(60):
+        step()
+    assert 1 not in scheduler
+    assert not desk.failed
 
 
 def test_a_larger_lease_lets_it_in(desk: Desk) -> None:

@@ -475,7 +475,7 @@ class EngineRun:
         self._loads = ReportingLoads(self._runner)
         self._loads.schedule = self.schedule
         self._free = list(range(NUM_CHUNKS))
-        models: Any = SimpleNamespace(discard_returned=lambda: None, make_room=lambda served, num_chunks: 0)
+        models: Any = SimpleNamespace(place_adapter=lambda served, *wanted: served.scheduler.adapters.place(*wanted))
         self.adapter_loads = AdapterLoads(models, self._memory, self._loads, lambda message: None, lambda *_: None, self._finish)
         self._lives: dict[str, Life] = {}
         self._hosted: dict[str, Any] = {}  # the latest of each name
@@ -811,7 +811,7 @@ class EngineRun:
     def _place(self, life: Life, read: AdapterRead) -> None:
         self.device.refuses = 0  # an engine whose tables find no memory ends
 
-        def place(key: str, num_chunks: int, make_room: Any) -> Any:
+        def place(key: str, num_chunks: int) -> Any:
             if life.adapters and (self._random.random() < 0.5 or not self._free or len(life.adapters) == MOST_ADAPTERS):
                 self._drop_adapter_of(life)
             if not self._free:

@@ -1,0 +1,83 @@
+"""Chooses the chunks that are kept for an adapter which has found no room for long, and empties them.
+
+Where requests come and go, each chunk that becomes free is drawn for the next of them, so an adapter that takes many adjacent
+chunks would never find these. After PATIENT_STEPS tries a run of chunks is kept for it, and as much of the lease, for one adapter
+at a time. Blocks in these chunks are moved to others as those become free, before requests are admitted to them. So the adapter is
+placed once sequences that ran have left as much free as it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler.batch.batch_scheduler import BatchScheduler
+from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.compaction import Compaction
+from scheduler.batch.plan import BoolArray, FloatArray, IntArray
+
+_IN_USE = 2.0  # cost of a chunk of an adapter that is in use, beside those of KV, which are at most 1 or little more
+
+
+class AdapterRoom:
+    """The room that is kept on one device. chunks: its chunks. compaction: moves the blocks of its models."""
+
+    def __init__(self, chunks: ChunkPool, compaction: Compaction) -> None:
+        self._chunks, self._compaction = chunks, compaction
+
+    def keep(self, wanting: BatchScheduler, key: str, num_chunks: int, models: Sequence[BatchScheduler]) -> bool:
+        """Keeps num_chunks adjacent chunks for an adapter of the model `wanting`, and empties them as far as possible now. models:
+        those that draw from the lease. Returns False, and keeps nothing for it, if chunks are kept for another adapter, or if no
+        run of chunks could become free."""
+        chunks, owner = self._chunks, (wanting.adapters, key)
+        if chunks.kept is not None and not chunks.keeps_for(owner):
+            return False
+        costs = self._costs(models)
+        kept = chunks.kept
+        if kept is None or not self._suffices(kept, num_chunks, costs):
+            kept = None if num_chunks > chunks.lease_chunks else self._chosen(num_chunks, costs)
+            if kept is None:
+                chunks.release_kept(owner)
+                return False
+            chunks.keep(owner, kept, num_chunks)
+        for scheduler in models:
+            self._compaction.clear(scheduler, kept)
+        return True
+
+    def _costs(self, models: Sequence[BatchScheduler]) -> FloatArray:
+        """Returns [num_chunks]: 0 for a free chunk, for one of KV the part of it that would have to be moved, infinity for one that
+        does not become free."""
+        costs = np.full(self._chunks.num_chunks, np.inf, np.float32)
+        costs[self._chunks.free] = 0.0
+        for scheduler in models:
+            for group in scheduler.kv.groups:
+                drawn = group.pool.drawn_chunks()
+                costs[drawn] = group.pool.fill()[drawn]
+            for adapter in scheduler.adapters.resident.values():
+                costs[adapter.chunks] = _IN_USE
+        return costs
+
+    def _suffices(self, kept: BoolArray, num_chunks: int, costs: FloatArray) -> bool:
+        """Returns whether the kept chunks can still become free, and enough of the lease with them."""
+        return bool(np.isfinite(costs[kept]).all()) and self._num_drawn(kept) >= num_chunks - self._chunks.room_chunks
+
+    def _num_drawn(self, kept: BoolArray) -> int:
+        return int(np.count_nonzero(kept & ~self._chunks.free))
+
+    def _chosen(self, num_chunks: int, costs: FloatArray) -> BoolArray | None:
+        """Returns [num_chunks of the device]: the run of num_chunks chunks that costs least, and as many drawn chunks elsewhere as
+        the lease lacks for it, the cheapest first; None if there is no run."""
+        sums = np.concatenate(([0.0], np.cumsum(np.where(np.isfinite(costs), costs, 0.0), dtype=np.float64)))
+        never = np.concatenate(([0], np.cumsum(~np.isfinite(costs))))
+        of_run = sums[num_chunks:] - sums[:-num_chunks]
+        of_run[never[num_chunks:] > never[:-num_chunks]] = np.inf
+        if not len(of_run) or not np.isfinite(of_run.min()):
+            return None
+        first = int(np.argmin(of_run))
+        kept: BoolArray = np.zeros(len(costs), np.bool_)
+        kept[first : first + num_chunks] = True
+        lacking = num_chunks - self._chunks.room_chunks - self._num_drawn(kept)
+        others: IntArray = np.flatnonzero(~kept & ~self._chunks.free & np.isfinite(costs)).astype(np.int32)
+        kept[others[np.argsort(costs[others], kind="stable")[: max(0, lacking)]]] = True
+        return kept
