@@ -257,12 +257,12 @@ class Groups:
 def _sum_of_progress(group: _Group) -> LoadProgress:
     """Returns the load's progress over all members: the sums of their bytes. While a member waits for its kernels (bytes_total 0),
     the result has bytes_total 0. A member that has not reported yet is assumed to have as many bytes to load as the largest one of
-    the others."""
-    told = list(group.progress.values())
+    the others. A member that has loaded its share waits for nothing, whatever its last report was."""
+    told = [one for device, one in group.progress.items() if one.bytes_total or device not in group.loaded]
     if not all(one.bytes_total for one in told):
         return LoadProgress(group.placement_id, 0, 0)
-    untold = len(group.devices) - len(told)
-    total = sum(one.bytes_total for one in told) + untold * max(one.bytes_total for one in told)
+    untold = len(set(group.devices) - group.progress.keys() - group.loaded.keys())
+    total = sum(one.bytes_total for one in told) + untold * max((one.bytes_total for one in told), default=0)
     return LoadProgress(group.placement_id, sum(one.bytes_done for one in told), total)
 
 

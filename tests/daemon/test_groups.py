@@ -298,6 +298,18 @@ def test_what_is_told_of_a_load_is_of_all_members() -> None:
     ]
 
 
+def test_a_member_that_has_loaded_waits_for_no_kernels() -> None:
+    """Each report with bytes_total 0 begins the load's deadline anew, so that a slow member would never miss it."""
+    told: list[Answer] = []
+    world = World(2)
+    world.groups._tell = lambda device, answer: told.append(answer)
+    world.groups.answer("cpu:0", LoadProgress(PLACEMENT, 0, 0))
+    world.groups.answer("cpu:0", LoadDone(PLACEMENT, "m", 1.0, 50))
+    world.groups.answer("cpu:1", LoadProgress(PLACEMENT, 10, 50))
+    world.groups.answer("cpu:1", LoadProgress(PLACEMENT, 0, 0))
+    assert told == [LoadProgress(PLACEMENT, *of) for of in ((0, 0), (10, 50), (0, 0))]
+
+
 def test_a_failure_leaves_the_leases_and_names_the_device() -> None:
     world = World(2)
     world.do("failed", "cpu:1")
