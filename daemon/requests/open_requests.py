@@ -82,6 +82,8 @@ class OpenRequests:
         now = time.monotonic()
         next_s = limit_s
         for generation in list(self.by_id.values()):
+            if self.by_id.get(generation.request_id) is not generation:
+                continue  # the timeout of another sequence of the same client request has ended it
             left_s = generation.arrived_s + limit_s - now
             if left_s > 0:
                 next_s = min(next_s, left_s)

@@ -309,6 +309,29 @@ async def test_request_timeout() -> None:
     assert node.engine.take(protocol.Abort)[0].request_ids == [generation.request_id]
 
 
+async def test_a_timeout_that_ends_another_sequence_counts_each_once() -> None:
+    """The first sequence of a client request (n = 2) that fails cancels the others, whose time is up as well."""
+    node = Harness()
+    both = [node.request()[0] for _ in range(2)]
+
+    class Response(Sink):
+        def failed(self, error: HearthError) -> None:
+            super().failed(error)
+            for generation in both:
+                node.dispatcher.cancel(generation)
+
+    response = Response()
+    for generation in both:
+        generation.sink = response
+        generation.arrived_s -= 1000.0
+    node.dispatcher.open._check_timeouts()
+    assert response.error is not None
+    assert node.metrics.requests == {("a", "timeout"): 1, ("a", "cancelled"): 1}
+    assert not node.dispatcher.open.by_id
+    assert node.dispatcher.open._timer is None
+    node.scheduler.validate()
+
+
 async def test_commands_are_answered() -> None:
     node = Harness()
     loading = node.dispatcher.command(lambda now, cause: events.LoadRequested(now=now, cause=cause, model="b"))
