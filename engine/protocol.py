@@ -378,6 +378,9 @@ class TokensOut(Message, frozen=True):
     steps: int = 1  # number of steps in `seconds`; 0 if a sequence ends without a step
     # How many tokens were drafted for each request, if `counts` is not empty. All of a request's `ids` but the last were drafted.
     drafted: list[int] = []
+    # request id -> seconds from the plan that began its prompt, after any wait for a place in the batch, for memory or for an
+    # adapter, to the end of this step; only in the step in which a request got its first token
+    prompt_s: dict[int, float] = {}
 
 
 class EmbeddingsOut(Message, frozen=True):

@@ -332,7 +332,7 @@ class EngineEvents:
                     if generation is not None and generation.submitted_device == device:  # as in _find
                         output = generation.output
                         if not output:
-                            self._first_token(generation)
+                            self._first_token(generation, message)
                         output.append(token)
                         try:
                             generation.sink.tokens((token,), 0)
@@ -361,7 +361,7 @@ class EngineEvents:
                 generation.num_drafted += num_drafted
                 generation.num_accepted += count - 1
             if row and not generation.output:
-                self._first_token(generation)
+                self._first_token(generation, message)
             generation.output += row
             if finish == protocol.FINISH_NONE:
                 try:
@@ -401,15 +401,17 @@ class EngineEvents:
                 if generation.trace is not None:
                     generation.trace.begins_to_decode(generation, time.monotonic())
 
-    def _first_token(self, generation: Generation) -> None:
+    def _first_token(self, generation: Generation, message: protocol.TokensOut) -> None:
         now = generation.first_token_s = time.monotonic()
         model = generation.model.name
         self._metrics.ttft[model].add(now - generation.arrived_s)
         if generation.trace is not None:
             generation.trace.begins_to_decode(generation, now)
         num_computed = len(generation.prompt) - generation.num_cached
+        prompt_s = message.prompt_s.get(generation.request_id)
         if (
-            num_computed >= MEASURED_PREFILL_TOKENS
+            prompt_s is not None
+            and num_computed >= MEASURED_PREFILL_TOKENS
             and now >= self._measure_prefill_at.get(model, 0.0)
             and not generation.num_pauses
             and generation.submitted_s >= self._loaded_s.get(generation.replica, 0.0)  # otherwise it waited for the weights
@@ -422,7 +424,7 @@ class EngineEvents:
                     model=model,
                     device=generation.submitted_device,
                     num_tokens=num_computed,
-                    seconds=now - generation.submitted_s,
+                    seconds=prompt_s,
                 )
             )
 

@@ -266,7 +266,7 @@ class Engine:
             self._end_constrained(self.constraints.ready(served))
         room = self.models.room_of(served, busy)
         try:
-            plan = scheduler.plan(self.num_steps + 1, room)
+            plan = scheduler.plan(self.num_steps + 1, room, now_s=time.monotonic())
         except TokensNeeded:
             plan = None
         served.backlogged = room.backlogged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from itertools import accumulate
 
@@ -26,6 +27,7 @@ def answer(
     logprobs = result.logprobs
     if logprobs is not None and outcome.counts:  # rows after a wrong draft have log-probabilities, too
         logprobs = of_first_tokens(logprobs, dict(zip(outcome.request_ids, outcome.counts, strict=True)))
+    now = time.monotonic() if outcome.began_s else 0.0
     return TokensOut(
         name,
         plan.step_id,
@@ -39,6 +41,7 @@ def answer(
         logprobs=logprobs,
         steps=steps,
         drafted=outcome.drafted,
+        prompt_s={request_id: now - began_s for request_id, began_s in outcome.began_s.items()},
     )
 
 

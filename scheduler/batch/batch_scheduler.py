@@ -87,6 +87,7 @@ class BatchScheduler:
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
         self._passed_over = 0  # steps since the last admission that had no room for one sequence more
+        self._now_s = 0.0  # the time given to the latest plan
 
     # ---- requests
 
@@ -216,15 +217,19 @@ class BatchScheduler:
 
     # ---- a step
 
-    def plan(self, step_id: int, room: StepRoom | None = None, max_tokens: int | None = None) -> BatchPlan | None:
+    def plan(
+        self, step_id: int, room: StepRoom | None = None, max_tokens: int | None = None, now_s: float = 0.0
+    ) -> BatchPlan | None:
         """Returns the next step; None if nothing can run now. Raises TokensNeeded if the next step depends on tokens that a started
         step has not reported yet.
 
         max_tokens: the most tokens of the step (default: max_num_batched_tokens, which it must not exceed where KV groups have
         windows). room: limits the step's rows and prompt tokens (None: no limits). Requests are admitted while fewer sequences run
         than the room has rows for. If the head of the queue waits for many steps although so many run, further requests are
-        admitted (step_limits.most_running)."""
+        admitted (step_limits.most_running). now_s: the time, which is reported of requests that this step admits
+        (StepOutcome.began_s); 0: it is not reported."""
         room = room or StepRoom()
+        self._now_s = now_s
         plan = self._plan(step_id, room, max_tokens)
         if plan is None or self._drafts is None:
             return plan
@@ -487,6 +492,7 @@ class BatchScheduler:
         table, params = self.table, request.params
         slot = self._free_slots.pop()
         self._passed_over = 0
+        request.began_s = self._now_s
         num_tokens = len(request.tokens)
         table.request_id[slot] = request.request_id
         table.tokens[slot, :num_tokens] = request.tokens

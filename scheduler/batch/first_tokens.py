@@ -24,8 +24,9 @@ class FirstTokens:
         self._wanted.discard(slot)
 
     def note(self, slots: IntArray, outcome: StepOutcome) -> None:
-        """Adds to `outcome`, for each request in these slots that got its first token, how many tokens of its prompt were cached.
-        For the first token after a resubmission it adds how many tokens were cached and how many were computed again."""
+        """Adds to `outcome`, for each request in these slots that got its first token, when it was admitted, and how many tokens of
+        its prompt were cached. For the first token after a resubmission it adds how many tokens were cached and how many were
+        computed again."""
         if not self._wanted:
             return
         for slot in slots.tolist():
@@ -39,5 +40,8 @@ class FirstTokens:
             if request.resubmitted:
                 request.resubmitted = False
                 outcome.resumed[request.request_id] = (request.num_cached, request.num_recomputed)
-            elif request.num_cached:
+                continue
+            if request.num_cached:
                 outcome.cached[request.request_id] = request.num_cached
+            if request.began_s:
+                outcome.began_s[request.request_id] = request.began_s

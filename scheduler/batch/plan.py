@@ -174,8 +174,9 @@ class StepOutcome:
     """The results of a step: row k is one request and its token, or counts[k] tokens if `counts` is not empty. `finish`: how each
     row goes on (plan.FINISH_*), empty if none ended. `bad`: requests that ended because their logits were not finite. `cached`:
     tokens of the prompt found in the prefix cache, reported with a request's first token. `resumed`: cached and recomputed tokens,
-    reported with the next token of a request that was submitted with output. `drafted`: how many tokens were drafted for each row,
-    if `counts` is not empty. Steps of the same requests may share the list of their ids."""
+    reported with the next token of a request that was submitted with output. `began_s`: the time at which a request was admitted,
+    reported with its first token. `drafted`: how many tokens were drafted for each row, if `counts` is not empty. Steps of the same
+    requests may share the list of their ids."""
 
     request_ids: list[int]
     ids: list[int]
@@ -183,5 +184,6 @@ class StepOutcome:
     bad: list[int] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)
     resumed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    began_s: dict[int, float] = field(default_factory=dict)
     counts: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)

@@ -34,6 +34,7 @@ class BatchRequest:
     keys: list[bytes] = field(default_factory=list)  # keys of the full blocks of `tokens`, as far as computed
     num_cached: int = 0
     num_recomputed: int = 0  # tokens of a resubmitted request that were computed again
+    began_s: float = 0.0  # the time given to the plan that last admitted it; 0: none was given
     has_first_token: bool = False
     constrained: bool = False  # SequenceTable.constrained
     held: bool = False  # constrained, and which tokens may follow its last one is not known yet

@@ -59,7 +59,7 @@ class LoadCosts:
 
     def learn_prefill(self, model: str, num_tokens: int, seconds: float) -> None:
         """Learns a model's speed of computing prompts from a request: num_tokens of its prompt were computed, and its first token
-        came `seconds` after it was submitted."""
+        came `seconds` after the prompt had been begun."""
         if num_tokens > 0 and seconds > 0:
             _average(self.prefill_tokens_per_s, model, num_tokens / seconds)
 

@@ -221,8 +221,8 @@ class KVNoted(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PrefillMeasured(Event):
-    """Reports a measurement of a model's speed of computing prompts: a request's first token came `seconds` after it was submitted,
-    and num_tokens of its prompt had to be computed."""
+    """Reports a measurement of a model's speed of computing prompts: a request's first token came `seconds` after the engine had
+    begun its prompt, of which num_tokens had to be computed. Waits in the engine for a place in the batch are no part of them."""
 
     model: str
     device: str

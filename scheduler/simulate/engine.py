@@ -329,14 +329,14 @@ class SimulatedEngine:
         if rows and (hosted.prompts or (hosted.num_running < hosted.most_running(turns) and self._fits(hosted))):
             rows = costs.rows_beside_prompt(turns, rows, strict)
         part = rows / len(hosted.decoding) if rows else 0.0
-        chunks = self._chunks(hosted, turns, rows, strict)
+        chunks = self._chunks(hosted, turns, rows, strict, now)
         wait_s = max((engine.free_at(now) for engine in hosted.followers), default=now) - now
         seconds = wait_s + costs.seconds(rows, sum(tokens for _, tokens in chunks))
         for engine in hosted.followers:
             engine.join(now + seconds)
         return _Step(hosted, part, chunks, seconds, wait_s, turns)
 
-    def _chunks(self, hosted: Hosted, turns: int, rows: int, strict: bool) -> list[tuple[SimulatedSequence, int]]:
+    def _chunks(self, hosted: Hosted, turns: int, rows: int, strict: bool, now: float) -> list[tuple[SimulatedSequence, int]]:
         """Returns the chunks of prompts in a step: prompts that have begun continue in order, then waiting ones are admitted,
         until the step is full."""
         if not (hosted.prompts or hosted.waiting):
@@ -347,7 +347,7 @@ class SimulatedEngine:
         most_rows = hosted.most_running(turns)
         at = 0
         while left > 0:
-            if at == len(hosted.prompts) and not (hosted.num_running < most_rows and self._admit(hosted)):
+            if at == len(hosted.prompts) and not (hosted.num_running < most_rows and self._admit(hosted, now)):
                 break
             sequence = hosted.prompts[at]
             tokens = min(left, sequence.prompt_left)
@@ -372,11 +372,12 @@ class SimulatedEngine:
         others = sum(max(0, one.kv_bytes - one.reserved_bytes) for one in self.hosted.values() if one is not hosted)
         return beyond + others <= self.lease_bytes
 
-    def _admit(self, hosted: Hosted) -> bool:
+    def _admit(self, hosted: Hosted, now: float) -> bool:
         """Moves the first waiting request of a model to those whose prompts are computed, if it fits. Returns whether it did."""
         if not self._fits(hosted):
             return False
         sequence = hosted.waiting.popleft()
+        sequence.outcome.began_s = now
         hosted.kv_bytes += sequence.kv_bytes
         hosted.prompts.append(sequence)
         hosted.passed_over = 0.0

@@ -17,6 +17,7 @@ class RequestOutcome:
     request: TraceRequest
     missed: bool = False  # its model was not ready when it arrived: it waited for a load
     submitted_s: float | None = None  # time when it was first submitted to an engine
+    began_s: float = 0.0  # time when the engine last began to compute its prompt
     first_token_s: float | None = None
     finished_s: float | None = None
     refusal: str = ""

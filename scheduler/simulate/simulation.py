@@ -142,7 +142,7 @@ class Simulation:
             request = outcome.request
             if request.input_tokens < MEASURED_PREFILL_TOKENS or self.now < self._measure_prefill_at.get(request.model, 0.0):
                 continue
-            if outcome.num_resubmissions or outcome.submitted_s is None:
+            if outcome.num_resubmissions:
                 continue
             self._measure_prefill_at[request.model] = self.now + PREFILL_EVERY_S
             self._post(
@@ -152,7 +152,7 @@ class Simulation:
                     model=request.model,
                     device=device,
                     num_tokens=request.input_tokens,
-                    seconds=self.now - outcome.submitted_s,
+                    seconds=self.now - outcome.began_s,
                 )
             )
         engine.first_tokens.clear()

@@ -121,11 +121,17 @@ class Harness:
         self.dispatcher.submit(generation)
         return generation, sink
 
-    def step(self, ids: dict[int, list[int]], finish: dict[int, int] | None = None, cached: dict[int, int] | None = None) -> None:
+    def step(
+        self,
+        ids: dict[int, list[int]],
+        finish: dict[int, int] | None = None,
+        cached: dict[int, int] | None = None,
+        **told: Any,
+    ) -> None:
         flat = [token for tokens in ids.values() for token in tokens]
         counts = [] if all(len(tokens) == 1 for tokens in ids.values()) else [len(tokens) for tokens in ids.values()]
         ends = [finish.get(request, 0) for request in ids] if finish else []
-        self.message(protocol.TokensOut("a", 1, 0.001, list(ids), flat, counts, ends, cached or {}))
+        self.message(protocol.TokensOut("a", 1, 0.001, list(ids), flat, counts, ends, cached or {}, **told))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -206,6 +212,18 @@ async def test_where_a_prompt_is_cached_is_told_of_models_with_replicas(
     monkeypatch.setattr(node.scheduler, "handle", lambda event: (arrived.append(event), handle(event))[1])
     node.request(prompt=[3] * 150)
     assert [event.request.cached for event in arrived if isinstance(event, events.RequestArrived)] == [cached]
+
+
+async def test_the_speed_of_prompts_is_measured_by_the_engine() -> None:
+    """The daemon does not see how long a request waits in the engine for a place in the batch."""
+    node = Harness()
+    first, second = (node.request(prompt=[1] * 100)[0].request_id for _ in range(2))
+    node.loaded()
+    measured = node.scheduler._node.devices["cpu:0"].costs.prefill_tokens_per_s
+    node.step({first: [10]})
+    assert measured == {}, "the engine has not told it"
+    node.step({first: [11], second: [10]}, cached={second: 36}, prompt_s={second: 0.25})
+    assert measured == {"a": (100 - 36) / 0.25}
 
 
 async def test_cancel_is_idempotent_and_aborts_once() -> None:

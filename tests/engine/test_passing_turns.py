@@ -55,7 +55,7 @@ def test_a_model_without_a_step_does_not_hold_up_the_others(ahead: bool, tmp_pat
     it is asked for a step once at most."""
     planned, in_a_row = BatchScheduler.plan, 0
 
-    def plan(scheduler: BatchScheduler, *args: Any) -> BatchPlan | None:
+    def plan(scheduler: BatchScheduler, *args: Any, **options: Any) -> BatchPlan | None:
         nonlocal in_a_row
         if scheduler.model == STREAM:
             in_a_row = 0

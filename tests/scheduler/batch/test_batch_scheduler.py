@@ -101,6 +101,19 @@ def test_priority_then_first_come() -> None:
     assert list(harness.finish) == [3, 4, 1, 2]
 
 
+def test_when_a_request_was_admitted_is_told_with_its_first_token() -> None:
+    harness = Harness(max_sequences=1)
+    for request_id in (1, 2):
+        harness.submit(request_id, prompt_of(3, request_id), Params(max_tokens=2, ignore_eos=True))
+    began_s = []
+    for step in range(4):
+        plan = harness.scheduler.plan(step, now_s=100.0 + step)
+        assert plan is not None
+        ids, bad = harness.model.execute(plan, harness.scheduler.table)
+        began_s.append(harness.take_in(plan, ids, bad, None).began_s)
+    assert began_s == [{1: 100.0}, {}, {2: 102.0}, {}]
+
+
 @pytest.mark.parametrize("num_done", [1, 3, 4, 9])
 def test_resubmission_goes_on(num_done: int) -> None:
     params = Params(ignore_eos=True, max_tokens=12, min_tokens=2)

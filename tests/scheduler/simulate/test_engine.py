@@ -74,9 +74,11 @@ def test_two_models_share_the_device() -> None:
 
 def test_a_full_batch_waits() -> None:
     made = engine(facts("a", max_sequences=1))
-    made.submit(outcome(0))
-    made.submit(outcome(1))
+    both = [outcome(request_id) for request_id in range(2)]
+    for one in both:
+        made.submit(one)
     assert run(made) == {0: pytest.approx(0.22), 1: pytest.approx(0.44)}
+    assert [one.began_s for one in both] == [0.0, pytest.approx(0.22)]
 
 
 def test_kv_beyond_the_reserve_comes_from_the_lease() -> None:

@@ -100,6 +100,20 @@ def test_a_model_that_never_fits_is_refused() -> None:
         assert (found.num_refused, found.mean_wait_s, found.slo_attainment) == (1, None, 0.0)
 
 
+def test_a_model_whose_requests_wait_in_its_engine_makes_room_in_time() -> None:
+    """What it costs to pause a model follows from its speed of prompts. If that counted the wait for a place in the batch, pausing
+    this model would seem to take minutes, and it would drain until nobody waits for its room any more."""
+    simulated = node(("a", "b"), room_for=1)
+    models = dict(simulated.models, a=replace(simulated.models["a"], max_sequences=2, max_model_len=8192))
+    costs = replace(simulated.costs, models=dict.fromkeys("ab", replace(MEASURED, prefill_tokens_per_s=2000.0)))
+    made = [TraceRequest(10.0 * at, "a", 40, 6000) for at in range(50)] + [TraceRequest(405.0, "b", 10, 11)]
+    settings = replace(SETTINGS, max_wait_s=60.0)
+    run = run_policy(HEARTHD, replace(simulated, models=models, costs=costs), sorted(made, key=lambda one: one.time_s), settings)
+    (one,) = [one for one in run.outcomes if one.request.model == "b"]
+    assert not one.refusal
+    assert run.swaps.num_preemptions == 1
+
+
 def test_a_decider_that_forgets_a_request_is_found_out() -> None:
     class Forgetful:
         def handle(self, event: Event) -> list[actions.Action]:
