@@ -71,7 +71,8 @@ class Generation:
     submitted_device: str = ""
     replica: str = ""  # the model's name as a replica (the model itself, or a further replica) to which it was submitted
     num_pauses: int = 0  # how often its model was evicted while it ran
-    paused_since_s: float = 0.0  # monotonic; 0: not paused now
+    is_paused: bool = False  # it waits until its model, which has made room, is on a device again
+    paused_since_s: float = 0.0  # monotonic; 0: not paused now, or its pause counts because no engine is up
     paused_s: float = 0.0  # in the pauses that are over; request_timeout_s does not count pauses
     restored_tokens: int = 0  # tokens whose KV was restored after pauses and deaths of engines
     recomputed_tokens: int = 0  # tokens whose KV was computed again after pauses and deaths of engines
@@ -94,15 +95,24 @@ class Generation:
     def num_output_tokens(self) -> int:
         return len(self.output) if self.reported is None else self.reported.output_tokens
 
-    def resume(self, now: float) -> None:
-        """Ends the sequence's pause, if it is paused, because it is submitted to an engine again. now: time.monotonic()."""
+    def pause(self, now: float) -> None:
+        """Begins or continues a pause of the sequence, whose time does not count for request_timeout_s. now: time.monotonic()."""
+        self.is_paused, self.paused_since_s = True, self.paused_since_s or now
+
+    def count_pause(self, now: float) -> None:
+        """Lets the sequence's pause, if it is paused, count for request_timeout_s from now on. now: time.monotonic()."""
         if self.paused_since_s:
             self.paused_s += now - self.paused_since_s
             self.paused_since_s = 0.0
 
+    def resume(self, now: float) -> None:
+        """Ends the sequence's pause, if it is paused, because it is submitted to an engine again. now: time.monotonic()."""
+        self.count_pause(now)
+        self.is_paused = False
+
     def lived_s(self, now: float) -> float:
         """Returns the seconds since the sequence arrived, without those in which it was paused because its model had left the
-        device to make room. now: time.monotonic()."""
+        device to make room, and an engine was up that could have had it back. now: time.monotonic()."""
         paused_s = self.paused_s + (now - self.paused_since_s if self.paused_since_s else 0.0)
         return now - self.arrived_s - paused_s
 

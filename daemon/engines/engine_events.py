@@ -65,6 +65,7 @@ class EngineEvents:
                 left=tuple(message.left),
             )
         )
+        self._dispatcher.engines_changed()
 
     def engine_ended(self, device: str) -> None:
         self.groups.break_with(device)
@@ -93,6 +94,7 @@ class EngineEvents:
         )
         for devices, answer in answers:
             self._answered(devices, answer)
+        self._dispatcher.engines_changed()
 
     def _trace_engine_down(self, tracer: Tracer, device: str, lost: set[str], now: float, reason: str) -> None:
         """Records the end of a device's engine in the traces of the loads and requests that it had. lost: the split models of which

@@ -65,6 +65,8 @@ class SchedulerPort(Protocol):
 
     def state(self, name: str) -> str | None: ...
 
+    def has_engines(self, name: str) -> bool: ...
+
     def why(self, name_or_request: str) -> list[str]: ...
 
     def gate(self) -> actions.Refusal | None: ...
@@ -384,12 +386,21 @@ class Dispatcher:
             generation = self.open.by_id.get(request_id)
             if generation is not None:
                 generation.num_pauses += 1
-                generation.paused_since_s = now
+                generation.pause(now)
                 if generation.trace is not None:
                     generation.trace.paused(generation, now, action.cause)
         about = fields(model=action.model, cause=action.cause)
         log.info("%d requests are paused: their model makes room", len(action.request_ids), extra=about)
         self.ring.add("paused", model=action.model, requests=len(action.request_ids), cause=action.cause)
+
+    def engines_changed(self) -> None:
+        """Lets the pauses of requests count for their timeout while too few engines are up for their models. A request whose device
+        is lost would otherwise wait without limit."""
+        now = time.monotonic()
+        for generation in self.open.by_id.values():
+            if generation.is_paused:
+                has_engines = self.scheduler.has_engines(generation.model.name)
+                (generation.pause if has_engines else generation.count_pause)(now)
 
     def _grant_lease(self, action: actions.GrantLease) -> None:
         self.send(action.device, protocol.SetLease(lease_chunks=action.lease_chunks))

@@ -188,9 +188,29 @@ def _close(node: Node, name: str, closed: bool) -> None:
         _done(node, name, None)
 
 
+def waited_for_engines(node: Node, model: Model) -> None:
+    """Refuses the commands that wait until the model is ready, if there have been too few engines for it for max_wait_s. Otherwise
+    sets the time at which to look again."""
+    if not model.load_causes:
+        return
+    limit_s = node.settings.max_wait_s
+    until = node.now + limit_s
+    if not node.has_engines(model):
+        devices = {name for one in model.replicas for name in one.devices}
+        until = max((node.devices[name].lost_at + limit_s for name in devices), default=node.now)
+    if until > node.now:
+        node.deadlines.set(("engines", model.name), until)
+        return
+    message = f"waited {limit_s:g} s for an engine (max_wait_s); {'; '.join(explain.obstacles(node, model))}"
+    node.answer(model.load_causes, model.name, Refusal("wait_exceeded", message, admission.retry_after_s(node, model)))
+    node.touch(model)
+
+
 def _wait_for_ready(node: Node, model: Model) -> None:
     if not node.wanted(model):
         model.asked_at = node.now
+    if not model.load_causes:
+        node.deadlines.set(("engines", model.name), node.now + node.settings.max_wait_s)
     model.load_causes.append(node.cause)
     node.touch(model)
 

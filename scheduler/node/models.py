@@ -75,7 +75,7 @@ def rest(node: Node, model: Model, reason: str) -> None:
 
 def forget(node: Node, model: Model) -> None:
     """Removes a model whose folder is gone, if none of its requests runs and no copy of it is loaded."""
-    for kind in ("retry", "quarantine", "load", "evict"):
+    for kind in ("retry", "quarantine", "load", "evict", "engines"):
         node.deadlines.discard((kind, model.name))
     for device in node.devices.values():
         if model.primary is model:

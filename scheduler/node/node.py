@@ -15,7 +15,7 @@ from scheduler.node import residency
 from scheduler.node.actions import Action, CommandDone, GrantLease, Refusal, Reject, StateChanged
 from scheduler.node.costs import LoadCosts, Rate
 from scheduler.node.events import ExpertCopies, ModelFacts, RequestFacts
-from scheduler.node.groups import joined
+from scheduler.node.groups import joined, pools
 from scheduler.node.history import History
 from scheduler.node.host_tier import HostTierAccount, Slots
 from scheduler.node.kernel_waits import KernelWaits
@@ -299,6 +299,7 @@ class Device:
     ledger: DeviceLedger
     costs: LoadCosts
     up: bool = False
+    lost_at: float = -inf  # when its engine last ended
     resident: dict[str, Model] = field(default_factory=dict)  # models with a copy here
     placements: dict[int, Placement] = field(default_factory=dict)  # by id, under way; at most one loads, one drains busy victims
     loading: Placement | None = None
@@ -433,6 +434,13 @@ class Node:
         """Returns how many requests a replica may have in its engine. The factor window_per_sequence applies only to a model
         without further replicas; with several replicas, a request could wait in one engine while another could begin it."""
         return model.window * (1 if model.primary.others else self.settings.window_per_sequence)
+
+    def has_engines(self, model: Model) -> bool:
+        """Returns whether enough of the devices that may hold the model, or a further replica of it, have engines that are up."""
+        for one in model.replicas:
+            if pools((name for name in one.devices if self.devices[name].up), one.facts.num_ranks, one.facts.num_stages):
+                return True
+        return False
 
     def is_warm(self, model: Model) -> bool:
         """Returns whether the host tier holds a complete copy of the model's weights, made of the files that it has now."""

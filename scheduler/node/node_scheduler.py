@@ -138,6 +138,11 @@ class NodeScheduler:
         model = self._node.models.get(name)
         return None if model is None else model.state
 
+    def has_engines(self, name: str) -> bool:
+        """Returns whether engines are up on enough devices for this model; False if it is unknown."""
+        model = self._node.models.get(name)
+        return model is not None and self._node.has_engines(model)
+
     def too_large(self, name: str) -> str:
         """Returns a text with the arithmetic that shows why a model fits on no device; "" for any other model, also while an
         earlier copy of it that did fit is loaded."""
@@ -227,6 +232,8 @@ def _deadlines(node: Node) -> None:
             placements.drained_too_long(node, node.models[name])
         elif kind in ("retry", "leave"):
             node.touch(node.models[name])
+        elif kind == "engines":
+            commands.waited_for_engines(node, node.models[name])
         elif kind == "quarantine":
             models.quarantine_over(node, node.models[name])
 

@@ -130,6 +130,24 @@ async def test_pauses_do_not_count_for_the_request_timeout() -> None:
     assert node.dispatcher.open._timer is None
 
 
+async def test_a_pause_counts_for_the_request_timeout_while_no_engine_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Contended(NodeConfig(request_timeout_s=1000.0))
+    paused, sink = node.request()
+    node.loaded()
+    node.unload()
+    paused.arrived_s, paused.paused_since_s = paused.arrived_s - 5100.0, paused.paused_since_s - 5000.0
+    node.told.engine_down("cpu:0", (), "lost")
+    assert paused.lived_s(time.monotonic() + 800.0) == pytest.approx(100.0 + 800.0, abs=60.0)
+    node.up()
+    assert paused.lived_s(time.monotonic() + 5000.0) == pytest.approx(100.0, abs=60.0), "its model may come back now"
+    node.told.engine_down("cpu:0", (), "lost")
+    paused.arrived_s -= 950.0
+    node.dispatcher.open._check_timeouts()
+    assert sink.error is not None
+    assert sink.error.code == "request_timeout"
+    assert not node.dispatcher.open.by_id
+
+
 async def test_a_copy_of_files_that_have_just_changed_is_not_asked_for() -> None:
     """The registry knows before the scheduler is told."""
     node = Harness()

@@ -32,6 +32,42 @@ def test_load_waits_for_ready_and_does_not_pin() -> None:
     assert node.answers[node.command("load", "a")] is None
 
 
+def test_load_waits_for_an_engine_no_longer_than_max_wait_s() -> None:
+    """The device is lost: its engine has ended and does not come up again."""
+    node = FakeNode(max_wait_s=60.0)
+    node.register(facts("a", 60), facts("b", 60))
+    node.arrive("a")
+    node.loaded("a")
+    command = node.command("load", "b")
+    node.sleep(50)
+    node.engine_down("cpu:0")
+    node.sleep(59)
+    assert command in node.asked
+    node.sleep(2)
+    refusal = node.answers[command]
+    assert refusal is not None
+    assert (refusal.code, refusal.message) == ("wait_exceeded", "waited 60 s for an engine (max_wait_s); cpu:0: no engine is up")
+    again = node.command("load", "b")
+    node.sleep(50)
+    node.engine_up("cpu:0")
+    node.sleep(100)
+    assert again in node.asked, "an engine is up: it waits as long as it must"
+    node.finish_all()
+    assert node.answers[again] is None
+
+
+def test_load_of_a_split_model_waits_for_as_many_engines_as_it_needs() -> None:
+    node = FakeNode({"cpu:0": 100, "cpu:1": 100}, max_wait_s=60.0)
+    node.register(facts("a", num_ranks=2))
+    node.engine_down("cpu:1")
+    command = node.command("load", "a")
+    node.sleep(61)
+    refusal = node.answers[command]
+    assert refusal is not None
+    assert refusal.code == "wait_exceeded"
+    assert "cpu:1: no engine is up" in refusal.message
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
