@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from engine.loop.pulse import BEAT_EVERY_S, Doing, Pulse
 
 LOOK_EVERY_S = 5.0
+LONG_STEP_S = 1.0  # a step that has lasted so long is told to the scheduler (EngineWatch.long_steps)
 HELD_S = 2.0  # a timer that is later than this shows that the whole process stood still, and perhaps other processes, too
 TIMES_EXPECTED = 8
 TIMES_UNKNOWN = 10
@@ -106,6 +107,17 @@ class EngineWatch:
                 found[device] = one
             else:
                 self.due_s = min(self.due_s, now + one.limit_s - one.silent_s)
+        return found
+
+    def long_steps(self, now: float, pulses: Mapping[str, tuple[int, Pulse]]) -> dict[str, float]:
+        """Returns the engines that have been in one step, or in the capture of one, for at least LONG_STEP_S and do not hang:
+        device -> when the step began. pulses: as for `look`."""
+        found = {}
+        for device, (pid, pulse) in pulses.items():
+            life = self._lives.get(device)
+            hangs = life is not None and life.pid == pid and life.hangs
+            if pulse.doing in (Doing.STEP, Doing.CAPTURE) and now - pulse.at_s >= LONG_STEP_S and not hangs:
+                found[device] = pulse.at_s
         return found
 
     def problem(self, device: str, now: float, pid: int, pulse: Pulse, stall_s: float) -> str:

@@ -165,7 +165,8 @@ class NodeParts:
             )
             for device in devices
         }
-        self.engine_rounds = EngineRounds(self.workers, lambda: self.config.engine_stall_s, self.ring, self.metric)
+        stall_s, post = lambda: self.config.engine_stall_s, self.dispatcher.post
+        self.engine_rounds = EngineRounds(self.workers, stall_s, self.ring, self.metric, post)
         self.gpu_watch = GpuWatch(self.inventory, devices, self._gpu_fault)
         self.dispatcher.engines = dict(self.workers)
         self.text = TextService(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from scheduler.node import admission, kv_room, models, pins, placements, requests, residency
 from scheduler.node.costs import LoadCosts
-from scheduler.node.events import EngineDown, EngineUp, KVNoted, PrefillMeasured
+from scheduler.node.events import EngineDown, EngineUp, KVNoted, PrefillMeasured, StepLasts
 from scheduler.node.ledger import DeviceLedger
 from scheduler.node.node import LOADS, Device, Node
 
@@ -101,6 +101,19 @@ def kv_noted(node: Node, event: KVNoted) -> None:
     device = node.devices.get(event.device)
     if device is not None and any(event.waiting.values()):
         kv_room.widen(node, device, event.waiting, event.without_room, event.adapter_bytes)
+
+
+def step_lasts(node: Node, event: StepLasts) -> None:
+    """Gives the loads and evictions of a device the time back that its engine spends in a long step. What the engines of a split
+    model spend there at the same time counts once."""
+    device = node.devices.get(event.device)
+    for model in device.resident.values() if device is not None else ():
+        assert model.copy is not None
+        lasted_s = node.now - max(event.since, model.copy.counted_to)
+        for key in (("load", model.name), ("evict", model.name)):
+            if lasted_s > 0.0 and (due := node.deadlines.get(key)) is not None:
+                node.deadlines.set(key, due + lasted_s)
+                model.copy.counted_to = node.now
 
 
 def prefill_measured(node: Node, event: PrefillMeasured) -> None:

@@ -220,6 +220,15 @@ class KVNoted(Event):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class StepLasts(Event):
+    """A device's engine has been in one step since the time `since`, which is within the step's limit. Until the step ends, the
+    engine begins and answers no load and no eviction."""
+
+    device: str
+    since: float
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class PrefillMeasured(Event):
     """Reports a measurement of a model's speed of computing prompts: a request's first token came `seconds` after the engine had
     begun its prompt, of which num_tokens had to be computed. Waits in the engine for a place in the batch are no part of them."""

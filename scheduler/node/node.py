@@ -70,7 +70,8 @@ class Copy:
     devices: the devices that hold it, by rank. The first one leads: requests are submitted to its engine. A device whose engine
     dies is removed from the list, and the copy is then evicted from the others. keep_slots: slots of the host tier that the load is
     to fill with the weights; from_host: whether the weights were to be loaded from the host tier. expert_copies: as
-    ExpertCopies.number."""
+    ExpertCopies.number. counted_to: until when its engines' long steps have been counted for the deadline of its load or eviction
+    (engines.step_lasts)."""
 
     placement_id: int
     devices: tuple[str, ...]
@@ -86,6 +87,7 @@ class Copy:
     rolling_back: bool = False
     overdue: bool = False
     expert_copies: int = 0
+    counted_to: float = 0.0
 
     @property
     def leader(self) -> str:

@@ -63,6 +63,7 @@ _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
     events.LoadProgressed: loads.load_progressed,
     events.EvictFinished: placements.evict_finished,
     events.KVNoted: engines.kv_noted,
+    events.StepLasts: engines.step_lasts,
     events.PrefillMeasured: engines.prefill_measured,
     events.RequestArrived: requests.arrived,
     events.RequestExpected: expected.begins,

@@ -142,6 +142,7 @@ def set_load_deadline(node: Node, copy: Copy) -> float:
         predicted_s = max(node.devices[name].costs.predict_s(facts.costs_name, facts.weights_bytes) for name in copy.devices)
         deadline_s = max(20.0, 4 * predicted_s)
     node.deadlines.set(("load", facts.name), node.now + deadline_s)
+    copy.counted_to = node.now
     return deadline_s
 
 
@@ -289,6 +290,7 @@ def evict(node: Node, model: Model) -> None:
     leader, *others = devices
     save_s = len(save) * node.settings.chunk_bytes / leader.costs.copy_bytes_per_s
     node.deadlines.set(("evict", model.name), node.now + node.settings.evict_deadline_s + 4 * save_s)
+    copy.counted_to = node.now
     for device in devices:
         device.lease_sent_chunks = lease_after_evictions(device)
     node.emit(

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
-from daemon.engines.engine_watch import HELD_S, LOOK_EVERY_S, EngineWatch, Silence
+from daemon.engines.engine_rounds import EngineRounds
+from daemon.engines.engine_watch import HELD_S, LONG_STEP_S, LOOK_EVERY_S, EngineWatch, Silence
+from daemon.metrics.counters import Metrics
+from daemon.record.event_ring import EventRing
 from engine.loop.pulse import Doing, Pulse
+from scheduler.node.events import Event, StepLasts
 
 STALL_S = 30.0
 PID = 7
@@ -33,6 +41,9 @@ class Clock:
             self.pulse = self.pulse._replace(at_s=self.now)
         found = self.watch.look(self.now, {"cpu:0": (self.pid, self.pulse)}, self.stall_s)
         self.told += [(self.now, silence) for silence in found.values()]
+
+    def long_steps(self) -> dict[str, float]:
+        return self.watch.long_steps(self.now, {"cpu:0": (self.pid, self.pulse)})
 
     def problem(self) -> str:
         return self.watch.problem("cpu:0", self.now, self.pid, self.pulse, self.stall_s)
@@ -137,6 +148,54 @@ def test_a_new_engine_is_not_held_to_the_beats_of_the_one_before() -> None:
     assert len(clock.told) == 1
     clock.run(10)
     assert len(clock.told) == 2
+
+
+@pytest.mark.parametrize("doing", [Doing.STEP, Doing.CAPTURE])
+def test_a_long_step_is_told_until_it_is_over_or_hangs(doing: Doing) -> None:
+    clock = Clock(beat(100.0, doing, expected_s=0.1))
+    assert clock.long_steps() == {}, "it has just begun"
+    clock.now = 100.0 + LONG_STEP_S
+    assert clock.long_steps() == {"cpu:0": 100.0}
+    clock.run(25)
+    assert clock.long_steps() == {"cpu:0": 100.0}
+    clock.pulse = beat(clock.now, doing)
+    assert clock.long_steps() == {}, "another one"
+    clock.run(400)
+    assert clock.told
+    assert clock.long_steps() == {}, "it hangs"
+    clock.pid += 1
+    clock.pulse = beat(clock.now - 2, doing)
+    assert clock.long_steps() == {"cpu:0": clock.now - 2}, "an engine that is new"
+
+
+@pytest.mark.parametrize("doing", [Doing.IDLE, Doing.TURN])
+def test_silence_outside_a_step_is_no_long_step(doing: Doing) -> None:
+    clock = Clock(beat(100.0, doing))
+    clock.run(20)
+    assert clock.long_steps() == {}
+
+
+@dataclass
+class StepsLong:
+    """Stands for the worker of an engine that has been in one step since `since`."""
+
+    since: float
+    pid: int = PID
+
+    def pulse(self) -> Pulse:
+        return beat(self.since, Doing.STEP)
+
+
+async def test_the_scheduler_is_told_of_long_steps() -> None:
+    posted: list[Event] = []
+    now = time.monotonic()
+    workers: Any = {"cpu:0": StepsLong(now - 7.0), "cpu:1": StepsLong(now + 60.0)}
+    rounds = EngineRounds(workers, lambda: STALL_S, EventRing(), Metrics(), posted.append)
+    rounds.start()
+    rounds.stop()
+    (told,) = posted
+    assert isinstance(told, StepLasts)
+    assert (told.device, told.since) == ("cpu:0", now - 7.0)
 
 
 def test_an_engine_that_is_not_up_is_not_judged() -> None:

@@ -218,6 +218,67 @@ def test_rule_6_compiling_kernels_is_no_loads_time() -> None:
     assert next(iter(node.loads.values())).deadline_s == 20, "the next load has its kernels"
 
 
+def step_on(node: FakeNode, seconds: int, *devices: str) -> None:
+    """The devices' engines are in one step for so long, which is told every second."""
+    since = node.now
+    for _ in range(seconds):
+        node.sleep(1)
+        for device in devices:
+            node.post(events.StepLasts, device=device, since=since)
+
+
+def test_rule_6_a_long_step_is_no_loads_time() -> None:
+    node = node_of(40, max_wait_s=1000.0)
+    step_on(node, 5, "cpu:0")
+    node.arrive("a")
+    (load,) = node.loads.values()
+    began_s = node.now
+    step_on(node, 25, "cpu:0")
+    step_on(node, 25, "cpu:0")
+    assert node.scheduler.next_deadline() == pytest.approx(began_s + 50 + load.deadline_s)
+    node.sleep(5)
+    node.loaded("a")
+    assert node.state("a") == "ready"
+    assert not node.restarts
+
+
+def test_rule_6_a_step_that_began_before_a_load_gives_it_no_more_than_the_rest() -> None:
+    node = node_of(40)
+    node.sleep(30)
+    since = node.now - 30
+    node.arrive("a")
+    node.sleep(3)
+    node.post(events.StepLasts, device="cpu:0", since=since)
+    node.sleep(19)
+    assert node.state("a") == "loading"
+    node.sleep(2)
+    assert node.evicts[1].model == "a", "20 s and the 3 of the step"
+
+
+def test_rule_6_a_long_step_is_no_evictions_time() -> None:
+    node = node_of(40, 20)
+    node.arrive("a")
+    node.loaded("a")
+    node.finish()
+    node.command("unload", "a")
+    step_on(node, 60, "cpu:0")
+    node.sleep(9)
+    assert not node.restarts
+    node.sleep(2)
+    assert node.restarts == ["cpu:0"], "the engine had 10 s besides in which it could answer"
+
+
+def test_rule_6_a_step_of_two_devices_counts_once() -> None:
+    node = FakeNode({"cpu:0": 60, "cpu:1": 60, "cpu:2": 60})
+    node.register(facts("pair", 30, num_ranks=2, devices=("cpu:0", "cpu:1")))
+    node.arrive("pair")
+    step_on(node, 30, "cpu:0", "cpu:1", "cpu:2")
+    node.sleep(19)
+    assert node.state("pair") == "loading"
+    node.sleep(2)
+    assert node.state("pair") == "draining"
+
+
 def compile_kernels(node: FakeNode, seconds: int) -> None:
     """The load under way waits for its kernels, and its engine tells so every second."""
     (load,) = node.loads.values()
