@@ -32,14 +32,13 @@ from engine.protocol import (
     encode,
     read_journal,
 )
-from engine.remote.frames import Beat, BeginShare, EngineEnded, GroupGone, Lines, Refused, States, Step, Told
+from engine.remote.frames import BEAT_EVERY_S, Beat, BeginShare, EngineEnded, GroupGone, Lines, Refused, States, Step, Told
 from engine.remote.states_sender import StatesSender
 from engine.remote.wire import Wire, WireClosed
 from loader.models.catalog import scan_one
 from loader.threads import Thread
 
 END_LIMIT_S = 3.0  # how long an engine whose daemon is gone may take to end
-BEAT_EVERY_S = 1.0
 RECV_BYTES = 1 << 18
 
 

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
+BEAT_EVERY_S = 1.0  # seconds from one Beat to the next
+# A lender that sends nothing for so many beats counts as hung. A TCP packet that was lost may take 6.2 s to come through, after the
+# fifth time that it was sent again, and its beat may have been 1 s away.
+MISSED_BEATS = 8
+
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all frames; the tag is the class name."""

@@ -33,7 +33,20 @@ from engine.protocol import (
     encode,
     write_journal,
 )
-from engine.remote.frames import Beat, BeginShare, EngineEnded, GroupGone, Lent, Lines, Refused, States, Step, Told
+from engine.remote.frames import (
+    BEAT_EVERY_S,
+    MISSED_BEATS,
+    Beat,
+    BeginShare,
+    EngineEnded,
+    GroupGone,
+    Lent,
+    Lines,
+    Refused,
+    States,
+    Step,
+    Told,
+)
 from engine.remote.states_sender import StatesSender
 from engine.remote.table_rows import TableReader
 from engine.remote.wire import Wire, WireClosed
@@ -86,7 +99,7 @@ class Proxy:
                 for message in self._channel.receive():
                     self._take(message)
         except WireClosed as error:
-            raise Ended(f"the connection to host {self._host} has ended: {error}") from None
+            raise self._ended or Ended(f"the connection to host {self._host} has ended: {error}") from None
         finally:
             self._wire.shut()
             for share in list(self._shares.values()):
@@ -169,6 +182,7 @@ class Proxy:
                     self._tell(message)
             case Beat():
                 now = time.monotonic()
+                self._wire.limit_silence(MISSED_BEATS * BEAT_EVERY_S)
                 if frame.age_s >= 0.0:
                     first_since_s = now - frame.first_age_s if frame.first_age_s >= 0.0 else 0.0
                     write_pulse(self._journal, now - frame.age_s, frame.expected_s, first_since_s, frame.doing)
@@ -197,6 +211,7 @@ class Proxy:
     def _end(self, reason: str) -> None:
         if self._ended is None:
             self._ended = Ended(reason)
+            self._wire.shut()  # the thread that `run` runs in may be sending to a host that takes nothing
             os.eventfd_write(self._woken, 1)
 
 

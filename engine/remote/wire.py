@@ -41,6 +41,7 @@ class Wire:
         self._decoder, self._encoder = msgspec.msgpack.Decoder(receives), msgspec.msgpack.Encoder()
         self._sending = threading.Lock()
         self._head, self._received = bytearray(_length.size), bytearray(1 << 16)  # the latter grows with the frames
+        self._silence_s = 0.0
 
     def prove(self, key: bytes, asks_first: bool) -> None:
         """Proves to the other end that this one knows the key, and has it prove the same. asks_first: True on the lender's end.
@@ -55,6 +56,12 @@ class Wire:
             raise WireClosed("the keys differ") from None
         except (OSError, EOFError) as error:
             raise WireClosed(f"the other end did not prove that it knows the key: {_text(error)}") from None
+
+    def limit_silence(self, seconds: float) -> None:
+        """Has `receive` raise WireClosed from now on when nothing has arrived for so many seconds."""
+        if seconds != self._silence_s:
+            self._silence_s = seconds
+            _limit_waits(self._sock, seconds, (socket.SO_RCVTIMEO,))
 
     def send(self, frame: Frame) -> None:
         """Sends a frame; blocks while the network takes no more. Raises WireClosed."""
@@ -80,6 +87,8 @@ class Wire:
             body = memoryview(self._received)[:num_bytes]
             self._fill(body)
             return self._decoder.decode(body)
+        except BlockingIOError:
+            raise WireClosed(f"nothing has come for {self._silence_s:g} s") from None
         except (OSError, EOFError) as error:
             raise WireClosed(_text(error)) from None
         except msgspec.MsgspecError as error:
@@ -147,9 +156,9 @@ def _prepare(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _limit_waits(sock: socket.socket, seconds: float) -> None:
-    """Limits the time of each read and write of the socket, in seconds; 0.0: no limit."""
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+def _limit_waits(sock: socket.socket, seconds: float, options: tuple[int, ...] = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)) -> None:
+    """Limits the time of each read and write of the socket, in seconds; 0.0: no limit. options: which of these are limited."""
+    for option in options:
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
