@@ -99,12 +99,15 @@ class CpuBackend:
 
     def _until_in_use(self, kernel_set: KernelSet, waiting: Callable[[], None]) -> None:
         """Waits until a set of kernels is in use. Calls `waiting` often; what it raises ends the wait. Raises RuntimeError if the
-        kernels cannot be compiled."""
+        kernels cannot be compiled, or the compilers stand still."""
+        without = f"kernels for {kernel_set}, without which it is too slow to be served"
         while self._ops.awaited([kernel_set]):
+            if self._builds is not None and (stall := self._builds.stall):
+                raise RuntimeError(f"{without}: {stall}")
             waiting()
             time.sleep(POLL_S)
         if self._builds is not None and (problem := self._builds.problems.get(str(kernel_set))):
-            raise RuntimeError(f"kernels for {kernel_set}, without which it is too slow to be served: {problem}")
+            raise RuntimeError(f"{without}: {problem}")
 
     def _need(self, sets: Sequence[KernelSet]) -> None:
         """Starts other processes that compile sets of kernels, unless they are compiled already. Does not wait for them. Does

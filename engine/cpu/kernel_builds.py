@@ -3,8 +3,8 @@
 An engine asks for the sets of kernels that models need (`need`). Sets in the cache folder are used at once. The others are
 compiled, unit by unit (a unit is a kernel in all its forms), by processes that end when all are compiled: python -P -m engine.warm
 --unit-by-unit. Each set comes into use when its last unit is compiled. A crash of a compiler does not end the engine: its unit is
-not tried again, and operations that would call the unit's sets go on with torch. The same happens if the cache folder did not keep
-a compiled kernel.
+not tried again, and operations that would call the unit's sets go on with torch. The same happens to a unit that is not compiled
+within UNIT_LIMIT_S, whose compiler is killed, and if the cache folder did not keep a compiled kernel.
 
 Kernels that only sampling calls are compiled last, and none is begun while the engine computes, because steps that choose the most
 likely token would lose a core to the compiler, or half of the memory's bandwidth, for kernels that nobody may ever need. They are
@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -43,6 +44,8 @@ _T = TypeVar("_T")
 TELL_EVERY_S, MEASURE_EVERY_S = 1.0, 0.5
 IDLE_SHARE = 0.1  # an engine that uses less of a core than this is idle
 START_S = 1.0  # a process needs this long for its imports before it compiles
+UNIT_LIMIT_S = 300.0  # 25 times what the longest unit takes, for machines that are slow, emulated or swap
+END_S = 5.0  # how long the end of a compiler is waited for; one that waits in the kernel for a file may not end at all
 KEPT_BYTES = COMPILER_BYTES * 3 // 4  # a process with more memory than this compiles nothing more
 
 
@@ -147,6 +150,7 @@ class CpuKernelBuilds:
         self._hurried: set[KernelSet] = set()  # sets for sampling that are compiled even while the engine computes
         self._changed = threading.Condition(self._lock)  # notified when something may be compiled that had to wait
         self._running: _Build | None = None
+        self._moved_s = 0.0  # when the last unit was compiled, or sets were asked for while none was being compiled
         self._is_idle = False  # whether this process computed next to nothing when that was last measured
         self.problems: dict[str, str] = {}  # set of kernels -> why it is not in use
 
@@ -169,6 +173,8 @@ class CpuKernelBuilds:
                 if not missing[kernel_set]:
                     self._use(kernel_set)
             if any(missing.values()):
+                if self._running is None or not self._running.num_compiling:
+                    self._moved_s = time.monotonic()
                 if self._builder is not None:  # the new sets wait for these
                     self._hurry(self._known.difference(new))
                 self._builds.append(_Build({kernel_set: of_set for kernel_set, of_set in missing.items() if of_set}))
@@ -190,6 +196,12 @@ class CpuKernelBuilds:
     def _may_wait(self, kernel_set: KernelSet) -> bool:
         """Returns whether a set is compiled only while the engine is idle."""
         return kernel_set.name == SAMPLING and kernel_set not in self._hurried
+
+    @property
+    def stall(self) -> str:
+        """The reason not to wait for the compilers, which have compiled nothing for UNIT_LIMIT_S; "" as long as they go on."""
+        is_still = self._running is not None and time.monotonic() - self._moved_s > UNIT_LIMIT_S
+        return f"no kernel was compiled for {UNIT_LIMIT_S:g} s" if is_still else ""
 
     @property
     def takes_cores(self) -> bool:
@@ -257,6 +269,8 @@ class CpuKernelBuilds:
                 if one is None:
                     build.num_running -= 1
                 else:
+                    if not one[1]:
+                        self._moved_s = time.monotonic()
                     for kernel_set in build.done(*one):
                         self._end_set(build, kernel_set)
             if not found and time.monotonic() - told_s >= TELL_EVERY_S:
@@ -317,10 +331,9 @@ class CpuKernelBuilds:
                 build.not_started = f"the compiler does not start: {error}"
                 self._end_unit(build, found)
                 return
-            if _compile_in(process, [*kernel_set, unit.name]):
-                ended.put((unit, ""))
-            else:
-                ended.put((unit, f"the compiler ended with {_exit_of(process)} at {unit.name}"))
+            problem = _compile_in(process, [*kernel_set, unit.name])
+            ended.put((unit, problem))
+            if problem:
                 _end(process)
                 process = None
             self._end_unit(build)
@@ -376,17 +389,24 @@ def _start(parallel: bool) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd="/", env=child_environment(), text=True, bufsize=1, **pipes)  # type: ignore[call-overload]
 
 
-def _compile_in(process: subprocess.Popen[str], asked: list[str]) -> bool:
-    """Compiles one unit in the compiler process. asked: dtype and name of the set, and the unit's name. Returns whether the unit
-    was compiled; if not, the process has ended."""
+def _compile_in(process: subprocess.Popen[str], asked: list[str]) -> str:
+    """Compiles one unit in the compiler process. asked: dtype and name of the set, and the unit's name. Returns "" if the unit
+    was compiled, else why not; the process has ended then or was killed."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         process.stdin.write(json.dumps(asked) + "\n")
         process.stdin.flush()
     except BrokenPipeError:
-        return False
-    return process.stdout.readline() == "done\n"
+        return f"the compiler ended with {_exit_of(process)} at {asked[-1]}"
+    poller = select.poll()
+    poller.register(process.stdout, select.POLLIN)
+    if not poller.poll(UNIT_LIMIT_S * 1e3):
+        process.kill()
+        return f"the compiler was not done with {asked[-1]} within {UNIT_LIMIT_S:g} s"
+    if process.stdout.readline() != "done\n":
+        return f"the compiler ended with {_exit_of(process)} at {asked[-1]}"
+    return ""
 
 
 def _next(left: deque[_T]) -> _T | None:
@@ -397,12 +417,16 @@ def _next(left: deque[_T]) -> _T | None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a compiler process by closing its standard input, and waits for its end."""
+    """Ends a compiler process by closing its standard input, and waits for its end, for END_S at most."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):
             pipe.close()
-    process.wait()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        log.warning("a compiler (pid %d) does not end; it is killed", process.pid)
+        process.kill()
 
 
 def _resident_bytes(process: subprocess.Popen[str]) -> int:
@@ -414,7 +438,10 @@ def _resident_bytes(process: subprocess.Popen[str]) -> int:
 
 
 def _exit_of(process: subprocess.Popen[str]) -> str:
-    code = process.wait()
+    try:
+        code = process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        return f"no exit code within {END_S:g} s"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 

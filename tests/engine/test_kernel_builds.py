@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,15 +28,17 @@ from engine.cpu.kernel_builds import CpuKernelBuilds  # noqa: E402
 
 STEPS, ATTENTION = KernelSet("bfloat16", ""), KernelSet("bfloat16", "attention")
 SAMPLING, FLOAT32 = KernelSet("bfloat16", "sampling"), KernelSet("float32", "")
-# stands in for a process of `_start`: writes the names it is asked for to a file, and crashes at one name
+# stands in for a process of `_start`: writes the names it is asked for to a file, crashes at one name, and stands still at another
 PROCESS = """
-import json, os, sys
+import json, os, signal, sys
 for line in sys.stdin:
     name = json.loads(line)[-1]
     with open(sys.argv[1], "a") as file:
         print(name, file=file)
     if name == sys.argv[2]:
         os.abort()
+    if name == sys.argv[3]:
+        signal.pause()
     print("done", flush=True)
 """
 
@@ -74,7 +77,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     all_made: list[Machine] = []
 
     def make(
-        units: list[Unit] | dict[KernelSet, list[Unit]], crashes_at: str = "", command: str = sys.executable, processes: int = 2
+        units: list[Unit] | dict[KernelSet, list[Unit]],
+        crashes_at: str = "",
+        command: str = sys.executable,
+        processes: int = 2,
+        stands_at: str = "",
     ) -> Machine:
         news: list[KernelNews] = []
         used: list[KernelSet] = []
@@ -86,7 +93,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
         def start(parallel: bool) -> subprocess.Popen[str]:
             assert parallel
             made.num_processes += 1
-            arguments = [command, "-c", PROCESS, str(made.asked_for), crashes_at]
+            arguments = [command, "-c", PROCESS, str(made.asked_for), crashes_at, stands_at]
             return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
         monkeypatch.setattr(kernel_builds, "_start", start)
@@ -173,6 +180,14 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return Engine(monkeypatch)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if is_so():
+            return
+        time.sleep(0.01)
+    raise AssertionError("not within 20 s")
 
 
 def until_postponed(one: Machine) -> None:
@@ -262,6 +277,60 @@ def test_a_compiler_that_crashes_is_started_again_for_the_rest_and_its_units_set
     one.builds.need([STEPS, SAMPLING])
     one.builds.wait()
     assert len(one.asked) == 7
+
+
+def test_a_compiler_that_stands_still_is_killed_and_its_units_set_is_left(machine, monkeypatch):
+    units = {STEPS: [Unit("c", seconds=9.0)], ATTENTION: [Unit("a"), Unit("b")]}
+    one = machine(units, processes=1, stands_at="c")
+    start, limits_s, processes = kernel_builds._start, iter([0.2, 60.0]), []
+
+    def start_next(parallel: bool) -> subprocess.Popen[str]:
+        monkeypatch.setattr(kernel_builds, "UNIT_LIMIT_S", next(limits_s))  # the first process has the first unit alone
+        processes.append(start(parallel))
+        return processes[-1]
+
+    monkeypatch.setattr(kernel_builds, "_start", start_next)
+    one.builds.need([STEPS, ATTENTION])
+    one.builds._builder.join(20)
+    processes[0].kill()
+    assert one.news[-1].told.problem == "kernels for bfloat16: the compiler was not done with c within 0.2 s"
+    for news in one.news:
+        if news.apply is not None:
+            news.apply()
+    assert (one.used, one.given_up) == ([ATTENTION], [STEPS])
+    assert one.num_processes == 2
+
+
+def test_compilers_that_all_stand_still_are_told_of(machine, monkeypatch):
+    one = machine([Unit("c"), Unit("d")], processes=1, stands_at="c")
+    start, processes = kernel_builds._start, []
+    monkeypatch.setattr(kernel_builds, "_start", lambda parallel: processes.append(start(parallel)) or processes[-1])
+    one.builds.need([STEPS])
+    until(lambda: one.asked == ["c"])
+    assert one.builds.stall == ""
+    one.builds._moved_s -= kernel_builds.UNIT_LIMIT_S
+    assert one.builds.stall == "no kernel was compiled for 300 s"
+    one.builds.need([SAMPLING])
+    assert one.builds.stall, "a further load is no sign of life"
+    processes[0].kill()
+    one.builds._builder.join()
+    assert one.builds.stall == ""
+    assert one.asked == list("cd")
+
+
+def test_a_compiler_that_does_not_end_keeps_nobody_waiting(monkeypatch, caplog):
+    """One that waits in the kernel, for a file system that does not answer, does not end on SIGKILL either."""
+    calls = []
+
+    def wait(limit_s: float) -> int:
+        calls.append("wait")
+        raise subprocess.TimeoutExpired("compiler", limit_s)
+
+    pipe = SimpleNamespace(close=lambda: None)
+    process = SimpleNamespace(stdin=pipe, stdout=pipe, pid=7, wait=wait, kill=lambda: calls.append("kill"))
+    kernel_builds._end(process)
+    assert calls == ["wait", "kill"]
+    assert "(pid 7) does not end" in caplog.text
 
 
 def test_without_processes_nothing_is_compiled_and_it_is_told(machine):
@@ -356,7 +425,7 @@ def test_a_process_compiles_what_it_is_asked_for_and_ends_with_its_input():
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, stderr=-1, text=True)
     for name in "ca":
-        assert kernel_builds._compile_in(process, ["bfloat16", "", name])
+        assert not kernel_builds._compile_in(process, ["bfloat16", "", name])
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert errors.split() == ["compiling", "c", "compiling", "a"]
@@ -420,7 +489,7 @@ def test_a_unit_is_loaded_where_it_was_compiled_and_nowhere_compiled_by_loading(
     kept = []
     for _ in range(2):
         process = kernel_builds._start(True)
-        assert kernel_builds._compile_in(process, ["float32", "", name])
+        assert not kernel_builds._compile_in(process, ["float32", "", name])
         files = Path(f"/proc/{process.pid}/maps").read_text()
         assert "libllvmlite" in files
         assert "libtorch" not in files

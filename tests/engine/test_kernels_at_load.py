@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from engine.cpu import backend as cpu_backend
 from engine.cpu.ops import CpuOps
 from engine.loading import kernel_wait
 from engine.protocol import LoadModel
+from loader.configs.kernel_sets import KernelSet
 from tests.engine.model_bench import MAX_LEN, load, load_task, make_checkpoint, make_memory, make_runner
 
 
@@ -62,3 +64,18 @@ def test_a_load_that_waits_for_kernels_can_be_cancelled(monkeypatch: pytest.Monk
     with pytest.raises(LoadCancelled, match="kernels"):
         make_runner(make_memory()).load(load_task(spec(folder), cancelled=lambda: True))
     looked.set()
+
+
+def test_a_load_does_not_wait_for_compilers_that_stand_still() -> None:
+    told: list[str] = []
+    builds = SimpleNamespace(stall="", problems={})
+    backend: Any = SimpleNamespace(_ops=SimpleNamespace(awaited=lambda sets: True), _builds=builds)
+
+    def waiting() -> None:
+        assert not told, "it goes on waiting"
+        told.append("waits")
+        builds.stall = "no kernel was compiled for 300 s"
+
+    with pytest.raises(RuntimeError, match=r"too slow to be served: no kernel was compiled for 300 s$"):
+        cpu_backend.CpuBackend._until_in_use(backend, KernelSet("bfloat16", "packed"), waiting)
+    assert told == ["waits"]
