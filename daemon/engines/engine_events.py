@@ -68,7 +68,10 @@ class EngineEvents:
         self._dispatcher.engines_changed()
 
     def engine_ended(self, device: str) -> None:
-        self.groups.break_with(device)
+        self.groups.engine_ended(device)
+
+    def engine_lost(self, device: str) -> None:
+        self.groups.engine_lost(device)
 
     def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None:
         lost = self.groups.models_on(device)

@@ -96,6 +96,8 @@ class Groups:
         self._tell = tell
         self._groups: dict[int, _Group] = {}  # by placement id
         self._closed: deque[int] = deque(maxlen=CLOSED_KEPT)
+        self._lost: set[str] = set()  # devices whose engines were killed and have not ended
+        self._kept_regions: list[tuple[int, set[str]]] = []  # regions of closed groups (offset), and who of `_lost` was a member
 
     def knows(self, placement_id: int) -> bool:
         """Returns whether the placement belongs to a split model, or did so until recently."""
@@ -182,9 +184,22 @@ class Groups:
             case LoadStreams():
                 pass  # the placement's prompts wait until all shares are loaded
 
-    def break_with(self, device: str) -> None:
-        """Marks as broken the groups that include the device, because its engine has ended, so that the other members stop waiting
-        for it."""
+    def engine_ended(self, device: str) -> None:
+        """Handles the end of a device's engine: marks as broken the groups that include the device, so that the other members stop
+        waiting for it. If the engine was lost, the regions that were kept from others for its sake are freed."""
+        self._break_with(device)
+        self._lost.discard(device)
+        kept, self._kept_regions = self._kept_regions, []
+        for offset, members in kept:
+            self._free(offset, members & self._lost)
+
+    def engine_lost(self, device: str) -> None:
+        """Handles an engine that was killed and does not end: breaks its groups. Their regions are kept from others until
+        engine_ended is called, because what waits in a driver may still read or write them."""
+        self._lost.add(device)
+        self._break_with(device)
+
+    def _break_with(self, device: str) -> None:
         for group in self._groups.values():
             if device in group.holding:
                 self._break(group)
@@ -193,7 +208,7 @@ class Groups:
         """Removes a dead engine from its groups, so that its answers are not waited for. Called before the scheduler hears of the
         death. Returns the answers (name of devices, message) that are complete by this; the scheduler must get them after it has
         heard of the death, or it would place the model on the dead engine again."""
-        self.break_with(device)
+        self._break_with(device)
         answers = []
         for group in [group for group in self._groups.values() if device in group.holding]:
             self._gone(group, device)
@@ -242,12 +257,20 @@ class Groups:
         assert self._regions is not None
         del self._groups[group.placement_id]
         self._closed.append(group.placement_id)
-        self._regions.free(group.region_offset)
+        self._free(group.region_offset, self._lost.intersection(group.devices))
         if group.phase is _Phase.FAILING:
             return group.failure
         if group.phase is _Phase.LEAVING:
             return group.name, Evicted(group.placement_id, group.model)
         return None
+
+    def _free(self, offset: int, lost: set[str]) -> None:
+        """Frees a group's region, or keeps it until the members in `lost` have ended."""
+        assert self._regions is not None
+        if lost:
+            self._kept_regions.append((offset, lost))
+        else:
+            self._regions.free(offset)
 
     def _break(self, group: _Group) -> None:
         assert self._regions is not None

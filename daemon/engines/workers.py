@@ -1,5 +1,6 @@
 """Runs one engine process per device or carve-out: spawns it, supervises it, and restarts it with back-off when it ends. Its end is
-reported together with the requests that were in its last, unfinished step.
+reported together with the requests that were in its last, unfinished step. An engine that was killed and does not end, because it
+waits in a driver, is reported in the same way; the next one is started once it has ended.
 
 An engine ends when its socketpair is closed, so it cannot outlive the daemon, however the daemon ends.
 """
@@ -35,6 +36,7 @@ from loader.threads import Thread
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
 START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch takes a while if the disk's cache is cold
 STOP_LIMIT_S = 3.0
+END_LIMIT_S = 5.0  # from SIGKILL to the end of the process
 
 # CUDA's names for errors of the device's memory (cuGetErrorString: ECC uncorrectable, contained, hardware stack error).
 FAULTY_MEMORY = re.compile(r"\bECC\b|contained|hardware", re.IGNORECASE)
@@ -52,6 +54,11 @@ class WorkerEvents(Protocol):
     def engine_ended(self, device: str) -> None:
         """Called when the device's engine process has just ended. Its last messages may still arrive; then engine_down is
         called."""
+        ...
+
+    def engine_lost(self, device: str) -> None:
+        """Called when the device's engine was killed and does not end. None of its messages arrives any more; engine_down is called
+        at once, and engine_ended when the process ends after all."""
         ...
 
     def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None: ...
@@ -145,7 +152,9 @@ class EngineWorker:
         self.device, self._threads, self._spec, self._events = device, threads, spec, events
         self._host_tier_fd, self._gpu, self._no_memory, self._left = host_tier_fd, gpu, no_memory, left
         self._kernel_kills = KernelKills()
-        self._came_up = self._distrusted = False  # both are facts about the current process
+        self._came_up = self._distrusted = self._is_lost = False  # facts about the current process
+        self._overdue: asyncio.Future[None] | None = None  # done once the process was killed and has not ended in time
+        self._end_timer: asyncio.TimerHandle | None = None
         self.problem = ""
         self._fault: protocol.EngineFault | None = None
         self.pid = 0
@@ -205,8 +214,11 @@ class EngineWorker:
         self._kill()
 
     def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        if self._process is None:
+            return
+        self._process.kill()
+        if self._overdue is not None and self._end_timer is None:
+            self._end_timer = asyncio.get_running_loop().call_later(END_LIMIT_S, self._overdue.set_result, None)
 
     async def _live(self) -> None:
         back_off_s = BACK_OFF_S
@@ -229,7 +241,8 @@ class EngineWorker:
                 back_off_s = BACK_OFF_S
             self.problem = f"the engine {reason}"
             log.warning("engine %s; starting again in %.1f s", reason, back_off_s, extra=fields(device=self.device))
-            self._events.engine_down(self.device, running, reason)
+            if not self._is_lost:  # else it was told
+                self._events.engine_down(self.device, running, reason)
             self.restarts += 1
             await asyncio.sleep(back_off_s)
             back_off_s = min(MAX_BACK_OFF_S, 2 * back_off_s)
@@ -238,7 +251,7 @@ class EngineWorker:
         """Runs one engine process from its start to its death. Returns why it ended, and the ids of the requests in its last,
         unfinished step. Raises OSError if it cannot be started."""
         loop = asyncio.get_running_loop()
-        self._came_up = self._distrusted = False
+        self._came_up = self._distrusted = self._is_lost = False
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         handover, journal_fd = None, -1
@@ -257,7 +270,8 @@ class EngineWorker:
             if handover is not None:
                 handover.spawned()
         self._process, self.pid, self._kill_reason, self._fault = process, process.pid, "", None
-        exited = loop.create_future()
+        exited, overdue = loop.create_future(), loop.create_future()
+        self._overdue = overdue
 
         def on_exit() -> None:
             loop.remove_reader(process.pidfd)
@@ -276,16 +290,21 @@ class EngineWorker:
             await self._configurable.wait()
             channel.send(self._spec().configure())
             # the stream and the process end together, but either end may be noticed first
-            await asyncio.wait([exited, channel.closed], return_when=asyncio.FIRST_COMPLETED)
-            if not exited.done():
+            await asyncio.wait([exited, channel.closed, overdue], return_when=asyncio.FIRST_COMPLETED)
+            if not exited.done() and not overdue.done():
                 await asyncio.wait([exited], timeout=1.0)
                 self._kill()
+                await asyncio.wait([exited, overdue], return_when=asyncio.FIRST_COMPLETED)
+            if not exited.done():
+                self._lose(channel, journal)
                 await exited
             await asyncio.wait([channel.closed], timeout=1.0)
         finally:
             self._channel, self._process, self._journal, self.pid, self.up = None, None, None, 0, False
-            if self._ready_timer is not None:
-                self._ready_timer.cancel()
+            for timer in (self._ready_timer, self._end_timer):
+                if timer is not None:
+                    timer.cancel()
+            self._overdue = self._end_timer = None
             loop.remove_reader(process.pidfd)
             channel.close()
             process.kill()
@@ -298,6 +317,22 @@ class EngineWorker:
         running = protocol.read_journal(journal)
         journal.close()
         return self._kill_reason or await self._why(code), running
+
+    def _lose(self, channel: WorkerChannel, journal: mmap.mmap) -> None:
+        """Gives up an engine that was killed and does not end: reports its death, and takes in none of its messages any more. Its
+        memory and its part in the exchange memory are not used before it has ended."""
+        self._channel, self._journal, self.up = None, None, False
+        channel.close()
+        if self._ready_timer is not None:
+            self._ready_timer.cancel()
+        if self._stopping:
+            return
+        self._is_lost = True
+        reason = f"{self._kill_reason or 'closed its connection'}; it was killed and has not ended yet"
+        self.problem = f"the engine {reason}"
+        log.error("engine %s; another one is started when it has", reason, extra=fields(device=self.device))
+        self._events.engine_lost(self.device)
+        self._events.engine_down(self.device, protocol.read_journal(journal), reason)
 
     async def _why(self, code: int | None) -> str:
         if self._fault is None:

@@ -155,7 +155,7 @@ class World:
                 self.loading.discard(device)
                 self.holds.discard(device)
                 self.evictions[device] = 0
-                self.groups.break_with(device)
+                self.groups.engine_ended(device)
                 for devices, answer in self.groups.engine_down(device):
                     self._tell(devices, answer)
             case "evict":
@@ -352,12 +352,32 @@ def test_an_eviction_beside_a_failure_tells_the_new_leases() -> None:
 
 def test_a_death_breaks_the_groups_of_that_device_alone() -> None:
     world = World(2)
-    world.groups.break_with("cpu:2")
+    world.groups.engine_ended("cpu:2")
     assert not world.regions.broken
     assert world.groups.models_on("cpu:1") == {"m"}
-    world.groups.break_with("cpu:1")
+    world.groups.engine_ended("cpu:1")
     assert world.regions.broken
     assert world.told == []
+
+
+def test_the_region_of_an_engine_that_does_not_end_is_kept_from_others_until_it_has_ended() -> None:
+    told: list[tuple[str, Any]] = []
+    world = World(3)
+    world.groups._tell = lambda device, answer: told.append((device, answer))
+    for device in ("cpu:0", "cpu:1"):
+        world.groups.engine_lost(device)
+        assert world.regions.broken
+        assert world.groups.engine_down(device) == []
+    world.groups.evict(actions.Evict(cause="c", placement_id=PLACEMENT, model="m", device="cpu:2", lease_chunks=65))
+    world.groups.answer("cpu:2", Evicted(PLACEMENT, "m"))
+    assert told == [("cpu:0+cpu:1+cpu:2", Evicted(PLACEMENT, "m"))]
+    assert world.regions.taken
+    world.groups.engine_ended("cpu:1")
+    assert world.regions.taken, "one of them still waits in a driver"
+    world.groups.engine_ended("cpu:0")
+    assert (world.regions.taken, world.regions.num_freed) == (False, 1)
+    world.groups.engine_ended("cpu:0")
+    assert world.regions.num_freed == 1
 
 
 # ---- the memory

@@ -118,18 +118,26 @@ class Told:
         self.ups: asyncio.Queue[protocol.EngineReady] = asyncio.Queue()
         self.downs: asyncio.Queue[tuple[tuple[int, ...], str]] = asyncio.Queue()
         self.messages: asyncio.Queue[Any] = asyncio.Queue()
+        self.ends: list[str] = []
 
     def engine_up(self, device: str, message: protocol.EngineReady) -> None:
         self.ups.put_nowait(message)
 
     def engine_ended(self, device: str) -> None:
         assert self.downs.empty()
+        self.ends.append("ended")
+
+    def engine_lost(self, device: str) -> None:
+        assert self.downs.empty()
+        self.ends.append("lost")
 
     def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None:
         self.downs.put_nowait((running, reason))
 
     def engine_message(self, device: str, message: Any) -> None:
         self.messages.put_nowait(message)
+        if self.ends[-1:] == ["lost"]:
+            self.ends.append("a message of a lost engine")
 
 
 @pytest.fixture
@@ -225,6 +233,40 @@ async def test_restart_is_a_death_with_that_reason(pair: tuple[EngineWorker, Tol
     worker.restart("a load is stuck")
     assert await told.downs.get() == ((), "a load is stuck")
     await told.ups.get()
+
+
+@pytest.mark.parametrize("how", ["restarted", "its connection ends"])
+async def test_an_engine_that_does_not_end_is_told_as_dead(
+    pair: tuple[EngineWorker, Told], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A process that waits in a driver does not end on SIGKILL. One that is stopped and gets no SIGKILL stands for it."""
+    worker, told = pair
+    pid = (await told.ups.get()).pid
+    monkeypatch.setattr(workers, "END_LIMIT_S", 0.05)
+    assert worker._process is not None
+    assert worker._channel is not None
+    os.kill(pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._process, "kill", lambda: None)
+        why = "gave no sign of life" if how == "restarted" else "closed its connection"
+        try:
+            if how == "restarted":
+                worker.restart(why)
+            else:
+                worker._channel.close()
+            async with asyncio.timeout(20):
+                down = await told.downs.get()
+            assert down == ((), f"{why}; it was killed and has not ended yet")
+            assert worker.problem == f"the engine {why}; it was killed and has not ended yet"
+            assert (told.ends, worker.up, worker.pulse(), worker.restarts) == (["lost"], False, None, 0)
+            worker.send(protocol.SetLease(4))
+        finally:
+            os.kill(pid, signal.SIGCONT)  # it may go on, and answer, before it ends
+            os.kill(pid, signal.SIGKILL)
+    assert (await told.ups.get()).pid != pid
+    assert told.ends == ["lost", "ended"]
+    assert told.downs.empty(), "its death was told already"
+    assert (worker.up, worker.problem, worker.restarts) == (True, "", 1)
 
 
 async def test_stop_ends_an_engine_that_does_not_listen(pair: tuple[EngineWorker, Told], monkeypatch: pytest.MonkeyPatch) -> None:
