@@ -1,6 +1,8 @@
-"""Keeps a model's LoRA adapters in a GPU's memory: where each lies in the KV arena, and which adapter the tokens of each slot have.
+"""Keeps the tables of a model's LoRA adapters on a GPU: the place of each adapter's matrices in the KV arena, and the adapter of
+each
+slot's sequence.
 
-Shapes: M products that adapters may change, A adapters, S slots, R rows, T tokens.
+Shapes: M matrix products that adapters may change, A adapters, S slots (places of running sequences), R rows, T tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ from scheduler.batch.plan import IntArray, SequenceTable
 
 
 class _OnDevice(NamedTuple):
-    """The tables that kernels read. places [M, A] int64: the first element of an adapter's matrices for a product in `memory`, -1:
-    none; ranks [M, A] int32: their LoRA rank. of_slots [S + 1] int32: the adapter number of each slot, -1: none. Slot S, at which
-    padding rows point, has none. memory: the arena as a flat tensor in the model's dtype. sent: int32, receives the changes of an
-    adapter's entries."""
+    """The memory on the device that kernels of adapters read.
+
+    places [M, A] int64: index in `memory` of the first element of the adapter's matrices for the matrix product; -1: the adapter
+    has none for it.
+    ranks [M, A] int32: the LoRA rank of these matrices.
+    of_slots [S + 1] int32: the number of each slot's adapter; -1: none. Slot S, at which padding rows point, has none.
+    memory: the KV arena as a flat tensor in the model's dtype.
+    sent: int32, receives what changes in the tables when an adapter comes or goes."""
 
     places: Tensor
     ranks: Tensor
@@ -35,13 +41,15 @@ class _OnDevice(NamedTuple):
 
 
 class DeviceAdapterMemory(AdapterTables):
-    """The LoRA adapters of one model on a GPU (an AdapterMemory of engine.contracts.adapters). The device's tables are allocated
-    with the model, so that an adapter that comes or goes needs no memory that may be lacking then. They never move, because graphs
-    read them; changes of their content take effect between the steps launched before and after. bound: one of the kernels'
-    RANK_BOUNDS, at least the rank of every adapter so far; 0 before the first adapter.
+    """The tables of one model's LoRA adapters on a GPU (an AdapterMemory of engine.contracts.adapters). The device's tables are
+    allocated with the model, so that a new adapter needs no device memory for tables, of which there may be none left by then. They
+    never move, because graphs read them. A change of their content is launched like a step: steps launched before it do not see it,
+    those launched after it do.
 
-    dtype: the model's. arena: the device's KV memory as uint8. prepare: compiles the kernels of adapters. bound_grew: called when
-    `bound` has grown, so that steps with adapters must launch other grids."""
+    bound: an upper bound of the ranks of all adapters so far, one of the kernels' RANK_BOUNDS; 0 before the first adapter.
+    dtype: the model's. arena: the device's KV memory as uint8.
+    prepare: compiles the kernels of adapters. bound_grew: called when `bound` has grown, because steps with adapters must then
+    launch other grids."""
 
     def __init__(
         self,
@@ -81,24 +89,24 @@ class DeviceAdapterMemory(AdapterTables):
             self._bound_grew()
 
     def clear(self, number: int) -> None:
-        """Removes an adapter. Steps that were launched before still use it."""
+        """Removes the adapter with this number from the tables. Steps that were launched before still use it."""
         self.empty(number)
         self._send(number)
 
     def clear_all(self) -> None:
-        """Removes every adapter."""
+        """Removes all adapters from the tables."""
         for number in np.flatnonzero((self.places >= 0).any(axis=0)).tolist():
             self.clear(number)
 
     def _send(self, number: int) -> None:
-        """Sends column `number` of the host's tables to the device's."""
+        """Copies the host's table entries of adapter `number` to the device's tables."""
         sent, held = self._staging.send(self._entries(number), self._held.sent), self._held
         entry.set_entries(held.places.view(torch.int32), sent["words"], sent["places"])
         entry.set_entries(held.ranks, sent["at"], sent["ranks"])
 
     def _entries(self, number: int) -> dict[str, Column]:
-        """Returns the entries of column `number` of the tables, and their indices in the flattened tables on the device: `words` [2
-        M] counts in words of 4 bytes, for `places`; `at` [M] counts in elements, for `ranks`."""
+        """Returns the table entries of adapter `number` as `places` and `ranks`, and their indices in the flattened tables on the
+        device: `words` [2 M] counts in words of 4 bytes, for `places`; `at` [M] counts in elements, for `ranks`."""
         num_products, width = self.places.shape
         at = np.arange(num_products, dtype=np.int32) * np.int32(width) + np.int32(number)
         columns: dict[str, Column] = {"words": np.stack((2 * at, 2 * at + 1), axis=1).reshape(-1), "at": at}
@@ -107,8 +115,8 @@ class DeviceAdapterMemory(AdapterTables):
     # ---- adapters of a step
 
     def update(self, slots: IntArray, table: SequenceTable) -> bool:
-        """Tells the device the adapters of the step's slots, where they have changed. Returns whether any of these slots has an
-        adapter."""
+        """Copies the adapter numbers of the step's slots to the device where they have changed since the last call. Returns whether
+        any of these slots has an adapter."""
         if not self.bound:
             return False
         now = table.adapter[slots]
@@ -121,14 +129,14 @@ class DeviceAdapterMemory(AdapterTables):
         return bool((now >= 0).any())
 
     def of_tokens(self, slots: Tensor, token_rows: Tensor) -> DeviceAdapters:
-        """Returns the adapters of a step's tokens, as tensors on the device. slots [R]: the slot of each row. token_rows [T]: the
-        row of each token."""
+        """Returns the adapter of each token of a step, together with the tables, on the device. slots [R]: the slot of each row.
+        token_rows [T]: the row of each token."""
         held = self._held
         numbers = entry.adapter_numbers(held.of_slots, slots, token_rows)
         return DeviceAdapters(numbers, held.places, held.ranks, held.memory, self.bound or entry.SMALLEST_RANK_BOUND)
 
     @property
     def kept_bytes(self) -> int:
-        """Returns the bytes of the tables on the device."""
+        """Returns the number of bytes that the tables take on the device."""
         held = self._held
         return sum(table.nbytes for table in (held.places, held.ranks, held.of_slots, held.sent))

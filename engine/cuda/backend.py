@@ -1,5 +1,6 @@
-"""The backend of NVIDIA GPUs: opens a device's memory and makes models on it. Kernels are compiled for each model's sizes, before
-its load."""
+"""Implements the backend of NVIDIA GPUs (engine.contracts.backend): opens a device's memory and makes models on it. The kernels of
+a model are compiled for its sizes before it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +56,9 @@ MAX_GRAPH_TOKENS = 512  # steps with prompt chunks and more tokens have no graph
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
-    """Opens a GPU, allocates its chunks, and limits the memory that torch may take to the work space. handover: where the memory's
-    handles are kept, so that it outlives this process; None: it ends with this process. Raises MemoryError, ValueError,
-    DeviceError."""
+    """Opens a GPU, allocates its chunks, and limits torch's memory beside them to the work space. handover: keeps handles of the
+    memory outside of this process, so that the memory outlives it; None: the memory ends with this process. Raises MemoryError or
+    DeviceError if the driver refuses the memory, and ValueError for a chunk size that the device cannot have."""
     from engine.cuda.memory import CudaMemory, DeviceError
     from engine.cuda.work_space import limit_torch
 
@@ -80,18 +81,19 @@ def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
 
 
 def beside_work_space(configure: Configure) -> Configure:
-    """Returns the configuration with num_chunks reduced by the chunks of the work space, and with a work space of 0, because a
-    GPU's chunks are all allocated at once and torch takes the work space from the memory beside them. The daemon's KV leases never
-    use these chunks anyway."""
+    """Returns the configuration with num_chunks reduced by the chunks of the work space, and with a work space of 0. All chunks of
+    a GPU are allocated at once, and torch takes its work space from the memory beside them. The daemon leases the chunks of the
+    work space to nobody, so nothing is lost."""
     work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
     return msgspec.structs.replace(configure, num_chunks=configure.num_chunks - work_chunks, work_space_bytes=0)
 
 
 class CudaBackend:
-    """The Backend (engine.contracts.backend) of one NVIDIA GPU. If `memory` is that of another kind of device, its kernels run
+    """The backend (engine.contracts.backend.Backend) of one NVIDIA GPU. If `memory` belongs to another kind of device, kernels run
     interpreted (for tests).
 
-    options: the engine's settings. connects: connects the ranks of split models; None: NCCL and the GPUs' own memory do."""
+    options: the engine's settings. connects: connects the ranks of split models; None: NCCL and memory that the GPUs map from each
+    other do."""
 
     compute_threads = 1
     reads_in_place = steps_may_overlap = False
@@ -125,8 +127,8 @@ class CudaBackend:
         return None if self._builds is None else partial(self._builds.need, spec, shape)
 
     def _need_adapter_kernels(self, spec: LoadModel, shape: ModelShape) -> None:
-        """Compiles the kernels of a model's steps with LoRA adapters, and waits for them. Called when the model's first adapter is
-        read."""
+        """Compiles the kernels for steps of this model with LoRA adapters, and waits for them. Called when an adapter of the model
+        is about to be read; does nothing if they are compiled already."""
         if self._builds is not None:
             self._builds.need(spec, shape, lambda: None, adapters=True)
 
@@ -145,8 +147,8 @@ class CudaBackend:
         return None
 
     def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
-        """Returns the model once its weights have arrived. If it was loaded before with the same settings, that is the earlier
-        object with its graphs, whose addresses are still valid."""
+        """Returns the model, whose weights have arrived. If the model was loaded before with the same settings at the same address,
+        the result is the earlier object together with its CUDA graphs, in which all addresses are still valid."""
         identity = (
             weights.address,
             spec.fingerprint,
@@ -193,9 +195,10 @@ class CudaBackend:
     def split_model(
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> CudaShare:
-        """Returns this device's share of a model, as SplitsModels.split_model says. It is a new object at each load, because graphs
-        hold addresses of the connection. Waits until the other shares of the same layers are loaded. Raises GroupBroken,
-        UnsupportedModel if NCCL is needed and there is none, and RuntimeError if the devices cannot exchange anything."""
+        """Returns this device's share of a split model, whose weights have arrived (see SplitsModels.split_model). It is a new
+        object at each load, because CUDA graphs hold addresses of the connection. Waits until the other shares of the same layers
+        are loaded. Raises GroupBroken, UnsupportedModel if NCCL is needed and there is none, and RuntimeError if the devices cannot
+        exchange anything."""
         self._kept.give_up(spec.model)
         with self._on_load_stream():
             links = self._links(spec, shape, region)
@@ -209,7 +212,7 @@ class CudaBackend:
         return share
 
     def _links(self, spec: LoadModel, shape: ModelShape, region: GroupRegion) -> ShareLinks:
-        """Connects a share with the others of its group."""
+        """Connects a device's share of a model with the other shares, and returns the connections. Raises as split_model does."""
         device, ranks, stages, begins = self.memory.arena.device, None, None, None
         if region.stage_size > 1:
             try:
@@ -227,8 +230,8 @@ class CudaBackend:
 
     @contextmanager
     def _on_load_stream(self) -> Iterator[None]:
-        """Returns a context that launches on the stream of loads. At its end it waits for that stream, so that nothing runs on it
-        any more when the model is handed over or its weights are unmapped."""
+        """Returns a context in which everything is launched on the CUDA stream of loads. The context ends by waiting for that
+        stream, so that nothing runs on it any more when a model is handed over or its weights are unmapped."""
         if self._load_stream is None:
             yield
             return
@@ -249,7 +252,8 @@ class CudaBackend:
 
 
 def _peers() -> Connects:
-    """Returns the object that connects the GPUs of this host with each other, by their own memory and NCCL. Raises NcclError."""
+    """Returns the object that connects the GPUs of this host: small sums go through memory that they map from each other,
+    everything else through NCCL. Raises NcclError if there is no NCCL."""
     from engine.cuda.peer_regions import DeviceRegions
 
     return Peers(nccl(), DeviceRegions)

@@ -1,7 +1,7 @@
-"""The inputs of a forward pass on a GPU, the counterpart of HostBatch (engine/cpu/batch.py) with every array on the device.
+"""The inputs of a forward pass on a GPU, with every array on the device. HostBatch (engine/cpu/batch.py) has the same on a host.
 
-Shapes: R rows, T tokens, S slots of the model, B blocks a sequence may hold, P pairs of a head's dimensions that are rotated. Rows
-with one new token come first: row r's token is token r for r below num_decode.
+Shapes: R rows (one sequence's part of a step each), T tokens, S slots of the model, B blocks a sequence may hold, P pairs of a
+head's dimensions that are rotated. Rows with one new token come first: row r's token is token r for r below num_decode.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from engine.ops.ops import BatchAdapters
 
 @dataclass(slots=True)
 class DeviceGroup:
-    """One KV group's part of a step's inputs. kv: the arena as the group sees it; in a group of states float32 [num_blocks, layers,
-    size of a state]. scales: the scales of fp8 KV (engine/memory/arena.py). reach: KVGroupSpec.reach. block_table [S + 1, B] int32:
-    the model's own, by slot. kv_slots [T] int64: block * block_tokens + place of each token, -1 for padding. turns [T, 2 P]
-    float32: rotary cosines, then sines. work: the pieces into which the decode rows' contexts are cut (triton_decode.DecodeWork);
-    None if there are no decode rows."""
+    """The part of a step's inputs that belongs to one KV group (the layers that share block tables).
+
+    kv: the arena as the group sees it; in a group of states float32 [num_blocks, layers, size of a state]. scales: the scales of
+    fp8 KV (engine/memory/arena.py); None: KV is not fp8.
+    reach: how far back a token attends, as KVGroupSpec.reach says.
+    block_table [S + 1, B] int32: the blocks of each slot.
+    kv_slots [T] int64: where each token is stored, block * block_tokens + place in the block; -1 for padding.
+    turns [T, 2 P] float32: cosines, then sines, of the rotary embedding.
+    work: the split-K parts into which the decode rows' contexts are cut (triton_decode.DecodeWork); None if there are no decode
+    rows."""
 
     kv: Tensor
     scales: Tensor | None
@@ -34,9 +39,13 @@ class DeviceGroup:
 
 @dataclass(slots=True)
 class QueryTiles:
-    """The I query tiles of the rows with several new tokens, as triton_extend takes them. rows [I] int32: each tile's row. firsts
-    [I] int32: its first query among the row's new tokens; at or above num_new in tiles that are padding. tokens: number of queries
-    in a tile. starts, num_new [R]: each row's first token in the step, and its number of new tokens."""
+    """The I tiles (groups of adjacent queries of one row) into which the rows with several new tokens are divided, as triton_extend
+    takes them.
+
+    rows [I] int32: each tile's row. firsts [I] int32: the index of its first query among the row's new tokens; at or above num_new
+    in tiles that are padding.
+    tokens: number of queries in a tile.
+    starts, num_new [R]: the index in the step of each row's first token, and the row's number of new tokens."""
 
     rows: Tensor
     firsts: Tensor
@@ -47,18 +56,23 @@ class QueryTiles:
 
 @dataclass(slots=True)
 class DeviceAdapters(BatchAdapters):
-    """The LoRA adapters of one step's tokens, as tensors on the device. bound: an upper bound of the ranks of all adapters."""
+    """The LoRA adapters of one step's tokens, as tensors on the device. bound: an upper bound of the LoRA ranks of all adapters."""
 
     bound: int
 
 
 @dataclass(slots=True)
 class DeviceBatch:
-    """The inputs of one step. num_decode: number of rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper
-    bound, while the groups' `work` has the pieces of the actual decode rows. slots, contexts [R] int32: each row's slot, and its
-    number of positions stored after this step. layer_places: for each layer that is computed here, its group and its place in that
-    group. token_rows [T]: the row of each token. firsts, starts [R]: each row's number of positions before this step, and the index
-    of its first token in the step. layer_inputs, adapters: as in StepBatch."""
+    """The inputs of one step on the device.
+
+    num_decode: number of rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper bound of it, while `work`
+    of each group has the parts of the actual decode rows only.
+    groups: the inputs of each KV group. layer_places: for each layer that this device computes, the index of its group and its
+    place in that group.
+    slots, contexts [R] int32: each row's slot, and its number of positions stored after this step.
+    firsts, starts [R]: each row's number of positions before this step, and the index of its first token in the step.
+    token_rows [T]: the row of each token. tiles: the tiles of rows with several new tokens; None: there are none.
+    layer_inputs, adapters, kept: as in engine.ops.ops.StepBatch."""
 
     input_ids: Tensor  # [T]
     num_decode: int
@@ -76,7 +90,7 @@ class DeviceBatch:
 
     @property
     def block_tokens(self) -> int:
-        """The number of tokens of a block, the same in every group. (The first group never has states.)"""
+        """The number of tokens of a block, the same in every group. (The first group is never a group of states.)"""
         return int(self.groups[0].kv.shape[4])
 
     def group_of(self, layer: int) -> tuple[DeviceGroup, int]:

@@ -1,8 +1,10 @@
-"""Tells the first rank of a split model when the devices of the others began a step, so that it knows how long its own waited.
+"""Reports to the first rank of a split model when the devices of the other ranks began a step, so that the first rank knows how
+long its own device waited for them.
 
-A follower launches its part of a step while its device may still run another model's, so the host's time of the launch would be too
-early. A CUDA event in front of the part has passed when the device begins; it lies outside of the part's graph. GPUs have no clock
-in common, so the time is the host's.
+A follower (a rank other than the first) launches its part of a step while its device may still run another model's step, so the
+time at which the host launches would be too early. Instead a CUDA event is recorded in front of the part, outside of the part's
+graph; the event has passed when the device begins. GPUs have no clock in common, so what is reported is the host's time at which it
+sees the event.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from engine.host.step_begins import StepBegins
 
 
 class DeviceBegins(Link):
-    """The times at which the ranks' devices began their latest step. is_first: whether this is the first rank, which asks; the
-    others note. is_cuda: False where kernels are interpreted."""
+    """The times at which the devices of all ranks began their latest step. is_first: whether this is the first rank, which reads
+    the times; the others record theirs. is_cuda: False where kernels are interpreted."""
 
     def __init__(self, begins: StepBegins, is_first: bool, is_cuda: bool) -> None:
         self._begins, self._is_cuda = begins, is_cuda
@@ -27,8 +29,8 @@ class DeviceBegins(Link):
             self._begin(self._note_launched, "begins")
 
     def note(self) -> None:
-        """Notes when this rank's device begins what is launched next: now if it is idle, else once it has ended what was launched
-        before."""
+        """Records when this rank's device begins what is launched next: the present time if the device is idle, else the time at
+        which it ends what was launched before."""
         if self._is_cuda:
             fence = EventFence(torch.cuda.current_stream())
             if not fence.done():
@@ -37,12 +39,13 @@ class DeviceBegins(Link):
         self._begins.note()
 
     def waited_s(self, took_s: float) -> float:
-        """Returns how many seconds the first rank's device waited in its latest step, which has ended, for the others to begin.
-        took_s: the seconds that the step took on that device. The result is too small if a follower's time is not reported yet."""
+        """Returns for how many seconds the first rank's device waited, in its latest step, for the other devices to begin. The step
+        must have ended. took_s: the seconds that the step took on the first rank's device. The result is too small if another rank
+        has not reported its time yet."""
         return min(took_s, self._begins.waited_s(took_s))
 
     def close(self) -> None:
-        """Ends the thread, once it has noted what was launched. Idempotent."""
+        """Ends the thread that records times, once it has recorded those of the steps launched so far. Idempotent."""
         self._launched.put(None)
 
     def _note_launched(self) -> None:

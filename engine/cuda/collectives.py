@@ -1,4 +1,6 @@
-"""Defines how the ranks of a split model exchange tensors on GPUs. engine/cuda/nccl.py implements it; tests use gloo."""
+"""Defines the interface by which the ranks of a split model (tensor parallelism) exchange tensors on GPUs. engine/cuda/nccl.py
+implements it; tests use gloo.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ class Collectives(Protocol):
     raise if another rank is gone: the exchange then waits until `abort`."""
 
     def join(self, agreed: Callable[[bool], bool]) -> None:
-        """Sets up quicker ways for some exchanges if all ranks can use them. All ranks call it once, before their first exchange.
-        agreed: a function that all ranks call together; it returns whether all of them have passed True. `join` raises what
-        `agreed` raises."""
+        """Sets up faster ways for some exchanges, if all ranks can use them. All ranks call it once, before their first exchange.
+        agreed: a function that all ranks call together, each with a bool; it returns whether all have passed True. `join` raises
+        what `agreed` raises."""
         ...
 
     def sum(self, x: Tensor) -> None:
@@ -28,37 +30,38 @@ class Collectives(Protocol):
         ...
 
     def share_first(self, x: Tensor) -> None:
-        """Replaces x by rank 0's x."""
+        """Replaces x by the x of rank 0."""
         ...
 
     def gather(self, part: Tensor, out: Tensor) -> None:
-        """Writes the parts of all ranks, in the order of the ranks, to out [size, *part.shape]."""
+        """Writes the tensors `part` of all ranks to out [size, *part.shape], in the order of the ranks."""
         ...
 
     def abort(self) -> None:
         """Ends the exchanges that are under way, whose results are then worthless, and gives the connection up. Called once, in any
-        thread; no other method is called afterwards, and no graph in which an exchange was captured is replayed. May wait until all
-        such graphs have been destroyed."""
+        thread. Afterwards no other method but `release` is called, and no graph in which an exchange was captured is replayed. May
+        wait until all such graphs have been destroyed."""
         ...
 
     def release(self) -> None:
-        """Frees the ranks' memory through which exchanges went. Called once, after `abort`, when no thread launches an exchange.
-        Waits until the device has ended those that were launched."""
+        """Frees the memory of the ranks through which exchanges went. Called once, after `abort`, when no thread launches an
+        exchange any more. Waits until the device has ended the exchanges that were launched."""
         ...
 
 
 class Connects(Protocol):
-    """Connects the ranks of new groups."""
+    """Makes the connections (Collectives) between the ranks of new groups."""
 
     def new_id(self) -> bytes:
         """Returns the id of a new group, ID_BYTES long. Rank 0 calls it and passes the id to the other ranks."""
         ...
 
     def connect(self, group_id: bytes, rank: int, size: int) -> Collectives:
-        """Connects a rank with the others of its group. Waits until all ranks have called it, also for one that is gone."""
+        """Connects rank `rank` with the other ranks of a group of `size`, and returns its connection. Waits until all ranks have
+        called it, even for a rank that is gone."""
         ...
 
     def give_up(self) -> None:
-        """Ends the wait of another thread in `connect`, whose call then raises soon, where the library allows that. Called in any
+        """Ends the wait of another thread in `connect`, whose call then soon raises, if the library allows that. Called in any
         thread."""
         ...

@@ -1,5 +1,7 @@
-"""The input columns that the host sends to a GPU for a step: a few values for each row and, in steps with prompts, one for each
-token. The device computes the other inputs from them (kernels/triton_inputs.py).
+"""Makes the input columns that the host sends to a GPU for a step: arrays with one value for each row and, in steps with prompts,
+also arrays with one value for each token. The device computes the other inputs from them (kernels/triton_inputs.py).
+
+A row is one sequence's part of a step; a sampling row is one after which a token is sampled.
 
 Shapes: R rows, T tokens, N sampling rows, S slots. Slot S belongs to no sequence: padding rows point at it.
 """
@@ -21,8 +23,8 @@ SETTINGS = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")  # columns
 
 
 def sampling_columns(rows: SamplingRows) -> Columns:
-    """Returns the settings of the N sampling rows as columns [N] that the sampling kernel reads, by the names in SETTINGS. key0,
-    key1: 0 if no row needs noise."""
+    """Returns the settings of the N sampling rows as columns [N] for the sampling kernel, by the names in SETTINGS. The columns
+    key0 and key1, keys of the rows' random noise, are 0 if no row needs noise."""
     keys = rows.key0, rows.key1
     if rows.all_greedy:
         keys = (np.zeros(len(rows.temperature), np.uint32),) * 2
@@ -37,8 +39,8 @@ def sampling_columns(rows: SamplingRows) -> Columns:
 
 
 def decode_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, num_rows: int) -> Columns:
-    """Returns the columns of a step in which every row has one new token and samples, [num_rows] each. Rows after the plan's are
-    padding. rows: their settings; None: the step does not sample them, and their settings are those of padding."""
+    """Returns the input columns, each [num_rows], of a step in which every row has one new token and samples. The rows after those
+    of the plan are padding. rows: the sampling settings; None: the step does not sample, and gets the settings of padding."""
     missing = num_rows - len(plan.slots)
     columns: Columns = {
         "slots": plan.slots,
@@ -59,8 +61,8 @@ def decode_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | N
 
 
 def padding_columns(num_rows: int, num_slots: int) -> Columns:
-    """Returns the columns of a decode step of num_rows padding rows and no others: no KV is stored, and the sampled tokens go to
-    slot S. num_slots: S."""
+    """Returns the input columns of a decode step that consists of num_rows padding rows. Such a step stores no KV, and its sampled
+    tokens go to slot S. num_slots: S."""
     ints, floats = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
     columns: Columns = {"slots": ints + np.int32(num_slots), "firsts": ints, "contexts": ints, "host_ids": ints}
     columns |= {"temperature": floats, "top_p": floats + np.float32(1), "top_k": ints, "min_p": floats}
@@ -70,9 +72,9 @@ def padding_columns(num_rows: int, num_slots: int) -> Columns:
 
 @dataclass(slots=True)
 class ExtendStep:
-    """The inputs of a step that computes prompt tokens. num_decode: rows with one new token, which come first. num_tiles: tiles
-    into which the other rows' queries are divided. num_sampling: how many of the tokens in column `wanted` are sampled from; those
-    after them are the ones that extend_step's `also` asked for."""
+    """The inputs of a step that computes prompt tokens. num_decode: number of rows with one new token, which come first. num_tiles:
+    number of tiles into which the queries of the other rows are divided. num_sampling: number of tokens, from the first on, in
+    column `wanted` that are sampled from; the tokens after these are those that extend_step was given as `also`."""
 
     columns: Columns
     num_decode: int
@@ -82,7 +84,7 @@ class ExtendStep:
 
 def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: LongArray | None) -> ExtendStep:
     """Returns the inputs of a step that computes prompt tokens. tile_tokens: queries in a tile (kernels/triton_extend.py). also:
-    indices into T of further tokens whose hidden states are wanted, or None."""
+    indices into the step's T tokens of further tokens whose hidden states are wanted; None: no others."""
     num_new = plan.num_new
     starts = np.cumsum(num_new, dtype=np.int32) - num_new
     token_rows = np.arange(len(num_new), dtype=np.int32).repeat(num_new)
@@ -110,8 +112,8 @@ def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: L
 
 
 def _host_ids(plan: BatchPlan, table: SequenceTable, slots: IntArray, positions: IntArray) -> IntArray:
-    """Returns the token ids at these positions of the sequences in these slots; -1: the host does not know the token yet, because
-    the step that samples it is still running."""
+    """Returns the token ids at these positions of the sequences in these slots. An id is -1 if the host does not know the token
+    yet, because the step that samples it is still running."""
     if plan.drafted:  # every token was known when the step was planned; drafted tokens are in the table, too
         return table.tokens[slots, positions]
     known = positions < table.num_tokens.take(slots)

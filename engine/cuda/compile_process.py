@@ -1,6 +1,8 @@
-"""`python -P -m engine.cuda.compile_process SHARE NUM_SHARES < JOB` compiles one share of the kernels that a model's steps launch,
-or that its tiles are measured with, into Triton's cache folder. It needs no GPU and no weights. Prints `units N`, then `done` for
-each of its N kernels.
+"""Compiles GPU kernels in a process of its own: `python -P -m engine.cuda.compile_process SHARE NUM_SHARES < JOB`.
+
+Of the kernels that a job (CompileJob) asks for, the process compiles those with index SHARE, SHARE + NUM_SHARES and so on into
+Triton's cache folder. It needs no GPU and no weights. It prints `units N` for the N kernels that it compiles, then `done` after
+each of them.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ NICENESS = 5  # lower priority than the steps of models in service
 
 
 class CompileJob(msgspec.Struct, frozen=True):
-    """The kernels to compile, those of one model's steps. spec: only its settings are used. capability: the GPU's compute
-    capability, 90 for 9.0. folder: Triton's cache folder. adapters: compile the kernels of steps with LoRA adapters instead of
-    those without. tiles: those that the engine uses in place of the table's (tiles.use). trials: compile attention with all tiles
-    that the engine compares for this model instead."""
+    """The kernels to compile: those of one model's steps, or others in their place.
+
+    spec: the model; only settings that affect compilation are used. capability: the GPU's compute capability, 90 for 9.0. folder:
+    Triton's cache folder.
+    adapters: compile the kernels of steps with LoRA adapters instead.
+    tiles: the tiles of attention that the engine uses in place of those of the table in kernels/tiles.py.
+    trials: compile attention with all tiles that the engine compares for this model (tile_choice.py) instead."""
 
     spec: LoadModel
     shape: ModelShape
@@ -66,7 +71,8 @@ def main() -> int:
 
 
 def launch_sums(num_ranks: int) -> None:
-    """Launches the kernel of sums over the GPUs' memory in all its forms, as engine/cuda/peers.py tries them."""
+    """Launches the kernel that adds up tensors over memory of several GPUs, once for each dtype and size for which it is compiled,
+    as engine/cuda/peers.py does. Where launches are only recorded, nothing is computed."""
     regions = AddressRange(num_ranks * PEER_REGION_BYTES).all.view(num_ranks, -1)
     for dtype, num_values in triton_peers.FORMS:
         stop = torch.zeros(1, dtype=torch.int64)
@@ -74,7 +80,8 @@ def launch_sums(num_ranks: int) -> None:
 
 
 def launch_trials(job: CompileJob) -> None:
-    """Launches attention as the engine does to compare tiles for the model (tile_choice.py). Nothing is computed."""
+    """Launches attention with every tile that the engine compares for the model (tile_choice.py), as the engine does. Where
+    launches are only recorded, nothing is computed."""
     for trial in tile_trials.trials_of(job.spec, job.shape, job.block_tokens):
         for launch in tile_trials.launching(trial, "cpu", 1, trial.tiles).values():
             launch()
@@ -83,8 +90,8 @@ def launch_trials(job: CompileJob) -> None:
 
 
 def compile_launcher(compiled: Any) -> None:
-    """Compiles the C function that launches a kernel, where this version of Triton makes one for each (3.6 does, 3.9 does not). If
-    that fails, it is only printed, and the kernel's first launch tries again. compiled: Triton's CompiledKernel."""
+    """Compiles the C function that launches a kernel, if this version of Triton makes one for each kernel (3.6 does, 3.9 does not).
+    An error is only printed, because the kernel's first launch tries again. compiled: Triton's CompiledKernel."""
     if not hasattr(nvidia_driver, "make_launcher"):
         return
     try:

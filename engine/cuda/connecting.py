@@ -1,7 +1,7 @@
-"""Connects a rank with the others of its group, without waiting for one that has died on its way there.
+"""Connects a rank with the other ranks of its group, without waiting for one that has died before it connected.
 
-A library that connects ranks may wait for ever for one that is gone, as NCCL does in ncclCommInitRank. So it is called in a thread
-of its own, which is left behind if the group breaks meanwhile.
+A library that connects ranks may wait forever for a rank that is gone, as NCCL does in ncclCommInitRank. So the library is called
+in a thread of its own, which is left behind if the group breaks meanwhile.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ CONNECT_LIMIT_S = 60.0  # NCCL takes a second or some; this is for ranks that li
 
 
 class Connecting:
-    """The attempt of one rank to connect with the others of its group, in a thread of its own. Parameters as of
-    Connects.connect."""
+    """The attempt of rank `rank` to connect with the other ranks of its group of `size`, in a thread of its own. connects: the
+    library that connects them. group_id: the group's id, the same on all ranks."""
 
     def __init__(self, connects: Connects, group_id: bytes, rank: int, size: int) -> None:
         self._connects, self._group_id, self._rank, self._size = connects, group_id, rank, size
@@ -35,8 +35,8 @@ class Connecting:
         self._is_given_up = False
 
     def connected(self, broken: LongArray) -> Collectives:
-        """Returns the connection. broken [1]: not 0 once the group has lost a device. Raises GroupBroken, RuntimeError after
-        CONNECT_LIMIT_S, and what Connects.connect raises."""
+        """Makes the connection and returns it. broken [1]: not 0 once the group has lost a device. Raises GroupBroken if that
+        happens, RuntimeError after CONNECT_LIMIT_S, and what Connects.connect raises."""
         began_s = time.monotonic()
         Thread(target=self._connect, name="connect").start()
         while not self._ended.wait(WATCH_S):
@@ -50,7 +50,7 @@ class Connecting:
         return self._made
 
     def _given_up(self) -> bool:
-        """Stops waiting for the thread that connects, and returns True; returns False if the thread has connected by now."""
+        """Gives the attempt up and returns True, unless the thread has connected by now; then returns False."""
         with self._lock:
             self._is_given_up = self._made is None
         if self._is_given_up:

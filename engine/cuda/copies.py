@@ -1,8 +1,8 @@
-"""Copies between a CUDA device and the host, concurrent with steps: the device's copy engines make them, on one stream per
-direction, while checksums of what was copied are computed on the device.
+"""Copies between a CUDA device and the host while steps run. The device's copy engines make the copies, on one stream for each
+direction, and kernels compute checksums of what was copied.
 
-Host memory that is not registered with the driver (memory/host_registration.py) goes through the driver's own buffers: that is
-slower, and the call waits for part of it.
+Host memory that is not registered with the driver (memory/host_registration.py) is copied through the driver's own buffers: that is
+slower, and the call that starts the copy waits for part of it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WORD_BYTES = 8
 
 
 class EventFence:
-    """A point on a CUDA stream after everything launched on it so far (a loader.reading.sinks.Fence): it can be asked for and
-    waited for."""
+    """A point on a CUDA stream, after everything launched on it so far, that can be tested and waited for (a
+    loader.reading.sinks.Fence)."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(blocking=True)  # blocking: a waiting thread sleeps, and holds no lock
@@ -37,10 +37,12 @@ class EventFence:
 
 
 class SummedCopies:
-    """Copies of N pieces with their checksums (engine.memory.chunk_memory.DeviceCopies). `wait` returns the checksums. fence:
-    passed once the copies have ended and `partial_sums` is filled. partial_sums: [N, P, 2] int64 in page-locked memory, the sums of
-    P parts of each piece's whole words. rests: for each piece with bytes after its whole words, (the piece's number, its number of
-    words, these bytes as uint8 in host memory, which are read when the copies have ended)."""
+    """Copies of N pieces of memory with their checksums (engine.memory.chunk_memory.DeviceCopies). `wait` returns the checksums.
+
+    fence: passed once the copies have ended and `partial_sums` is filled.
+    partial_sums [N, P, 2] int64 in page-locked memory: sums over P parts of each piece's whole words.
+    rests: one entry for each piece that has bytes after its last whole word: (index of the piece, its number of words, these bytes
+    as uint8 in host memory). The bytes are read when the copies have ended."""
 
     def __init__(self, fence: EventFence, partial_sums: torch.Tensor, rests: Sequence[tuple[int, int, Any]]) -> None:
         self._fence, self._partial_sums, self._rests = fence, partial_sums, rests
@@ -70,8 +72,8 @@ class SummedCopy:
 
 
 class CudaStreams:
-    """The streams of one device: one for copies to it, one for copies from it, and one for checksums, so that no copy waits for a
-    checksum."""
+    """The CUDA streams of one device besides that of steps: one for copies to the device, one for copies from it, and one for
+    checksums, so that no copy waits for a checksum."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,9 +101,9 @@ class CudaStreams:
         self.outgoing.wait_stream(torch.cuda.default_stream(self._device))
 
     def summed(self, pieces: Sequence[Piece], stream: torch.cuda.Stream) -> SummedCopies:
-        """Launches the checksums of copies that were started last on `stream`, and returns copies and checksums as one object.
-        pieces: (address on the device, aligned to 8 bytes; the host's memory that the piece is copied from or to). Raises
-        torch.OutOfMemoryError, after the copies have ended."""
+        """Launches the checksums of the copies that were started last on `stream`, and returns copies and checksums as one object.
+        pieces: for each copy, its address on the device, aligned to 8 bytes, and the host memory that is copied from or to. Raises
+        torch.OutOfMemoryError if there is no memory for the sums; the copies have then ended."""
         copied = EventFence(stream)
         self._sums.wait_event(copied.event)
         try:
@@ -117,8 +119,8 @@ class CudaStreams:
             raise
 
     def sum_of(self, held: torch.Tensor) -> int:
-        """Returns the checksum of `held`: uint8 in device memory, aligned to 8 bytes, with the content that the steps launched so
-        far leave in it. Waits for these steps."""
+        """Returns the checksum of `held`, uint8 in device memory aligned to 8 bytes, with the content that it has after the steps
+        launched so far. Waits for these steps."""
         self._sums.wait_stream(torch.cuda.default_stream(self._device))
         num_words = len(held) // WORD_BYTES
         partial_sums = self._start_sums([(held.data_ptr(), num_words)])
@@ -127,8 +129,9 @@ class CudaStreams:
         return SummedCopies(EventFence(self._sums), partial_sums, [(0, num_words, rest)]).wait()[0]
 
     def _start_sums(self, extents: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Launches the checksums of N extents of device memory (address, words) on the stream `_sums`. Returns their partial sums
-        [N, P, 2] in page-locked host memory. They are filled once that stream has executed everything launched on it so far."""
+        """Launches the checksums of N extents of device memory, each (address, number of words), on the stream of checksums.
+        Returns their partial sums [N, P, 2] in page-locked host memory, which are valid once that stream has executed everything
+        launched on it so far."""
         table = np.array(extents, np.int64)
         shape = (len(table), triton_checksum.num_programs(int(table[:, 1].max())), 2)
         is_cuda = self._device.type == "cuda"

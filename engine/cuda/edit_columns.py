@@ -1,7 +1,10 @@
-"""Makes the columns that the host sends to a GPU for rows whose logits are edited, in one copy for all such rows of a step
-(kernels/triton_logits.py reads them). No code here loops over tokens.
+"""Makes the columns (arrays of per-row or per-edit values) that the host sends to a GPU for the rows of a step whose logits are
+edited: penalties, biases, banned ids and masks. All such rows of a range are described by one copy, which kernels/triton_logits.py
+reads. No code here loops over tokens.
 
-Shapes: N sampling rows, E edits, S slots, W words of a mask.
+A large step is divided into ranges of rows; EditedPart is what describes one range.
+
+Shapes: N sampling rows, E edits (one for each row with penalties, a bias or banned ids), S slots, W words of a mask, M rows.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ MOST_GAPS = 2  # a span of masks is at most so many times as long as those that 
 
 @dataclass(slots=True)
 class EditedPart:
-    """Some rows of a step whose logits are edited together. columns: the columns to send; those of edits are missing if no row has
-    edits. words: the pieces of a last column, into which the others point: biases and banned ids, masks, tokens. has_tokens,
-    has_bias, has_ban: whether any row has penalised tokens, a bias, or a banned id."""
+    """The edits of one range of a step's rows.
+
+    columns: the columns to send; those that describe edits are missing if no row has any.
+    words: the content of one more column, to which values in the other columns point: groups of arrays of biases, banned ids, masks
+    and tokens.
+    has_tokens, has_bias, has_ban: whether any row has penalised tokens, a bias, or a banned id."""
 
     columns: dict[str, npt.NDArray[Any]]
     words: list[Group]
@@ -41,11 +47,13 @@ class EditedPart:
 
 @dataclass(slots=True)
 class _Lasting:
-    """The part of some rows' edits that does not depend on their tokens. It stays the same from step to step, as long as the same
-    requests have the same rows and are, or are not, short of their min_tokens.
+    """The data of some rows' edits that does not depend on the rows' tokens. It stays the same from step to step as long as the
+    same requests have the same rows, and the same of them are short of their min_tokens.
 
-    edits [E, EDIT_WORDS]: the words of the edits, which point at no tokens. penalties [E PENALTIES]. penalised [E]: which of them
-    have penalties. words: their biases and banned ids."""
+    edits [E, EDIT_WORDS]: the words that describe each edit, without pointers to tokens.
+    penalties [E PENALTIES]: the penalties of each edit, one edit after the other.
+    penalised [E]: whether the edit has penalties.
+    words: the biases and banned ids to which the edits point."""
 
     edits: IntArray
     penalties: npt.NDArray[np.float64]
@@ -57,9 +65,10 @@ class _Lasting:
 
 
 class _Span(NamedTuple):
-    """The masks of some of a part's rows, which lie close together in page-locked memory. words: the memory from the first to the
-    last of them. rows [M]: the M rows. places [M]: where each one's mask begins among the words. others: which masks of the part
-    are not among these."""
+    """The masks of some rows of a range, as one extent of page-locked memory that the device copies at once.
+
+    words: the extent, from the first to the last mask. rows [M]: the rows whose masks lie in it. places [M]: where each row's mask
+    begins among the words. others: the indices of those masks of the range that do not lie in it."""
 
     words: IntArray
     rows: npt.NDArray[np.intp]
@@ -81,8 +90,8 @@ class KnownEdits:
         self._lasting: tuple[tuple[bytes, ...], _Lasting] | None = None
 
     def ranges(self, rows: SamplingRows) -> Iterator[tuple[int, int]]:
-        """Yields the rows of a step in parts (first, end). A part has at most EDITED_ROWS rows and, unless it is a single row, at
-        most EDITED_TOKENS penalised tokens. All logits of a part are computed together."""
+        """Yields the ranges of rows (first, end) into which a step is divided. The logits of a range are computed together. A range
+        has at most EDITED_ROWS rows and, unless it is a single row, at most EDITED_TOKENS penalised tokens."""
         edits, num_rows = rows.edits, len(rows.temperature)
         tokens_before = np.zeros(num_rows + 1, np.int64)
         if edits is not None:
@@ -97,7 +106,8 @@ class KnownEdits:
             first = end
 
     def part(self, rows: SamplingRows, first: int, end: int) -> EditedPart:
-        """Returns the columns for rows `first` to `end` - 1 of a step. The requests of their edits must have been looked up."""
+        """Returns the columns that describe the edits and masks of rows `first` to `end` - 1 of a step. `look_up` must have been
+        called for the step's edits."""
         part = EditedPart({"masks": np.full(end - first, -1, np.int32), "counted": np.zeros(end - first, np.int32)}, [])
         lasting, edits, which = None, rows.edits, slice(None)
         if edits is not None:
@@ -124,8 +134,8 @@ class KnownEdits:
         return part
 
     def _add_edits(self, part: EditedPart, lasting: _Lasting, edits: LogitEdits, which: slice, num_words: int) -> None:
-        """Adds to the part the columns of the edits in the slice `which`. num_words: the number of words that the part already
-        has."""
+        """Adds to `part` the columns of the edits in the slice `which`. lasting: the data of these edits that does not depend on
+        tokens. num_words: the number of words that `part` already has."""
         each = lasting.edits
         if lasting.has_tokens:
             slots, table = edits.slots[which], edits.table
@@ -142,8 +152,8 @@ class KnownEdits:
         part.has_tokens, part.has_bias, part.has_ban = lasting.has_tokens, lasting.has_bias, lasting.has_ban
 
     def _lasting_of(self, slots: IntArray, early: BoolArray, own: npt.NDArray[np.intp]) -> _Lasting:
-        """Returns the part of these slots' edits that does not depend on their tokens. own: the slots' rows in the part of the
-        step."""
+        """Returns the data of these slots' edits that does not depend on their tokens: that of the last call if it was for the same
+        rows. own: the slots' rows, counted from the beginning of the range."""
         whose = slots.tobytes(), early.tobytes(), own.tobytes()
         if self._lasting is None or self._lasting[0] != whose:
             self._lasting = whose, self._lasting_made(slots, early, own)
@@ -166,7 +176,7 @@ class KnownEdits:
         return np.where(self._penalised[edits.slots[which]], edits.positions[which], 0).astype(np.int32)
 
     def look_up(self, edits: LogitEdits) -> None:
-        """Makes the arrays of the edits' slots anew, where a slot has another request than before."""
+        """Makes the arrays for those slots of the edits that hold another request than at the last call."""
         given = edits.table.params
         for slot in edits.slots.tolist():
             if self._params[slot] is not given[slot]:
@@ -185,7 +195,7 @@ class KnownEdits:
 
 
 def asking_rows(rows: SamplingRows) -> IntArray:
-    """Returns the rows of a step that have edits or a mask, or want log-probabilities, ascending."""
+    """Returns the indices, ascending, of the rows of a step that have edits or a mask, or want log-probabilities."""
     num_rows = len(rows.temperature)
     if any(some is not None and len(some.rows) == num_rows for some in (rows.edits, rows.allowed)):
         return np.arange(num_rows, dtype=np.int32)
@@ -200,7 +210,7 @@ def asking_rows(rows: SamplingRows) -> IntArray:
 
 
 def picked_rows(rows: SamplingRows, which: IntArray) -> SamplingRows:
-    """Returns some rows of a step, `which` ascending, among which are all that have edits or a mask."""
+    """Returns the settings of only the rows `which` (indices, ascending). They must include all rows that have edits or a mask."""
     if len(which) == len(rows.temperature):
         return rows
     edits, allowed = rows.edits, rows.allowed
@@ -219,9 +229,10 @@ def picked_rows(rows: SamplingRows, which: IntArray) -> SamplingRows:
 
 
 def _span_of(allowed: RowMasks, masked: slice, own: npt.NDArray[np.intp]) -> _Span | None:
-    """Returns the span of masks that the device copies by itself; None: the host copies all masks, because too few of them are
-    page-locked, or because they lie so far apart that the device would take longer than the host. allowed: a step's masks, of which
-    those in the slice `masked` are the part's. own: the part's rows that have them."""
+    """Returns the extent of masks that the device copies by itself. Returns None if the host has to copy all masks, because too few
+    of them are page-locked, or because they lie so far apart that the device would take longer than the host. allowed: a step's
+    masks, of which those in the slice `masked` belong to the range. own: the rows with these masks, counted from the beginning of
+    the range."""
     locked, places = allowed.locked, allowed.places
     if locked is None or places is None or not locked.is_locked:
         return None
@@ -243,12 +254,11 @@ def _span_of(allowed: RowMasks, masked: slice, own: npt.NDArray[np.intp]) -> _Sp
 
 
 def _within(rows: npt.NDArray[np.intp], first: int, end: int, num_rows: int) -> slice:
-    """Returns which of the ascending rows, of num_rows, are `first` to `end` - 1."""
+    """Returns the slice of `rows`, which are ascending indices of a step's num_rows rows, with values from `first` to `end` - 1."""
     return slice(None) if end - first == num_rows else slice(*np.searchsorted(rows, (first, end)))
 
 
 def _ranges(counts: IntArray, first: int) -> tuple[LongArray, LongArray]:
-    """Returns the begin and the end of each of several adjacent ranges, the first of which begins at `first`. counts: their
-    lengths."""
+    """Returns the begins and the ends of adjacent ranges with the lengths `counts`, the first of which begins at `first`."""
     ends: LongArray = np.cumsum(counts, dtype=np.int64) + first
     return ends - counts, ends

@@ -1,12 +1,12 @@
-"""Samples rows whose logits are edited (penalties, bias, banned ids, masks) or whose log-probabilities are wanted, on the device
-and without waiting for it. A part of the rows takes one copy to the device and a few launches, however many of them are edited; a
-step's results come back in one copy. Up to 64 such rows are sampled by a graph of their own (edited_graphs.py); this file has the
-host's part of that, and the launches of all others.
+"""Samples, on the device and without waiting for it, the rows of a step whose logits are edited before sampling (penalties, bias,
+banned ids, masks) or whose log-probabilities are wanted. The rows are computed in ranges of rows: each range takes one copy to the
+device and a few launches, however many of its rows are edited. All results of a step come back in one copy. Up to 64 such rows are
+sampled by a CUDA graph of their own (edited_graphs.py): this file has the host's part of that, and the launches without a graph.
 
 Logits are edited in this order: a mask, in the logits' own type; then, in float32, the bias, penalties and banned ids. Rows without
-edits are sampled along with the others from their logits as float32, which gives the same tokens.
+edits are sampled together with the others, from their logits as float32, which gives the same tokens.
 
-Shapes: N sampling rows, V vocabulary, W width, M rows that want log-probabilities, K alternatives.
+Shapes: N sampling rows (those that sample a token), V vocabulary, W width, M rows that want log-probabilities, K alternatives.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ NUM_STAGING = 2  # copies under way at a time: they may be large, and few are ne
 
 @dataclass(slots=True)
 class EditedDraw:
-    """The results of a step's rows, while they are computed. drawn [2, >= N] int32: sampled ids, and 1 for each row whose logits
-    were not finite. told: the memory to be copied to the host: first `drawn`, in rows of num_columns, then log-probabilities of
-    num_found rows with most_top alternatives each. request_ids [N]: the rows' requests. wanted [M]: the rows that want
-    log-probabilities; found [M]: the index of each of them among those num_found rows. num_top [N]: how many alternatives each row
-    wants; None: no row wants any."""
+    """The results of a step's sampling rows, on the device, while they are still being computed.
+
+    drawn [2, >= N] int32: the sampled ids, and 1 for each row whose logits were not finite.
+    told: the memory that is copied to the host. It begins with `drawn`, as two rows of num_columns numbers. Then come
+    log-probabilities of num_found rows, with most_top alternatives each.
+    request_ids [N]: the request of each sampling row.
+    num_top [N]: how many alternatives each row wants; None: no row wants any.
+    wanted [M]: the indices among the N of the rows that want log-probabilities. found [M]: the index of each of these among the
+    num_found rows."""
 
     drawn: Tensor
     told: Tensor
@@ -53,7 +57,7 @@ class EditedDraw:
     most_top: int
 
     def result(self, told: Tensor, seconds: float) -> StepResult:
-        """Returns the step's result. told: the copy of this object's `told` on the host. seconds: the step's device time."""
+        """Returns the step's result. told: the copy on the host of this object's `told`. seconds: the step's device time."""
         words, num_drawn = told.numpy(), 2 * self.num_columns
         drawn = words[:num_drawn].reshape(2, self.num_columns)[:, : len(self.request_ids)]
         result = StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
@@ -73,9 +77,9 @@ class EditedDraw:
 
 
 class EditedSampling:
-    """Samples the rows of one model's steps that their own graph does not sample: those with edits, or whose log-probabilities are
-    wanted. Called by the thread that runs steps. last_ids [S + 1]: the token of each slot's last step, updated here. graphs: those
-    that sample such rows; None: there are none."""
+    """Samples those rows of one model's steps that the step's own graph does not sample: the rows with edited logits or wanted
+    log-probabilities. Called by the thread that runs steps. last_ids [S + 1]: the newest token of each of the model's S slots; this
+    object updates it. graphs: the CUDA graphs that sample such rows; None: there are none."""
 
     def __init__(
         self, vocab_size: int, num_slots: int, last_ids: Tensor, staging: Staging | None = None, graphs: EditedGraphs | None = None
@@ -93,10 +97,13 @@ class EditedSampling:
         drawn: Tensor | None,
         logits_of: Callable[[Tensor], Tensor],
     ) -> EditedDraw:
-        """Replays a graph, or launches the kernels, that sample the rows of `slots` [N], whose hidden states are the first N of
-        hidden [>= N, W], and returns their results to come. drawn [2, >= N]: the results that the step itself has sampled from
-        unedited logits, used for rows that are not edited, or if no row is; None: it has sampled none. logits_of: computes [n, W]
-        -> [n, V]."""
+        """Samples the rows of a step, by replaying a graph or by launching kernels, and returns the results, which the device may
+        still be computing.
+
+        hidden [>= N, W]: the rows' hidden states, followed by others. slots [N]: the rows' slots.
+        drawn [2, >= N]: what the step itself has already sampled from unedited logits; it is taken for the rows without edits, or,
+        without a graph, only if no row has edits. None: the step has sampled nothing.
+        logits_of: computes [n, W] -> [n, V]."""
         if (
             self._graphs is not None
             and (replayed := self._replayed(self._graphs, hidden, rows, slots, request_ids, drawn)) is not None
@@ -150,7 +157,8 @@ class EditedSampling:
         request_ids: LongArray,
         drawn: Tensor | None,
     ) -> EditedDraw | None:
-        """Does what `draw` does by replaying a graph; returns None, and does nothing, if there is none for these rows."""
+        """Samples the rows as `draw` does, but by replaying a graph. Returns None, and samples nothing, if no captured graph takes
+        these rows."""
         num_rows, num_top = len(slots), rows.num_top
         if not graphs.are_captured or num_rows > LOGITS_ROWS or (num_top is not None and int(num_top.max()) > MOST_TOP):
             return None
@@ -175,7 +183,8 @@ class EditedSampling:
         return EditedDraw(memory.drawn, told, RESULT_COLUMNS, request_ids, *of_results)
 
     def launch_all(self, logits: Tensor) -> None:
-        """Launches every kernel that `draw` may launch, for the first row of logits [>= 1, V], which belongs to no sequence."""
+        """Launches every kernel that `draw` may launch, so that all are compiled. They read the first row of logits [>= 1, V],
+        which belongs to no sequence."""
         nothing = np.zeros(1, np.int32)
         part = EditedPart({"masks": nothing - np.int32(1), "counted": nothing + np.int32(1)}, [], True, True, True)
         part.words.append(Group([nothing], 1))
@@ -188,5 +197,5 @@ class EditedSampling:
 
 
 def _logits_ranges(num_rows: int) -> Iterator[tuple[int, int]]:
-    """Yields the rows of a step in parts (first, end) whose logits are computed at one time."""
+    """Yields the ranges of rows (first, end) of a step whose logits are computed at one time."""
     return ((first, min(first + LOGITS_ROWS, num_rows)) for first in range(0, num_rows, LOGITS_ROWS))

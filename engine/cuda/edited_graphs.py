@@ -1,15 +1,16 @@
-"""Captures, as CUDA graphs, what samples rows whose logits are edited or whose log-probabilities are wanted. Such a graph is
-replayed behind a step's own: it computes the logits of its rows once more, edits them, samples, and leaves results where one copy
-brings them to the host.
+"""Captures the CUDA graphs that sample rows whose logits are edited before sampling, or whose log-probabilities are wanted. Such
+a graph is replayed right after the step's own graph. It computes the logits of its rows once more, edits them, samples, and leaves
+all results in memory that one copy brings to the host.
 
-What the rows ask for is in columns on the device, as everything is that a graph reads: a row without a mask, an edit or
-log-probabilities has columns that say so. Columns, the rows' hidden states and the results lie in memory of the model's own,
-outside of the graphs' pool, because the step's graph is replayed between the copy to one and the copy from another.
+A graph reads all its inputs from memory of the device, so what each row asks for lies there in columns (arrays with one value for
+each row). A row without a mask, an edit or log-probabilities has values that say so. Columns, the rows' hidden states and the
+results lie in memory of the model's own, outside of the pool that graphs share: between the copy to the columns and the copy from
+the results the step's own graph is replayed, which may overwrite the pool.
 
-Sizes are numbers of rows, up to MOST_ROWS. A step's rows that ask for nothing were sampled by its own graph and are not among them.
-What exceeds a limit below is launched without a graph (edited.py).
+A size of graphs is a number of rows, up to MOST_ROWS. Rows that ask for nothing were sampled by the step's own graph and are not
+among them. A step that exceeds one of the limits below is sampled without a graph (edited.py).
 
-Shapes: B rows of a graph, V vocabulary, W width, S slots, K alternatives.
+Shapes: B rows of a graph, N sampling rows of a step, V vocabulary, W width, S slots, K alternatives.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ EVERYTHING = EditedPart({}, [], True, True, True)
 
 
 class EditedMemory(NamedTuple):
-    """The memory of a model's graphs of all sizes. inputs: int32, the columns. hidden [MOST_ROWS, W]: the rows' hidden states.
-    told: int32, the results: `drawn`, a view of [2, RESULT_COLUMNS], and log-probabilities of MOST_ROWS rows. told_drawn: the part
-    of `told` that `drawn` is a view of."""
+    """The memory that a model's graphs of all sizes share.
+
+    inputs: int32, the input columns. hidden [MOST_ROWS, W]: the rows' hidden states.
+    told: int32, the results that are copied to the host: first sampled ids and flags, then log-probabilities of MOST_ROWS rows.
+    told_drawn: the part of `told` with ids and flags. drawn: the same part as [2, RESULT_COLUMNS]."""
 
     inputs: Tensor
     hidden: Tensor
@@ -61,9 +64,10 @@ class EditedMemory(NamedTuple):
 
 class EditedGraphs(StepGraphs[int]):
     """CUDA graphs, by row count, that sample the edited rows of one model's steps: those whose logits are changed before sampling
-    (masked or biased, for example) or whose log-probabilities are wanted. logits_of: computes the logits [B, V] of hidden states
-    [B, W]. last_ids [S + 1]: the token of each slot's last step; the graphs write it. max_rows: most rows of a graph; 0: there are
-    no graphs."""
+    (masked or biased, for example) or whose log-probabilities are wanted.
+
+    logits_of: computes the logits [B, V] of hidden states [B, W]. last_ids [S + 1]: the newest token of each slot, which the graphs
+    write. max_rows: the most rows of a graph; 0: there are no graphs."""
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class EditedGraphs(StepGraphs[int]):
 
     @property
     def are_captured(self) -> bool:
-        """Returns whether this model has such graphs at all."""
+        """Returns whether graphs are used for this model at all, captured yet or not."""
         return self._most_rows > 0
 
     @property
@@ -97,8 +101,9 @@ class EditedGraphs(StepGraphs[int]):
         return 0 if memory is None else memory.num_bytes
 
     def size_for(self, num_rows: int, num_words: int) -> int:
-        """Returns the size of a captured graph that takes num_rows rows with num_words words of masks, tokens, biases and banned
-        ids; 0: there is none, or they are too many. A size that is missing is captured before the next such step."""
+        """Returns the size of the captured graph that takes num_rows rows, which have num_words words of masks, tokens, biases and
+        banned ids. Returns 0 if there is no such graph or if these are too many for any; a graph that is merely missing is captured
+        before the next step with edited rows."""
         size = edited_rows(num_rows)
         if not num_rows or size > self._most_rows or num_words > self._num_words or self.is_refused(size):
             return 0
@@ -109,28 +114,33 @@ class EditedGraphs(StepGraphs[int]):
         return 0
 
     def capture_lacking(self) -> None:
-        """Captures the size that a step has lacked, if any. Called before a step that has edited rows, by the thread that steps."""
+        """Captures the graph that the last step lacked (see size_for), if any. Called by the thread that runs steps, before a step
+        that has edited rows."""
         size, self._lacking = self._lacking, 0
         if size:
             self.capture_size(size)
 
     def capture_size(self, size: int) -> bool:
-        """Captures the graph of a size, unless it exists or was refused a short while ago. Returns whether there is one now."""
+        """Captures the graph of a size, unless it exists or there was no memory for it a short while ago. Returns whether there is
+        a graph of this size now."""
         if size in self.captured or self.is_refused(size):
             return size in self.captured
         return self.capture(size, self._padding(size) | {"words": np.zeros(1, np.int32)})
 
     def missing(self) -> list[int]:
-        """Returns the sizes that may be captured now and are not, the smallest first; none before a step has needed one."""
+        """Returns the sizes whose graphs are not captured and may be captured now, the smallest first. Returns none before a step
+        has needed such a graph."""
         if not self._was_needed or not self._room.is_free():
             return []
         sizes = (1 << exponent for exponent in range(self._most_rows.bit_length()))
         return [size for size in sizes if size not in self.captured and not self.is_refused(size)]
 
     def replay(self, size: int, columns: Mapping[str, Column], hidden: Tensor, drawn: Tensor | None) -> EditedMemory:
-        """Replays the graph of a captured size. columns: as the method `columns` returns them. hidden [>= N, W]: the hidden states
-        of a step's N sampling rows. drawn [2, N]: the ids and flags that the step has sampled itself; None: the graph samples all
-        of its rows. Returns the memory with the results, in which the next run of any of these graphs overwrites them."""
+        """Replays the graph of a captured size and returns the memory with its results. The next replay of any of these graphs
+        overwrites that memory.
+
+        columns: the inputs, made by the method `columns`. hidden [>= N, W]: the hidden states of the N sampling rows of the step.
+        drawn [2, N]: the ids and flags that the step itself has sampled; None: the graph samples all rows of the step."""
         memory = self._memory
         assert memory is not None
         inputs, graph = self._started(size, columns), self.captured[size]
@@ -148,17 +158,19 @@ class EditedGraphs(StepGraphs[int]):
         settings: Mapping[str, npt.NDArray[Any]],
         part: EditedPart,
     ) -> dict[str, Column]:
-        """Returns the columns of a replay. rows: the rows' indices among the step's sampling rows. nums: how many alternatives each
-        of them wants, -1 for no log-probabilities; None: no row wants any. settings: the rows' sampling settings. part: their
-        edits."""
+        """Returns the input columns of a replay.
+
+        rows: the rows' indices among the sampling rows of the step. slots: their slots.
+        nums: how many alternatives each row wants, -1 for no log-probabilities; None: no row wants any.
+        settings: the rows' sampling settings. part: the edits of their logits."""
         own: dict[str, Column] = {"rows": rows, "places": rows, "slots": slots, **settings, **part.columns}
         if nums is not None:
             own |= {"wanted": np.where(nums >= 0, self._numbers[: len(nums)], NOBODY), "nums": nums}
         return own | {"words": part.words}
 
     def sample(self, columns: Mapping[str, Tensor]) -> StepOutputs:
-        """Samples the rows of the columns, whose hidden states are in this object's memory. It may run while a graph is
-        captured."""
+        """Samples the rows that the columns describe, from the hidden states in the shared memory, and leaves the results there. It
+        launches kernels only, so that the call can be captured in a graph."""
         memory = self._made_memory()
         num_rows = len(columns["slots"])
         hidden = memory.hidden[:num_rows]
@@ -193,7 +205,7 @@ class EditedGraphs(StepGraphs[int]):
         return self._memory
 
     def _padding(self, size: int) -> dict[str, npt.NDArray[Any]]:
-        """Returns the columns of `size` rows that belong to no sequence, without the words."""
+        """Returns the input columns of `size` padding rows, which belong to no sequence. The column `words` is left out."""
         if (made := self._paddings.get(size)) is None:
             ints, sampling = np.zeros(size, np.int32), padding_columns(size, len(self._last_ids) - 1)
             made = {"rows": ints, "places": ints + np.int32(LOGITS_ROWS), "slots": sampling["slots"]}
@@ -209,5 +221,5 @@ class EditedGraphs(StepGraphs[int]):
 
 
 def edited_rows(num_rows: int) -> int:
-    """Returns the size of the graph that samples num_rows edited rows: a power of two."""
+    """Returns the size of the graph that samples num_rows edited rows: the next power of two."""
     return 1 << max(0, num_rows - 1).bit_length()

@@ -12,8 +12,8 @@ from engine.cuda.kernels import entry
 
 
 def edited_logits(logits: Tensor, first: int, num_rows: int, part: EditedPart, sent: Mapping[str, Tensor]) -> Tensor:
-    """Returns num_rows rows of logits from `first` on as float32 [num_rows, V], with a part's masks and edits applied. sent: the
-    part's columns on the device. A part without tokens, a bias or a ban takes fewer launches."""
+    """Returns rows `first` to `first` + num_rows - 1 of logits as float32 [num_rows, V], with masks and edits applied. part: which
+    kinds of edits these rows have; fewer kinds take fewer launches. sent: the columns on the device that describe the edits."""
     wide = torch.empty(num_rows, logits.shape[1], dtype=torch.float32, device=logits.device)
     # if no tokens are counted, the counts are not touched
     counts = torch.empty(wide.shape, dtype=torch.int32, device=logits.device) if part.has_tokens else wide.view(torch.int32)

@@ -1,4 +1,4 @@
-"""Reads the counts of a model's experts from a GPU without waiting for its steps."""
+"""Reads from a GPU how many tokens each expert of a model has computed, without waiting for the model's steps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from scheduler.batch.plan import LongArray
 
 
 class DeviceExpertCounts(ExpertCounts):
-    """The counts of one model's experts on a GPU. A copy to page-locked memory is launched after the steps, and is read at a later
-    call, when it has ended."""
+    """The counts of one model's experts on a GPU (how many tokens each has computed). When they are asked for, a copy to
+    page-locked memory is launched behind the steps; a later call returns it, once the copy has ended."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         super().__init__(shape, device)

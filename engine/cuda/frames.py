@@ -1,5 +1,7 @@
-"""Decodes frames of packed weights (loader.files.frame) on the device they are for. A frame is copied to the device as it is in the
-file; a kernel launched after the copy decodes its values and writes them to their place."""
+"""Decodes packed weights on the device they are for. They come in frames (units of packed data in a file, loader.files.frame). A
+frame is copied to the device as it is in the file; a kernel launched after the copy decodes its values and writes them to their
+place.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ PROOF_VALUES = 2 * frame.GROUP_VALUES + 100  # values of two bytes each; not a m
 
 
 class KeptPart(NamedTuple):
-    """The values [begin, end) of a frame that a share of a split model keeps, or some columns of them. columns: which columns are
-    kept of rows of `columns.whole` values. out: the place of the kept values, [N] of two bytes each on the device."""
+    """The part of a frame's values that one device's share of a split model keeps: the values [begin, end), or some columns of
+    them. columns: which columns are kept, if these values are seen as rows of `columns.whole` values. out: the memory on the device
+    that receives the kept values, [N] of two bytes each."""
 
     begin: int
     end: int
@@ -50,14 +53,14 @@ class DeviceFrames:
             self._begin = torch.zeros(1, dtype=torch.int64, device=memory.arena.device)
 
     def verdict(self) -> Tensor:
-        """Returns [1] int32 on the device, for `decode`: it stays 0 until a frame is refused."""
+        """Returns a new [1] int32 on the device in which `decode` records whether a frame was invalid: 0 as long as none was."""
         with self._memory.copying():
             return torch.zeros(1, dtype=torch.int32, device=self._memory.arena.device)
 
     def decode(self, data: Any, out: Tensor, verdict: Tensor, number: int) -> None:
-        """Starts decoding a frame to out, [N] values of two bytes each on the device. data: the frame, uint8, whose checksum the
-        caller has compared. Raises FrameError if the frame's head does not fit. If decoding finds the frame invalid, `number` (not
-        0) is written to verdict."""
+        """Starts to decode a frame to out, [N] values of two bytes each on the device, and returns. data: the frame as uint8; the
+        caller has checked its checksum. Raises FrameError if the frame's head does not fit N values. If the kernel finds the frame
+        invalid, it writes `number` (not 0) to verdict."""
         with self._lock, self._memory.copying():
             self._decode(data, out, verdict, number)
 
@@ -67,8 +70,9 @@ class DeviceFrames:
         self._unpack(self._buffer, self._begin, frame.FRAME_VALUES, out, verdict, number)
 
     def decode_parts(self, data: Any, num_values: int, kept: Sequence[KeptPart], verdict: Tensor, number: int) -> None:
-        """Starts decoding a frame of num_values values as `decode` does, of which only some belong to the share that is loaded. The
-        frame is decoded beside the weights first; the kept parts are then copied to their places on the device."""
+        """Starts to decode a frame of num_values values, of which this device's share of a split model keeps only some. The whole
+        frame is decoded to memory beside the weights; the kept parts are then copied to their places on the device. data, verdict,
+        number: as in `decode`."""
         with self._lock, self._memory.copying():
             values = torch.empty(num_values, dtype=torch.int16, device=self._memory.arena.device)
             self._decode(data, values, verdict, number)
@@ -80,21 +84,22 @@ class DeviceFrames:
                     first += end - begin
 
     def refused(self, verdict: Tensor) -> int:
-        """Waits for the decoding that was started. Returns the number of a frame that was refused, or 0."""
+        """Waits for the decoding that was started with this verdict. Returns the number of a frame that was found invalid, or 0 if
+        none was."""
         with self._memory.copying():
             return int(verdict.item())
 
     def measured_by(self, host: Decoder) -> Decoder:
-        """Returns a decoder, for measurements (loader.reading.read_rates), that decodes a frame as loads do: its checksum on the
-        host, its values on the device."""
+        """Returns a decoder with which loader.reading.read_rates measures how fast frames can be decoded. Like a load, it computes
+        the checksum on the host, by `host`, and the values on the device."""
         with self._memory.copying():  # torch reuses memory in the order of the stream it was taken on
             out = torch.empty(frame.FRAME_VALUES, dtype=torch.int16, device=self._memory.arena.device)
         verdict = self.verdict()
         return Decoder("triton", lambda data, values: self.decode(data, out[: len(values)], verdict, 1), host.sum_of)
 
     def prove(self) -> None:
-        """Decodes a frame with known values to two places, one of them aligned to 16 bytes and one not, so that both compilations
-        of the kernel exist from now on. Raises RuntimeError if the decoded values differ."""
+        """Tests the decoder: decodes a frame with known values to two places, one aligned to 16 bytes and one not, for which Triton
+        compiles the kernel separately. Raises RuntimeError if a decoded value is wrong."""
         values = np.random.default_rng(1).normal(0, 0.02, PROOF_VALUES).astype(np.float32)
         bits = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         with self._memory.copying():
@@ -110,8 +115,8 @@ class DeviceFrames:
 
 
 def device_frames(memory: ChunkMemory) -> DeviceFrames | None:
-    """Returns the device's decoder; None if the device does not decode correctly; the log then says why, and the host decodes
-    instead."""
+    """Returns the decoder of packed weights on this device. Returns None if the device does not decode correctly; the log then says
+    why, and the host decodes instead."""
     try:
         frames = DeviceFrames(memory)
         frames.prove()

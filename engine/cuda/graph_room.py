@@ -1,8 +1,8 @@
-"""Bounds the CUDA graphs of all models of a process together. The memory that the driver keeps for a graph does not count towards
-torch's limit, so the number of graphs is bounded. This also bounds the memory of their results.
+"""Bounds the number of CUDA graphs of all models of a process together, because the memory that the driver keeps for a graph does
+not count towards torch's limit. This also bounds the memory that graphs keep for their results.
 
-An evicted model keeps its graphs for its return until another model needs the room. If no model is evicted, the graph of a step
-that has none replaces one that no step has run for a while.
+An evicted model keeps its graphs, to use them again when it returns, until another model needs the room. If no evicted model has
+graphs, a new graph that a step needs replaces one that no step has run for a while.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ RESTING_S = 60.0  # a graph that no step has run for this long may be dropped fo
 
 
 class GraphHolder(Protocol):
-    """The graphs of one model's steps of one kind. captured: size of a step -> its graph, whose used_s is the time.monotonic() at
-    which a step last ran it; -inf: no step has. evicted_s: the time.monotonic() at which the model was evicted; None: it is not
+    """The graphs of one model's steps of one kind. captured: the graphs by size of step; used_s of a graph is the time.monotonic()
+    at which a step last ran it, -inf if none has. evicted_s: the time.monotonic() at which the model was evicted; None: it is not
     evicted."""
 
     captured: dict[Any, Any]
@@ -33,12 +33,12 @@ class GraphHolder(Protocol):
         """Drops all graphs."""
 
     def drop_size(self, size: Any) -> None:
-        """Drops the graph of a size, if there is one."""
+        """Drops the graph for steps of this size, if there is one."""
 
 
 class GraphRoom:
-    """The room for the graphs of all models. most: how many there may be. Called by the thread that captures, while other threads
-    may give up graphs and end holders."""
+    """The room for the CUDA graphs of all models of a process. most: how many graphs there may be. Its methods are called by the
+    thread that captures graphs; other threads may drop graphs and delete holders meanwhile."""
 
     def __init__(self, most: int = MOST_GRAPHS) -> None:
         self._most = most
@@ -51,8 +51,8 @@ class GraphRoom:
         return sum(len(one.captured) for one in self._alive())
 
     def is_free(self) -> bool:
-        """Returns whether there is room to capture a graph ahead of any step that needs it. Graphs of evicted models count as room,
-        because `make` may give them up. If there is no room, the log says so once."""
+        """Returns whether there is room to capture a graph that no step needs yet. Graphs of evicted models count as room, because
+        `make` may drop them. The first time that there is no room, this is logged."""
         if self.num_graphs < self._most or any(self._evicted()):
             return True
         if not self._is_logged:
@@ -61,13 +61,14 @@ class GraphRoom:
         return False
 
     def is_free_for_a_step(self) -> bool:
-        """Returns whether there is room to capture a graph that a step needs now. Besides the graphs of evicted models, a graph
-        that no step has run within RESTING_S counts as room."""
+        """Returns whether there is room to capture a graph that a step needs now. Not only graphs of evicted models count as room,
+        but also any graph that no step has run within RESTING_S."""
         return self.is_free() or self._resting() is not None
 
     def make(self, holder: GraphHolder) -> bool:
-        """Drops graphs until there is room for one more of `holder`: those of models that were evicted, the longest ago first;
-        then the one that has not been run for the longest time. Returns whether there is room."""
+        """Makes room for one more graph of `holder`, if need be by dropping other graphs: first those of evicted models, beginning
+        with the model evicted longest ago; then the graph that was run longest ago, if that is more than RESTING_S ago. Returns
+        whether there is room now."""
         if all(ref() is not holder for ref in self._holders):
             self._holders.append(weakref.ref(holder))
         evicted = sorted(self._evicted(), key=lambda one: one.evicted_s or 0.0)
@@ -93,11 +94,11 @@ class GraphRoom:
         return [one for _, one in found if one is not None]
 
     def _evicted(self) -> Iterator[GraphHolder]:
-        """Returns the holders of evicted models that have graphs."""
+        """Yields those holders of graphs whose models are evicted."""
         return (one for one in self._alive() if one.evicted_s is not None and one.captured)
 
     def _resting(self) -> tuple[GraphHolder, Any] | None:
-        """Returns the graph that has not been run for the longest time, as (holder, size); None: steps have run all of them within
+        """Returns (holder, size) of the graph that was run longest ago. Returns None if steps have run all graphs within
         RESTING_S."""
         rested_s = time.monotonic() - RESTING_S
         used = [

@@ -38,14 +38,15 @@ _recording = threading.Lock()  # held while a graph is captured
 
 
 def give_back_memory() -> None:
-    """Makes torch give back the memory that it keeps for later. Torch does so by itself if an allocation needs it, but not while
-    any thread captures. May be called from any thread."""
+    """Makes torch return its cached free memory to the driver. Torch does so by itself if an allocation fails otherwise, but not
+    while any thread captures a graph. May be called from any thread."""
     with _recording:
         torch.cuda.empty_cache()
 
 
 def graph_rows(num_rows: int) -> int:
-    """Returns the row count of the graph that runs num_rows rows: 1, 2, 4, then multiples of 8, of 16 above 64, of 32 above 128."""
+    """Returns the row count of the graph that runs a step of num_rows rows, which is padded to it: 1, 2, 4, then multiples of 8, of
+    16 above 64, of 32 above 128."""
     if num_rows <= 4:
         return 1 << (num_rows - 1).bit_length()
     step = 8 if num_rows <= 64 else 16 if num_rows <= 128 else 32
@@ -54,9 +55,12 @@ def graph_rows(num_rows: int) -> int:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """The results of a step on the device. drawn [2, R] int32: the sampled ids, and 1 for each row whose logits were not finite.
-    hidden [R, W]: the hidden states from which they were sampled, for rows that need more than a sampled id. kept [>= T, W] each:
-    the states that the model's predictor reads; None: there is no predictor."""
+    """The results of a step on the device.
+
+    drawn [2, R] int32: the sampled ids, and 1 for each row whose logits were not finite.
+    hidden [R, W]: the hidden states whose logits were sampled, kept for rows that need more than an id.
+    kept: tensors [>= T, W] with states that the model's predictor (which drafts tokens) reads, for the T tokens of the step; None:
+    there is no predictor."""
 
     drawn: Tensor
     hidden: Tensor
@@ -65,10 +69,13 @@ class StepOutputs:
 
 @dataclass(slots=True)
 class StepGraph:
-    """A captured step. padding: its columns where a step's own are missing or shorter. outputs: the memory to which it writes its
-    results. launch_s: seconds that the host took to launch the same step without a graph. capture_s: seconds that its capture took.
-    num_bytes: bytes by which the capture made the pool grow. used_s: when a step ran it last, by time.monotonic(); -inf: none
-    has."""
+    """A captured step.
+
+    padding: the columns (input arrays) of a step of padding only, used where a real step's columns are missing or shorter.
+    outputs: the memory to which the graph writes its results.
+    launch_s: seconds that the host took to launch the same step without a graph. capture_s: seconds that the capture took.
+    num_bytes: bytes by which the capture made the memory pool grow.
+    used_s: the time.monotonic() at which a step last ran the graph; -inf: none has."""
 
     graph: Any
     inputs: Tensor  # int32: all columns, as Staging.send lays them out
@@ -81,7 +88,7 @@ class StepGraph:
 
     @property
     def kept_bytes(self) -> int:
-        """Returns the bytes of its columns and results, which last from one run to the next."""
+        """Returns the bytes of the graph's input columns and results, which stay allocated from one run to the next."""
         results = (self.outputs.drawn, self.outputs.hidden)
         return self.inputs.nbytes + sum(result.nbytes for result in results)
 
@@ -105,8 +112,8 @@ class CaptureSpace:
         self._record(self._first, lambda: torch.mm(square, square))
 
     def capture(self, work: Callable[[], StepOutputs]) -> tuple[Any, StepOutputs, int]:
-        """Returns a graph of everything that `work` launches, the result of `work`, and by how many bytes the pool grew. Raises
-        RuntimeError in any other thread than the one that made this object."""
+        """Captures everything that `work` launches. Returns the graph, the result of `work`, and the number of bytes by which the
+        memory pool grew. Raises RuntimeError if called in another thread than the one that made this object."""
         if threading.get_ident() != self._thread:
             raise RuntimeError("a graph is captured in another thread than the one that replays it")
         self.destroy_dropped()
@@ -115,7 +122,7 @@ class CaptureSpace:
         return graph, result, torch.cuda.memory_reserved() - reserved_bytes
 
     def drop(self, graphs: list[StepGraph]) -> None:
-        """Accepts graphs that will not be replayed any more, in any thread. They are destroyed before the next capture."""
+        """Takes graphs that will not be replayed any more, to be destroyed before the next capture. May be called in any thread."""
         self._dropped.extend(graphs)
 
     def destroy_dropped(self) -> None:
@@ -144,18 +151,21 @@ def _capture_space(device: torch.device) -> CaptureSpace:
 
 @dataclass(slots=True, frozen=True)
 class _Refusal:
-    """The refusal of a step size for whose graph there was no memory. It is not tried again before until_s (by time.monotonic()),
-    which is wait_s after the attempt."""
+    """The record that there was no memory for the graph of a step size. The capture is not tried again before until_s (by
+    time.monotonic()), which is wait_s after the attempt."""
 
     until_s: float
     wait_s: float
 
 
 class StepGraphs(Generic[Size]):
-    """The CUDA graphs of one model's steps of one kind, by size. step: the function that is captured; it computes a step's outputs
-    from its columns on the device. staging: copies columns to the device. warming: returns the context of the steps that are run
-    before a capture. room: the room for the graphs of all models; None: that of this process. replaying: returns the context in
-    which a step's graph is replayed, once its columns are under way."""
+    """The CUDA graphs of one model's steps of one kind, by size.
+
+    step: the function that is captured; it computes a step's outputs from its input columns on the device.
+    staging: copies columns to the device.
+    warming: returns the context for the steps that are run, as a warm-up, before a capture.
+    room: bounds the number of graphs of all models; None: the process's own GraphRoom.
+    replaying: returns the context in which a graph is replayed, after the copy of its columns was launched."""
 
     def __init__(
         self,
@@ -174,17 +184,17 @@ class StepGraphs(Generic[Size]):
 
     @property
     def kept_bytes(self) -> int:
-        """Returns the bytes that the graphs' columns and results take."""
+        """Returns the bytes that the input columns and results of all graphs take."""
         return sum(graph.kept_bytes for graph in list(self.captured.values()))
 
     def is_refused(self, size: Size) -> bool:
-        """Returns whether there was no memory for the graph of this size, and the time to try again has not come yet."""
+        """Returns whether a capture of this size has failed for lack of memory and is not to be tried again yet."""
         refusal = self._refused.get(size)
         return refusal is not None and time.monotonic() < refusal.until_s
 
     def run(self, size: Size, columns: Mapping[str, Any]) -> StepOutputs:
-        """Replays the graph of a captured size. columns: the inputs of the step, without padding. Returns outputs that the next run
-        of any graph overwrites."""
+        """Replays the captured graph of this size. columns: the inputs of the step, without padding. Returns its outputs, in memory
+        that the next replay of any graph overwrites."""
         self._started(size, columns)
         graph = self.captured[size]
         with self._replaying():
@@ -192,16 +202,16 @@ class StepGraphs(Generic[Size]):
         return graph.outputs
 
     def _started(self, size: Size, columns: Mapping[str, Any]) -> Tensor:
-        """Copies the inputs of the next replay of a captured size to the graph's memory, and returns that."""
+        """Copies the input columns of the next replay to the memory of the graph of this size, and returns that memory."""
         graph = self.captured[size]
         graph.used_s = time.monotonic()
         self._staging.copy(columns, graph.inputs, graph.padding)
         return graph.inputs
 
     def capture(self, size: Size, padding: Mapping[str, Any]) -> bool:
-        """Captures the step of a size that is not refused. padding: the columns of a step of this size with only padding. Returns
-        False if other models' graphs leave no room for it, or if there is no memory for it even after evicted models have given up
-        their graphs; the size is then refused for a while."""
+        """Captures the graph for steps of this size, which must not be refused (is_refused), and returns True. padding: the columns
+        of a step of this size that is padding only. Returns False if other models' graphs leave no room, or if there is no memory
+        even after evicted models have lost their graphs; the size is then refused for a while."""
         if not self._room.make(self):
             return False
         for give_back in (None, give_back_memory, self._give_back_of_evicted):
@@ -228,12 +238,13 @@ class StepGraphs(Generic[Size]):
         self.captured.clear()
 
     def drop_size(self, size: Size) -> None:
-        """Drops the graph of a size, if there is one."""
+        """Drops the graph for steps of this size, if there is one."""
         if (graph := self.captured.pop(size, None)) is not None:
             let_go([graph])
 
     def _give_back_of_evicted(self) -> bool:
-        """Makes torch and the driver give back what graphs of evicted models hold. Returns whether there were any."""
+        """Drops the graphs of evicted models, and makes torch return their memory to the driver. Returns False if no evicted model
+        had graphs."""
         if not self._room.drop_evicted():
             return False
         destroy_dropped()
@@ -257,26 +268,28 @@ class StepGraphs(Generic[Size]):
         return StepGraph(graph, inputs, Padding(padding), outputs, launch_s, time.perf_counter() - began_s, num_bytes)
 
     def _fixed_inputs(self, padding: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns memory for the inputs of a graph, and these columns in it."""
+        """Allocates the memory of a graph's inputs and copies these columns to it. Returns the memory, and the columns as views of
+        it."""
         inputs = torch.zeros(words_of(padding), dtype=torch.int32, device=self._device)
         return inputs, self._staging.send(padding, inputs)
 
 
 def let_go(graphs: list[StepGraph]) -> None:
-    """Hands over to the capture space graphs that will not be replayed any more, to be destroyed later. May be called in any
+    """Passes on graphs that will not be replayed any more to the CaptureSpace, which destroys them later. May be called in any
     thread."""
     if _space is not None:
         _space.drop(graphs)
 
 
 def destroy_dropped() -> None:
-    """Destroys the graphs that were handed over by let_go. Called by the thread that captures."""
+    """Destroys the graphs that let_go was given. Called by the thread that captures."""
     if _space is not None:
         _space.destroy_dropped()
 
 
 class DecodeGraphs(StepGraphs[int]):
-    """The decode graphs of one model, by row count. max_rows: steps of more rows have no graph; 0 if no step has one."""
+    """The CUDA graphs of one model's decode steps, by row count. max_rows: steps of more rows have no graph; 0 if no step has
+    one."""
 
     def __init__(
         self,
@@ -293,7 +306,7 @@ class DecodeGraphs(StepGraphs[int]):
         self._lacked: set[int] = set()
 
     def lacked_before(self, rows: int) -> bool:
-        """Records that a step had no graph of this row count, and returns whether this was so for an earlier step, too."""
+        """Records that a step lacked the graph of this row count, and returns whether an earlier step lacked it, too."""
         if rows in self._lacked:
             return True
         self._lacked.add(rows)
@@ -304,14 +317,14 @@ class DecodeGraphs(StepGraphs[int]):
         self._lacked.discard(size)
 
     def rows_for(self, num_rows: int) -> int:
-        """Returns the row count of the graph that runs num_rows rows; 0: no graph may run them now, because they are too many or
-        there was no memory for it."""
+        """Returns the row count of the graph that is to run a step of num_rows rows, captured yet or not. Returns 0 if none may:
+        the rows are too many, or there was no memory for the graph a short while ago."""
         rows = graph_rows(num_rows)
         return rows if rows <= self._max_rows and not self.is_refused(rows) else 0
 
     def missing(self, max_rows: int) -> list[int]:
-        """Returns the row counts of graphs that steps of up to max_rows rows may need and that may be captured now, without those
-        that are captured; the smallest first."""
+        """Returns the row counts, the smallest first, of the graphs that steps of up to max_rows rows may need, that may be
+        captured now, and that are not captured yet."""
         if not self._max_rows or not self._room.is_free():
             return []
         sizes = dict.fromkeys(map(self.rows_for, range(1, min(max_rows, self._max_rows) + 1)))

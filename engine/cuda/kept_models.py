@@ -1,5 +1,5 @@
-"""Keeps evicted models of a GPU for their return: their graphs and block tables stay on the device, so that another load of the
-same weights uses them again. The memory that all of them keep is bounded.
+"""Keeps the evicted models of a GPU until they return: their CUDA graphs and block tables stay on the device, so that another load
+of the same weights to the same addresses uses them again. The memory that all of them take together is bounded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ MOST_KEPT_BYTES = 64 << 20  # an eighth of what torch may keep besides the work 
 
 
 class KeptModels:
-    """The latest model of each name, with the identity of the load that it was made for. Safe for several threads: loads run in
-    threads of their own. most_bytes: the most bytes of the device's memory that evicted models may keep."""
+    """The models of a GPU, loaded or evicted: the latest of each name, with the identity of its load (what must be equal for the
+    model to be used again). Safe for several threads, because each load runs in a thread of its own. most_bytes: the most device
+    memory that evicted models may keep together."""
 
     def __init__(self, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -24,13 +25,13 @@ class KeptModels:
         self._lock = threading.Lock()
 
     def of(self, name: str) -> CudaModel | None:
-        """Returns the latest model of this name; None: none was loaded, or it was dropped."""
+        """Returns the latest model of this name. Returns None if none was loaded, or if it was dropped."""
         known = self._models.get(name)
         return None if known is None else known[1]
 
     def restored(self, name: str, identity: object) -> CudaModel | None:
-        """Returns the evicted model of this name, usable again, if it was made for a load with this identity. Otherwise it is given
-        up, and None is returned."""
+        """Makes the evicted model of this name usable again, and returns it, if it was made for a load with the same identity.
+        Otherwise drops it and returns None."""
         with self._lock:
             known = self._models.get(name)
             if known is not None and known[0] == identity:
@@ -40,7 +41,8 @@ class KeptModels:
         return None
 
     def add(self, name: str, identity: object, model: CudaModel) -> None:
-        """Keeps a model that was loaded. If evicted models keep too much memory, those evicted longest ago are dropped."""
+        """Keeps a model that was just loaded. If evicted models then keep more than most_bytes, those evicted longest ago are
+        dropped."""
         with self._lock:
             self._models[name] = identity, model
         self._give_up_evicted(self._most_bytes)
@@ -57,7 +59,7 @@ class KeptModels:
         self._give_up_evicted(-1)
 
     def _give_up_evicted(self, most_bytes: int) -> None:
-        """Drops the models that were evicted longest ago, until the other evicted ones keep at most most_bytes together."""
+        """Drops the models that were evicted longest ago, until the other evicted models together keep at most most_bytes."""
         with self._lock:
             evicted = sorted(
                 ((evicted_s, name) for name, (_, model) in self._models.items() if (evicted_s := model.evicted_s) is not None),

@@ -42,9 +42,11 @@ START_S, UNIT_S = 6.0, 1.5  # expected time until a process begins to compile, a
 
 
 class CudaKernelBuilds:
-    """The compilation of kernels for one GPU. folder: Triton's cache folder. capability: the GPU's compute capability, 90 for 9.0.
-    num_processes: how many compilers may run at a time, MOST_COMPILERS at most. tell: called with news about the compilation, by
-    the thread that waits."""
+    """The compilation of kernels for one GPU.
+
+    folder: Triton's cache folder. capability: the GPU's compute capability, 90 for 9.0.
+    num_processes: how many compile processes run at a time, MOST_COMPILERS at most.
+    tell: called with news about the compilation, by the thread that waits for it."""
 
     def __init__(
         self, folder: str, capability: int, block_tokens: int, num_processes: int, tell: Callable[[KernelNews], None]
@@ -53,10 +55,12 @@ class CudaKernelBuilds:
         self._num_processes, self._tell = max(1, min(num_processes, MOST_COMPILERS)), tell
 
     def need(self, spec: LoadModel, shape: ModelShape, waiting: Callable[[], None], adapters: bool = False) -> None:
-        """Returns once the model's kernels are compiled, or cannot be; the log then says why, and the model's own warm-up compiles
-        the missing ones. waiting: called every KERNEL_WAIT_EVERY_S; an error that it raises ends the compilation and is raised
-        here. adapters: compiles the further kernels of steps with LoRA adapters instead; if they cannot be compiled, the first such
-        step compiles the missing ones."""
+        """Compiles the model's kernels, unless that was done before, and returns when they are ready. If they cannot be compiled,
+        the log says why, and the load's own warm-up compiles the missing ones.
+
+        waiting: called every KERNEL_WAIT_EVERY_S; an error that it raises ends the compilation and is raised here.
+        adapters: compiles the additional kernels of steps with LoRA adapters instead; if that fails, the first such step compiles
+        the missing ones."""
         text = self._job(spec, shape, adapters=adapters)
         mark = Path(self._folder, f"compiled-{_digest(text, layout_id(shape, spec.dtype, FORMATS[spec.quantize]))}")
         if mark.exists():
@@ -69,8 +73,8 @@ class CudaKernelBuilds:
             log.error("%s: its kernels cannot be compiled ahead, its load compiles them: %s", spec.model, error)
 
     def build_trials(self, spec: LoadModel, shape: ModelShape) -> bool:
-        """Compiles the kernels that are launched to compare tiles for a model (tile_choice.py), in one process and without the lock
-        that loads wait for. Returns whether all of it is compiled; the log says why not."""
+        """Compiles the attention kernels with which alternative tiles are compared for a model (tile_choice.py), in one process and
+        without the lock for which loads wait. Returns whether all of them are compiled; if not, the log says why."""
         try:
             process = _start(0, 1)
         except OSError as error:
@@ -91,15 +95,16 @@ class CudaKernelBuilds:
         return code == 0
 
     def _job(self, spec: LoadModel, shape: ModelShape, adapters: bool = False, trials: bool = False) -> bytes:
-        """Returns a CompileJob as JSON. Settings of `spec` that do not affect compilation are left empty."""
+        """Returns the CompileJob for a model as JSON. Settings of `spec` that do not affect compilation are left empty. trials: the
+        job is to compile attention for the comparison of tiles."""
         limits = (spec.max_model_len, spec.max_sequences)
         settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], spec.quantize, kv_cache_dtype=spec.kv_cache_dtype)
         of_gpu = (self._block_tokens, self._capability, self._folder)
         return msgspec.json.encode(CompileJob(settings, shape, *of_gpu, adapters, tiles.in_use(), trials))
 
     def _build(self, model: str, job: bytes, waiting: Callable[[], None]) -> bool:
-        """Runs compile processes for the job, and returns whether all of them succeeded. job: a CompileJob as JSON. waiting: as in
-        `need`."""
+        """Runs compile processes for the job, and returns whether all of them succeeded. job: a CompileJob as JSON. waiting: called
+        every KERNEL_WAIT_EVERY_S; an error that it raises ends the processes and is raised here."""
         began_s, progress = time.monotonic(), _Progress()
         log.info("%s: its kernels are being compiled, once for this version and kind of GPU (%s)", model, self._folder)
         processes: list[subprocess.Popen[bytes]] = []
@@ -162,8 +167,8 @@ def _start(share: int, num_shares: int) -> subprocess.Popen[bytes]:
 
 
 def _follow(process: subprocess.Popen[bytes], job: bytes, progress: _Progress) -> None:
-    """Sends a compile process its job, and adds to `progress` every line that the process prints, until it ends. Ends the process
-    if that cannot be done, because whoever waits for the process would wait without limit."""
+    """Sends a compile process its job, and records in `progress` every line that the process prints, until it ends. If its output
+    cannot be read, kills the process, because nothing else would end the wait for it."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -182,9 +187,9 @@ def _follow(process: subprocess.Popen[bytes], job: bytes, progress: _Progress) -
 
 @contextmanager
 def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Returns a context that holds a file lock shared by all engines of the node, so that kernels which several engines need are
-    compiled by one of them. waiting: called every KERNEL_WAIT_EVERY_S while another process has the lock. Raises OSError if the
-    file cannot be opened."""
+    """Returns a context that holds a file lock which all engines of the node share, so that only one of them compiles kernels that
+    several need. waiting: called every KERNEL_WAIT_EVERY_S while another process has the lock. Raises OSError if the file cannot be
+    opened."""
     with open(path, "wb") as file:
         while True:
             try:

@@ -1,5 +1,5 @@
-"""Makes a model whose weights and KV have addresses but no memory. Its steps launch the same kernels as the real model's steps,
-with arguments for which Triton compiles the same code (engine/cuda/launches.py), and compute nothing.
+"""Makes a model whose weights and KV have addresses but no memory. Its steps launch the same kernels as those of the real model,
+with arguments for which Triton compiles the same code (engine/cuda/launches.py records them), and compute nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARENA_BLOCKS = 4  # blocks of each KV group; views of the arena are never read
 
 
 class AddressRange:
-    """Stands in for a WeightRange (engine.memory.weight_range): addresses without memory, aligned as on a device."""
+    """A range of addresses without memory, aligned as on a device, in place of a WeightRange (engine.memory.weight_range)."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -44,8 +44,8 @@ class AddressRange:
 
 
 class LaunchOnlyOps(CudaOps):
-    """Operations that launch kernels and read no weights. Products of few rows launch hearthd's kernel, as steps do where it was
-    measured to be faster than cuBLAS."""
+    """The operations of a model that only launches: they launch kernels and read no weights. A matrix multiplication of few rows
+    launches hearthd's kernel, as a real step does where that kernel was measured to be faster than cuBLAS."""
 
     def __init__(self) -> None:
         """Skips CudaOps.__init__, which would set Triton's cache folder."""
@@ -71,12 +71,12 @@ class LaunchOnlyOps(CudaOps):
         return weight.new_empty(x.shape[0], weight.shape[0])
 
     def _product_by_head(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Leaves out [H, T, N] unwritten. On a GPU cuBLAS would multiply x [H, T, K] by weights [H, K, N], but these weights are
-        addresses without memory, and none of hearthd's kernels is launched for the product."""
+        """Leaves out [H, T, N] unwritten and launches nothing. On a GPU cuBLAS would multiply x [H, T, K] by the weights [H, K, N]
+        here; these weights have no memory, and none of hearthd's kernels would be launched."""
 
 
 class NoRanks(DeviceRanks):
-    """The ranks of a share whose steps exchange nothing."""
+    """The tensor-parallel connection of a share whose steps exchange nothing."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self._alone, self._has_ended = 0, size, True, False
@@ -84,7 +84,7 @@ class NoRanks(DeviceRanks):
 
 
 class NoStages(DeviceStages):
-    """The stages of a share whose steps pass nothing on."""
+    """The pipeline connection of a share whose steps pass nothing on."""
 
     waited_s = 0.0
 
@@ -93,8 +93,8 @@ class NoStages(DeviceStages):
 
 
 def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> CudaModel:
-    """Returns a model, or a share of one, whose steps launch the kernels of the real model's steps and compute nothing. spec: only
-    its dtypes and limits are used."""
+    """Returns a model, or a device's share of one if the shape is split, whose steps launch the kernels of the real model's steps
+    and compute nothing. spec: only its dtypes and limits are used."""
     groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
     arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
     weights: Any = AddressRange(weights_bytes(shape, spec.dtype, FORMATS[spec.quantize]))

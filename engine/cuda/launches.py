@@ -21,8 +21,8 @@ WARP_THREADS = 32
 
 
 class NoGpu:
-    """Stands in for Triton's driver where there is no GPU, with the methods that compiling needs. capability: compute capability of
-    the GPU to compile for, 90 for 9.0."""
+    """A replacement for Triton's driver where there is no GPU, with the methods that compiling needs. capability: compute
+    capability of the GPU to compile for, 90 for 9.0."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, WARP_THREADS)
@@ -39,7 +39,7 @@ class NoGpu:
 
 @dataclass(slots=True, frozen=True)
 class Launch:
-    """A recorded launch of a Triton kernel: what was passed to it. key: Triton's key for the compilation of the kernel."""
+    """A recorded launch of a Triton kernel, with its arguments and options. key: what Triton identifies the compiled kernel by."""
 
     kernel: Any
     key: str
@@ -57,8 +57,8 @@ class Launch:
 
 
 def _seen_as(argument: Any) -> Any:
-    """Returns everything about a kernel's argument on which Triton's key may depend: the dtype of a tensor and its address modulo
-    16 bytes, the type and value of anything else."""
+    """Returns everything about an argument of a kernel on which Triton's key may depend: of a tensor the dtype and the address
+    modulo 16 bytes, of anything else the type and the value."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     return type(argument), argument
@@ -66,11 +66,11 @@ def _seen_as(argument: Any) -> Any:
 
 @contextmanager
 def recorded(capability: int) -> Iterator[dict[str, Launch]]:
-    """Returns a context in which Triton kernels are recorded instead of compiled and run, so results are undefined. It yields the
-    launches made inside it: the first of each key, by key, in order. From then on this process compiles for a GPU of this
-    capability, whatever GPU it has.
+    """Returns a context in which launches of Triton kernels are recorded, and neither compiled nor run; results are undefined. It
+    yields a dict of the launches made inside it: the first launch for each key, by key, in order. From then on this process
+    compiles for a GPU of this capability, whatever GPU it has.
 
-    Raises RuntimeError at a launch whose key Triton does not tell, and where kernels are interpreted."""
+    Raises RuntimeError at a launch for which Triton does not report a key, and if kernels are interpreted."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("interpreted kernels have no keys")
     launches: dict[str, Launch] = {}

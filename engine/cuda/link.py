@@ -1,4 +1,4 @@
-"""The base of the connections of a share of a split model to the other shares."""
+"""Defines the base class of the connections between the devices' shares of a split model (tensor or pipeline parallelism)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ CLOSE_LIMIT_S = 10.0  # for which `wait_closed` waits at most
 
 
 class Link:
-    """A connection of a share to other shares. _alone: whether nothing passes through it at the moment. _thread: the thread that
-    uses the connection, and ends after `close`; None if the connection needs no thread. _fault: the error that ended this thread,
-    None if there was none."""
+    """A connection of one device's share of a split model to other shares. _alone: whether nothing passes through it at the moment
+    (see `alone`). _thread: the thread that uses the connection, and ends after `close`; None if the connection needs no thread.
+    _fault: the error that ended this thread; None if there was none."""
 
     _alone = False
     _thread: Thread | None = None
     _fault: Exception | None = None
 
     def _begin(self, work: Callable[[], None], name: str) -> None:
-        """Starts the thread, which runs `work`. An error of it is kept for `check_fault`, and then `_told_fault` is called."""
+        """Starts the connection's thread, which runs `work`. If `work` raises, the error is kept for `check_fault`, and
+        `_told_fault` is called."""
 
         def run() -> None:
             try:
@@ -36,22 +37,23 @@ class Link:
         self._thread.start()
 
     def _told_fault(self) -> None:
-        """Ends all waits, here and in other engines, for work that the thread would have done. Called in the thread, when an error
-        has ended its work."""
+        """Ends all waits, in this engine and in others, for what the thread would have done. Called in the thread after an error
+        has ended its work. Does nothing unless a subclass overrides it."""
 
     def has_ended(self) -> bool:
-        """Returns whether the thread has done all that it was given. Does not wait. Raises as `check_fault` does."""
+        """Returns whether the thread has done all that it was given. Does not wait. Raises the error that has ended the thread, if
+        there was one."""
         self.check_fault()
         return True
 
     def check_fault(self) -> None:
-        """Raises the error that has ended the thread, if there was one. A device reports its errors at any later call, and the
-        thread's may be the only one that meets them."""
+        """Raises the error that has ended the thread, if there was one. A device reports its errors at any later call, which may be
+        one of the thread's alone."""
         if self._fault is not None:
             raise self._fault
 
     def close(self) -> None:
-        """Ends the thread. Subclasses say what ends before that. Idempotent."""
+        """Ends the thread. Subclasses say what is done before that. Idempotent."""
         raise NotImplementedError
 
     @contextmanager
@@ -65,8 +67,9 @@ class Link:
             self._alone = before
 
     def wait_closed(self) -> None:
-        """Waits after `close` until the thread has ended, and with it the use of all memory that is shared, for at most
-        CLOSE_LIMIT_S. The device must be able to end its steps, and graphs with exchanges must have been destroyed."""
+        """Waits, after `close`, until the thread has ended, and with it the use of all shared memory; gives up after CLOSE_LIMIT_S
+        with an error in the log. Before the call, graphs with exchanges must have been destroyed, and nothing may keep the device
+        from ending its steps."""
         if self._thread is not None:
             self._thread.join(CLOSE_LIMIT_S)
             if self._thread.is_alive():

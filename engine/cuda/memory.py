@@ -1,5 +1,5 @@
-"""A CUDA device's chunks: physical allocations by the driver's virtual memory management, mapped as a whole for the arena and again
-into weight ranges. Addresses never change, so captured graphs survive an eviction.
+"""A CUDA device's chunks: physical allocations by the driver's virtual memory management. All of them are mapped once as the arena
+(one address range), and again into the address ranges of weights. Addresses never change, so captured graphs survive an eviction.
 
 Source: CUDA driver API, "Virtual Memory Management". Imported only where cuda-bindings is installed.
 """
@@ -28,7 +28,7 @@ FILE_DESCRIPTOR = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE
 
 
 class DeviceError(RuntimeError):
-    """Raised when the CUDA driver refuses a call. Most of these errors are only cured by a new process."""
+    """Raised when the CUDA driver refuses a call. After most of these errors only a new process can use the device."""
 
 
 def call_driver(function: Any, *arguments: Any) -> Any:
@@ -44,9 +44,9 @@ def call_driver(function: Any, *arguments: Any) -> Any:
 
 
 def allocations(index: int, exportable: bool) -> tuple[Any, Any, int]:
-    """Returns the driver's descriptions of allocations on device `index`: their kind, and the access to them once they are mapped.
-    Also returns the number of bytes of which an allocation's size must be a multiple. exportable: whether other processes will map
-    the memory."""
+    """Returns the driver's structures for memory of device `index`: the properties of an allocation, and the access to it once it
+    is mapped. Also returns the number of bytes of which an allocation's size must be a multiple. exportable: whether other
+    processes will map the memory."""
     place = driver.CUmemLocation()
     place.type, place.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
     wanted = driver.CUmemAllocationProp()
@@ -137,10 +137,10 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Waits for everything that runs on the device, then has the range's chunks unmapped in another thread. The wait is needed,
-        since a kernel that still read the range would make the whole context unusable. The chunks may be used for something else at
-        once: a chunk may lie in several ranges, and nothing reads it through this one. Calls that map or release the range wait for
-        the thread. Raises RuntimeError if an earlier range could not be unmapped."""
+        """Waits for everything that runs on the device, then queues the range's chunks to be unmapped by another thread. The wait
+        is needed, because a kernel that still read the range would make the whole CUDA context unusable. The chunks may be used for
+        something else at once: a chunk may be mapped in several ranges, and nothing reads it through this one. Later calls that map
+        or release the range wait for the thread. Raises RuntimeError if an earlier range could not be unmapped."""
         self._enter()
         self._streams.synchronise()
         self._unmapping.add(address, num_bytes)
@@ -234,14 +234,15 @@ class CudaMemory:
         return self._streams.sum_of(self.tensor(address, num_bytes))
 
     def export(self) -> list[int]:
-        """Returns one file descriptor for each chunk, with which another process can map it. Raises DeviceError, and OSError if
-        this process may not open so many descriptors."""
+        """Returns one file descriptor for each chunk, by which another process can map the chunk. Raises DeviceError, and OSError
+        if this process may not open so many descriptors."""
         descriptors.allow_many_files(len(self._handles))
         return [int(call_driver(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
-        """Copies pieces of piece_bytes bytes within the arena: piece sources[i] to piece targets[i]. Waits for the copies, because
-        a load, whose copies are on another stream, may get a chunk that was emptied."""
+        """Copies pieces of piece_bytes bytes within the arena: the piece with index sources[i] to the one with index targets[i].
+        Waits for the copies, because a chunk that they empty may be given to a load at once, whose own copies are on another
+        stream."""
         copy_pieces(self.arena, piece_bytes, sources, targets)
         self._streams.finish_steps()
 
@@ -259,5 +260,5 @@ class CudaMemory:
         self.release(self._arena_address, self.num_bytes)
 
     def _enter(self) -> None:
-        """Makes this device's CUDA context the calling thread's, because a new thread has none."""
+        """Makes this device's CUDA context current in the calling thread, because a new thread has none."""
         call_driver(driver.cuCtxSetCurrent, self._context)

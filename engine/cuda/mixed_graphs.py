@@ -1,9 +1,8 @@
-"""Captures steps with prompt chunks as CUDA graphs, in the sizes of mixed_steps.py. A graph is kept if replaying it takes the
-device no longer than launching the same step takes the host: then no step is slower for its padding, whatever the model and the
-GPU.
+"""Captures steps with prompt chunks as CUDA graphs, in the sizes of mixed_steps.py. A graph is kept if the device replays it in no
+more time than the host takes to launch the same step without it: then padding makes no step slower, whatever the model and the GPU.
 
-Sizes are captured in idle time. A model that is never idle captures one when a step has needed it often enough. graph_room.py
-bounds how many there are.
+Sizes are captured in idle time. A model that is never idle captures a size once enough steps have needed it. graph_room.py bounds
+the number of graphs.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ REPLAYS = 3  # replays that are measured; the fastest counts, since an idle devi
 
 
 def pays(device_s: float, launch_s: float) -> bool:
-    """Returns whether a graph is worth keeping. device_s: the device's seconds for its replay. launch_s: the host's seconds to
-    launch the same step without it."""
+    """Returns whether a graph is worth keeping. device_s: the seconds in which the device replays it. launch_s: the seconds in
+    which the host launches the same step without it."""
     return device_s <= launch_s
 
 
 class MixedGraphs(StepGraphs[MixedSize]):
-    """The graphs of one model's steps with prompt chunks. sizes: the possible sizes, the smallest first."""
+    """The CUDA graphs of one model's steps with prompt chunks. sizes: the possible sizes, the smallest first."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class MixedGraphs(StepGraphs[MixedSize]):
         self._needed: Counter[MixedSize] = Counter()  # how often each size was needed and not captured
 
     def none(self) -> MixedGraphs:
-        """Returns an object of this class without sizes, so that every such step launches its kernels one by one."""
+        """Returns a MixedGraphs without sizes, so that every step launches its kernels one by one."""
         return MixedGraphs(self._step, self._staging, self._device, (), replaying=self._replaying)
 
     def missing(self) -> list[MixedSize]:
@@ -70,9 +69,9 @@ class MixedGraphs(StepGraphs[MixedSize]):
         return min(holding, key=self._sizes.__getitem__, default=None)
 
     def needed(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
-        """Returns the size whose graph is to be captured before a step of num_tokens tokens, num_rows rows and num_tiles query
-        tiles runs; None: none is. Counts the steps that lack a graph, because a size is captured after STEPS_BEFORE_CAPTURE of
-        them."""
+        """Returns the size whose graph should be captured before a step of num_tokens tokens, num_rows rows and num_tiles query
+        tiles runs; None: no graph should be captured now. Also counts this step as one that lacks a graph, because a size is
+        captured only after STEPS_BEFORE_CAPTURE such steps."""
         for size in self._sizes:
             if size.holds(num_tokens, num_rows, num_tiles) and self._is_allowed(size):
                 if size in self.captured:
@@ -82,9 +81,9 @@ class MixedGraphs(StepGraphs[MixedSize]):
         return None
 
     def capture(self, size: MixedSize, padding: Mapping[str, Any]) -> bool:
-        """Captures a graph for steps of this size and returns whether there is one, as StepGraphs.capture does. Also returns False
-        if launching the graph saves no time. Then neither this size nor a larger one is tried again, since a larger step takes
-        the device longer and the host as long."""
+        """Captures a graph for steps of this size. Returns whether there is one now: False if there is no room or memory, or if the
+        graph saves no time. In the last case neither this size nor a larger one is tried again, because a larger step takes the
+        device longer, and the host no longer to launch."""
         self._needed.pop(size, None)
         if not super().capture(size, padding):
             return False
@@ -107,7 +106,7 @@ class MixedGraphs(StepGraphs[MixedSize]):
         return size not in self._without_gain and not self.is_refused(size)
 
     def _replay_s(self, graph: StepGraph) -> float:
-        """Returns the seconds in which the device replays a graph that was captured just now; 0 where there is no device."""
+        """Returns the seconds in which the device replays a graph that was just captured; 0 if there is no device."""
         if self._device.type != "cuda":
             return 0.0
         graph.graph.replay()  # the first replay uploads the graph to the device

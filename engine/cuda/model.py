@@ -1,14 +1,15 @@
 """A model on a GPU. Steps are launched and their tokens read later, so the next step can start before they are known.
 
-Most of a step's inputs are computed on the device (kernels/triton_inputs.py): the host sends a few columns per row, and the device
-takes a token that the host has not seen yet from where the last step left it. A step that only decodes runs as one CUDA graph
-(engine/cuda/graphs.py), and so does one with pieces of prompts if it is small (mixed_graphs.py). Where logits are edited, or
-log-probabilities of sampled tokens are wanted, it goes on from the graph's hidden states (edited.py), by a further graph for up to
-64 such rows (edited_graphs.py). A step in which a row has a LoRA adapter is one that computes adapters, too, and has graphs of its
-own; all other steps of the model are as if there were none. A model's predictor drafts tokens behind a step, without graphs
-(predicting.py).
+Most of a step's inputs are computed on the device (kernels/triton_inputs.py). The host sends a few columns (arrays with one value
+for each row); where it does not know a token yet, the device takes it from where the last step left it.
 
-Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
+How a step runs: a decode step is one CUDA graph (engine/cuda/graphs.py), and so is a small step with prompt chunks
+(mixed_graphs.py). If logits are edited, or log-probabilities of sampled tokens are wanted, the rows concerned are sampled
+afterwards from the step's hidden states (edited.py), up to 64 rows by a further graph (edited_graphs.py). A step in which a row has
+a LoRA adapter computes adapters, too, and has graphs of its own; all other steps run as if there were no adapters. A model's
+predictor (which drafts tokens) runs behind the step without graphs (predicting.py).
+
+Shapes: R rows, T tokens, N sampling rows (those after which a token is sampled), S slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -67,10 +68,12 @@ CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are 
 
 @dataclass(slots=True, frozen=True)
 class DeviceGroupMemory:
-    """The memory of one of the model's KV groups, and how its tokens are rotated. kv, scales: views of the arena, as
-    engine.memory.arena.kv_views returns them (state_view for a group of states). rotary: the rotary embedding of the group's
-    layers, on the device. reach: KVGroupSpec.reach. num_pieces: the approximate number of pieces into which the contexts of a
-    decode step are cut."""
+    """The memory of one of the model's KV groups (the layers that share block tables), and how these layers attend.
+
+    kv, scales: views of the arena, as engine.memory.arena.kv_views returns them (state_view for a group of states).
+    rotary: the rotary embedding of the group's layers, on the device.
+    reach: how far back a token attends, as KVGroupSpec.reach says.
+    num_pieces: the approximate number of split-K parts into which the contexts of a decode step are cut."""
 
     kv: Tensor
     scales: Tensor | None
@@ -82,8 +85,8 @@ class DeviceGroupMemory:
 
 @dataclass(slots=True)
 class Marks:
-    """CUDA events before and after a step, and page-locked memory for the step's results on the host. They are reused for a later
-    step once the results were read, because the driver takes longer to make them than to use them."""
+    """A pair of CUDA events, before and after a step, with page-locked memory for the step's results on the host. They are used
+    again for a later step once the results were read, because the driver takes longer to make them than to use them."""
 
     started: Any
     done: Any
@@ -91,8 +94,8 @@ class Marks:
     last: Tensor | None = None  # the part of `memory` that was used last
 
     def room_for(self, told: Tensor) -> Tensor:
-        """Returns page-locked memory of the size and shape of `told`, in one piece. A copy to memory of any other kind would make
-        the host wait for the device."""
+        """Returns page-locked host memory of the dtype and shape of `told`, which is to be copied there. A copy to memory of any
+        other kind would make the host wait for the device."""
         if self.last is not None and (self.last.dtype, self.last.shape) == (told.dtype, told.shape):
             return self.last
         if self.memory is None or len(self.memory) < told.nbytes:
@@ -102,10 +105,11 @@ class Marks:
 
 
 class PendingStep:
-    """A step under way on the device. `wait` returns its result; it blocks without spinning, and may be called once. told: the
-    results' memory on the host. read: makes a StepResult from this memory and the step's seconds. marks: the events around the
-    step; None if it has ended. began_s: when it began, by time.perf_counter(), for a step without events. taken_back: called with
-    marks that can be reused."""
+    """A step that was launched and may still run. `wait` returns its result; it blocks without spinning, and may be called once.
+
+    told: the memory on the host to which the results are copied. read: makes a StepResult from this memory and the step's seconds.
+    marks: the events around the step; None if the step has ended. taken_back: called with the marks once they can be used again.
+    began_s: when the step began, by time.perf_counter(); used only without marks."""
 
     def __init__(
         self,
@@ -129,8 +133,8 @@ class PendingStep:
 
 
 class _Begun(NamedTuple):
-    """A step that was launched, before its results are copied to the host. outputs: its results on the device. marks: the events
-    around it, of which the second is not recorded yet; None if there is no device."""
+    """A step that was launched, before the copy of its results to the host. outputs: the results on the device. marks: the events
+    around the step, of which the second is not recorded yet; None if there is no CUDA device."""
 
     outputs: StepOutputs
     marks: Marks | None
@@ -138,13 +142,15 @@ class _Begun(NamedTuple):
 
 class CudaModel:
     """A decoder (engine.contracts.steps.HostedModel) on a GPU, or on the CPU with interpreted kernels (for tests). Not safe for two
-    threads at a time: a load's thread makes, warms and restores it; everything else runs in the thread that runs steps
+    threads at a time: a load's thread makes, warms and restores it; all other calls come from the thread that runs steps
     (docs/gpu.md).
 
-    arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to this many rows run as graphs; 0: none do.
-    max_graph_tokens: the same limit for the tokens of steps with prompt chunks. prepare_adapters: compiles the kernels of adapters;
-    called in the thread that reads one. ranks, stages: for a share of a split model (engine/cuda/share.py), the connections to the
-    other shares of its layers and to the stages with other layers; None: there are none."""
+    arena: the device's KV memory as uint8.
+    max_graph_rows: decode steps of up to this many rows run as CUDA graphs; 0: none do. max_graph_tokens: the same for the number
+    of tokens of steps with prompt chunks.
+    prepare_adapters: compiles the kernels of adapters; called in the thread that reads an adapter.
+    ranks, stages: for a device's share of a split model (engine/cuda/share.py), its connections to the other shares of the same
+    layers and to the pipeline stages with other layers; None: there are none."""
 
     def __init__(
         self,
@@ -245,8 +251,8 @@ class CudaModel:
         return self.launch(plan, table, masks).wait()
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts one step and returns while it may still be running, as LaunchesAhead.launch says. Waits for the step if
-        log-probabilities of prompt tokens are to be returned. Raises NoWorkSpace."""
+        """Starts one step and returns while it may still be running (see LaunchesAhead.launch). Waits for the step if
+        log-probabilities of prompt tokens are to be returned. Raises NoWorkSpace if torch has too little memory for the step."""
         try:
             return self._launch(plan, table, masks)
         except torch.OutOfMemoryError as error:
@@ -288,7 +294,7 @@ class CudaModel:
         return WithProposals(launched, self._predicting.after(plan, table, begun.outputs.kept, drawn[0, :num_sampling]))
 
     def _sampling_rows(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> SamplingRows | None:
-        """Returns the settings of a step's sampling rows; None: it has none."""
+        """Returns the settings of a step's sampling rows, masks included. Returns None if no row samples."""
         if not np.count_nonzero(plan.samples):
             return None
         rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size)
@@ -299,10 +305,11 @@ class CudaModel:
     def _begin_padded(
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, apart: bool, adapted: bool
     ) -> _Begun | None:
-        """Starts a step that a graph can run, after capturing the graph if it is due, or a decode step without a graph whose rows
-        are sampled within it. Returns None, and starts nothing, for all other steps. apart: the rows are sampled after the step.
-        adapted: at least one row has an adapter. The first event is recorded after a capture, so the capture does not count as a
-        cost of the step."""
+        """Launches the step if it is one that a graph can run, after capturing the graph if it is due. Also launches a decode step
+        without a graph whose rows are sampled within it. Returns None, and launches nothing, for all other steps.
+
+        apart: the rows are sampled after the step instead of within it. adapted: at least one row has an adapter. The step's first
+        event is recorded after a capture, so that its seconds do not include the capture."""
         num_tokens = int(plan.num_new.sum())
         if rows is not None and len(rows.temperature) == num_tokens:
             padded, decoding = self._graph_for(len(plan.slots), adapted), self._graphs_of(adapted)[0]
@@ -319,8 +326,8 @@ class CudaModel:
         return _Begun(self._graphs_of(adapted)[1].run(size, columns), marks)
 
     def _mixed_size(self, plan: BatchPlan, num_tokens: int, adapted: bool) -> MixedSize | None:
-        """Returns the size of the graph that runs a step with prompt chunks, after capturing the graph if it is due; None: the step
-        runs without a graph. num_tokens: the number of the step's new tokens."""
+        """Returns the size of the graph that is to run a step with prompt chunks, after capturing that graph if it is due. Returns
+        None if the step runs without a graph. num_tokens: the number of the step's new tokens."""
         held = num_tokens, len(plan.slots), num_tiles(plan, self.tile_tokens)
         mixed = self._graphs_of(adapted)[1]
         if (lacking := mixed.needed(*held)) is not None:
@@ -330,9 +337,9 @@ class CudaModel:
     def _begin_plain(
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, also: LongArray | None, adapted: bool = False
     ) -> _Begun:
-        """Starts a step of any kind by launching each kernel. rows: settings of the rows that the step samples; None: it samples
-        none. also: indices into T of further tokens whose hidden states are wanted, after those of the sampling rows; None: no
-        others. adapted: at least one row has an adapter."""
+        """Launches a step of any kind, kernel by kernel. rows: settings of the rows that are sampled within the step; None: none
+        are. also: indices into T of further tokens whose hidden states are wanted; they come after those of the sampling rows;
+        None: no others. adapted: at least one row has an adapter."""
         marks = self._marks()
         hidden, kept = self._forward(extend_step(plan, table, self.tile_tokens, also), adapted)
         if rows is None:
@@ -343,8 +350,8 @@ class CudaModel:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Launches the kernels of steps once, in a load's thread, so that they are compiled. All steps that it runs consist of
-        padding rows, which belong to no sequence, so no KV is written."""
+        """Launches all kernels of steps once, in a load's thread, so that they are compiled before the first request. The steps
+        that it runs consist of padding rows, which belong to no sequence, so no KV is written."""
         if self._device.type == "cuda":
             with entry.weights_of_products() as weights:
                 self._launch_rows(1)
@@ -353,8 +360,9 @@ class CudaModel:
 
     @torch.inference_mode()
     def launch_all(self) -> None:
-        """Launches every kernel that a step may launch, with arguments of every kind that Triton compiles for, so that no step has
-        to wait for a compiler (tests/engine/kernels/record_keys.py). Reads and writes only memory that belongs to no sequence."""
+        """Launches every kernel that a step without adapters may launch, with every kind of arguments for which Triton compiles it,
+        so that no step has to wait for a compiler (tests/engine/kernels/record_keys.py compares them). Reads and writes only memory
+        that belongs to no sequence."""
         with nullcontext() if entry.INTERPRETED else entry.both_kernels():  # interpreted, hearthd's products take minutes
             for num_rows in (*range(1, entry.FEW_ROWS[-1] + 1), entry.MANY_ROWS):
                 self._launch_rows(num_rows)
@@ -389,7 +397,8 @@ class CudaModel:
         entry.ranks(logits, ranks[0], ranks[1])
 
     def _launch_rows(self, num_rows: int) -> None:
-        """Launches the kernels of a decode step of num_rows padding rows, and of the drafts after it."""
+        """Launches the kernels of a decode step of num_rows padding rows, and of the predictor that drafts tokens behind it, if the
+        model has one."""
         sent = self._staging.send(padding_columns(num_rows, self._sequences.num_slots))
         hidden = self._decode(sent).hidden
         if self._predicting is not None:
@@ -397,15 +406,15 @@ class CudaModel:
 
     @torch.inference_mode()
     def launch_adapters(self) -> None:
-        """Launches the kernels that only steps with LoRA adapters need, as launch_all launches those of all other steps."""
+        """Launches every kernel that only steps with LoRA adapters launch, so that it is compiled."""
         with nullcontext() if entry.INTERPRETED else entry.both_kernels():
             self._decode(self._staging.send(padding_columns(1, self._sequences.num_slots)), adapted=True)
 
     @torch.inference_mode()
     def capture(self, num_rows: int, adapted: bool = False) -> int:
-        """Captures the graph that runs decode steps of num_rows rows, unless the graph exists or none may have so many rows.
-        Returns the graph's row count; 0 if there is no graph now. adapted: for steps with LoRA adapters. Called by the thread that
-        steps: before a step that needs the graph, or in idle time."""
+        """Captures the graph that runs decode steps of num_rows rows, unless it exists or steps of so many rows have no graph.
+        Returns the graph's row count; 0 if there is no graph now. adapted: the graph is for steps with LoRA adapters. Called by the
+        thread that runs steps, before a step that needs the graph or in idle time."""
         graphs, _ = self._graphs_of(adapted)
         padded = graphs.rows_for(num_rows)
         if not padded or padded in graphs.captured:
@@ -413,9 +422,9 @@ class CudaModel:
         return padded if graphs.capture(padded, padding_columns(padded, self._sequences.num_slots)) else 0
 
     def _graph_for(self, num_rows: int, adapted: bool) -> int:
-        """Returns the row count of the graph that runs a decode step of num_rows rows; 0 if the step runs without a graph. A graph
-        is captured when it is needed for the second time: a capture takes as long as several steps, and delays the tokens of the
-        step before, which are often a request's first."""
+        """Returns the row count of the graph that is to run a decode step of num_rows rows, after capturing that graph if it is
+        due; 0 if the step runs without a graph. A graph is captured only when it is needed for the second time: a capture takes as
+        long as several steps, and delays the tokens of the step before, which are often a request's first."""
         graphs, _ = self._graphs_of(adapted)
         padded = graphs.rows_for(num_rows)
         if padded and padded not in graphs.captured and not graphs.lacked_before(padded):
@@ -423,13 +432,13 @@ class CudaModel:
         return self.capture(num_rows, adapted)
 
     def _unmeasured(self) -> list[tuple[Tensor, int]]:
-        """Returns (weight, row count) of the matrix products for which it has not been measured yet whether hearthd's kernel or
-        cuBLAS is faster."""
+        """Returns pairs (weight, number of rows) of matrix multiplications for which it is still to be measured whether hearthd's
+        kernel or cuBLAS is faster."""
         return [(weight, rows) for weight in self._products for rows in entry.FEW_ROWS if entry.is_open(weight, rows)]
 
     def _measure(self, weight: Tensor, num_rows: int) -> None:
-        """Measures hearthd's kernel and cuBLAS for the product of this weight with num_rows rows. If hearthd's is faster, graphs of
-        this row count, which were captured with cuBLAS, are dropped."""
+        """Measures hearthd's kernel and cuBLAS for the multiplication of num_rows rows by this weight; later multiplications use
+        the faster one. If that is hearthd's, the graphs of this row count are dropped, because they were captured with cuBLAS."""
         entry.measure_linear(weight, num_rows)
         if entry.uses_ours(weight, num_rows):
             for graphs in (self.graphs, self.adapted_graphs, self.edited_graphs):
@@ -437,8 +446,8 @@ class CudaModel:
 
     @property
     def num_uncaptured(self) -> int:
-        """Returns how many calls of capture_next have something to do: a graph to capture, a kernel to choose, or tiles to
-        compare."""
+        """Returns how many calls of capture_next still have something to do: to capture a graph, to measure a matrix
+        multiplication, or to compare tiles of attention."""
         if self._model is None:
             return 0
         of_steps = sum(len(decoding) + len(mixed) for _, decoding, mixed in self._missing())
@@ -463,8 +472,8 @@ class CudaModel:
             self.tiles.measure_next()
 
     def _missing(self) -> list[tuple[bool, list[int], list[MixedSize]]]:
-        """Returns what is to be captured in idle time, as (whether the steps have adapters, row counts of decode graphs, sizes of
-        graphs with prompt chunks). Steps with adapters are included once there was one."""
+        """Returns what may be captured in idle time, as (whether the steps have adapters, row counts of decode graphs, sizes of
+        graphs with prompt chunks). The entry for steps with adapters is there once a step had one."""
         num_slots, forms = self._sequences.num_slots, [(adapted, *self._graphs_of(adapted)) for adapted in (False, True)]
         return [
             (adapted, decoding.missing(num_slots), mixed.missing()) for adapted, decoding, mixed in forms[: 1 + self._has_adapted]
@@ -472,18 +481,19 @@ class CudaModel:
 
     @torch.inference_mode()
     def capture_mixed(self, size: MixedSize, adapted: bool = False) -> bool:
-        """Captures the graph of steps with prompt chunks of this size. adapted: for steps with LoRA adapters. Returns whether there
-        is one now."""
+        """Captures the graph of steps with prompt chunks of this size. adapted: the graph is for steps with LoRA adapters. Returns
+        whether there is such a graph now."""
         return self._graphs_of(adapted)[1].capture(size, mixed_padding(size, self._sequences.num_slots))
 
     @property
     def evicted_s(self) -> float | None:
-        """Returns when the model was evicted, by time.monotonic(); None: it is not."""
+        """Returns the time.monotonic() at which the model was evicted. Returns None if it is not evicted."""
         return self.graphs.evicted_s
 
     @property
     def kept_bytes(self) -> int:
-        """Returns the bytes of the device that the model keeps between steps, besides weights and KV, also while it is evicted."""
+        """Returns the bytes of device memory, besides weights and KV, that the model keeps between steps and while it is
+        evicted."""
         tables = (self._sequences.last_ids, *self._sequences.tables, *self._kept_memory)
         graphs = sum(each.kept_bytes for each in self._all_graphs())
         return sum(table.nbytes for table in tables) + self.adapter_memory.kept_bytes + graphs
@@ -498,8 +508,8 @@ class CudaModel:
         self.adapted_mixed_graphs.drop()
 
     def _graphs_of(self, adapted: bool) -> tuple[DecodeGraphs, MixedGraphs]:
-        """Returns the decode graphs, and the graphs of steps with prompt chunks. adapted: those of steps in which at least one row
-        has an adapter; False: those of all other steps."""
+        """Returns the graphs of decode steps, and those of steps with prompt chunks. adapted: for steps in which at least one row
+        has an adapter; False: for all other steps."""
         return (self.adapted_graphs, self.adapted_mixed_graphs) if adapted else (self.graphs, self.mixed_graphs)
 
     def _all_graphs(self) -> tuple[DecodeGraphs | MixedGraphs | EditedGraphs, ...]:
@@ -507,7 +517,8 @@ class CudaModel:
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
-        """Runs a step without sampling, for tests. Returns float32 logits: [N, V] of the sampling rows, or [T, V] of all tokens."""
+        """Runs a step without sampling, for tests. Returns float32 logits: [T, V] of all tokens if every_token is set, else [N, V]
+        of the sampling rows."""
         adapted = self._update(plan, table)
         everything = np.arange(int(plan.num_new.sum())) if every_token else None
         step = extend_step(plan, table, self.tile_tokens, everything)
@@ -548,8 +559,8 @@ class CudaModel:
         return self._loaded().logits(hidden)
 
     def _update(self, plan: BatchPlan, table: SequenceTable) -> bool:
-        """Sends to the device what has changed in the block tables and adapters of a step's sequences. Returns whether any of them
-        has an adapter."""
+        """Copies to the device what has changed in the block tables and adapters of the step's sequences since the last step.
+        Returns whether any of these sequences has an adapter."""
         ends = plan.num_computed + plan.num_new
         if plan.to_propose is not None:  # all drafted tokens but the last have keys and values
             ends = ends + np.maximum(plan.to_propose - 1, 0)
@@ -560,8 +571,8 @@ class CudaModel:
         return adapted
 
     def _marks(self) -> Marks | None:
-        """Returns the CUDA events that time a step, which begins now: this call records the first of them. Returns None if there is
-        no CUDA device."""
+        """Returns the CUDA events that time a step, and records the first of them now, at the step's beginning. Returns None if
+        there is no CUDA device."""
         if self._device.type != "cuda":
             return None
         if self._free_marks:
@@ -582,27 +593,28 @@ class CudaModel:
         return PendingStep(told, read, marks, began_s, self._free_marks.append)
 
     def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes a decode step of R rows on the device, sampling included, and returns its results. columns: the step's inputs
-        (columns.decode_columns). adapted: at least one row has a LoRA adapter. The call may be captured in a graph, so it must not
-        read a value back from the device."""
+        """Computes a decode step of R rows on the device, sampling included, and returns its results there. columns: the step's
+        input arrays on the device (columns.decode_columns). adapted: at least one row has a LoRA adapter. The call may be captured
+        in a graph, so it must not read a value back from the device."""
         hidden, kept = self._computed(self._decode_batch(columns, adapted), None)
         return self._draw(hidden, columns, columns["slots"], kept)
 
     def compute_mixed(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes a step with prompt chunks on the device, sampling included, and returns its results. columns: the step's inputs
-        (mixed_steps.py). adapted: at least one row has a LoRA adapter."""
+        """Computes a step with prompt chunks on the device, sampling included, and returns its results there. columns: the step's
+        input arrays on the device (mixed_steps.py). adapted: at least one row has a LoRA adapter. The call may be captured in a
+        graph."""
         hidden, kept = self._computed(self._mixed_batch(columns, adapted), columns["wanted"])
         return self._draw(hidden, columns, columns["sampled_slots"], kept)
 
     def _forward(self, step: ExtendStep, adapted: bool = False) -> tuple[Tensor, list[Tensor] | None]:
-        """Sends a step's columns to the device and computes it. Returns the hidden states of the tokens in column `wanted`, and the
-        states that the model's predictor reads (None: it has none)."""
+        """Copies a step's inputs to the device and runs the model on them, without sampling. Returns the hidden states of the
+        tokens in column `wanted`, and the states for the model's predictor (None: it has none)."""
         sent = self._staging.send(step.columns)
         return self._computed(self._extend_batch(sent, step, adapted), sent["wanted"])
 
     def _computed(self, batch: DeviceBatch, wanted: Tensor | None) -> tuple[Tensor, list[Tensor] | None]:
-        """Runs the model on a batch. Returns the hidden states [N, width] of the tokens `wanted` (None: of all), and the states
-        that the model's predictor reads (None: it has none)."""
+        """Runs the model on a batch. Returns the hidden states [N, width] of the tokens `wanted` (None: of all tokens), and the
+        states for the model's predictor (None: it has none)."""
         model, num_tokens = self._loaded(), len(batch.input_ids)
         if self._predicting is not None:
             batch.kept = [one[:num_tokens] for one in self._kept_memory if num_tokens <= len(one)]
@@ -611,8 +623,8 @@ class CudaModel:
         return model.forward(batch, wanted), batch.kept
 
     def _batch_of(self, columns: Mapping[str, Tensor], step: ExtendStep | None) -> DeviceBatch:
-        """Returns the inputs of a forward pass without adapters. columns: the step's columns on the device. step: the inputs of a
-        step with prompt tokens; None: the step only decodes."""
+        """Returns the inputs of a forward pass without adapters. columns: the step's input arrays on the device. step: the step
+        with prompt tokens to which they belong; None: the step only decodes."""
         return self._decode_batch(columns, False) if step is None else self._extend_batch(columns, step, False)
 
     def _decode_batch(self, columns: Mapping[str, Tensor], adapted: bool) -> DeviceBatch:
@@ -621,9 +633,9 @@ class CudaModel:
         return self._batch(numbers, columns["host_ids"], *rows, None, adapted)
 
     def _mixed_batch(self, columns: Mapping[str, Tensor], adapted: bool) -> DeviceBatch:
-        """Returns the inputs of a step with prompt chunks from the columns of mixed_steps.py. Decode attention is computed for all
-        R rows. Rows with several new tokens have a context of 0 there, and its zeros for them are overwritten by the attention of
-        the query tiles."""
+        """Returns the inputs of a forward pass with prompt chunks, made from the input arrays of mixed_steps.py on the device.
+        Decode attention is computed for all R rows. For rows with several new tokens it sees a context of 0 and writes zeros, which
+        the attention by query tiles overwrites."""
         tiles = QueryTiles(columns["tile_rows"], columns["tile_firsts"], self.tile_tokens, columns["starts"], columns["num_new"])
         contexts = columns["contexts"], columns["decode_contexts"]
         rows = (columns["slots"], columns["firsts"], columns["starts"], *contexts)
@@ -671,8 +683,8 @@ class CudaModel:
 
     def _draw(self, hidden: Tensor, columns: dict[str, Tensor], slots: Tensor, kept: list[Tensor] | None = None) -> StepOutputs:
         """Samples one id for each row of hidden [N, width], by the settings in columns, and stores it as the last token of the
-        row's slot. If the model embeds, the rows are scaled instead, and the outputs' hidden states are the vectors. kept: as in
-        StepOutputs."""
+        row's slot. Returns the step's results on the device. If the model embeds, nothing is sampled, and the results' hidden
+        states are the rows scaled to length 1. kept: states for the predictor, passed on into the results."""
         if self.embeds:
             return StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), scaled_vectors(hidden))
         drawn = torch.empty(2, len(hidden), dtype=torch.int32, device=self._device)
@@ -685,14 +697,14 @@ class CudaModel:
 
 
 def _drawn_result(num_sampling: int, told: Tensor, seconds: float) -> StepResult:
-    """Returns the result of a step whose tokens were sampled on the device. told [2, R] int32: the host's copy of
-    StepOutputs.drawn, of which the first num_sampling columns count. seconds: the step's device time."""
+    """Makes the result of a step whose tokens were sampled on the device. told [2, R] int32: the host's copy of StepOutputs.drawn,
+    of which the first num_sampling columns count. seconds: the step's device time."""
     drawn = told.numpy()[:, :num_sampling]
     return StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
 
 
 def _embedded_result(told: Tensor, seconds: float) -> StepResult:
-    """Returns the result of a step of a model that embeds. told [N, width] float32: the host's copy of the vectors. seconds: the
+    """Makes the result of a step of a model that embeds. told [N, width] float32: the host's copy of the vectors. seconds: the
     step's device time."""
     return vectors_result(told.numpy().copy(), seconds)
 
@@ -700,7 +712,7 @@ def _embedded_result(told: Tensor, seconds: float) -> StepResult:
 def with_prompts(
     read: Callable[[Tensor, float], StepResult], prompts: list[PromptLogprobs], told: Tensor, seconds: float
 ) -> StepResult:
-    """Returns the result of read(told, seconds), with the log-probabilities of prompts added."""
+    """Returns the step's result read(told, seconds) with the log-probabilities of prompt tokens added to it."""
     result = read(told, seconds)
     result.prompt_logprobs = prompts
     return result

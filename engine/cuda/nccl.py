@@ -1,8 +1,8 @@
 """Calls NCCL (https://docs.nvidia.com/deeplearning/nccl), which exchanges tensors between the GPUs of a host.
 
-It is called directly, and not through torch.distributed. A process group of torch has a thread that ends the process if an exchange
-fails, but the other models of an engine must go on; and it runs exchanges on streams of its own, but ours belong to the stream of
-the steps, in whose order all engines of a group have put them.
+NCCL is called directly, and not through torch.distributed, for two reasons. A process group of torch has a thread that ends the
+process if an exchange fails, but the other models of an engine must go on. And torch runs exchanges on streams of its own; here
+they must be on the stream of steps, on which all engines of a group launch in the same order.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Nccl:
         return ctypes.string_at(ctypes.byref(group_id), ID_BYTES)
 
     def connect(self, group_id: bytes, rank: int, size: int) -> NcclGroup:
-        """Connects the calling thread's current device with the other ranks of its group, as Connects.connect says. An engine sees
-        one GPU, so that is its own."""
+        """Connects the calling thread's current device with the other ranks of its group, and returns its connection (see
+        Connects.connect). An engine sees one GPU, so the current device is its own."""
         if rank:  # rank 0 has opened some when it made the id
             self._sockets_before = tcp_sockets()
         communicator = ctypes.c_void_p()
@@ -93,9 +93,10 @@ class Nccl:
 
     def give_up(self) -> None:
         """Ends the wait of another thread in `connect`. NCCL waits for a rank by looking at a socket again and again, so all
-        sockets that this process has opened since the call of `connect` are shut down: an engine connects one group at a time.
+        sockets that this process has opened since that call are shut down. That hits no other group, because an engine connects one
+        group at a time.
 
-        ncclCommAbort may end this wait only for a communicator that does not block, and then each exchange takes a new thread
+        ncclCommAbort could end the wait only for a non-blocking communicator, in which each exchange takes a new thread
         (https://github.com/NVIDIA/nccl, ncclGroupEndInternal in src/group.cc)."""
         shut_down(self._sockets_before)
 
@@ -114,7 +115,7 @@ class NcclGroup:
         self._nccl, self._communicator = nccl, communicator
 
     def join(self, agreed: Callable[[bool], bool]) -> None:
-        """Does nothing, because all is set up."""
+        """Does nothing, because NCCL has no quicker ways that are still to be set up."""
 
     def sum(self, x: Tensor) -> None:
         self._nccl.call("ncclAllReduce", x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], _SUM, *self._where())
@@ -129,16 +130,16 @@ class NcclGroup:
         self._nccl.call("ncclCommAbort", self._communicator)
 
     def release(self) -> None:
-        """Does nothing, because `abort` has given up everything."""
+        """Does nothing, because `abort` has freed everything."""
 
     def _where(self) -> tuple[ctypes.c_void_p, int]:
-        """Returns the last two arguments of every exchange: the communicator and the stream."""
+        """Returns the last two arguments of every NCCL exchange: the communicator, and the current stream."""
         return self._communicator, torch.cuda.current_stream().cuda_stream
 
 
 @functools.cache
 def nccl() -> Nccl:
-    """Returns the NCCL of this process. Raises NcclError if there is none."""
+    """Returns the NCCL library of this process. Raises NcclError if there is none."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:

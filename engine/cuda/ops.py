@@ -34,8 +34,8 @@ Told = TypeVar("Told", Tensor, npt.NDArray[Any])
 
 
 class CudaOps:
-    """The operations of engine.ops.ops.Ops on a GPU, for steps whose inputs are a DeviceBatch (engine.cuda.batch). cache_dir: where
-    Triton keeps compiled kernels, in a folder `triton`; "": below ~/.cache/hearthd."""
+    """The operations of engine.ops.ops.Ops on a GPU, for steps whose inputs are a DeviceBatch (engine.cuda.batch). cache_dir: the
+    folder in whose subfolder `triton` Triton keeps compiled kernels; "": ~/.cache/hearthd."""
 
     def __init__(self, cache_dir: str) -> None:
         entry.configure(str(Path(cache_dir or Path.home() / ".cache" / "hearthd") / "triton"))
@@ -46,8 +46,8 @@ class CudaOps:
         return reference.gather_rows(weight, ids, scale, first)
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        """Returns the product that Ops.linear describes, for weights in every format that GPUs have. Raises TypeError for a
-        PackedMatrix, which only cpu devices hold."""
+        """Returns x [T, K] times the transpose of weight [N, K], plus bias [N], for weights in every format that GPUs support.
+        Raises TypeError for a PackedMatrix, a format of cpu devices."""
         if isinstance(weight, Fp8Matrix | Int8Matrix):
             return entry.byte_linear(x, weight, bias)
         if isinstance(weight, Int4Matrix):
@@ -59,7 +59,7 @@ class CudaOps:
         return entry.linear(x, weight, bias)
 
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
-        """Returns x [T, K] with its columns in this order: column k of the result is column order[k] of x."""
+        """Returns x [T, K] with its columns permuted: column k of the result is column order[k] of x."""
         return x.index_select(1, order)
 
     def add_adapters(self, x: Tensor, out: Tensor, product: AdaptedProduct, batch: DeviceBatch) -> None:
@@ -220,14 +220,16 @@ class CudaOps:
 
 
 def logprobs_in(told: Tensor, num: int, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns views of `told` [num (1 + 2 num_top)] int32, the memory in which log-probabilities of num rows come to the host:
-    those of the chosen tokens [num] float32, then the ids and the log-probabilities [num, num_top] of the most likely tokens."""
+    """Returns views of `told`, [num (1 + 2 num_top)] int32, the memory in which the log-probabilities of num rows are copied to the
+    host: those of the chosen tokens [num] float32, then the ids [num, num_top] int32 of the most likely tokens, then their
+    log-probabilities [num, num_top] float32."""
     picked, top_ids, top = logprob_parts(told, num, num_top)
     shape = (num, num_top)
     return picked.view(torch.float32), top_ids.view(shape), top.view(torch.float32).view(shape)
 
 
 def logprob_parts(told: Told, num: int, num_top: int) -> tuple[Told, Told, Told]:
-    """Returns the parts of the memory that logprobs_in describes, flat and as int32. told: a tensor or an array."""
+    """Divides the memory of log-probabilities into its three parts, flat and as int32: those of the chosen tokens, the ids of the
+    most likely tokens, and their log-probabilities. told: the memory, [num (1 + 2 num_top)], as a tensor or an array."""
     end = num * (1 + num_top)
     return told[:num], told[num:end], told[end:]

@@ -1,9 +1,9 @@
-"""Maps memory of the GPUs of a group into each other, by the driver's virtual memory management: this GPU's region for the others,
-and their regions for this one.
+"""Maps memory of a group's GPUs into each other, by the driver's virtual memory management: a region of this GPU for the other
+GPUs, and their regions for this one.
 
-cuDeviceCanAccessPeer cannot say which GPUs reach each other, because each engine sees only its own GPU and has no number for
-another one. But memory of another GPU can be imported by its descriptor and mapped for the own GPU, as NCCL does. If the GPUs do
-not reach each other, the driver refuses this, or a trial sum is wrong (engine/cuda/peers.py).
+cuDeviceCanAccessPeer cannot say which GPUs reach each other, because each engine sees only its own GPU and has no index for another
+one. But memory of another GPU can be imported by a file descriptor and mapped for the own GPU, as NCCL does. If the GPUs do not
+reach each other, the driver refuses this, or a sum computed as a trial is wrong (engine/cuda/peers.py).
 
 Source: CUDA driver API, "Virtual Memory Management". Imported only where cuda-bindings is installed.
 """
@@ -20,9 +20,9 @@ from engine.cuda.memory import FILE_DESCRIPTOR, DeviceBytes, allocations, call_d
 
 
 class DeviceRegions:
-    """The regions of `size` ranks in one range of addresses (an engine.cuda.peers.Regions): first this rank's, which is new memory
-    of the current device and all 0, then those of the next higher ranks, with rank 0 after the last. Raises MemoryError,
-    DeviceError."""
+    """The memory regions of all ranks of a group of `size`, in one range of addresses (an engine.cuda.peers.Regions). The first is
+    this rank's own: new memory of the current device, filled with 0. Then come those of the next higher ranks, with rank 0 after
+    the last rank. Raises MemoryError if the device has no memory for a region, and DeviceError if the driver refuses a call."""
 
     def __init__(self, size: int) -> None:
         index = torch.cuda.current_device()
@@ -59,7 +59,8 @@ class DeviceRegions:
         self._drop()
 
     def _map(self, step: int, handle: Any) -> None:
-        """Maps an allocation to the place of the rank that follows this one by `step`. The allocation is released if that fails."""
+        """Maps the region of the rank that is `step` ranks after this one to its place in the range. handle: the region's
+        allocation, which is released if the driver cannot map it."""
         place = driver.CUdeviceptr(self._address + step * self.num_bytes)
         try:
             call_driver(driver.cuMemMap, place, self.num_bytes, 0, handle, 0)
@@ -77,5 +78,5 @@ class DeviceRegions:
         call_driver(driver.cuMemAddressFree, driver.CUdeviceptr(self._address), self._range_bytes)
 
     def _enter(self) -> None:
-        """Makes the device's CUDA context the calling thread's, because a new thread has none."""
+        """Makes the device's CUDA context current in the calling thread, because a new thread has none."""
         call_driver(driver.cuCtxSetCurrent, self._context)

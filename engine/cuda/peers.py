@@ -1,8 +1,8 @@
-"""Adds up small tensors over the ranks of a group through memory that their GPUs map from each other, and leaves everything else to
-the connection that there is anyway (NCCL).
+"""Adds up small tensors over the ranks of a group of GPUs through memory that the GPUs map from each other. All other exchanges go
+through another connection (NCCL).
 
-Whether the GPUs reach each other is tried, and the ranks agree on the result: after each step in which one of them may fail, all go
-on or none does.
+Whether the GPUs reach each other's memory is found out by trying. After each step of the trial the ranks tell each other whether it
+failed on any of them: either all go on, or none does.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ NO_PEERS = "NCCL_P2P_DISABLE"  # NCCL's setting by which GPUs do not reach each 
 
 
 class Regions(Protocol):
-    """Memory of all ranks of a group. all [S, num_bytes] uint8: the region of each of S ranks, once those of the other ranks are
-    mapped, in the order that triton_peers.sum_over_ranks wants."""
+    """Memory that the ranks of a group share: one region of each rank. all [S, num_bytes] uint8: the regions of all S ranks, in the
+    order that triton_peers.sum_over_ranks wants; valid once those of the other ranks are mapped."""
 
     num_bytes: int
     all: Tensor
 
     def export(self) -> int:
-        """Returns a descriptor of this rank's region, which the caller closes. Raises RuntimeError."""
+        """Returns a file descriptor of this rank's region, which the caller closes. Raises RuntimeError if the driver refuses."""
         ...
 
     def map(self, step: int, handle: int) -> None:
-        """Maps the region of the rank that is `step` ranks behind this one. handle: what `export` has returned there. Raises
-        RuntimeError if this device does not reach the other's memory."""
+        """Maps the region of the rank that is `step` ranks after this one. handle: the descriptor that `export` returned on that
+        rank. Raises RuntimeError if this device does not reach that memory."""
         ...
 
     def close(self) -> None:
-        """Waits for what was launched, then unmaps and frees all regions. Called in any thread."""
+        """Waits for everything launched so far, then unmaps and frees all regions. Called in any thread."""
         ...
 
 
 class Peers:
-    """Connects ranks whose sums of small tensors go through each other's memory (an engine.cuda.collectives.Connects). connects:
-    connects the ranks for all other exchanges. new_regions(size): makes the memory of `size` ranks, and raises MemoryError or
-    RuntimeError. on_device: False where kernels are interpreted."""
+    """Connects ranks (an engine.cuda.collectives.Connects) so that sums of small tensors go through each other's memory.
+
+    connects: makes the connection for all other exchanges. new_regions(size): makes the shared memory of `size` ranks, and raises
+    MemoryError or RuntimeError if it cannot. on_device: False where kernels are interpreted."""
 
     def __init__(self, connects: Connects, new_regions: Callable[[int], Regions], on_device: bool = True) -> None:
         self._connects, self._new_regions, self._on_device = connects, new_regions, on_device
@@ -74,8 +75,8 @@ class Peers:
 
 
 class PeerGroup:
-    """One rank's connection (an engine.cuda.collectives.Collectives). It listens for the other ranks from the beginning. others:
-    the connection for all exchanges that do not go through the ranks' memory."""
+    """One rank's connection to its group (an engine.cuda.collectives.Collectives). From its creation on, other ranks can send it
+    the descriptors of their memory. others: the connection for all exchanges that do not go through the ranks' memory."""
 
     others: Collectives
 
@@ -138,13 +139,14 @@ class PeerGroup:
         self.drop()
 
     def drop(self) -> None:
-        """Frees the regions, once everything that was launched has ended."""
+        """Frees the ranks' memory, once everything that was launched has ended."""
         self._stop[0] = 1
         with self._lock:
             self._give_up()
 
     def _do(self, step: Callable[[], None]) -> None:
-        """Runs `step`, a part of connecting, unless an earlier step has failed, and notes why it fails."""
+        """Runs `step`, one part of setting up the shared memory, unless an earlier part has failed. If it fails, keeps the reason
+        in self._why."""
         if self._why:
             return
         try:
@@ -170,8 +172,8 @@ class PeerGroup:
             handles.close(list(others.values()))
 
     def _try(self) -> None:
-        """Adds up numbers in each form that the kernel has, so that none is compiled later. Raises RuntimeError if sums are wrong,
-        or if the others are not told within TRIAL_LIMIT_S."""
+        """Tests sums through the ranks' memory, with every dtype and size for which the kernel is compiled, so that none is
+        compiled later. Raises RuntimeError if a sum is wrong, or if the other ranks' values do not arrive within TRIAL_LIMIT_S."""
         assert self._regions is not None
         regions, is_right, is_over = self._regions.all, True, threading.Event()
 
@@ -203,8 +205,9 @@ class PeerGroup:
 
 
 def _trials(rank: int, size: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Returns tensors of a rank, of all forms for which the kernel is compiled, and their sums over the ranks. All differ, and use
-    each buffer of two lanes several times."""
+    """Returns pairs of tensors for PeerGroup._try: a tensor of this rank, and the right sum over all ranks. There is one pair for
+    each dtype and size for which the kernel is compiled. The values change from pair to pair and from rank to rank, and every
+    buffer of two lanes is used several times."""
     trials = []
     for number, (dtype, num_values) in enumerate(triton_peers.FORMS):
         own = torch.arange(num_values) % 8 + number  # every type holds these numbers, and their sums, exactly

@@ -1,8 +1,11 @@
-"""Drafts tokens with a model's predictor on a GPU, after each step and from the states that the step left on the device.
+"""Drafts tokens with a model's predictor (an additional layer for multi-token prediction, or a draft head) on a GPU, after each
+step
+and from the states that the step left on the device.
 
-Everything is launched right after the step, before the host knows the step's tokens. Nor does the host know how many drafted tokens
-of a sequence are accepted, and so after which row its next drafts begin. It sends the columns that a draft after each row would
-need, and the device picks those of the row that sampled the sequence's newest token.
+Everything is launched right after the step, before the host knows which tokens the step sampled. So the host does not know either
+how many drafted tokens of a sequence were accepted, and after which row its next drafts begin. For each row, it sends the columns
+(input values) that drafts after this row would need; the device then picks the columns of the row that sampled the sequence's
+newest token.
 
 Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that sample, W width, K drafted tokens.
 """
@@ -34,9 +37,11 @@ FLOAT_COLUMNS = {"temperature", "top_p", "min_p"}
 
 
 class CudaPredicting:
-    """Runs a model's predictor behind the model's steps: the predictor reads each step and drafts tokens. model: returns the loaded
-    model. batch: makes the inputs of a forward pass from columns on the device. num_slots: S, the slot of no sequence. tile_tokens:
-    as in extend_step."""
+    """Runs a model's predictor behind the model's steps: the predictor reads the tokens and states of each step, then drafts
+    tokens.
+
+    model: returns the loaded model. batch: makes the inputs of a forward pass from columns on the device. num_slots: S, the slot
+    that belongs to no sequence. tile_tokens: queries in a tile of attention (columns.extend_step)."""
 
     def __init__(
         self,
@@ -51,11 +56,13 @@ class CudaPredicting:
         self._num_slots, self._tile_tokens = num_slots, tile_tokens
 
     def after(self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: Tensor) -> PendingProposals:
-        """Launches the predictor on a step that was just launched, and then on as many tokens as the plan asks it to draft for each
-        sequence that samples. kept [>= T, W] each: what the step kept for the predictor. ids [N] int32: the tokens that it samples.
-        The predictor's keys and values are stored for all tokens of the step, and for the drafted ones but the last.
+        """Launches the predictor behind a step that was just launched: first on the step's tokens, then to draft as many tokens for
+        each sequence that samples as the plan asks for. Returns the drafts, which the device may still be computing.
 
-        Drafts are sampled like the model's own tokens, with the noise of their positions, so that the model will pick the same
+        kept: tensors [>= T, W] with the states that the step kept for the predictor. ids [N] int32: the tokens that the step
+        samples. The predictor's keys and values are stored for all tokens of the step, and for all drafted ones but the last.
+
+        Drafts are sampled like the model's own tokens, with the random noise of their positions: then the model picks the same
         tokens wherever the predictor's distribution is close to its own."""
         assert plan.to_propose is not None
         began = self._mark()
@@ -72,16 +79,18 @@ class CudaPredicting:
         return PendingProposals(plan.slots[plan.samples], counts, told, (began, seen, self._mark()))
 
     def see(self, kept: Sequence[Tensor], sent: dict[str, Tensor], step: ExtendStep) -> Tensor:
-        """Runs the predictor on a step's tokens. Returns its states [N, W] of the tokens that the step samples from. kept [T, W]
-        each: the model's states that the step kept. sent: the step's columns on the device, in which host_ids [T] are the tokens
-        that follow."""
+        """Runs the predictor on a step's tokens. Returns its states [N, W] at the tokens from which the step samples. kept: tensors
+        [T, W] with the model's states that the step kept. sent: the step's columns on the device, in which host_ids [T] is for each
+        token the one that follows it."""
         model = self._model()
         return model.predict(model.read(kept), self._batch(sent, step)).index_select(0, sent["wanted"])
 
     def _drafted(self, plan: BatchPlan, table: SequenceTable, states: Tensor, ids: Tensor, counts: IntArray) -> Tensor:
-        """Returns [1 + K, Q] int32 on the device: for each sequence, the index of the sampling row with its newest token, then its
-        drafted tokens. states [N, W]: the predictor's, of the sampling rows. ids [N]: the tokens that these rows sample. counts
-        [N]: how many tokens to draft after each row, if it turns out to have the newest token."""
+        """Drafts tokens. Returns [1 + K, Q] int32 on the device: for each sequence the index of the sampling row that sampled its
+        newest token, then its drafted tokens.
+
+        states [N, W]: the predictor's states at the sampling rows. ids [N]: the tokens that these rows sample. counts [N]: how many
+        tokens to draft after each row, if it turns out to have the newest token."""
         sequences, num_drafted = sampled_sequences(plan, table), int(counts.max(initial=0))
         num = len(sequences.firsts)
         missing = -num % ALIGN_WORDS  # picked columns are aligned as those that are sent, and kernels are compiled for that
@@ -114,9 +123,9 @@ class CudaPredicting:
         return told
 
     def _columns(self, plan: BatchPlan, table: SequenceTable, counts: IntArray, num_drafted: int) -> IntArray:
-        """Returns the columns DRAFT_COLUMNS (C of them) of K draft steps, as [K, C, N] in one dimension: what each sampling row
-        needs if it has its sequence's newest token. A row after which fewer than K tokens are drafted has slot S in the remaining
-        steps."""
+        """Returns the columns for K draft steps, those named in DRAFT_COLUMNS (C of them), as [K, C, N] flattened: for each
+        sampling row, what drafting needs if this row has its sequence's newest token. A row after which fewer than K tokens are
+        drafted has slot S (no sequence) in the remaining draft steps."""
         slots, computed = plan.slots[plan.samples], (plan.num_computed + plan.num_new)[plan.samples]
         out = np.zeros((num_drafted, len(DRAFT_COLUMNS), len(slots)), np.int32)
         for number in range(num_drafted):
@@ -133,13 +142,14 @@ class CudaPredicting:
         return out.reshape(-1)
 
     def go_on(self, states: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Runs the predictor on one more token of each row. states [Q, W]: its states of the token before. columns: those of a
-        decode step; host_ids are the tokens to read. Returns its states [Q, W] of these tokens."""
+        """Runs the predictor on one more token of each sequence. states [Q, W]: the predictor's states at the token before.
+        columns: the inputs of a decode step, whose host_ids are the tokens to read. Returns the predictor's states [Q, W] at these
+        tokens."""
         return self._model().predict(states, self._batch(columns, None))
 
     def draw(self, states: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Samples a token for each row from the predictor's logits of its states [Q, W], by the settings in columns. Returns the
-        tokens [Q] int32."""
+        """Samples a token for each sequence from the predictor's states [Q, W], by the settings in columns. Returns the tokens [Q]
+        int32."""
         drawn = torch.empty(2, len(states), dtype=torch.int32, device=self._device)
         for first in range(0, len(states), LOGITS_ROWS):
             part = slice(first, first + LOGITS_ROWS)
@@ -148,8 +158,8 @@ class CudaPredicting:
         return drawn[0]
 
     def _mark(self) -> Any:
-        """Returns a point in the device's time, after everything launched so far: an event, or, where kernels are interpreted, the
-        host's seconds."""
+        """Returns a mark of the device's time after everything launched so far: a CUDA event, or the host's seconds where kernels
+        are interpreted."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -159,9 +169,11 @@ class CudaPredicting:
 
 @dataclass(slots=True, frozen=True)
 class PendingProposals:
-    """Drafts that are under way on the device; `wait` returns them. slots, counts [N]: slots of the step's sampling rows, and how
-    many tokens to draft. told [1 + K, Q]: on the host, for each sequence the row after which its drafts come, then the drafts.
-    marks: events before the predictor sees the step, after that, and after its drafts."""
+    """The drafts after a step, while the device may still be computing them; `wait` returns them.
+
+    slots, counts [N]: the slots of the step's sampling rows, and how many tokens were asked for after each row.
+    told [1 + K, Q]: on the host, for each sequence the index of the row after which its drafts come, then the drafts.
+    marks: the device's time before the predictor reads the step, after that, and after the drafts."""
 
     slots: IntArray
     counts: IntArray
@@ -180,7 +192,7 @@ class PendingProposals:
 
 
 class WithProposals:
-    """A launched step and the drafts after it, as one Launched: `wait` returns the step's result with the drafts in it."""
+    """A launched step together with the drafts after it (a Launched): `wait` returns the step's result with the drafts in it."""
 
     def __init__(self, step: Launched, proposals: PendingProposals) -> None:
         self._step, self._proposals = step, proposals

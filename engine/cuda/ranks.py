@@ -1,7 +1,7 @@
-"""Connects the ranks of a group of GPUs.
+"""Connects the ranks of a group of GPUs, which each hold a share of the same layers (tensor parallelism).
 
-A rank whose device waits in an exchange for a lost one can run no other model's steps either. So a thread watches the group's flag,
-and ends all exchanges once it is set.
+A rank whose device waits in an exchange for a lost rank cannot run other models' steps either. So a thread watches the group's flag
+for a lost device, and ends all exchanges once it is set.
 
 Shapes: T tokens or rows, W width, S ranks.
 """
@@ -30,7 +30,8 @@ LAUNCH_LIMIT_S = 0.1  # a launch that takes longer waits for another rank, so it
 
 class DeviceRanks(Link):
     """The engine.contracts.ranks.Ranks of a GPU. All ranks have tensors of the same shapes, padding included, and exchange all
-    rows. collectives: connects the ranks. broken [1]: not 0 once the group has lost a device; other code writes it."""
+    rows. collectives: this rank's connection to the others. broken [1]: not 0 once the group has lost a device; other code writes
+    it."""
 
     def __init__(self, collectives: Collectives, rank: int, size: int, broken: LongArray) -> None:
         self.rank, self.size = rank, size
@@ -41,7 +42,7 @@ class DeviceRanks(Link):
         self._begin(self._end_if_broken, "group")
 
     def count(self, num_tokens: int, num_rows: int) -> None:
-        """Does nothing, because padding is exchanged, too."""
+        """Does nothing: which rows are padding does not matter, because padding is exchanged, too."""
 
     def sum(self, x: Tensor) -> None:
         if not self._alone:
@@ -52,8 +53,8 @@ class DeviceRanks(Link):
             self._launch(lambda: self.collectives.share_first(x))
 
     def gather(self, part: Tensor) -> Tensor:
-        """Returns the parts of all ranks side by side, as Ranks.gather says. Within `alone`, the parts of the other ranks are not
-        initialised."""
+        """Returns the tensors `part` [N, W] of all ranks side by side, as [N, S W] in the order of the ranks. Within `alone` the
+        other ranks' columns are not initialised."""
         num_rows, width = part.shape
         parts = part.new_empty(self.size, num_rows, width)
         if not self._alone:
@@ -61,7 +62,8 @@ class DeviceRanks(Link):
         return parts.transpose(0, 1).reshape(num_rows, self.size * width)
 
     def all_agree(self, is_so: bool, device: torch.device) -> bool:
-        """Returns whether all ranks have called this with True. Raises GroupBroken."""
+        """Returns whether all ranks have called this with is_so = True; waits until all have called it. Raises GroupBroken if the
+        group has lost a device."""
         told = torch.full((1,), float(is_so), device=device)
         self.sum(told)
         agrees = told.item() == self.size
@@ -74,14 +76,14 @@ class DeviceRanks(Link):
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Returns a context in which a graph with exchanges may be replayed. Raises GroupBroken if it may not, because they were
-        aborted."""
+        """Returns a context in which exchanges may be launched, by a graph that contains them or directly. Raises GroupBroken if
+        exchanges were aborted or the group has lost a device."""
         with self._lock:
             self.check()
             yield
 
     def close(self) -> None:
-        """Ends all exchanges, and lets no other be launched. The connection is given up in the background, for that takes
+        """Ends all exchanges, and lets no other be launched. A thread gives the connection up in the background, because that takes
         until all graphs with exchanges have been destroyed. Idempotent."""
         self._has_ended = True
         self._end.set()
@@ -109,8 +111,9 @@ class DeviceRanks(Link):
 
 
 def connect(connects: Connects, meeting: Rendezvous, rank: int, size: int, broken: LongArray, device: torch.device) -> DeviceRanks:
-    """Connects a rank of a group with the others, after all have arrived at `meeting`, and tries each kind of exchange. Raises
-    GroupBroken, and RuntimeError if they do not connect or if an exchange gives a wrong result."""
+    """Connects a rank with the other ranks of its group, once all have arrived at `meeting`, and tests each kind of exchange.
+    Returns the connection. Raises GroupBroken if the group loses a device meanwhile, and RuntimeError if the ranks do not connect
+    or an exchange gives a wrong result."""
     if (group_id := meeting.meet(connects.new_id)) is None:
         raise GroupBroken(f"rank {rank} of {size}: the group has lost a device before all shares were loaded")
     collectives = Connecting(connects, group_id, rank, size).connected(broken)
@@ -125,7 +128,7 @@ def connect(connects: Connects, meeting: Rendezvous, rank: int, size: int, broke
 
 
 def _try(ranks: DeviceRanks, device: torch.device) -> None:
-    """Exchanges a few numbers in each way. Raises RuntimeError if a result is wrong."""
+    """Tests each kind of exchange on a few numbers. Raises RuntimeError if a result is wrong."""
     own = torch.full((2, 8), float(ranks.rank + 1), device=device)
     first, summed = own.clone(), own.clone()
     ranks.share_first(first)

@@ -1,7 +1,9 @@
 """Keeps the state of a model's sequences that stays on the GPU between steps: block tables by slot, and the last token of each
-slot. The host sends the changes in one copy for each step.
+slot. The host sends the changes in one copy for each step. Also has the copies of a step's input columns (arrays of per-row or
+per-token values) to the device.
 
-Shapes: S slots, B blocks a sequence may hold. Slot S belongs to no sequence: padding rows point at it.
+Shapes: S slots (places of running sequences), B blocks a sequence may hold. Slot S belongs to no sequence: padding rows point at
+it.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ NUM_STAGING = 8  # copies that may be under way at a time: those of two steps an
 
 
 class Group(NamedTuple):
-    """Arrays of one dtype of 4-byte items, num_words items together. is_locked: the group is a single int32 array in page-locked
-    memory that stays as it is until the step has ended, and the device copies it from there. Only the last group may be locked."""
+    """Arrays of one dtype of 4-byte items, with num_words items in all, that are sent one after the other. is_locked: the group is
+    a single int32 array in page-locked memory from which the device copies by itself, and which stays unchanged until the step has
+    ended. Only the last group of a column may be locked."""
 
     arrays: Sequence[npt.NDArray[Any]]
     num_words: int
@@ -36,8 +39,9 @@ Column = npt.NDArray[Any] | list[Group]
 
 
 class Staging:
-    """Copies columns from the host to the device in one asynchronous copy, from page-locked memory if the device is a GPU. A group
-    that is page-locked already takes one more copy. num_buffers: how many may be under way at a time without a wait."""
+    """Copies input columns from the host to the device in one asynchronous copy, from page-locked memory if the device is a GPU. A
+    group of arrays that is page-locked already (Group.is_locked) takes a second copy. num_buffers: how many copies may be under way
+    at a time; a further one waits."""
 
     def __init__(self, device: torch.device, num_buffers: int = NUM_STAGING) -> None:
         self._device = device
@@ -48,7 +52,7 @@ class Staging:
 
     def send(self, columns: Mapping[str, Column], into: Tensor | None = None) -> dict[str, Tensor]:
         """Copies columns to the device and returns them as tensors there, by their names. into: int32 memory on the device that
-        receives them one after the other, each aligned to 16 bytes; None: new memory is allocated."""
+        receives the columns one after the other, each aligned to 16 bytes; None: new memory is allocated."""
         target = self.copy(columns, into)
         sent, at = {}, 0
         for name, column in columns.items():
@@ -58,8 +62,9 @@ class Staging:
         return sent
 
     def copy(self, columns: Mapping[str, Column], into: Tensor | None, padding: Padding | None = None) -> Tensor:
-        """Copies columns to the device as `send` does, and returns the int32 memory that received them. padding: what the columns
-        are written over; None: nothing."""
+        """Copies columns to the device and returns the int32 memory that received them. into: that memory; None: new memory is
+        allocated. padding: values for columns that are missing and for the ends of columns that are too short; None: there is no
+        padding."""
         laid_out = _laid_out(columns) if padding is None else padding.under(columns)
         head, pieces = np.frombuffer(laid_out, np.int32), _pieces(columns)
         locked = pieces[-1] if pieces and pieces[-1].is_locked else None
@@ -97,15 +102,15 @@ class Staging:
 
 
 class Padding:
-    """The columns of a step of one size that is nothing but padding, over which the columns of other steps are written: a column
-    may be missing, or be shorter than its padding. Only a column in pieces may be longer."""
+    """The columns of a step of one size that consists of padding only. A real step's columns are written over them, so that each
+    may be missing or shorter than here. Only the column that is a list of groups (Column) may be longer."""
 
     def __init__(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         self._columns = {name: _laid_out({name: column}) for name, column in columns.items()}
 
     def under(self, columns: Mapping[str, Column]) -> bytes:
-        """Returns the columns, each filled up with what its padding has at the places after the column's end. A column in pieces is
-        left out."""
+        """Returns the bytes of all columns, each filled up after its end with the values of its padding. A column that is a list of
+        groups is left out."""
         laid_out: list[bytes] = []
         for name, padding in self._columns.items():
             column = columns.get(name)
@@ -117,7 +122,8 @@ class Padding:
 
 
 def _laid_out(columns: Mapping[str, Column]) -> bytes:
-    """Returns the bytes of columns one after the other, each aligned. A column in pieces is left out."""
+    """Returns the bytes of the columns one after the other, each aligned to ALIGN_BYTES. A column that is a list of groups is left
+    out."""
     laid_out: list[bytes] = []
     for column in columns.values():  # bytes are joined in a fraction of the time that writing arrays to slices of another takes
         if isinstance(column, np.ndarray):
@@ -126,7 +132,7 @@ def _laid_out(columns: Mapping[str, Column]) -> bytes:
 
 
 def _pieces(columns: Mapping[str, Column]) -> list[Group]:
-    """Returns the groups of arrays of the column in pieces, if there is one; else []."""
+    """Returns the groups of the column that is a list of groups; [] if all columns are arrays."""
     for column in columns.values():
         if not isinstance(column, np.ndarray):
             return column
@@ -138,7 +144,7 @@ def num_words_in(pieces: list[Group]) -> int:
 
 
 def words_of(columns: Mapping[str, Column]) -> int:
-    """Returns how many words of 4 bytes Staging.send fills with these columns."""
+    """Returns how many words of 4 bytes Staging.send takes for these columns, alignment included."""
     return sum(_aligned(_num_words(column)) for column in columns.values())
 
 
@@ -149,20 +155,20 @@ def _num_words(column: Column) -> int:
 
 
 def _aligned(num_words: int) -> int:
-    """Returns how many words a column of num_words words takes, including the padding before the next column."""
+    """Returns the number of words that a column of num_words words takes with the padding before the next column."""
     return -(-num_words // ALIGN_WORDS) * ALIGN_WORDS
 
 
 def _as_type(words: Tensor, column: Column) -> Tensor:
-    """Returns the memory that has received a column as a tensor of the column's dtype: float32, float64 or, for all others,
-    int32."""
+    """Returns `words`, the memory on the device that has received a column, as a tensor of the column's dtype: float32, float64 or,
+    for all others, int32."""
     dtype = column.dtype if isinstance(column, np.ndarray) else None
     return words.view(torch.float32) if dtype == np.float32 else words.view(torch.float64) if dtype == np.float64 else words
 
 
 class DeviceSequences:
-    """The part of a model's sequences that stays on the device. last_ids [S + 1] int32: the token that each slot's last step
-    sampled. tables: one block table [S + 1, B] int32 for each KV group."""
+    """The state of a model's sequences that stays on the device. last_ids [S + 1] int32: the token that was sampled last for each
+    slot. tables: one block table [S + 1, B] int32 for each KV group (the layers that share block tables)."""
 
     def __init__(self, num_slots: int, max_blocks: int, num_groups: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -171,8 +177,8 @@ class DeviceSequences:
         self._known = [np.zeros((num_slots, max_blocks), np.int32) for _ in range(num_groups)]
 
     def update(self, slots: IntArray, num_blocks: int, table: SequenceTable, staging: Staging) -> None:
-        """Sends the entries that have changed since the last call, among the first num_blocks of these slots' block tables. table:
-        the host's."""
+        """Sends to the device those entries of these slots' block tables that have changed since the last call, among the first
+        num_blocks of each slot. table: the sequences on the host."""
         for target, known, own in zip(self.tables, self._known, table.block_tables, strict=True):
             now = own[slots, :num_blocks]
             changed = np.flatnonzero(now != known[slots, :num_blocks])  # much faster than indices in two dimensions

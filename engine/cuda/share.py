@@ -1,12 +1,13 @@
-"""A device's share of a model that is split over several GPUs. All ranks run every step with tensors of the same shapes, since
-exchanges on GPUs take whole tensors.
+"""A device's share of a model that is split over several GPUs (tensor or pipeline parallelism). All ranks, the devices with shares
+of
+the same layers, run every step with tensors of the same shapes, because exchanges on GPUs take whole tensors.
 
-So a shape depends on the plan alone, and not on which graphs a rank has: a decode step of up to MAX_PADDED_ROWS rows is padded as
-for a graph, whether the rank has that graph or not, and every other step has exactly the plan's tokens. After the step rank 0
-samples from its logits, which the step leaves in memory of their own; the other ranks end with the logits.
+So a shape depends on the step's plan alone, and not on which CUDA graphs a rank has. A decode step of up to MAX_PADDED_ROWS rows is
+padded as for a graph, whether the rank has that graph or not; every other step of several ranks has exactly the plan's tokens. The
+step leaves its logits in memory of their own. Rank 0 then samples from them; for the other ranks the step ends there.
 
-Stages of a pipeline pass on only what is not padding, so a stage that is one device pads as it likes. It has graphs of steps with
-prompt chunks, too, and the last stage samples as a whole model does: within its graphs.
+Stages of a pipeline pass on only rows that are not padding, so a stage that is one device may pad as it likes. It also has graphs
+of steps with prompt chunks, and the last such stage samples within its graphs, as a whole model does.
 
 Shapes: R rows, N sampling rows, V vocabulary, W width.
 """
@@ -48,9 +49,13 @@ Logits = Callable[[Tensor], Tensor]  # [n, W] -> [n, V]
 
 
 class ShareLinks:
-    """A share's connections to the other shares. ranks: to those of the same layers; None: there are none. stages: to those of
-    other layers; None: there are none. broken [1]: not 0 once the group has lost a device; other code writes it. begins: how the
-    first rank knows when the others begin a step; None: it does not, as with stages, where others may have begun a later one."""
+    """The connections of one device's share of a model to the other shares.
+
+    ranks: the connection to the shares of the same layers; None: there are none. stages: the connection to the shares of other
+    layers; None: there are none.
+    broken [1]: not 0 once the group has lost a device; other code writes it.
+    begins: reports to the first rank when the other ranks begin a step; None with stages, where another device may have begun a
+    later step by then."""
 
     def __init__(
         self,
@@ -64,11 +69,11 @@ class ShareLinks:
 
     @property
     def waited_s(self) -> float:
-        """The seconds for which the host has waited for other stages in all."""
+        """The seconds for which the host has waited for other stages, in all steps so far."""
         return 0.0 if self.stages is None else self.stages.waited_s
 
     def count(self, num_tokens: int) -> None:
-        """Tells the connection to other stages how many rows of the next step are not padding."""
+        """Sets how many rows of the next step are not padding, which other stages are to receive."""
         if self.stages is not None:
             self.stages.count(num_tokens)
 
@@ -88,15 +93,15 @@ class ShareLinks:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Returns a context for a step that is captured: states are read from and left in memory that stays
-        (DeviceStages.in_place)."""
+        """Returns a context in which a step is captured: it reads the states of the stage before from memory that stays allocated,
+        and leaves its own there, instead of waiting and sending (DeviceStages.in_place)."""
         with nullcontext() if self.stages is None else self.stages.in_place():
             yield
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Returns a context in which one graph is replayed. The states of the stage before are received first, and this stage's are
-        sent afterwards. Raises GroupBroken if the graph may not be replayed."""
+        """Returns a context in which one graph is replayed. Before, the states of the stage before are received; afterwards, this
+        stage's own are sent. Raises GroupBroken if the group has lost a device."""
         if self.stages is not None:
             self.stages.take()
         with nullcontext() if self.ranks is None else self.ranks.launching():
@@ -106,31 +111,34 @@ class ShareLinks:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Returns a context in which nothing is exchanged or passed on (Link.alone)."""
+        """Returns a context in which nothing is exchanged between ranks or passed on between stages. It is for steps that only
+        compile kernels or allocate memory."""
         with ExitStack() as stack:
             for one in self._all:
                 stack.enter_context(one.alone())
             yield
 
     def close(self) -> None:
-        """Ends everything that is under way between the shares, and lets nothing else begin. Idempotent."""
+        """Ends all exchanges between the shares that are under way, and lets no other begin. Idempotent."""
         for one in self._all:
             one.close()
 
     def wait_closed(self) -> None:
-        """Waits after `close` until the connections are given up. The device must be able to end its steps, and graphs with
-        exchanges must have been destroyed."""
+        """Waits, after `close`, until the connections are given up. Before the call, graphs with exchanges must have been
+        destroyed, and nothing may keep the device from ending its steps."""
         for one in self._all:
             one.wait_closed()
 
 
 class CudaShare(CudaModel):
-    """One rank's share of a decoder (an engine.contracts.steps.SplitModel) on a GPU, or on the CPU with interpreted kernels (for
-    tests). Parameters as in CudaModel. kv_memory: uint8, the memory of the share's KV, in which block numbers count from 0. links:
-    its connections to the other shares. max_graph_tokens: counts for a stage that is one device; other shares have no graphs of
-    steps with prompt chunks.
+    """One device's share of a decoder (an engine.contracts.steps.SplitModel) on a GPU, or on the CPU with interpreted kernels (for
+    tests). Parameters that are not named here are those of CudaModel.
 
-    _samples: whether this is the last stage of a pipeline, on one device, which samples within its steps."""
+    kv_memory: uint8, the memory of the share's KV, in which block numbers count from 0.
+    links: the connections to the other shares.
+    max_graph_tokens: used only by a pipeline stage that is one device; other shares have no graphs of steps with prompt chunks.
+
+    _samples: whether this share is the last stage of a pipeline and one device; it then samples within its steps."""
 
     def __init__(
         self,
@@ -172,8 +180,8 @@ class CudaShare(CudaModel):
     # ---- steps
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step and returns its result, as HostedModel.execute says. All ranks run the step, the others by `follow`. Raises
-        GroupBroken."""
+        """Runs one step and returns its result (see HostedModel.execute). All ranks run the step, the others by `follow`. Raises
+        GroupBroken if the group has lost a device."""
         result = self.launch(plan, table, masks).wait()
         if self._links.begins is not None:
             result.waited_s = self._links.begins.waited_s(result.seconds)
@@ -182,8 +190,8 @@ class CudaShare(CudaModel):
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts a step as CudaModel.launch does. A lack of memory ends the process, because the other ranks wait for its part of
-        the step. The step's seconds do not include waits for other stages."""
+        """Starts one step and returns while it may still be running. A lack of memory ends the process, because the other ranks
+        wait for this rank's part of the step. The step's seconds do not include waits for other stages."""
         began_s, self._waited_s = time.perf_counter(), self._links.waited_s
         self._links.check()
         if self._samples:
@@ -216,8 +224,8 @@ class CudaShare(CudaModel):
 
     @torch.inference_mode()
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Runs this rank's part of a step, as SplitModel.follow says. Returns once the step is launched: `table` has been read by
-        then. Raises GroupBroken."""
+        """Launches this rank's part of a step that rank 0 leads, and returns when it is launched; `table` is not read after that.
+        Raises GroupBroken if the group has lost a device."""
         self._links.check()
         if self._links.begins is not None:
             self._links.begins.note()
@@ -231,7 +239,7 @@ class CudaShare(CudaModel):
                 logits(hidden[at : min(at + LOGITS_ROWS, end)])
 
     def has_ended(self) -> bool:
-        """Returns whether the device has ended all steps that `follow` has started. It asks the stream, which takes the host less
+        """Returns whether the device has ended all steps that `follow` has started. Asks the CUDA stream, which costs the host less
         time than an event behind each step would."""
         return self._links.has_ended() and (self._device.type != "cuda" or torch.cuda.current_stream().query())
 
@@ -245,10 +253,12 @@ class CudaShare(CudaModel):
         return logits
 
     def _begin(self, plan: BatchPlan, table: SequenceTable, also: LongArray | None) -> tuple[Tensor, int, Logits]:
-        """Launches a step up to its hidden states, a decode step up to its logits. also: indices into T of tokens whose hidden
-        states are wanted besides those of the sampling rows; None: no others. Returns hidden states [>= N, W], those of the N
-        sampling rows first; N; and a function that all ranks call for parts of up to LOGITS_ROWS of them, in order: first of the
-        sampling rows, then of the others."""
+        """Launches a step up to its hidden states, or, if it is padded, up to its logits. also: indices into T of tokens whose
+        hidden states are wanted besides those of the sampling rows; None: no others.
+
+        Returns the hidden states [>= N, W], those of the N sampling rows first; the number N; and a function that returns the
+        logits of hidden states. All ranks call the function for the same parts of at most LOGITS_ROWS of these rows, in order:
+        first for the sampling rows, then for the others."""
         num_sampling, num_tokens = int(plan.samples.sum()), int(plan.num_new.sum())
         self._links.count(num_tokens)
         padded = graph_rows(num_tokens)
@@ -272,22 +282,23 @@ class CudaShare(CudaModel):
         return outputs.hidden, num_sampling, lambda hidden: self._logits[: len(hidden)]
 
     def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes a decode step of R rows and returns its results. Samples only in the last stage of a pipeline, if that is one
-        device; all other shares leave the logits in self._logits. The call may be captured in a graph."""
+        """Computes a decode step of R rows and returns its results on the device. The last stage of a pipeline, if it is one
+        device, samples; all other shares leave the logits in self._logits instead. The call may be captured in a graph."""
         if self._samples:
             return super()._decode(columns, adapted)
         return self._left(self._computed(self._decode_batch(columns, adapted), None)[0])
 
     def compute_mixed(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Computes a step with prompt chunks from the columns of mixed_steps.py and returns its results; samples, or leaves the
-        logits, as `_decode` does."""
+        """Computes a step with prompt chunks, whose input arrays (columns) mixed_steps.py describes, and returns its results on the
+        device. The last stage of a pipeline, if it is one device, samples; all other shares leave the logits in self._logits."""
         if self._samples:
             return super().compute_mixed(columns, adapted)
         return self._left(self._computed(self._mixed_batch(columns, adapted), columns["wanted"])[0])
 
     def _left(self, hidden: Tensor) -> StepOutputs:
-        """Leaves the logits of hidden states [R, W] in self._logits. Returns these states; no rows of them if the share makes no
-        logits, since nothing may read them then, and a graph keeps the memory of what it returns."""
+        """Writes the logits of hidden states [R, W] to self._logits. Returns a step's results with these hidden states and no
+        sampled ids. If the share makes no logits, the results have no rows of hidden states either: nothing may read them then, and
+        a graph would keep their memory."""
         nothing_drawn = torch.empty(2, 0, dtype=torch.int32, device=self._device)
         if not self._loaded().makes_logits:
             return StepOutputs(nothing_drawn, hidden.new_empty(0, hidden.shape[1]))
@@ -297,7 +308,8 @@ class CudaShare(CudaModel):
         return StepOutputs(nothing_drawn, hidden)
 
     def _in_place(self, step: Callable[[dict[str, Tensor]], StepOutputs]) -> Callable[[dict[str, Tensor]], StepOutputs]:
-        """Returns `step` as it is captured: it passes nothing on (ShareLinks.in_place)."""
+        """Returns the function that is captured in place of `step`: it reads states from memory that stays allocated and leaves its
+        own there, instead of exchanging them with other stages (ShareLinks.in_place)."""
 
         def captured(columns: dict[str, Tensor]) -> StepOutputs:
             with self._links.in_place():
@@ -316,14 +328,16 @@ class CudaShare(CudaModel):
             super().warm()
 
     def capture(self, num_rows: int, adapted: bool = False) -> int:
-        """Captures a graph as CudaModel.capture does. Returns 0 if the group breaks meanwhile."""
+        """Captures the graph of decode steps of num_rows rows (see CudaModel.capture). Returns its row count; 0 if there is none,
+        as when the group breaks meanwhile."""
         try:
             return super().capture(num_rows, adapted)
         except GroupBroken:
             return 0
 
     def release(self) -> None:
-        """Unmaps the weights and gives up the connection to the other ranks, for which its graphs must be destroyed."""
+        """Unmaps the weights, gives up the connections to the other shares, and destroys the CUDA graphs, without which the
+        connections could not be given up."""
         self._links.close()  # exchanges under way end, so that the device can end its steps
         super().release()
         self.drop_graphs()
@@ -332,5 +346,5 @@ class CudaShare(CudaModel):
 
 
 def _nothing_sampled(told: Any, seconds: float) -> StepResult:
-    """Returns the result of a step without sampling rows. seconds: the step's device time."""
+    """Returns the result of a step in which no row samples. seconds: the step's device time."""
     return StepResult(np.empty(0, np.int32), np.empty(0, np.bool_), seconds)

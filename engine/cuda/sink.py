@@ -1,5 +1,6 @@
-"""Writes a checkpoint's bytes to device memory that the host cannot write: reads fill the reader's slots, and each slot is copied
-to the device as soon as it is full. On the device packed weights are decoded, and words of AWQ and GPTQ rearranged.
+"""Writes a checkpoint's bytes to device memory that the host cannot write. The reader fills buffers on the host, and each buffer is
+copied to the device as soon as it is full. Packed weights are decoded on the device, and the words of AWQ and GPTQ are rearranged
+there.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from loader.shapes.dtypes import FP8
 
 
 class DeviceSink:
-    """A WeightSink (loader.reading.sinks) for a mapped range of any device. Weights that change dtype are converted on the host;
-    packed ones among them are decoded there first. frames: decodes packed weights on the device; None: the host decodes all of
-    them."""
+    """The destination of a load's weights (a loader.reading.sinks.WeightSink) in a mapped address range of any device. Weights that
+    change dtype are converted on the host; if they are packed, they are decoded there first. frames: decodes packed weights on the
+    device; None: the host decodes all of them."""
 
     memory: memoryview | None = None
 
@@ -41,7 +42,7 @@ class DeviceSink:
         self.decoded: list[Segment] = []  # frame number n is decoded[n - 1]
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
-        """Does nothing: a device's memory exists once it is mapped."""
+        """Does nothing, because a device's memory can be written once it is mapped."""
 
     def store(self, span: Span, staged: memoryview) -> None:
         read = np.frombuffer(staged, np.uint8)
@@ -65,9 +66,9 @@ class DeviceSink:
             fence.wait()  # converted values are in no slot, so nothing else keeps their memory until they are copied
 
     def _rearrange(self, span: Span, slot: WeightSlot, read: npt.NDArray[np.uint8]) -> None:
-        """Writes a span of a tensor whose layout in memory is not the file's. Words of weights are rearranged on the device, a few
-        at a time; other parts, which are small and must be checked, on the host. read: the bytes of the span. slot: the whole
-        tensor's place."""
+        """Writes a span of bytes of a tensor that is laid out in memory otherwise than in the file. Words of AWQ and GPTQ weights
+        are rearranged on the device, a few at a time; everything else, which is small and must be checked, on the host. read: the
+        bytes of the span. slot: the whole tensor's place."""
         assert slot.relayout is not None
         relayout, (rows, first) = slot.relayout, stored_rows(span.segment, read)
         part = part_of(self._held(slot), relayout, row_of_part(slot, first), len(rows))

@@ -1,14 +1,16 @@
-"""Connects the stages of a pipeline of GPUs, which pass states on through memory of the host that their engines share.
+"""Connects the stages of a pipeline of GPUs (each with some of a model's layers), which pass hidden states on through host memory
+that
+their engines share.
 
-The thread that runs steps waits for states of the stage before, as on cpu devices. It does not wait for its own device: another
-thread sends a step's states once they are on the host. If that thread meets an error, as of its device, it breaks the group, since
-the stages behind this one wait for the states, and the next call of the thread that runs steps raises the error.
+The thread that runs steps waits for the states of the stage before. It does not wait for its own device: another thread sends a
+step's states once they have been copied to the host. If that thread meets an error, for example of the device, it breaks the group,
+because later stages wait for the states. The next call of the thread that runs steps then raises the error.
 
 A CUDA graph can neither wait for another engine nor call a thread of the host, so a graph has only the layers. What is captured
 reads the states that it is given from memory of the device, and leaves there those that it passes on: `take` fills this memory
 before a replay, and `pass_on` sends from it afterwards. One memory serves both directions and the graphs of all sizes, although
-several steps of a pipeline are under way: both copies and the replay are launched on one stream in the order of the steps, so the
-states of the next step arrive, and its replay begins, after those of this step were copied to the host. On the host each step has a
+several steps of a pipeline are under way: both copies and the replay are launched on one stream in the order of the steps. So the
+next step's states arrive, and its replay begins, after this step's states were copied to the host. On the host each step has a
 buffer of its own until its states were sent.
 
 Shapes: T tokens, W width.
@@ -33,9 +35,11 @@ _NUM_BUFFERS = 2  # of each direction, besides the one that is being filled
 
 
 class DeviceStages(Link):
-    """The engine.contracts.stages.Stages of a GPU. taking, sending: two connections of this device to its neighbours, because two
-    threads use them. width, dtype: width and dtype of the states. received: called when the states of the stage before have arrived
-    on the host."""
+    """One GPU's connection to the neighbouring stages of its pipeline (an engine.contracts.stages.Stages).
+
+    taking, sending: two connections to the same neighbours, one for each of the two threads: `taking` to receive, `sending` to
+    send.
+    width, dtype: width and dtype of the states. received: called when the states of the stage before have arrived on the host."""
 
     _states: Sequence[Tensor] = ()  # what graphs read and write, after `keep`
     _in_place = False
@@ -62,8 +66,8 @@ class DeviceStages(Link):
         self._num_tokens = num_tokens
 
     def receive(self, num_tokens: int, with_second: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns the previous stage's residual and second state, as Stages.receive says: waits on the host until they are there,
-        then launches their copy to the device."""
+        """Returns the residual and the second state of the previous stage (see Stages.receive). Waits on the host until they are
+        there, then launches their copy to the device."""
         if self._in_place:
             states = [state[:num_tokens] for state in self._states]
             assert len(states) == 1 + with_second
@@ -83,20 +87,20 @@ class DeviceStages(Link):
             self._send(states)
 
     def keep(self, num_rows: int, num_states: int) -> None:
-        """Allocates the memory that graphs read and write. num_rows: most rows of a graph. num_states: 2 if stages pass on a
-        second state with the residual, 1 if only a residual."""
+        """Allocates the device memory from which graphs read states and in which they leave theirs. num_rows: most rows of a graph.
+        num_states: 2 if stages pass on a second state with the residual, 1 if only a residual."""
         self._states = [torch.zeros(num_rows, self._width, dtype=self._dtype, device=self._device) for _ in range(num_states)]
 
     @property
     def kept_bytes(self) -> int:
-        """Returns the bytes of the memory that graphs read and write."""
+        """Returns the bytes of the device memory that `keep` has allocated for graphs."""
         return sum(state.nbytes for state in self._states)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Returns a context in which `receive` returns the memory that graphs read, and `send` writes to it: for steps that are
-        captured, of up to as many rows as `keep` was given, padding included. Nothing is waited for or passed on. Used as `alone`
-        is."""
+        """Returns a context for steps that are captured: within it `receive` returns, and `send` writes to, the memory that `keep`
+        has allocated; nothing is waited for or passed on. The steps have at most as many rows as `keep` was given, padding
+        included. Only the thread that runs steps may use it."""
         before, self._in_place = self._in_place, True
         try:
             yield
@@ -104,18 +108,19 @@ class DeviceStages(Link):
             self._in_place = before
 
     def take(self) -> None:
-        """Waits, before a replay, until the previous stage has sent its states, and launches their copy to where the graph reads
-        them. Does nothing in the first stage. Raises GroupBroken."""
+        """Waits, before a graph is replayed, until the previous stage has sent its states, and launches their copy to where the
+        graph reads them. Does nothing in the first stage. Raises GroupBroken if the group has lost a device."""
         if not self._taking.is_first:
             self._fill(self._states)
 
     def pass_on(self) -> None:
-        """Passes on, after a replay, what the graph has left. Does nothing in the last stage."""
+        """Sends, after a graph was replayed, the states that it has left to the next stage. Does nothing in the last stage."""
         if not self._sending.is_last:
             self._send(self._states)
 
     def _fill(self, states: Sequence[Tensor]) -> None:
-        """Waits until the previous stage has sent its states, and launches their copy to `states`."""
+        """Waits until the previous stage has sent its states, and launches their copy to `states`. Raises GroupBroken if the group
+        has lost a device, or the error of the sending thread."""
         if (place := self._taking.take()) is None:
             self.check_fault()  # it has broken the group
             raise GroupBroken("a stage of a pipeline waits for another one: the group has lost a device")
@@ -130,7 +135,7 @@ class DeviceStages(Link):
         buffer.mark()
 
     def _send(self, states: Sequence[Tensor]) -> None:
-        """Launches the copy of these states to memory of the host; the other thread sends them from there."""
+        """Launches the copy of these states to host memory, from where the other thread sends them to the next stage."""
         self.check_fault()
         if (buffer := self._free.get()) is None:
             self.check_fault()
@@ -142,7 +147,7 @@ class DeviceStages(Link):
         self._filled.put(buffer)
 
     def close(self) -> None:
-        """Ends the thread that sends, once it has sent what it was given. Idempotent."""
+        """Ends the thread that sends, once it has sent the states that it was given. Idempotent."""
         self._filled.put(None)
 
     def has_ended(self) -> bool:
@@ -163,7 +168,8 @@ class DeviceStages(Link):
 
 
 class _Buffer:
-    """Memory of the host, page-locked if is_cuda, for the states of one step: num_bytes of it, after `parts`."""
+    """A buffer on the host for the states of one step, page-locked if is_cuda. num_bytes: how much of it the last call of `parts`
+    has given out."""
 
     def __init__(self, most_bytes: int, is_cuda: bool) -> None:
         self.memory = torch.empty(most_bytes, dtype=torch.uint8, pin_memory=is_cuda)
@@ -172,18 +178,18 @@ class _Buffer:
         self._copied: EventFence | None = None
 
     def parts(self, states: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-        """Returns the memory of the first num_tokens rows of each of the states, as state_rows does."""
+        """Returns, for each of the states, the buffer's memory for its first num_tokens rows (stage_states.state_rows)."""
         made = state_rows(self.memory, states, num_tokens)
         self.num_bytes = sum(part.nbytes for part in made)
         return made
 
     def mark(self) -> None:
-        """Notes that copies from or to the memory were launched on the current stream."""
+        """Records the point on the current stream after the copies from or to the buffer that were just launched."""
         if self._is_cuda:
             self._copied = EventFence(torch.cuda.current_stream())
 
     def wait(self) -> None:
-        """Waits until these copies have ended."""
+        """Waits until the copies before the last `mark` have ended."""
         if self._copied is not None:
             self._copied.wait()
             self._copied = None

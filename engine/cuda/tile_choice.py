@@ -1,13 +1,15 @@
-"""Chooses the tiles of attention on a GPU where the table (kernels/tiles.py) names others to try. The tiles that it names for a
-model's attention are compiled by another process, then compared in idle time, two at a time: first the results, then the times. The
-fastest ones are kept in a file, which the next engine on such a GPU reads before its first launch.
+"""Chooses by measurement the tiles of attention (how many queries and positions a kernel's program computes at a time) on a GPU
+where the table in kernels/tiles.py names alternatives. Another process compiles the alternatives for a model's attention. In idle
+time the engine then compares two tiles at a time: first their results, then their times. The fastest tiles are kept in a file,
+which the next engine on such a GPU reads before its first launch.
 
-A tile with other results than the table's is excluded: it is not measured, now or by a later engine, and the log has a warning.
-This is for the form that joins pieces (triton_decode.py), which no GPU had run when it was written: where a GPU orders memory
-otherwise than the kernel relies on, some of its results would be wrong, and no time tells that.
+A tile whose results differ from those of the table's tile is excluded: neither this engine nor a later one measures it, and the log
+has a warning. This is for one variant of the decode kernel, which no GPU had run when it was written: the programs of one launch
+combine the split-K parts of a sequence's attention themselves (`joins`; triton_decode.py). It relies on an order in which the GPU
+makes writes to memory visible. On a GPU with another order some of its results would be wrong, which no measured time shows.
 
-A choice changes nothing in the engine that made it: graphs hold grids and tiles, and a request's text must not change midway, as
-the last bits of its logits would.
+A choice changes nothing in the engine that made it: its graphs hold grids and tiles, and the text of a request must not change
+midway, as it could if the last bits of its logits changed.
 """
 
 from __future__ import annotations
@@ -50,10 +52,15 @@ Compile = Callable[[LoadModel, ModelShape], bool]
 
 
 class _Contest:
-    """The tiles of one trial. excluded: those with wrong results. best: the one that no other has beaten so far. rivals: those that
-    it has not been compared with yet; behind those of other sizes comes the form of the best one that joins pieces. ready: whether
-    all are compiled. num_compared: in how many turns the first rival had the right results. num_tries: how many turns were in vain
-    since then."""
+    """A measurement of alternatives: the tiles of one trial (tile_trials.Trial), compared with each other until one is left.
+
+    excluded: the tiles with wrong results.
+    best: the tile that no other has beaten so far.
+    rivals: the tiles that `best` has not been compared with yet. Once these, of other sizes, are done, the variant of `best` that
+    combines split-K parts itself (`joins`) follows as the last rival.
+    ready: whether all tiles are compiled.
+    num_compared: number of turns in which the first rival had the right results. num_tries: number of turns since then that decided
+    nothing."""
 
     def __init__(self, trial: Trial, excluded: Collection[Tile]) -> None:
         self.trial, self.ready, self.num_compared, self.num_tries = trial, False, 0, 0
@@ -69,12 +76,12 @@ class _Contest:
 
     @property
     def num_turns(self) -> int:
-        """Returns how many turns the rivals take, at least."""
+        """Returns the least number of calls of TileChoice.compare that the remaining rivals take."""
         return sum(JOINED_TURNS + 1 if tile.joins else 2 for tile in self.rivals) - self.num_compared
 
     @property
     def is_compared(self) -> bool:
-        """Returns whether the results of the first rival are known to be right."""
+        """Returns whether the results of the first rival are known to be right, so that only its time is still to be measured."""
         return self.num_compared == (JOINED_TURNS if self.rivals[0].joins else 1)
 
     def end_rival(self) -> None:
@@ -89,28 +96,32 @@ class _Contest:
 
 
 class ModelTiles:
-    """The contests that one model has asked for, some of which may be other models' as well."""
+    """The measurements of tiles that one model's attention needs. Another model with attention of the same sizes shares them."""
 
     def __init__(self, choice: TileChoice, contests: list[_Contest]) -> None:
         self._choice, self._contests = choice, contests
 
     @property
     def num_open(self) -> int:
-        """Returns how many calls of `measure_next` have something to do, at least; tiles that are not compiled yet do not count."""
+        """Returns the least number of calls of `measure_next` that still have something to measure. Tiles that are not compiled yet
+        do not count."""
         return sum(contest.num_turns for contest in self._contests if contest.ready)
 
     def measure_next(self) -> None:
-        """Compares results or times of two tiles on the device, on the current stream, which takes it some ten milliseconds. Does
-        nothing if nothing is open."""
+        """Compares the results or the times of two tiles on the device, on the current stream; that occupies the device for some
+        ten milliseconds. Does nothing if no measurement is open and compiled."""
         contest = next((contest for contest in self._contests if contest.is_open), None)
         if contest is not None:
             self._choice.compare(contest)
 
 
 class TileChoice:
-    """The choice of tiles on one GPU. path: the file in which choices are kept (see choice_file). compile_tiles: compiles what a
-    model's trials launch, in another process, and returns whether all of it is compiled; it is called in a thread. measure,
-    compare: measure tiles and compare their results on the device."""
+    """The choice of tiles for attention on one GPU.
+
+    path: the file in which choices are kept (see choice_file).
+    compile_tiles: compiles, in another process, all kernels with which a model's tiles are measured, and returns whether that
+    succeeded; it is called in a thread.
+    measure: measures the times of tiles on the device. compare: compares a tile's results with those of the table's tile."""
 
     def __init__(self, path: Path, block_tokens: int, compile_tiles: Compile, measure: Measure, compare: Compare) -> None:
         self._path, self._block_tokens, self._compile = path, block_tokens, compile_tiles
@@ -120,8 +131,8 @@ class TileChoice:
         self._kept = _Kept({}, set())
 
     def begin(self) -> None:
-        """Reads what was chosen before, and has it used from now on. Called once, before the first launch of attention. A file that
-        cannot be read, or has other tiles than the table names, counts as empty."""
+        """Reads the choices of earlier engines from the file, and makes the kernels use them from now on. Called once, before the
+        first launch of attention. A file that cannot be read, or that names tiles which the table does not, counts as empty."""
         try:
             self._kept = _read(self._path)
         except FileNotFoundError:
@@ -140,8 +151,8 @@ class TileChoice:
             log.warning("%s %d: %s had wrong results on this GPU before, and is not used", *told_of)
 
     def of_model(self, spec: LoadModel, shape: ModelShape) -> ModelTiles:
-        """Returns the contests of a model that was loaded, and has their tiles compiled in the background. Called by loads'
-        threads."""
+        """Returns the measurements of tiles for a model that was just loaded, and starts to compile their tiles in the background.
+        Called by the threads of loads."""
         with self._lock:
             wanted = [trial for trial in trials_of(spec, shape, self._block_tokens) if trial.place not in self._kept.chosen]
             new = [trial for trial in wanted if trial.place not in self._contests]
@@ -163,9 +174,10 @@ class TileChoice:
             log.warning("%s: the tiles of its attention are not measured, since not all could be compiled", spec.model)
 
     def compare(self, contest: _Contest) -> None:
-        """Compares the results of a contest's next rival, in as many turns as it takes; a rival with wrong results is excluded.
-        Then measures it and the best tile. The one that is clearly faster goes on. If none is in MEASURE_TRIES tries, or the
-        results cannot be compared, the best one stays. After the last rival the choice is kept."""
+        """Takes one turn of a measurement. While the next rival's results are not known to be right, the turn compares them, and a
+        rival with wrong results is excluded. Otherwise the turn measures the times of the rival and of the best tile; the clearly
+        faster one becomes or stays the best. The best tile also stays if MEASURE_TRIES turns find neither clearly faster, or if
+        results cannot be compared. After the last rival the best tile is written to the file."""
         rival = contest.rivals[0]
         try:
             is_decided = self._has_results(contest, rival) if not contest.is_compared else self._has_times(contest, rival)
@@ -179,7 +191,8 @@ class TileChoice:
             self._keep(contest)
 
     def _has_results(self, contest: _Contest, rival: Tile) -> bool:
-        """Compares the results of a rival once, and returns whether that excludes it."""
+        """Compares the results of a rival tile once with those of the table's tile. Returns True if they differ, which excludes the
+        rival."""
         is_right = self._compare(contest.trial, rival)
         if is_right is None:
             contest.num_tries += 1
@@ -195,7 +208,8 @@ class TileChoice:
         return True
 
     def _has_times(self, contest: _Contest, rival: Tile) -> bool:
-        """Measures a rival and the best tile once, and returns whether that decides between them."""
+        """Measures the times of a rival tile and of the best tile once. Returns whether one is clearly faster; if that is the
+        rival, it becomes the best."""
         times = self._measure(contest.trial, (contest.best, rival))
         contest.num_tries += 1
         if times is None or not apart(times[contest.best], times[rival]):
@@ -220,8 +234,8 @@ class TileChoice:
         Thread(target=self._write, name="kernels").start()  # a file system may hang
 
     def _write(self) -> None:
-        """Writes what is known to the file, beside what another engine has added meanwhile, replacing it at once. An OSError
-        becomes a warning in the log."""
+        """Replaces the file, in one step, by this engine's choices and excluded tiles together with those that another engine has
+        written meanwhile. An OSError becomes a warning in the log."""
         with self._writing:
             with self._lock:
                 kept = _Kept(dict(self._kept.chosen), set(self._kept.excluded))
@@ -237,7 +251,8 @@ class TileChoice:
 
 
 class _Kept(NamedTuple):
-    """The content of a file. chosen: the tile of each place. excluded: tiles with wrong results."""
+    """The content of a file of choices. chosen: the tile chosen for each key of the table (`place`). excluded: the tiles with wrong
+    results."""
 
     chosen: dict[Place, Tile]
     excluded: set[MeasuredTile]
@@ -252,8 +267,8 @@ class _Kept(NamedTuple):
 
 
 def choice_file(folder: Path, gpu: str) -> Path:
-    """Returns the file of a GPU's choices: another one for another kind of GPU, version of Triton, or source of the kernels or of
-    the table. gpu: its name and compute capability."""
+    """Returns the path of the file with the choices for a GPU. The name differs for each kind of GPU, each version of Triton, and
+    each source text of the attention kernels or the table. gpu: the GPU's name and compute capability."""
     digest = hashlib.blake2b(f"{gpu} {triton.__version__}".encode(), digest_size=12)
     for source in SOURCES:
         digest.update(source.read_bytes())
@@ -261,15 +276,17 @@ def choice_file(folder: Path, gpu: str) -> Path:
 
 
 def _read(path: Path) -> _Kept:
-    """Returns what a file holds, without choices that are excluded: of two engines on such GPUs one may have seen what the other
-    has not. Raises OSError, and ValueError, TypeError or KeyError for a file that holds something else."""
+    """Returns the content of a file of choices, without chosen tiles that are excluded: two engines write the file, and one may
+    have seen wrong results of a tile that the other chose. Raises OSError, and ValueError, TypeError or KeyError for a file that
+    holds something else."""
     read = json.loads(path.read_text())
     chosen, excluded = ([_row(row) for row in read[name]] for name in ("kept", "excluded"))
     return _Kept({one.place: one.tile for one in chosen if one not in excluded}, set(excluded))
 
 
 def _row(row: list[Any]) -> MeasuredTile:
-    """Returns a row of a file. Raises ValueError, TypeError or KeyError for another row than this version writes."""
+    """Returns the measured tile that one row of the file stands for. Raises ValueError, TypeError or KeyError for a row that this
+    version does not write, and ValueError for a tile that the table does not name."""
     kernel, head_dim, item_bytes, fp8, group, sizes = row
     one = MeasuredTile(kernel, head_dim, item_bytes, fp8, group, Tile(*sizes))
     entry = tiles.entry_of(*one[:4])
@@ -283,8 +300,9 @@ def _told(tile: Tile) -> str:
 
 
 def measured_on(device: torch.device, num_cores: int) -> Measure:
-    """Returns the measurement of tiles on this GPU, which has num_cores multiprocessors. It takes some 200 MiB of torch's memory
-    meanwhile, and returns None if that is not free, or if the host is too slow (linear_choice.times_s)."""
+    """Returns a function that measures the times of tiles on this GPU, which has num_cores multiprocessors. The function takes some
+    200 MiB of torch's memory while it runs. It returns None if that much is not free, or if the host launches too slowly to measure
+    (linear_choice.times_s)."""
 
     def measure(trial: Trial, compared: Sequence[Tile]) -> dict[Tile, list[float]] | None:
         try:
@@ -298,9 +316,9 @@ def measured_on(device: torch.device, num_cores: int) -> Measure:
 
 
 def compared_on(device: torch.device, num_cores: int) -> Compare:
-    """Returns the comparison of results on this GPU, which has num_cores multiprocessors, and which returns None if there is not
-    enough free memory for it. The device has other work until the host has launched the first part, so that launches follow each
-    other closely."""
+    """Returns a function that compares a tile's results with those of the table's tile on this GPU, which has num_cores
+    multiprocessors. The function returns None if there is not enough free memory. It first keeps the device busy with other work
+    until the host has launched the first kernels to compare, so that these follow each other closely."""
 
     def compare(trial: Trial, tile: Tile) -> bool | None:
         try:

@@ -1,9 +1,11 @@
-"""Launches attention with a given tile at the sizes of a model: on zeros, whose results nobody reads, to measure tiles (launching),
-and on random numbers, to compare their results (Comparison). All of it is compiled before.
+"""Launches attention with a given tile (how many queries and positions a kernel's program computes at a time) at the sizes of a
+model:
+on zeros, whose results nobody reads, to measure times (launching), and on random numbers, to compare results (Comparison). All
+kernels that it launches are compiled before.
 
-A tile's speed depends on the head size and on the types of numbers; in decode steps what a tile costs that joins pieces depends on
-the group (query heads of a KV head) as well. Windows, caps and sinks change all tiles alike; so models that differ in these alone
-share a trial.
+A tile's speed depends on the head size and on the types of numbers. In decode steps a row's context is cut into parts (`pieces`;
+split-K), and the cost of a tile that combines these parts itself (`joins`) also depends on the group size (query heads per KV
+head). Windows, caps and sinks change the times of all tiles alike, so models that differ only in these share a trial.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ MOST_ROUNDINGS = 4  # of an output's type, by which tiles may differ, in terms o
 
 
 class Trial(NamedTuple):
-    """The sizes at which tiles are compared. kernel: EXTEND_KERNEL or DECODE_KERNEL. dtype, kv_dtype: names of the types of the
-    queries, and of keys and values."""
+    """The sizes of attention at which alternative tiles are compared. kernel: EXTEND_KERNEL (prompts) or DECODE_KERNEL. dtype: name
+    of the queries' type. kv_dtype: name of the type of keys and values."""
 
     kernel: str
     heads: int
@@ -65,12 +67,12 @@ class Trial(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """The number of query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property
     def place(self) -> Place:
-        """The place in the table of tiles that the trial decides."""
+        """The key in the table of tiles (kernels/tiles.py) for which this trial chooses a tile."""
         group = self.group if self.kernel == DECODE_KERNEL else 0
         return self.kernel, tiles.padded(self.head_dim), self.item_bytes, self.is_fp8, group
 
@@ -80,7 +82,7 @@ class Trial(NamedTuple):
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """The tiles that are compared, the table's own first."""
+        """The tiles that are compared: first the table's own, then the alternatives that it names."""
         can_join = triton_decode.joins_pieces(self.group, self.head_dim)
         return self.entry.tile, *(tile for tile in self.entry.others if can_join or not tile.joins)
 
@@ -91,9 +93,9 @@ class Trial(NamedTuple):
 
 
 def trials_of(spec: LoadModel, shape: ModelShape, block_tokens: int) -> list[Trial]:
-    """Returns the trials that a model asks for: those of its attention for which the table has other tiles to try. There are none
-    for latent attention, whose tiles are its own, nor for groups of more than GROUP_ROWS heads. Where heads have several sizes,
-    prompts are tried at the widest alone, because that decides the queries of all tiles."""
+    """Returns the trials for a model: one for each kind of its attention for which the table names alternative tiles. Latent
+    attention has none, because it has tiles of its own; neither have groups of more than GROUP_ROWS query heads per KV head. If
+    heads have several sizes, prompts are tried only at the widest one, which decides how many queries all tiles have."""
     if shape.latent is not None:
         return []
     found: dict[Place, Trial] = {}
@@ -111,9 +113,12 @@ def trials_of(spec: LoadModel, shape: ModelShape, block_tokens: int) -> list[Tri
 
 
 class _Inputs:
-    """The arguments of a trial's attention, in memory of their own. contexts: the positions of each row. num_blocks: number of
-    blocks of keys and values. Each row has as many as the longest one needs, from where the blocks of the row before end; after the
-    last block comes block 0 again. num_pieces: about how many pieces contexts are cut into in decode steps."""
+    """The arguments of a trial's attention, in memory of their own.
+
+    contexts: the number of positions of each row.
+    num_blocks: number of KV blocks. Each row has as many as the longest row needs, beginning where the blocks of the row before
+    end; after the last block, block 0 follows again.
+    num_pieces: the approximate number of split-K parts into which contexts are cut in decode steps."""
 
     def __init__(self, trial: Trial, device: torch.device | str, contexts: list[int], num_blocks: int, num_pieces: int) -> None:
         self.trial, self.device = trial, device
@@ -138,8 +143,8 @@ class _Inputs:
         return torch.empty(self.num_tokens, width, dtype=getattr(torch, self.trial.dtype), device=self.device)
 
     def call(self, tile: Tile, qkv: Tensor, out: Tensor, in_order: bool = False) -> Callable[[], None]:
-        """Returns a function that launches attention with a tile, and copies nothing. in_order: see
-        triton_decode.decode_attention."""
+        """Returns a function that launches attention with this tile on the inputs, and copies nothing between host and device.
+        in_order: as in triton_decode.decode_attention."""
         trial = self.trial
         how = (trial.head_dim**-0.5, 0.0, None, entry.INTERPRETED, out)
         if trial.kernel == DECODE_KERNEL:
@@ -167,13 +172,16 @@ def launching(trial: Trial, device: torch.device | str, num_cores: int, compared
 
 
 class Comparison:
-    """The comparison of a tile's results with those of the table's tile, on the same random numbers: rows of several lengths, of no
-    pieces and of many, and more programs than the GPU holds at a time. A tile that joins pieces is launched LAUNCHES times, one
-    launch right behind the other, and has to make the same bits each time as the same tile does with two kernels. Launches have two
-    inputs in turns, because what a launch should not have read was written by the one before it in the same place, and would be
-    right with the same inputs.
+    """The comparison of a tile's results with those of the table's tile, on the same random numbers. In decode steps the rows have
+    contexts of several lengths, of none or many split-K parts, and make more programs than the GPU holds at a time.
 
-    num_cores: the GPU's number of multiprocessors. Some ten MiB of the device's memory are taken, or some tens for few KV heads."""
+    A tile that combines split-K parts itself (`joins`) is launched LAUNCHES times, each launch right behind the one before. Each
+    time it has to return the same bits as the same tile with a second kernel that combines them. Launches alternate between two
+    inputs. With one input, a launch that reads a value too early would find the value of the launch before, in the same place, and
+    that would be right by accident.
+
+    num_cores: the GPU's number of multiprocessors. The comparison takes some ten MiB of the device's memory, or some tens if there
+    are few KV heads."""
 
     def __init__(self, trial: Trial, device: torch.device | str, num_cores: int, tile: Tile) -> None:
         self._trial, self._tile = trial, tile
@@ -196,28 +204,28 @@ class Comparison:
         self._calls = calls
 
     def launch(self) -> None:
-        """Launches all of it on the current stream."""
+        """Launches all calls of the comparison on the current stream."""
         for call in self._calls:
             call()
 
     def is_right(self) -> bool:
-        """Returns whether what was launched has the right results. Waits for the device."""
+        """Returns whether the tile under test had the right results in all launches. Waits for the device."""
         right = [self._is_near(found, self._wanted[at % 2]) for at, found in enumerate(self._found[:2])]
         if self._tile.joins:
             right += [(_bits(found) == _bits(self._same[at % 2])).all() for at, found in enumerate(self._found)]
         return bool(torch.stack(right).all())
 
     def _is_near(self, found: Tensor, wanted: Tensor) -> Tensor:
-        """Returns whether two results differ by no more than what rounding in another order may do. Numbers that are not finite
-        differ from all others."""
+        """Returns whether two results are equal up to the rounding errors of another order of additions, as a bool tensor. A result
+        with a number that is not finite is never near."""
         one, other = (x.float().unflatten(1, (self._trial.heads, -1)) for x in (found, wanted))
         allowed = MOST_ROUNDINGS * torch.finfo(found.dtype).eps * other.abs().amax(-1, keepdim=True)
         return ((one - other).abs() <= allowed).all()
 
 
 def _compared_pieces(trial: Trial, num_cores: int) -> list[int]:
-    """Returns the number of pieces of each row of a comparison of decode steps: few enough rows for one form of the kernel that
-    makes the list of pieces, the one that launching takes."""
+    """Returns the number of split-K parts of each row in a comparison of decode steps. The rows are few enough for the same variant
+    of the kernel that lists the parts as in `launching`."""
     pieces = list(SHORT_ROWS)
     while len(pieces) < triton_decode.MANY_ROWS - 1:
         pieces.append(LONG_ROWS[(len(pieces) - len(SHORT_ROWS)) % len(LONG_ROWS)])
@@ -227,7 +235,7 @@ def _compared_pieces(trial: Trial, num_cores: int) -> list[int]:
 
 
 def _over_and_over(drawn: Tensor, target: Tensor) -> Tensor:
-    """Fills a contiguous tensor with the numbers `drawn`, and returns it."""
+    """Fills a contiguous tensor with the numbers `drawn`, repeated as often as needed, and returns it."""
     flat = target.view(-1)
     flat.copy_(drawn.repeat(ceil_div(len(flat), len(drawn)))[: len(flat)])
     return target
@@ -257,7 +265,7 @@ def _num_rows(trial: Trial) -> int:
 
 
 def _blocks(trial: Trial) -> tuple[int, int]:
-    """Returns the number of a trial's blocks, the same for each of its rows, and the bytes of a block."""
+    """Returns the total number of a trial's KV blocks, of which all rows have equally many, and the bytes of one block."""
     block_bytes = 2 * trial.kv_heads * trial.block_tokens * kv_dtype_named(trial.kv_dtype).head_bytes(trial.head_dim)
     if trial.kernel == EXTEND_KERNEL:
         return -(-PROMPT_TOKENS // trial.block_tokens), block_bytes

@@ -1,6 +1,7 @@
-"""Takes chunks out of address ranges in a thread of its own, so that no step waits for it: the driver needs about 20 µs a chunk,
-and a large model has a thousand. The driver may let other threads' calls wait meanwhile, so the thread pauses after every few
-chunks.
+"""Unmaps chunks of memory from address ranges in a thread of its own, so that no step waits for it: the driver takes about 20 µs
+for a
+chunk, and a large model has a thousand chunks. The driver may let other threads' calls wait meanwhile, so the thread pauses after
+every few chunks.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ BACKGROUND_SHARE = 0.25  # share of the time spent in the driver while no thread
 
 
 class Unmapping:
-    """The address ranges of one device whose chunks are still to be unmapped. A thread works on them in order, and ends when there
-    are none left.
+    """A queue of the address ranges of one device whose chunks are still to be unmapped. A thread takes them in order, and ends
+    when none is left.
 
-    unmap: unmaps all chunks in (address, bytes), called in that thread. If it raises, this is logged, the thread ends, and every
-    later call of any method raises RuntimeError: what is mapped where is unknown then."""
+    unmap: unmaps all chunks in (address, bytes); called in that thread. If it raises, the error is logged, the thread ends, and
+    every later call of any method raises RuntimeError, because it is unknown then what is mapped where."""
 
     def __init__(self, unmap: Callable[[int, int], None], chunk_bytes: int) -> None:
         self._unmap, self._step_bytes = unmap, CHUNKS_AT_A_TIME * chunk_bytes
@@ -35,7 +36,7 @@ class Unmapping:
         self._error: Exception | None = None
 
     def add(self, address: int, num_bytes: int) -> None:
-        """Queues a range, whose chunks the thread will unmap. Nothing on the device may use the range any more."""
+        """Adds a range to the queue, for the thread to unmap its chunks. Nothing on the device may use the range any more."""
         with self._lock:
             self._check()
             self._ranges.append((address, address + num_bytes))
@@ -45,11 +46,11 @@ class Unmapping:
                 self._thread = thread
 
     def wait_for(self, address: int, num_bytes: int) -> None:
-        """Waits until no queued range overlaps this one. The thread then works without pauses."""
+        """Waits until no queued range overlaps (address, num_bytes). Meanwhile the thread works without pauses."""
         self._wait(lambda begin, end: begin < address + num_bytes and address < end)
 
     def finish(self) -> None:
-        """Waits until all queued ranges are unmapped."""
+        """Waits until all queued ranges are unmapped. Meanwhile the thread works without pauses."""
         self._wait(lambda begin, end: True)
 
     def _wait(self, concerns: Callable[[int, int], bool]) -> None:

@@ -1,5 +1,5 @@
-"""Limits the memory that torch may take of a GPU besides the chunks: the work space that the daemon planned for, and memory that
-models keep between steps. A step that needs more loses its requests, and takes no memory that another process or the driver counts
+"""Limits the memory that torch may take of a GPU beside the chunks to the work space that the daemon planned for, plus what models
+keep between steps. A step that needs more loses its requests, instead of taking memory that another process or the driver counts
 on.
 """
 
