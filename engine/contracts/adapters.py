@@ -11,7 +11,7 @@ from loader.adapters.layout import AdapterLayout
 
 @dataclass(slots=True, frozen=True)
 class ReadAdapter:
-    """A LoRA adapter that has been read into host memory. layout: which matrices it has, and their places in data. data
+    """A LoRA adapter that has been read into host memory. layout: which matrices it has, and their offsets in `data`. data
     [layout.num_bytes] uint8: the matrices in the model's dtype, byte for byte as they are to lie on the device."""
 
     layout: AdapterLayout
@@ -19,25 +19,25 @@ class ReadAdapter:
 
 
 class AdapterMemory(Protocol):
-    """The tables in which the steps of one model look up where its LoRA adapters lie in device memory. An adapter's index in the
-    tables is the number that scheduler/batch/adapters.py assigns to it."""
+    """The tables by which a model's steps find its LoRA adapters in device memory. An adapter's index in the tables is the number
+    that scheduler/batch/adapters.py has assigned to it."""
 
     def prepare(self) -> None:
-        """Compiles the kernels without which steps with adapters cannot run. Called in a thread, before each `read`; it may take a
-        minute the first time."""
+        """Compiles the kernels that steps with adapters need. Called in a thread, before each `read`; it may take a minute the
+        first time."""
         ...
 
     def read(self, source: AdapterSource) -> ReadAdapter:
-        """Reads an adapter's files into host memory. Called in a thread, while steps run. Raises CheckpointError, which names the
-        file and the tensor or key, and CheckpointChanged if the files are no longer those of source.fingerprint."""
+        """Reads an adapter's files and returns it in host memory. Called in a thread, while steps run. Raises CheckpointError,
+        which names the file and the tensor or key, and CheckpointChanged if the files are no longer those of source.fingerprint."""
         ...
 
     def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
-        """Enters an adapter into the tables. number: the adapter's index in the tables. first_byte: where its matrices begin in the
-        arena. layout: which matrices there are, and their places. Called while no step is under way. With the first adapter the
-        model begins to compute adapters: its steps are recorded, or captured, again."""
+        """Enters an adapter into the tables. number: the adapter's index in the tables. first_byte: the byte of the KV arena at
+        which its matrices begin. layout: which matrices it has, and their offsets from there. Called while no step is under way.
+        With the first adapter the model begins to compute adapters: its steps are recorded, or captured as graphs, again."""
         ...
 
     def clear(self, number: int) -> None:
-        """Removes the adapter with this number, which no running sequence uses any more, from the tables."""
+        """Removes the adapter with this number from the tables. No running sequence uses it any more."""
         ...

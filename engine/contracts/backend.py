@@ -1,5 +1,6 @@
-"""Defines the interface between the code that loads models and one kind of device. engine/cpu/backend.py and engine/cuda/backend.py
-implement it."""
+"""Defines the interface that one kind of device offers to the code that loads models. engine/cpu/backend.py and
+engine/cuda/backend.py implement it.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ class Backend(Protocol):
         ...
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
-        """Makes the backend ready for loads: imports its kernels, and may begin to compile those that are missing. Called once, in
-        a background thread; no method below is called before it has returned. tell: called from any thread with news about
-        kernels."""
+        """Makes the backend ready for loads: imports its kernels, and may begin to compile missing ones. Called once, in a
+        background thread; no method below is called before it has returned. tell: called, from any thread, with news about the
+        compilation of kernels."""
         ...
 
     def need_kernels(
@@ -65,17 +66,16 @@ class Backend(Protocol):
 
     def early_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> StreamedModel | None:
         """Returns the model before its weights have arrived in `weights`, so that its first step can run while they arrive. Returns
-        None if the device or the model cannot do that; `model` is then called after the weights have arrived."""
+        None if the device cannot do that for this model; `model` is then called once the weights have arrived."""
         ...
 
     def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> HostedModel | HostedEncoder:
-        """Returns the model that computes with `weights`, all of which have arrived. spec, shape: its settings and its
+        """Returns the model that computes with `weights`, all of which have arrived. spec: the model's settings. shape: its
         architecture's sizes."""
         ...
 
     def sink(self, weights: WeightRange) -> WeightSink:
-        """Returns the sink through which a load writes a model's weights to their address range, to which memory is mapped
-        already."""
+        """Returns the sink through which a load writes a model's weights to their address range. Memory is mapped there already."""
         ...
 
     def decoder(self) -> Decoder:
@@ -83,29 +83,29 @@ class Backend(Protocol):
         ...
 
     def measured_decoder(self) -> Decoder:
-        """Returns a decoder with which a load measures how fast packed weights can be decoded. It decodes where loads to this
-        device do: on the host, or on the device."""
+        """Returns a decoder for measuring how fast packed weights can be decoded. It decodes where loads to this device do: on the
+        host or on the device."""
         ...
 
 
 @runtime_checkable
 class SplitsModels(Protocol):
-    """A Backend whose models may be split over several devices."""
+    """A Backend for devices among which a model may be divided."""
 
     def split_model(
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> SplitModel:
-        """Returns this device's share of a model, all weights of which have arrived in `weights`. kv_memory: uint8, the memory of
-        the share's KV blocks, from block 0 on. region: the memory that the engines of all shares have in common. May wait until
-        all shares have been loaded; raises GroupBroken if the group loses a device meanwhile."""
+        """Returns this device's share of a split model; all its weights have arrived in `weights`. kv_memory: uint8, the memory of
+        the share's KV blocks, from block 0 on. region: the shared memory of the engines that hold the model's shares. May wait
+        until all shares have been loaded. Raises GroupBroken if the group loses a device meanwhile."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class OpenDevice:
     """A device that an engine has opened. backend: makes models on it. configure: the engine's settings, with the number of chunks
-    that the device really has. left: the weights that an earlier engine left in the device's memory, [] for none; None: the memory
-    ends with this process."""
+    that the device really has. left: the weights that an earlier engine left in the device's memory, [] if it left none; None: the
+    device's memory ends with this process, so nothing is ever left."""
 
     backend: Backend
     configure: Configure

@@ -1,4 +1,4 @@
-"""Defines the share of a split model that one engine of a group holds. A Runner's load makes it."""
+"""Defines the share of a split model that one engine of a group holds (tensor or pipeline parallelism). Runner.load makes it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from scheduler.batch.plan import BatchPlan, SequenceTable
 
 
 class GroupShare:
-    """One engine's share of a model that is split over several devices. It can be used like a HostedModel; other engines hold the
-    other shares. hosted: this share. region: the exchange memory that the engines of all shares have in common. unmap_kv: called by
-    `release`; unmaps the chunks of this share's KV."""
+    """One engine's share of a model that is split over several devices. The engine uses it like a HostedModel; other engines hold
+    the other shares. hosted: the model's part on this device. region: the shared memory of the engines that hold the model's
+    shares. unmap_kv: unmaps the chunks of this share's KV; called by `release`."""
 
     embeds = False
     adapter_memory: AdapterMemory | None = None
@@ -35,19 +35,19 @@ class GroupShare:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages into which the model's layers are divided; 1: they are not divided. As many steps, of different
-        sequences, may be under way at a time."""
+        """The number of pipeline stages into which the model's layers are divided; 1: they are not divided. That many steps, of
+        different sequences, may be under way at a time."""
         return self.region.num_stages
 
     @property
     def has_sequences(self) -> bool:
-        """Returns whether sequences of the model run, whichever engine leads them; False for a broken group."""
+        """Returns whether any sequence of the model is running. False if the group is broken."""
         return not self.region.is_broken and bool(self.region.table.request_id.any())
 
     @property
     def waits_for_stage(self) -> bool:
-        """Returns whether the next step that the leader runs (`execute`) would wait for the states of the stage before; False where
-        there is one stage, and once the group is broken."""
+        """Returns whether the leader's next call of `execute` would wait for the states of the stage before. False if there is only
+        one stage, or if the group is broken."""
         link = self.region.link
         return link is not None and link.num_come <= self._num_executed and not self.region.is_broken
 
@@ -68,18 +68,20 @@ class GroupShare:
         return self.hosted.vocab_size
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs the leader's part of a step that it has posted to the group, and returns the result of the step. masks: as in
-        HostedModel.execute. Raises GroupBroken if the group has lost a device."""
+        """Runs the leader's part of a step, which it has already posted to the other engines of the group, and returns the step's
+        result. masks: which tokens rows may sample, as in HostedModel.execute. Raises GroupBroken if the group has lost a
+        device."""
         self._num_executed += 1
         return self.hosted.execute(plan, table, masks)
 
     def follow(self, plan: BatchPlan) -> None:
-        """Runs this engine's part of a step that another engine leads. plan: the leader's plan, as read from the region. Raises
-        GroupBroken if the group has lost a device."""
+        """Starts this engine's part of a step that another engine leads. plan: the leader's plan, as read from the shared memory.
+        Raises GroupBroken if the group has lost a device."""
         self.hosted.follow(plan, self.region.table)
 
     def has_ended(self) -> bool:
-        """Returns whether the device has ended all steps that `follow` has started. Does not wait. Raises the device's error."""
+        """Returns whether the device has ended all steps that `follow` has started. Does not wait. Raises an error of the
+        device."""
         return self.hosted.has_ended()
 
     @property

@@ -1,5 +1,6 @@
-"""Defines the interface between the code that keeps track of a model in an engine, from load to eviction, and the code that loads
-it."""
+"""Defines the interface between the code that keeps track of an engine's models, from load to eviction, and the code that loads a
+model.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True, frozen=True)
 class KernelNews:
-    """News about the compilation of kernels. told: the message for the daemon. apply: a function that the engine calls between two
-    steps, because it changes which kernels steps call, and thereby how long they take; None: nothing changes."""
+    """News about the compilation of kernels. told: the message to send to the daemon. apply: a function that the engine calls
+    between two steps, because it changes which kernels steps use and so how long they take; None: no kernel changes."""
 
     told: KernelsTold
     apply: Callable[[], None] | None = None
@@ -28,10 +29,13 @@ class KernelNews:
 
 @dataclass(slots=True)
 class LoadTask:
-    """One load: what it is given, and its results. spec: the model. chunks: the device's chunks for the weights.
-    progress(bytes_done, bytes_total): called with the values of LoadProgress. cancelled(): asked again and again; True makes the
-    load raise LoadCancelled. The fields from bytes_read to weights_checksum are results, set by the runner; protocol.LoadDone
-    explains the fields it shares."""
+    """One load of a model: what it is given, and its results.
+
+    spec: the model. chunks: the device's chunks for the weights.
+    progress(bytes_done, bytes_total): called with the values of LoadProgress while the load runs.
+    cancelled(): asked again and again; once it returns True, the load raises LoadCancelled.
+    The fields from bytes_read to weights_checksum are results, which Runner.load sets; protocol.LoadDone explains those that it
+    shares."""
 
     spec: LoadModel
     chunks: IntArray
@@ -55,16 +59,19 @@ class LoadTask:
 
 
 class LocksMasks(Protocol):
-    """Registers memory for masks with a device's driver (page-locks it), so that the device copies it by itself."""
+    """Registers memory with token masks at a device's driver (page-locks it), so that the device copies masks from there by
+    itself."""
 
     def lock_masks(self, bits: npt.NDArray[np.uint32]) -> LockedMasks | None:
-        """Registers memory with M masks [M, W] of W words, which begins at the beginning of a page. Returns None if the device has
-        no engine that copies from the host, or if it refuses, which is logged. Called by the thread that runs steps."""
+        """Registers the memory of `bits`, M masks [M, W] of W words, which begins at a page boundary. Returns the registered masks,
+        or None if the device cannot copy from the host by itself or its driver refuses; a refusal is logged. Called by the thread
+        that runs steps."""
         ...
 
     def unlock_masks(self, locked: LockedMasks) -> None:
-        """Ends a registration, and returns without waiting. Steps that were launched before may still have the device copy the
-        memory, which stays mapped until they have ended; later steps must not. Called by the thread that runs steps."""
+        """Ends the registration of masks, and returns without waiting. The device may still copy the memory for steps that were
+        launched before, so it stays mapped until these have ended; later steps must not use it. Called by the thread that runs
+        steps."""
         ...
 
 
@@ -78,9 +85,10 @@ class Runner(LocksMasks, Protocol):
         ...
 
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
-        """Loads one model. Called in a loader thread, while other models run steps. The result is a GroupShare if task.spec.group
-        is given. Raises loader.errors.CheckpointError (permanent; names the file and tensor), MemoryError, LoadCancelled, or
-        GroupBroken for a group that loses a device meanwhile; after an error the load uses the task's chunks no longer."""
+        """Loads one model and returns it; the result is a GroupShare if task.spec.group is given. Called in a loader thread, while
+        other models run steps. Raises CheckpointError (loader.errors; permanent, names the file and tensor), MemoryError,
+        LoadCancelled, or GroupBroken if the group loses a device meanwhile. After an error the load no longer uses the task's
+        chunks."""
         ...
 
     def probe(self, number: int) -> None:
@@ -95,8 +103,8 @@ class CompilesKernels(Protocol):
     """A Runner whose kernels may still be compiling when it serves its first models."""
 
     def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
-        """Registers `tell`, which gets all news about the kernels: it is called with earlier news at once, and with later news from
-        other threads."""
+        """Registers `tell`, to be called with all news about the compilation of kernels: at once with earlier news, and from other
+        threads with later news."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Defines the interface between a model that is split over several devices and the code that joins its parts.
+"""Defines the interface by which the devices that hold shares of a model's layers add up and join their results.
 
 This is tensor parallelism as in Megatron-LM (https://arxiv.org/abs/1909.08053). Each rank, one device of the group, holds a share
 of the attention heads, of each MLP's inner dimensions and of the output head's rows (the vocabulary). Two sums over the ranks in
@@ -22,8 +22,8 @@ class Ranks(Protocol):
     """One rank's connection to the other ranks of its group. All ranks call `sum` and `gather` in the same order, with tensors [T,
     W] and [N, W] (T tokens, N sampling rows) of the same widths W.
 
-    The tensors' numbers of rows may differ between ranks, because each rank pads its recorded steps in its own way. Only the first
-    rows are exchanged, as many as were last given to `count`; these numbers must be the same on every rank."""
+    The tensors may have different numbers of rows on different ranks, because each rank pads its recorded steps in its own way.
+    Only the first rows are exchanged, as many as `count` was last given; that number must be the same on every rank."""
 
     @property
     def rank(self) -> int: ...
@@ -32,25 +32,26 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def count(self, num_tokens: int, num_rows: int) -> None:
-        """Sets how many rows, from the first on, are exchanged from now on: num_tokens rows of tensors that `sum` gets, num_rows of
-        tensors that `gather` gets. The rows after these are padding. This applies to recorded programs, too."""
+        """Sets how many rows, from the first on, are exchanged from now on, also by recorded programs: num_tokens rows of tensors
+        that `sum` and `share_first` are given, num_rows of tensors that `gather` is given. Further rows are padding."""
         ...
 
     def sum(self, x: Tensor) -> None:
-        """Replaces x [T, W] by the sum of all ranks' x, and leaves padding as it is. The ranks' x are added in the order of the
-        ranks, so all ranks get the same bits."""
+        """Replaces x [T, W] by the sum of all ranks' x, and leaves padding rows as they are. The tensors are added in the order of
+        the ranks, so all ranks get the same bits."""
         ...
 
     def share_first(self, x: Tensor) -> None:
-        """Replaces x [T, W] by rank 0's x; padding becomes undefined. It is for results by which all ranks must decide alike, such
-        as the scores of experts: ranks with different kernels may compute them with different last bits."""
+        """Replaces x [T, W] by the x of rank 0; padding rows become undefined. Used for values by which all ranks must decide
+        alike, such as the scores of experts, which ranks with different kernels may compute with different last bits."""
         ...
 
     def gather(self, part: Tensor) -> Tensor:
-        """Returns the parts [N, W] of all ranks side by side, in the order of the ranks, as [N, size * W]. Padding is not
-        initialised."""
+        """Returns the tensors `part` [N, W] of all ranks side by side, in the order of the ranks, as [N, size * W]. Padding rows
+        are not initialised."""
         ...
 
     def check(self) -> None:
-        """Raises GroupBroken if the group has lost a device. Steps call it at their end, because recorded calls cannot raise."""
+        """Raises GroupBroken if the group has lost a device. Steps call it at their end, because a call that a recorded program
+        repeats cannot raise."""
         ...

@@ -1,7 +1,8 @@
-"""Defines the interface between a model whose layers are divided among stages of devices (pipeline parallelism) and the code that
-passes states from stage to stage.
+"""Defines the interface by which the stages of a pipeline, among which a model's layers are divided (pipeline parallelism), pass
+hidden states on.
 
-Each stage has consecutive layers. A step passes through the stages one after the other, while the other stages compute other steps.
+Each stage is one or more devices with consecutive layers. A step passes through the stages one after the other, while other stages
+compute other steps.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ class Stages(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """The seconds that all calls of `receive` so far have waited."""
+        """The seconds for which all calls of `receive` so far have waited."""
         ...
 
     def count(self, num_tokens: int) -> None:
-        """Sets how many rows, from the first on, `receive` and `send` pass on from now on. The rows after these are padding. This
-        applies to recorded programs, too."""
+        """Sets how many rows, from the first on, `receive` and `send` pass on from now on, also in recorded programs. Further rows
+        are padding."""
         ...
 
     def receive(self, num_tokens: int, with_second: bool) -> tuple[Tensor, Tensor | None]:
-        """Waits until the previous stage has sent its states. Returns the residual and the second state, each [num_tokens, W] for a
-        model of width W; padding is not initialised. with_second: whether the stage sends a second state; if not, None is returned
-        for it. Raises GroupBroken if the group has lost a device, also when it is called by a recorded program."""
+        """Waits until the previous stage has sent its states, and returns them: the residual and the second state, each
+        [num_tokens, W] for a model of width W. Padding rows are not initialised. with_second: whether the previous stage sends a
+        second state; if not, None takes its place. Raises GroupBroken if the group has lost a device, also in a recorded
+        program."""
         ...
 
     def send(self, residual: Tensor, second: Tensor | None) -> None:
-        """Passes on to the next stage the residual and a second state, each [T, W] for T tokens and a model of width W, without
-        waiting until that stage has read them. second: the update that is to be added to the residual, or the embeddings of the
-        tokens; None if there is none."""
+        """Sends the residual and a second state, each [T, W] for T tokens and a model of width W, to the next stage, and does not
+        wait until that stage has read them. second: an update that is still to be added to the residual, or the embeddings of the
+        tokens; None if there is neither."""
         ...

@@ -1,5 +1,5 @@
-"""Defines the interfaces between the batch scheduler and the models in an engine: what a step is given (scheduler/batch/plan.py),
-and what it returns.
+"""Defines the interface between the batch scheduler and the models in an engine: how a step that is planned
+(scheduler/batch/plan.py) is run, and what it returns.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, Lon
 
 @dataclass(slots=True, frozen=True)
 class Proposed:
-    """The tokens that a model's predictor drafted after a step, for Q sequences. slots [Q]: the sequences' slots. counts [Q]: how
-    many tokens were asked for. tokens [Q, K]: the drafted tokens, at most K each, of which the first counts[q] of row q count.
-    seen_s: device seconds in which the predictor read the step's tokens and states. drafting_s: device seconds in which it
-    drafted."""
+    """The tokens that a model's predictor drafted after a step, for Q sequences.
+
+    slots [Q]: the sequences' slots. counts [Q]: the number of tokens that were asked for.
+    tokens [Q, K]: the drafted tokens; of row q only the first counts[q] are valid, and K is at least the largest count.
+    seen_s: device seconds in which the predictor read the step's tokens and states. drafting_s: device seconds in which it drafted
+    tokens."""
 
     slots: IntArray
     counts: IntArray
@@ -32,9 +34,12 @@ class Proposed:
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of one step. ids [N]: the token of each of the plan's N sampling rows, in plan order. bad [N]: whether the row's
-    logits or vector were not finite, so that its result is worthless. Both arrays stay unchanged until the model's next step.
-    seconds: device time. waited_s: how many of these seconds passed until the other devices of a split model had begun the step."""
+    """The result of one step.
+
+    ids [N]: the token of each of the plan's N sampling rows, in plan order. bad [N]: whether the row's logits, or its vector, had
+    numbers that are not finite, so that its result is worthless. Both arrays stay unchanged until the model's next step.
+    seconds: device time. waited_s: the part of these seconds that passed until the other devices of a split model had begun the
+    step."""
 
     ids: IntArray
     bad: BoolArray
@@ -47,12 +52,12 @@ class StepResult:
 
 
 class CountsExperts(Protocol):
-    """Counts how many pairs of a token and an expert the experts of a model compute, or those of a device's share of it."""
+    """The counts of what a model's experts, or those on one device, have computed: pairs of a token and an expert."""
 
     @property
     def layers(self) -> Sequence[int]:
-        """The indices of the layers with experts that this device computes. The predictor's layer, if it has experts, has the index
-        after that of the model's last layer."""
+        """The indices of the layers with experts that this device computes. If the predictor's layer has experts, its index is one
+        more than that of the model's last layer."""
         ...
 
     @property
@@ -62,13 +67,13 @@ class CountsExperts(Protocol):
 
     @property
     def own(self) -> range:
-        """The indices, within a layer, of the experts that this device computes."""
+        """The indices, within a layer, of the experts that `news` reports: those that this device computes."""
         ...
 
     def news(self, wait: bool) -> LongArray | None:
-        """Returns how many pairs each own expert [len(layers), len(own)] has computed since the last call that returned an array.
-        Returns None if there are none, or if the device has not reported them yet, which happens only if not `wait`. Called by the
-        thread that runs steps."""
+        """Returns how many pairs of a token and an expert each expert of `own` has computed since the last call that returned an
+        array, [len(layers), len(own)]. Returns None if there were none. Unless `wait` is set, also returns None if the device has
+        not reported its counts yet. Called by the thread that runs steps."""
         ...
 
 
@@ -90,8 +95,8 @@ class HostedModel(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def embeds(self) -> bool:
-        """Returns whether the model computes embeddings of texts instead of generating tokens: each sampling row has a vector in
-        StepResult.vectors."""
+        """Returns whether the model is an embedding model, which computes a vector for each sampling row (StepResult.vectors)
+        instead of a token."""
         ...
 
     @property
@@ -101,14 +106,14 @@ class HostedModel(Protocol):
 
     @property
     def expert_counts(self) -> CountsExperts | None:
-        """The counts of what the model's experts have computed; None if it has none, or if another device of a split model counts
-        them."""
+        """The counts of what the model's experts have computed. None if the model has no experts, or if another device of a split
+        model counts them."""
         ...
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step: writes the KV of the new tokens into the arena's blocks and samples; rows in `masks` sample only what
-        their mask allows. Raises NoWorkSpace, and GroupBroken if the model is split. Any other exception ends the process, because
-        only a new process has a device in a known state."""
+        """Runs one step and returns its result: writes the KV of the new tokens into the arena's blocks, and samples. masks: the
+        tokens that some rows may sample; the others may sample any. Raises NoWorkSpace, and GroupBroken if the model is split. Any
+        other exception ends the process, because only a new process has a device in a known state."""
         ...
 
     def release(self) -> None:
@@ -117,18 +122,18 @@ class HostedModel(Protocol):
 
 
 class SplitModel(HostedModel, Protocol):
-    """A HostedModel that is one rank's share of a model. Each rank runs every step, with the KV of its own heads: rank 0 by
-    `execute`, which returns the result, the others by `follow`. Both methods wait for the other ranks, and raise GroupBroken if the
-    group has lost a device."""
+    """A HostedModel that is one device's share of a model (tensor or pipeline parallelism). Each device of the group, or rank, runs
+    every step, with the KV of its own heads and layers: rank 0 by `execute`, which returns the result, the others by `follow`. Both
+    methods wait for other ranks, and raise GroupBroken if the group has lost a device."""
 
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Runs this rank's part of a step. `table` is the leader's; it is read no later than in the step's last exchange between
-        ranks, after which the leader may change it."""
+        """Runs, or starts, this rank's part of a step that rank 0 leads. table: the leader's sequences. It is not read after the
+        step's last exchange between ranks, so the leader may change it then."""
         ...
 
     def has_ended(self) -> bool:
-        """Returns whether this rank's device has ended all steps that `follow` has started, which may still run when `follow`
-        returns. Does not wait. Raises the device's error, which no other call meets until the next step."""
+        """Returns whether this rank's device has ended all steps that `follow` has started; they may still run when `follow`
+        returns. Does not wait. Raises an error of the device, which otherwise no call would report before the next step."""
         ...
 
 
@@ -142,7 +147,7 @@ class Launched(Protocol):
 
 @runtime_checkable
 class CapturesSteps(Protocol):
-    """A HostedModel that can capture steps of a given size, as a graph or a program to be run again, before such a step is
+    """A HostedModel that can capture a step of a given size, as a graph or a program to be run again, before such a step is
     needed."""
 
     @property
@@ -150,7 +155,7 @@ class CapturesSteps(Protocol):
 
     @property
     def num_uncaptured(self) -> int:
-        """The number of step sizes that are not captured yet. A size is captured when it first occurs, or earlier by
+        """The number of step sizes that are not captured yet. A size is captured when a step first needs it, or earlier by
         `capture_next`."""
         ...
 
@@ -164,9 +169,9 @@ class LaunchesAhead(CapturesSteps, Protocol):
     """A HostedModel whose next step can be started before the tokens of its last step are known."""
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts one step and returns while it may still be running. If a row begins with a token that table.num_tokens does not
-        count yet, the row reads the token that the slot's last launched step samples, on the device; rows in `masks` have no such
-        tokens. Raises NoWorkSpace."""
+        """Starts one step and returns while it may still be running. A row may begin with a token that the host does not know yet
+        (beyond table.num_tokens); the device then takes the token that the last launched step samples for the slot. Rows in `masks`
+        must not begin so. Raises NoWorkSpace."""
         ...
 
 
@@ -174,16 +179,17 @@ class StreamedModel(HostedModel, Protocol):
     """A HostedModel whose first step can begin before its weights have arrived."""
 
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
-        """Runs a step as `execute` does, without masks; each layer is computed once the gate opens for it, with at most max_tokens
-        tokens at a time. The result's seconds do not include the waits. Raises WeightsWithdrawn if the load fails, is cancelled or
-        starts over; the KV written so far is then worthless."""
+        """Runs a step while the model's weights are still arriving, and returns its result as `execute` does without masks. Each
+        layer is computed once the gate opens for it, for at most max_tokens tokens at a time. The result's seconds do not include
+        the waits. Raises WeightsWithdrawn if the load fails, is cancelled or starts over; the KV written so far is then
+        worthless."""
         ...
 
 
 @runtime_checkable
 class HostedEncoder(Protocol):
-    """The counterpart of HostedModel for a model that turns texts into vectors, or pairs of texts into scores. task: EMBED or SCORE
-    of engine.protocol."""
+    """An encoder, with its weights in device memory: an embedding model that turns texts into vectors, or a cross-encoder that
+    turns pairs of texts into scores. task: EMBED or SCORE of engine.protocol."""
 
     @property
     def name(self) -> str: ...
@@ -195,9 +201,9 @@ class HostedEncoder(Protocol):
     def task(self) -> str: ...
 
     def embed(self, texts: Sequence[IntArray], second_at: Sequence[int]) -> tuple[FloatArray, float]:
-        """Returns the results of R texts and the device seconds they took. The results are vectors, float32 [R, hidden], each of
-        norm 1, or for task SCORE the scores of R pairs, float32 [R, 1]. texts: token ids of each text or pair. second_at: for each
-        pair, the index of the first token of the second text's segment, as in Submit."""
+        """Returns the results for R texts, and the device seconds they took. For task EMBED these are vectors, float32 [R, hidden],
+        each of norm 1; for task SCORE the scores of R pairs of texts, float32 [R, 1]. texts: the token ids of each text or pair.
+        second_at: for each pair, the index at which the second text's tokens begin (as in protocol.Submit)."""
         ...
 
     def release(self) -> None: ...

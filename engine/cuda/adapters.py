@@ -1,6 +1,5 @@
 """Keeps the tables of a model's LoRA adapters on a GPU: the place of each adapter's matrices in the KV arena, and the adapter of
-each
-slot's sequence.
+each slot's sequence.
 
 Shapes: M matrix products that adapters may change, A adapters, S slots (places of running sequences), R rows, T tokens.
 """

@@ -1,5 +1,5 @@
-"""Captures the CUDA graphs that sample rows whose logits are edited before sampling, or whose log-probabilities are wanted. Such
-a graph is replayed right after the step's own graph. It computes the logits of its rows once more, edits them, samples, and leaves
+"""Captures the CUDA graphs that sample rows whose logits are edited before sampling, or whose log-probabilities are wanted. Such a
+graph is replayed right after the step's own graph. It computes the logits of its rows once more, edits them, samples, and leaves
 all results in memory that one copy brings to the host.
 
 A graph reads all its inputs from memory of the device, so what each row asks for lies there in columns (arrays with one value for

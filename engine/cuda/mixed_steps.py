@@ -1,7 +1,6 @@
 """Pads steps with prompt chunks to a few sizes, so that each size can be one CUDA graph. Input columns (arrays) on the device
-describe
-the content of such a step: the row of each token, the contexts of decode rows, the tiles into which queries are divided for
-attention, and the tokens to sample from. The rest of a size is padding.
+describe the content of such a step: the row of each token, the contexts of decode rows, the tiles into which queries are divided
+for attention, and the tokens to sample from. The rest of a size is padding.
 
 Shapes: T tokens, R rows, I tiles of queries, S slots. One more row, R, belongs to no sequence: it has the padding tokens and tiles.
 """

@@ -1,6 +1,5 @@
 """Drafts tokens with a model's predictor (an additional layer for multi-token prediction, or a draft head) on a GPU, after each
-step
-and from the states that the step left on the device.
+step and from the states that the step left on the device.
 
 Everything is launched right after the step, before the host knows which tokens the step sampled. So the host does not know either
 how many drafted tokens of a sequence were accepted, and after which row its next drafts begin. For each row, it sends the columns

@@ -1,6 +1,5 @@
 """A device's share of a model that is split over several GPUs (tensor or pipeline parallelism). All ranks, the devices with shares
-of
-the same layers, run every step with tensors of the same shapes, because exchanges on GPUs take whole tensors.
+of the same layers, run every step with tensors of the same shapes, because exchanges on GPUs take whole tensors.
 
 So a shape depends on the step's plan alone, and not on which CUDA graphs a rank has. A decode step of up to MAX_PADDED_ROWS rows is
 padded as for a graph, whether the rank has that graph or not; every other step of several ranks has exactly the plan's tokens. The

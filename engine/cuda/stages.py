@@ -1,6 +1,5 @@
 """Connects the stages of a pipeline of GPUs (each with some of a model's layers), which pass hidden states on through host memory
-that
-their engines share.
+that their engines share.
 
 The thread that runs steps waits for the states of the stage before. It does not wait for its own device: another thread sends a
 step's states once they have been copied to the host. If that thread meets an error, for example of the device, it breaks the group,

@@ -1,7 +1,6 @@
 """Launches attention with a given tile (how many queries and positions a kernel's program computes at a time) at the sizes of a
-model:
-on zeros, whose results nobody reads, to measure times (launching), and on random numbers, to compare results (Comparison). All
-kernels that it launches are compiled before.
+model: on zeros, whose results nobody reads, to measure times (launching), and on random numbers, to compare results (Comparison).
+All kernels that it launches are compiled before.
 
 A tile's speed depends on the head size and on the types of numbers. In decode steps a row's context is cut into parts (`pieces`;
 split-K), and the cost of a tile that combines these parts itself (`joins`) also depends on the group size (query heads per KV

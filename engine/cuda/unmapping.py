@@ -1,7 +1,6 @@
 """Unmaps chunks of memory from address ranges in a thread of its own, so that no step waits for it: the driver takes about 20 µs
-for a
-chunk, and a large model has a thousand chunks. The driver may let other threads' calls wait meanwhile, so the thread pauses after
-every few chunks.
+for a chunk, and a large model has a thousand chunks. The driver may let other threads' calls wait meanwhile, so the thread pauses
+after every few chunks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Experts beside the MLP of a layer: both read the same residual, each through a norm of its own, before the output of either is
-added. Shapes: T tokens.
+"""A mixture of experts that runs beside the MLP of a layer: both read the same residual, each through a norm of its own, before the
+output of either is added. Shapes: T tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from loader.shapes.model_shape import ModelShape
 
 
 class BesideExperts(Generic[BatchT]):
-    """Experts beside the MLP of one layer: a call returns the sum of both outputs. The router reads the normalised residual times a
-    factor for each dimension and 1 / sqrt(hidden). ranks: the ranks of a split model; None: the model is whole."""
+    """A mixture of experts beside the MLP of one layer; a call returns the sum of the outputs of both. The router reads the
+    normalised residual, multiplied by a factor for each dimension and by 1 / sqrt(hidden). ranks: the devices' connection in a
+    split model; None: the model is whole."""
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ from loader.sizes.work_space import ENCODER_TILE_TOKENS
 
 def attend(qkv: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
     """Returns the attention output [T, heads * D]. qkv [T, 3, heads, D]: queries, keys and values. lengths: number of tokens of
-    each text; texts lie end to end. window: the number of positions that a token sees, its own in their middle; 0: the whole
-    text."""
+    each text; texts lie end to end. window: the number of positions that a token attends to, with its own in their middle; 0: the
+    whole text."""
     mixed = qkv.new_empty(qkv.shape[0], qkv.shape[2] * qkv.shape[3])
     start = 0
     for length in lengths:
@@ -33,9 +33,9 @@ def attend(qkv: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
 
 
 def _seen(first: int, last: int, length: int, window: int) -> tuple[int, int, Tensor | None]:
-    """Returns (low, high, mask): queries at positions `first` to `last` - 1 of a text attend to positions from `low` to `high` - 1.
-    mask [last - first, high - low] bool: which of these each query attends to; None: all. length: tokens of the text. window: as in
-    `attend`."""
+    """Returns (low, high, mask): the queries at positions `first` to `last` - 1 of a text attend to positions from `low` to `high`
+    - 1. mask [last - first, high - low] bool: which of these each query attends to; None: all of them. length: number of tokens of
+    the text. window: as in `attend`."""
     reach = window // 2
     if not window or length <= reach + 1:
         return 0, length, None

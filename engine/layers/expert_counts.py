@@ -1,4 +1,6 @@
-"""Counts how many pairs of a token and an expert each expert of a model computes. Every step adds to the counts on the device."""
+"""Counts how many pairs of a token and an expert each expert of a model computes, in a table on the device to which every step
+adds.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from scheduler.batch.plan import LongArray
 
 
 class ExpertCounts:
-    """The counts of one model's experts, or of one device's share of them. The object stays the same through loads and evictions of
-    the model, because recorded steps and graphs hold the addresses of its rows.
+    """The counts of one model's experts, or of those on one device. The object stays the same through loads and evictions of the
+    model, because recorded steps and CUDA graphs hold the addresses of the table's rows.
 
-    A row counts all experts of a layer, since every rank of a split model routes every token; `news` reports only the rank's own
-    experts, so that each is reported once. If ranks have copies of each other's experts, a row counts what this rank computes, with
-    an entry for each expert that it holds, and `news` reports all experts of the layer. If each expert is divided among several
-    ranks, only the first of these has counts. own: the experts that `news` reports."""
+    own: the experts that `news` reports. What a row of the table counts depends on how a model is split:
+    Without copies of experts, a row counts all experts of a layer, because every rank (device) routes every token; `news` reports
+    only the rank's own experts, so that each is reported once.
+    If ranks have copies of each other's experts, a row counts only what this rank computes, with an entry for each expert that it
+    holds; `news` reports all experts of the layer.
+    If each expert is divided among several ranks, only the first of these has counts."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         assert shape.experts is not None
@@ -32,16 +36,17 @@ class ExpertCounts:
         self._told: LongArray | None = None  # what `news` has reported so far
 
     def row(self, layer: int) -> Tensor:
-        """Returns the counts (ExpertMatrices.counts) of a layer, as a view: the same memory each time that the model is built."""
+        """Returns the counts of a layer's experts (ExpertMatrices.counts) as a view of the table: the same memory each time the
+        model is built."""
         if layer not in self.layers:
             self.layers.append(layer)
         row = self._table[self.layers.index(layer)]
         return row if self._held is None else row[: len(self._held(layer))]
 
     def news(self, wait: bool) -> LongArray | None:
-        """Returns how many pairs each expert of `own` [len(layers), len(own)] has computed since the last call that returned an
-        array. Returns None if there are none, or if the device's counts have not arrived yet, which happens only if `wait` is
-        False."""
+        """Returns how many pairs of a token and an expert each expert of `own` has computed since the last call that returned an
+        array, [len(layers), len(own)]. Returns None if there were none. Unless `wait` is set, also returns None if the device's
+        counts have not arrived yet."""
         found = self._on_host(wait)
         if found is None:
             return None
@@ -55,12 +60,12 @@ class ExpertCounts:
         return new if new.any() else None
 
     def _on_host(self, wait: bool) -> LongArray | None:
-        """Returns a copy of the table as it is now, or as it was at an earlier call. Returns None if the device's counts have not
-        arrived yet and `wait` is False."""
+        """Returns a copy of the table on the host, as it is now or as it was at an earlier call. Returns None if `wait` is not set
+        and the device's counts have not arrived yet."""
         copied: LongArray = self._table.numpy().copy()
         return copied
 
 
 def has_counts(shape: ModelShape) -> bool:
-    """Returns whether a model, or a device's share of it, counts what its experts compute."""
+    """Returns whether a model, or the share of it on one device, counts what its experts compute."""
     return shape.experts is not None and (shape.split is None or shape.split.rank % shape.split.division.inner_parts == 0)

@@ -19,13 +19,15 @@ from loader.shapes.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, Mod
 
 
 class MixtureOfExperts(Generic[BatchT]):
-    """The feed-forward part of one layer: x [T, hidden] -> [T, hidden]. router [E, hidden]: its product with x gives each token's
-    score of each expert. If a shared expert has a gate, the gate's weights follow as row E, so that one product gives scores and
-    gate. The router is float32 if ExpertMatrices.sigmoid is set. shared: an expert that all tokens pass through; None: there is
-    none. router_bias: [E].
+    """The feed-forward part of one layer, with experts: x [T, hidden] -> [T, hidden].
 
-    In a split model the result is a rank's share of a sum over the ranks: every rank routes all tokens, and computes the outputs of
-    its own experts, or of its part of each expert."""
+    router [E, hidden]: multiplied with x it gives each token's scores of the experts. If a shared expert has a gate, the gate's
+    weights follow as row E, so that one matrix multiplication gives scores and gate. float32 if ExpertMatrices.sigmoid is set.
+    router_bias [E]: added to the scores; None: there is none.
+    shared: an expert that all tokens pass through; None: there is none.
+
+    In a split model the result is one rank's (device's) term of a sum over the ranks: every rank routes all tokens, and computes
+    the outputs of its own experts, or of its part of each expert."""
 
     def __init__(
         self,
@@ -92,15 +94,15 @@ class MixtureOfExperts(Generic[BatchT]):
         return self.ops.experts(x, scores, self.experts, shared, batch)
 
     def agree(self, scores: Tensor) -> None:
-        """Overwrites the router's scores on all ranks of a split model with those of the first rank. Where scores are nearly equal,
-        ranks could choose different experts otherwise."""
+        """Overwrites the router's scores with those of the first rank, on all ranks (devices) of a split model. Otherwise ranks
+        could choose different experts where scores are nearly equal."""
         if self.ranks is not None:
             self.ranks.share_first(scores)
 
 
 def _turns(shape: ModelShape, layer: int, device: torch.device) -> Tensor | None:
-    """Returns which tokens of each expert of a layer a rank computes (ExpertMatrices.turns); None if no rank has copies of others'
-    experts."""
+    """Returns the rule by which the ranks (devices) that hold copies of an expert divide its tokens among themselves
+    (ExpertMatrices.turns), for one layer. Returns None if no rank has copies of other ranks' experts."""
     split, experts = shape.split, shape.experts
     if split is None or not split.copies or experts is None:
         return None
@@ -108,8 +110,8 @@ def _turns(shape: ModelShape, layer: int, device: torch.device) -> Tensor | None
 
 
 def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape, layer: int, turns: Tensor | None) -> ExpertMatrices:
-    """Returns the experts of a layer whose checkpoint has one tensor for the matrices of all experts. gate_up, down: names of these
-    tensors."""
+    """Returns the experts of a layer whose checkpoint stores the matrices of all experts in one tensor. gate_up, down: names of
+    these tensors."""
     return ExpertMatrices(
         weights.stack(gate_up),
         weights.stack(down),

@@ -16,8 +16,8 @@ from loader.shapes.model_shape import DeltaShape, ModelShape
 
 
 class GatedDelta(Generic[BatchT]):
-    """A layer's mixing of tokens by the gated delta rule, in place of attention: x [T, hidden] -> [T, hidden]. It reads the states
-    of the batch's sequences and writes them anew."""
+    """The gated delta rule of one layer, in place of attention: x [T, hidden] -> [T, hidden]. It reads the states of the batch's
+    sequences and replaces them by those after the batch's tokens."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert family.deltas is not None
@@ -47,8 +47,8 @@ class GatedDelta(Generic[BatchT]):
 
 
 def columns_of(delta: DeltaShape) -> DeltaColumns:
-    """Returns where the heads are among the columns of the outputs of a gated delta layer's projections. Either each key head's
-    queries, keys, values and gates are together (delta.by_head), or all heads' queries come first, then all keys, values and
+    """Returns at which columns each head's values begin in the outputs of a gated delta layer's projections. Either each key head's
+    queries, keys, values and gates lie together (delta.by_head), or the queries of all heads come first, then all keys, values and
     gates."""
     keys, values = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
     served = delta.num_value_heads // delta.num_key_heads

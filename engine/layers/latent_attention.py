@@ -15,10 +15,11 @@ from loader.shapes.model_shape import ModelShape
 
 
 class LatentAttention(Generic[BatchT]):
-    """The attention of one layer: x [T, hidden] -> [T, hidden]. It stores the latents of the T tokens before it reads any.
+    """The latent attention of one layer: x [T, hidden] -> [T, hidden]. It stores the latents of the T tokens, then attends.
 
-    The devices choose the form of the products (docs/reference/models.md). In the absorbed form queries are mapped to the latents'
-    space and attend to the stored latents; in the expanded form keys and values are computed from the latents."""
+    There are two ways to compute it, and each kind of device chooses (docs/reference/models.md). In the absorbed form queries are
+    mapped to the latents' space and attend to the stored latents. In the expanded form keys and values are computed from the
+    latents."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert family.latents is not None

@@ -1,5 +1,5 @@
-"""Computes an additional input for each layer of a model: for each token, the sum of a row of a table and a projection of the
-token's embedding, divided by sqrt(2). Shapes: T tokens, L layers, W numbers of a layer's input.
+"""Computes an additional input for each layer of a model: for each token, (a row of a table + a projection of the token's
+embedding) / sqrt(2). Shapes: T tokens, L layers, W width of a layer's input.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MEAN_FACTOR = 2.0**-0.5  # factor of the sum of both parts
 
 
 class LayerInputs(Generic[BatchT]):
-    """Computes the additional inputs of the L layers that are here, W numbers each, from a step's tokens and their embeddings [T,
-    hidden]."""
+    """Computes the additional inputs, each of width W, of the L layers on this device, from a step's tokens and their embeddings
+    [T, hidden]."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights) -> None:
         assert shape.layer_inputs is not None
@@ -44,8 +44,8 @@ class LayerInputs(Generic[BatchT]):
 
 
 class LayerInput(Generic[BatchT]):
-    """Computes what one layer adds to the residual from its additional input. A projection of the residual gates the input; the
-    product is projected to [T, hidden] and normalised."""
+    """Computes what one layer adds to the residual on account of its additional input: the input is multiplied by a gate that is
+    projected from the residual; the result is projected to [T, hidden] and normalised."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert shape.layer_inputs is not None
@@ -58,7 +58,7 @@ class LayerInput(Generic[BatchT]):
         self.norm = Norm(ops, family, shape, weights, prefix + names.input_output_norm)
 
     def __call__(self, residual: Tensor, batch: BatchT) -> Tensor:
-        """Returns the update [T, hidden] to add to the residual."""
+        """Returns the update [T, hidden] that is to be added to the residual."""
         inputs = batch.layer_inputs
         assert inputs is not None
         own = inputs.view(len(residual), self.all_width)[:, self.columns]

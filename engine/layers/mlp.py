@@ -15,7 +15,8 @@ from loader.shapes.model_shape import ModelShape
 
 class MLP:
     """A feed-forward network: x [T, hidden] -> [T, hidden]. gate_up, down: names of its tensors in the checkpoint, without the
-    prefix. Whether it is gated follows from the activation; without a gate, the activation is applied to the output of gate_up."""
+    prefix. Whether it has a gate follows from the activation; without a gate, the activation is applied to the output of
+    gate_up."""
 
     def __init__(
         self, ops: Ops[Any], weights: Weights, prefix: str, gate_up: tuple[str, ...], down: str, activation: str = SILU
@@ -27,7 +28,7 @@ class MLP:
 
     @classmethod
     def of_layer(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> MLP:
-        """Returns the feed-forward part of a layer without experts."""
+        """Returns the MLP of a layer that has no experts in its place."""
         names = family.names
         return cls(ops, weights, names.layer.format(layer), names.gate_up, names.down, family.activation)
 

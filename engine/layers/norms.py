@@ -13,8 +13,9 @@ from loader.shapes.model_shape import ModelShape
 
 
 class Norm:
-    """A norm over each row of [T, hidden], an RMS norm or LayerNorm as the family has it. name: name of its tensors in the
-    checkpoint. A call returns the norm of its argument; `of_sum` first adds an update to the residual."""
+    """A norm over each row of [T, hidden]: an RMS norm or LayerNorm, as the family has it. name: name of its tensors in the
+    checkpoint. A call returns the norm of its argument; `of_sum` first adds an update to the residual, and returns the norm of the
+    sum."""
 
     def __init__(self, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, name: str) -> None:
         self.ops, self.is_layer_norm = ops, family.has_layer_norms
@@ -23,7 +24,7 @@ class Norm:
 
     @classmethod
     def named(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, prefix: str, name: str) -> Norm | None:
-        """Returns a layer's norm, or None if the name is "", that is, if the family has no such norm."""
+        """Returns the norm of this name of a layer. Returns None if the name is "": the family has no such norm."""
         return cls(ops, family, shape, weights, prefix + name) if name else None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A product with a matrix of the model, with its bias and the contribution of the tokens' LoRA adapters
+"""A matrix multiplication with weights of the model, with the bias and the contribution of the tokens' LoRA adapters
 (https://arxiv.org/abs/2106.09685). Shapes: T tokens, K inputs, N outputs.
 """
 
@@ -13,8 +13,8 @@ from engine.ops.ops import BatchT, Ops
 
 
 class Projection(Generic[BatchT]):
-    """A matrix product that LoRA adapters may change: x [T, K] -> [T, N]. names: names of its matrices in the checkpoint, without
-    the prefix; one product reads them together. weight: [N, K]. bias: [N], or None if the model has none."""
+    """A linear layer that LoRA adapters may change: x [T, K] -> [T, N]. names: names of its matrices in the checkpoint, without the
+    prefix; several are multiplied as one matrix. weight [N, K]: these matrices joined. bias: [N]; None if the model has none."""
 
     def __init__(self, ops: Ops[BatchT], weights: Weights, prefix: str, names: tuple[str, ...]) -> None:
         self.ops = ops

@@ -24,8 +24,8 @@ from loader.shapes.rope_config import PROPORTIONAL, RopeParameters
 
 
 def rotaries_of(shape: ModelShape, max_model_len: int) -> tuple[Rotary, Rotary]:
-    """Returns two rotary embeddings: that of a model's layers without windows, and that of its layers with windows. They are one
-    object if both are the same. max_model_len: the longest context that the model is served with."""
+    """Returns the rotary embedding of a model's layers without windows, and that of its layers with windows; one object twice if
+    both are the same. max_model_len: the longest context that the model is served with."""
 
     def made(rope: RopeParameters, head_dim: int) -> Rotary:
         return Rotary(inverse_frequencies(rope, head_dim, max_model_len), rope.attention_factor)
@@ -71,7 +71,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
 
 
 def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
-    """Returns the base of the frequencies: rope.theta, or for dynamic scaling the base for contexts of max_model_len positions.
+    """Returns the base of the frequencies: rope.theta, or with dynamic scaling the base for contexts of max_model_len positions.
     turning: number of a head's dimensions that are rotated."""
     original = rope.original_max_position_embeddings
     if rope.kind != "dynamic" or max_model_len <= original:
@@ -84,7 +84,7 @@ def _yarn_ramp(rope: RopeParameters, turning: int) -> Tensor:
     rope.factor). turning: number of a head's dimensions that are rotated."""
 
     def pair(turns: float) -> float:
-        """Returns the fractional index of the pair of dimensions that makes `turns` rotations within the original length."""
+        """Returns which pair of dimensions, as a fractional index, makes `turns` rotations within the original length."""
         return turning * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair(rope.beta_fast), pair(rope.beta_slow)

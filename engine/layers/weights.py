@@ -1,5 +1,6 @@
-"""Gives access to a model's parameters as views of its weight range. Tensors that one matrix product reads together lie end to end
-there (loader/sizes/layout.py), so the fused matrix is a view as well. Shapes: V vocabulary, N outputs and K inputs of a matrix.
+"""Returns a model's parameters as views of its weight range (the address range with all its weights). Tensors that one matrix
+multiplication reads together lie end to end there (loader/sizes/layout.py), so the fused matrix is a view as well. Shapes: V
+vocabulary, N outputs and K inputs of a matrix.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def _ones(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Weights:
-    """Looks a model's parameters up by their names in the checkpoint, as views of the weight range `memory`. Methods raise KeyError
-    for a name that the model does not have, unless they say otherwise. counts: the counts to which the model's experts add; None:
-    nothing is counted."""
+    """Looks up a model's parameters by their names in the checkpoint, and returns them as views of the weight range `memory`.
+    Methods raise KeyError for a name that the model does not have, unless they say otherwise. counts: counts what the model's
+    experts compute; None: nothing is counted."""
 
     def __init__(
         self,
@@ -53,12 +54,12 @@ class Weights:
         return self._memory.tensor(slot.offset_bytes, slot.shape, self._dtype_of(slot))
 
     def _dtype_of(self, slot: WeightSlot) -> torch.dtype:
-        """Returns the dtype in which memory holds a parameter that is not quantised."""
+        """Returns the dtype that a parameter has in memory, if it is not quantised."""
         dtype: torch.dtype = getattr(torch, slot.held_as) if slot.held_as else self._dtype
         return dtype
 
     def table(self, name: str) -> Tensor | PackedMatrix:
-        """Returns an embedding or a head, which may be packed: its rows [V, K], or in a split model those of this rank."""
+        """Returns an embedding or a head, which may be packed: all its rows [V, K], or in a split model those of this device."""
         packed = self._slots[name].packed
         return self.get(name) if packed is None else self._packed(packed)
 
@@ -68,24 +69,24 @@ class Weights:
         return _ones(width, self._dtype, self._memory.tensor(0, (0,), torch.uint8).device)
 
     def expert_counts(self, layer: int) -> Tensor | None:
-        """Returns the counters of a layer's experts, int64 on the device (ExpertMatrices.counts): each step adds to an expert's
-        entry the number of tokens that passed through it. Returns None if nothing is counted."""
+        """Returns the counters of a layer's experts, int64 on the device (ExpertMatrices.counts). Each step adds to an expert's
+        counter the number of tokens that passed through the expert. Returns None if nothing is counted."""
         return None if self._counts is None else self._counts.row(layer)
 
     def find(self, name: str) -> Tensor | None:
-        """Returns the parameter, or None if the model has none of that name, for example a bias."""
+        """Returns the parameter of this name. Returns None if the model has none, for example no bias."""
         return self.get(name) if name in self._slots else None
 
     def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor:
-        """Returns the tensors of the names prefix + name + suffix as one, joined along the first axis. The tensors must lie end to
-        end in memory."""
+        """Returns the tensors named prefix + name + suffix, for each name, as one tensor, joined along the first axis. The tensors
+        must lie end to end in memory."""
         slots = [self._slots[f"{prefix}{name}{suffix}"] for name in names]
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
         return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype_of(slots[0]))
 
     def matrix(self, prefix: str, names: tuple[str, ...]) -> Matrix:
-        """Returns the weights of projections that one matrix product reads together: a tensor, or a quantised matrix if the weights
-        are held quantised."""
+        """Returns the weights of one or several projections that are multiplied as one matrix: a tensor, or a quantised or packed
+        matrix if the weights are held so."""
         weights = [f"{prefix}{name}.weight" for name in names]
         for names_of in (nvfp4_settings.MODELOPT, nvfp4_settings.COMPRESSED):
             first = self._slots.get(names_of.of(weights[0], names_of.numbers))
@@ -109,12 +110,12 @@ class Weights:
         return Fp8Matrix(codes, scales, group_inputs)
 
     def adapted(self, prefix: str, names: tuple[str, ...]) -> AdaptedProduct | None:
-        """Returns the description of the product with these matrices if LoRA adapters may change it, else None."""
+        """Returns the description of the multiplication by these matrices if LoRA adapters may change its result, else None."""
         return self._adapted.get((prefix, names))
 
     def _int4(self, stored: Names, weights: list[str]) -> Int4Matrix:
-        """Returns INT4 matrices that lie end to end as one matrix. stored: how the checkpoint names their parts. weights: names of
-        the matrices."""
+        """Returns several INT4 matrices, which lie end to end in memory, as one. stored: the names that the checkpoint gives to the
+        tensors of a matrix. weights: names of the matrices."""
         slots = [self._slots[stored.of(name, stored.words)] for name in weights]
         first, scale = slots[0], self._slots[stored.of(weights[0], stored.scales)]
         num_outputs, num_inputs = sum(slot.held_shape[0] for slot in slots), first.held_shape[1] * IN_WORD
@@ -141,8 +142,8 @@ class Weights:
         )
 
     def _nvfp4(self, names: nvfp4_settings.Nvfp4, weights: list[str]) -> Nvfp4Matrix:
-        """Returns NVFP4 matrices that lie end to end as one matrix. names: how the checkpoint names their parts. weights: names of
-        the matrices."""
+        """Returns several NVFP4 matrices, which lie end to end in memory, as one. names: the names that the checkpoint gives to the
+        tensors of a matrix. weights: names of the matrices."""
         slots = [self._slots[names.of(name, names.numbers)] for name in weights]
         numbers, scales, whole = (self._slots[names.of(weights[0], part)] for part in (names.numbers, names.scales, names.whole))
         num_outputs = sum(slot.shape[0] for slot in slots)
@@ -153,8 +154,8 @@ class Weights:
         )
 
     def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix | Int8Matrix | Nvfp4Matrix:
-        """Returns the matrices of the names prefix + name, joined as by `matrix` and then divided into `num` equal parts [num, N,
-        K], one for each expert."""
+        """Returns the matrices of all experts of a layer, [num, N, K]: those named prefix + name, for each name, joined into one
+        matrix (see `matrix`) and divided into `num` equal parts, one for each expert."""
         joined = self.matrix(prefix, names)
         assert not isinstance(joined, PackedMatrix)  # loader/formats keeps it from mixtures of experts
         if isinstance(joined, Tensor):
@@ -173,13 +174,14 @@ class Weights:
         return Int4Matrix(parts(joined.packed), parts(joined.scales), joined.group_inputs, zeros)
 
     def stack(self, name: str) -> Tensor | Mxfp4Matrix:
-        """Returns the tensor of this name, [num, N, K], which holds the matrices of all experts of a layer: plain, or in MXFP4."""
+        """Returns the checkpoint's tensor of this name, which holds the matrices of all experts of a layer, [num, N, K]: plain, or
+        in MXFP4."""
         if name in self._slots:
             return self.get(name)
         blocks, scales = (self._slots[name + part] for part in (mxfp4.BLOCKS, mxfp4.SCALES))
         return Mxfp4Matrix(*(self._memory.tensor(slot.offset_bytes, slot.shape, torch.uint8) for slot in (blocks, scales)))
 
     def find_fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
-        """Returns the tensors of the names prefix + name + suffix, joined as by `fused`, or None if the model has no such
-        parameters."""
+        """Returns the tensors named prefix + name + suffix, for each name, joined as `fused` does. Returns None if the model has no
+        such parameters."""
         return self.fused(prefix, names, suffix) if f"{prefix}{names[0]}{suffix}" in self._slots else None

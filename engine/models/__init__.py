@@ -1,2 +1,3 @@
-"""The models: one file for each kind of model that computes differently; `registry` maps a family's description to the class that
-runs it."""
+"""The models: one class for each kind of model that computes differently; registry.py maps the description of a family of models to
+its class.
+"""

@@ -35,8 +35,8 @@ class BertLayer:
         self.mlp_norm = _linear(weights, prefix + "output.LayerNorm")
 
     def __call__(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Computes the layer: [T, hidden] -> [T, hidden]. Tokens attend to all tokens of their own text. lengths: tokens of each
-        text."""
+        """Computes the layer on hidden states [T, hidden] and returns the new ones [T, hidden]. Tokens attend to all tokens of
+        their own text. lengths: number of tokens of each text."""
         width = (hidden.shape[1],)
         qkv = functional.linear(hidden, self.qkv, self.qkv_bias).view(-1, 3, self.num_heads, self.head_dim)
         mixed = attend(qkv, lengths)
@@ -57,7 +57,8 @@ class BertModel:
         self.head = [_linear(weights, name) for name in family.score_names(shape)]
 
     def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-        """Returns the last hidden states [T, hidden] of texts, as Encoder.forward (engine/models/registry.py) says."""
+        """Returns the last hidden states [T, hidden] of texts that lie end to end. Parameters as in Encoder.forward
+        (engine/models/registry.py)."""
         hidden = functional.embedding(input_ids, self.words) + self.positions[self._positions(input_ids, lengths)]
         hidden += self.kinds[0] if len(self.kinds) < 2 or not any(second_at) else self.kinds[_kinds(lengths, second_at)]
         hidden = functional.layer_norm(hidden, (hidden.shape[1],), *self.norm, self.eps)
@@ -66,13 +67,13 @@ class BertModel:
         return hidden
 
     def scores(self, pooled: Tensor) -> Tensor:
-        """Returns the scores [R] of pooled vectors [R, hidden], as Encoder.scores (engine/models/registry.py) says."""
+        """Returns the scores [R] of pairs of texts from their pooled vectors [R, hidden]."""
         dense, out = self.head
         return functional.linear(torch.tanh(functional.linear(pooled, *dense)), *out)[:, 0]
 
     def _positions(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Returns each token's row [T] in the table of learned positions. In models whose positions begin after the id of padding
-        (RoBERTa), a padding token gets the row whose index is that id, and no position is counted for it."""
+        """Returns for each token the index [T] of its row in the table of learned positions. In RoBERTa, positions begin after the
+        id of the padding token: a padding token gets the row with that id as its index, and does not count as a position."""
         if not self.first_position:
             return torch.cat([torch.arange(length) for length in lengths])
         padding = self.first_position - 1
@@ -81,8 +82,8 @@ class BertModel:
 
 
 def _kinds(lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-    """Returns the segment number of each token [T]: 0, or 1 for tokens of a pair from index second_at on. second_at: for each text;
-    0: it is no pair."""
+    """Returns each token's segment [T]: 1 for tokens of the second text of a pair, else 0. second_at: for each text or pair, the
+    index of the second text's first token; 0: it is a single text."""
     kinds = [(torch.arange(length) >= (at or length)).long() for length, at in zip(lengths, second_at, strict=True)]
     return torch.cat(kinds)
 

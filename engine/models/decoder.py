@@ -26,9 +26,9 @@ from loader.shapes.model_shape import ModelShape
 
 
 class DecoderModel(Generic[BatchT]):
-    """A decoder, or one device's share of it. ranks: adds up the shares of a layer that is divided among devices; None: layers are
-    whole. stages: passes states from stage to stage of a pipeline; None: all layers are here. Only the first stage has an
-    embedding, and only the last one a final norm and a head."""
+    """A decoder, or one device's share of it. ranks: adds up the devices' shares of the same layers (tensor parallelism); None:
+    layers are whole. stages: passes states from stage to stage of a pipeline; None: all layers are here. Only the first stage has
+    an embedding, and only the last one a final norm and a head."""
 
     def __init__(
         self,
@@ -67,9 +67,10 @@ class DecoderModel(Generic[BatchT]):
         self.num_kept = len(self.kept_layers) or int(shape.predicts)
 
     def forward(self, batch: BatchT, wanted: Tensor | None) -> Tensor:
-        """Computes a batch and stores its keys and values. Returns the normed hidden states [N, hidden] of the tokens `wanted` ([N]
-        int64; None: all of them). Fills batch.kept, unless it is None, with the states that the model's predictor reads: num_kept
-        tensors [T, hidden]. A stage before the last passes its states on; the states that it returns are meaningless."""
+        """Computes a batch, stores its keys and values, and returns the normed hidden states [N, hidden] of the tokens `wanted`
+        ([N] int64; None: all tokens). Also fills batch.kept, unless it is None, with the states that the model's predictor reads:
+        num_kept tensors [T, hidden]. In a stage before the last the states are sent to the next stage, and those that are returned
+        are meaningless."""
         residual, update, embedded = self._first_states(batch)
         if self.inputs is not None:
             batch.layer_inputs = self.inputs(residual if embedded is None else embedded, batch)
@@ -96,9 +97,9 @@ class DecoderModel(Generic[BatchT]):
         return self._normed(update, residual)
 
     def _first_states(self, batch: BatchT) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the residual [T, hidden] before this device's first layer, the update [T, hidden] that is still to be added to it
-        (None: there is none), and the embeddings [T, hidden] that the stage before passes on (None: it passes on none). They come
-        from the embedding, or from the stage before."""
+        """Returns what this device's first layer reads, each [T, hidden] and taken from the embedding or received from the stage
+        before: the residual; the update that is still to be added to it, or None; and the embeddings of the tokens if the stage
+        before sends them, else None."""
         if self.embedding is not None:
             return self.embedding(batch.input_ids), None, None
         assert self.stages is not None
@@ -110,8 +111,8 @@ class DecoderModel(Generic[BatchT]):
         return self.norm(residual) if update is None else self.norm.of_sum(update, residual)
 
     def _keep(self, layer: int, update: Tensor | None, residual: Tensor, batch: BatchT) -> None:
-        """Adds the update to the residual, in place. The sum is the state that `layer` reads; it is copied to the layer's tensor in
-        batch.kept, unless that is None."""
+        """Adds the update to the residual, in place, and copies the sum, which is the state that `layer` reads, to the layer's
+        tensor in batch.kept (unless that is None)."""
         if update is not None:
             self._normed(update, residual)  # only for the sum, which is one kernel this way
         if batch.kept is not None:
@@ -128,20 +129,20 @@ class DecoderModel(Generic[BatchT]):
         return self.ops.softcap(self.ops.scaled(logits, self.logit_scale), self.logit_softcap)
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the predictor's input states [T, width of the predictor]. kept: the states that `forward` has kept. Raises
-        RuntimeError for a model without a predictor."""
+        """Returns the states that the predictor reads first, [T, width of the predictor], made from those that `forward` has kept.
+        Raises RuntimeError for a model without a predictor."""
         return self._its_predictor.read(kept)
 
     def state_memory(self, num_tokens: int) -> Tensor:
-        """Returns new memory [num_tokens, hidden], in which `forward` can keep states for the predictor."""
+        """Returns new memory [num_tokens, hidden] in which `forward` can keep states for the predictor."""
         weight = self._own_embedding.weight
         like = weight.body if isinstance(weight, PackedMatrix) else weight
         return like.new_empty(num_tokens, weight.shape[1], dtype=weight.dtype)
 
     def predict(self, states: Tensor, batch: BatchT) -> Tensor:
         """Runs the predictor on a batch and returns its states [T, width of the predictor]. At each position the batch holds the
-        token of the next position. states: the result of `read`, or of an earlier call. Raises RuntimeError for a model without a
-        predictor."""
+        token of the next position. states: the result of `read`, or of an earlier call of `predict`. Raises RuntimeError for a
+        model without a predictor."""
         return self._its_predictor(states, batch)
 
     def predicted_logits(self, states: Tensor) -> Tensor:

@@ -25,13 +25,14 @@ from loader.shapes.model_shape import ModelShape
 
 
 class DecoderLayer(Generic[BatchT]):
-    """One layer: attention_norm, attention (or a gated delta rule), attended_norm, addition, mlp_norm, MLP, mlp_output_norm. Each
-    family has some of these norms. Additions are fused with the norm that follows. In families whose branches are parallel, the MLP
-    reads the same input as attention. Some families add an update made from an additional input of the layer, and multiply the
-    residual by a scalar at the end; their layers leave no addition to the next layer.
+    """One layer of a decoder, in this order: attention_norm, attention (or a gated delta rule), attended_norm, addition to the
+    residual, mlp_norm, MLP, mlp_output_norm. Each family has some of these norms. Additions are fused with the norm that follows.
+    In families with parallel branches, the MLP reads the same input as attention. Some families add an update made from an
+    additional input of the layer, and multiply the residual by a scalar at the end; their layers leave no addition to the next
+    layer.
 
-    In a split model, attention, MLP and experts each compute a share of their output; the ranks add the shares up before anything
-    else reads the output."""
+    In a split model, attention, MLP and experts each compute only this device's share of their output; the ranks (devices) add the
+    shares up before anything else reads the output."""
 
     def __init__(
         self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int, ranks: Ranks | None = None
@@ -61,9 +62,9 @@ class DecoderLayer(Generic[BatchT]):
         self.scalar = weights.get(prefix + names.layer_scalar) if names.layer_scalar else None
 
     def __call__(self, update: Tensor | None, residual: Tensor, batch: BatchT) -> Tensor | None:
-        """Computes the layer. update [T, hidden]: what the previous layer has computed and not yet added to the residual; None:
-        nothing. residual [T, hidden]: changed in place. Returns this layer's own update, for the next layer to add; None if this
-        layer has added it."""
+        """Computes the layer, and returns its update, which the next layer is to add to the residual; None if this layer has added
+        it. update [T, hidden]: the update that the previous layer has returned; None: there is none. residual [T, hidden]: changed
+        in place."""
         read = self._added(update, residual, self.attention_norm)
         attended = self._joined(self.attention(read, batch))
         if self.attended_norm is not None:
@@ -89,14 +90,14 @@ class DecoderLayer(Generic[BatchT]):
         return None
 
     def _joined(self, made: Tensor) -> Tensor:
-        """Returns `made` after adding to it, in place, the shares of all ranks of a split model."""
+        """Adds to `made`, in place, the outputs that the other ranks of a split model have computed, and returns it."""
         if self.ranks is not None:
             self.ranks.sum(made)
         return made
 
     def _added(self, update: Tensor | None, residual: Tensor, norm: Norm | None) -> Tensor:
-        """Adds the update, if there is one, to the residual in place. Returns the input of a branch (attention or MLP): the norm of
-        the residual, or the residual itself if `norm` is None."""
+        """Adds the update, unless it is None, to the residual in place. Returns what attention or the MLP reads: the norm of the
+        residual, or the residual itself if `norm` is None."""
         if norm is None:
             if update is not None:
                 self.ops.add(update, residual, self.scale)

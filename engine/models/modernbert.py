@@ -1,5 +1,5 @@
-"""ModernBERT: pre-norm encoder with rotary embedding, a gated MLP, and windows around a token on most layers; with or without a
-head that scores.
+"""ModernBERT: a pre-norm encoder with rotary embedding and a gated MLP, in most of whose layers a token attends only to a window
+around it; with or without a head that scores pairs of texts.
 
 Shapes: T tokens of all texts, end to end; hidden: model width. Weights are views of the model's one memory range.
 """
@@ -35,8 +35,8 @@ class ModernBertLayer:
         self.down = _linear(weights, prefix + "mlp.Wo")
 
     def __call__(self, hidden: Tensor, lengths: Sequence[int], cos_sin: Tensor) -> Tensor:
-        """Computes the layer: [T, hidden] -> [T, hidden]. lengths: tokens of each text. cos_sin [T, D]: cosines and sines of the
-        layer's rotary embedding, as in reference.rotate."""
+        """Computes the layer on hidden states [T, hidden] and returns the new ones [T, hidden]. lengths: number of tokens of each
+        text. cos_sin [T, D]: cosines, then sines, of the layer's rotary embedding."""
         normed = hidden if self.attention_norm is None else _norm(hidden, self.attention_norm, self.eps)
         qkv = functional.linear(normed, *self.qkv).view(-1, 3 * self.num_heads, self.head_dim)
         turned = qkv[:, : 2 * self.num_heads]  # queries and keys
@@ -61,8 +61,8 @@ class ModernBertModel:
             self.out = _linear(weights, "classifier")
 
     def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-        """Returns the last hidden states [T, hidden] of texts, as Encoder.forward (engine/models/registry.py) says. The family has
-        no segments, so second_at is ignored."""
+        """Returns the last hidden states [T, hidden] of texts that lie end to end. Parameters as in Encoder.forward
+        (engine/models/registry.py); second_at is ignored, because the family has no segments."""
         positions = torch.cat([torch.arange(length) for length in lengths])
         wide, near = _cos_sin(self.wide, positions), _cos_sin(self.near, positions)
         hidden = _norm(functional.embedding(input_ids, self.words), self.norm, self.eps)
@@ -71,7 +71,7 @@ class ModernBertModel:
         return _norm(hidden, self.final_norm, self.eps)
 
     def scores(self, pooled: Tensor) -> Tensor:
-        """Returns the scores [R] of pooled vectors [R, hidden], as Encoder.scores (engine/models/registry.py) says."""
+        """Returns the scores [R] of pairs of texts from their pooled vectors [R, hidden]."""
         inner = _norm(functional.gelu(functional.linear(pooled, self.dense)), self.head_norm, self.eps)
         return functional.linear(inner, *self.out)[:, 0]
 

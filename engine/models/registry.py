@@ -1,5 +1,4 @@
-"""Maps the description of a family of models (loader/architectures) to the class in engine/models that runs it: one class for each
-kind of description."""
+"""Maps the description of a family of models (loader/architectures) to the class in engine/models that runs models of that kind."""
 
 from __future__ import annotations
 
@@ -45,13 +44,13 @@ class CausalLM(Protocol[BatchT_contra]):
 
 class Encoder(Protocol):
     def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-        """Returns the last hidden states [T, hidden]. input_ids [T] int64: the T tokens of R texts, one after the other. lengths:
-        number of tokens of each text. second_at: for each, the index at which the second text of a pair begins; 0: it is a single
-        text."""
+        """Returns the last hidden states [T, hidden] of R texts or pairs of texts. input_ids [T] int64: their tokens, one text
+        after the other. lengths: number of tokens of each text or pair. second_at: for each, the index of the first token of a
+        pair's second text; 0: it is a single text."""
         ...
 
     def scores(self, pooled: Tensor) -> Tensor:
-        """Returns the scores [R] of the pooled vectors [R, hidden] of R pairs. Called for cross-encoders only
+        """Returns the scores [R] of R pairs of texts from their pooled vectors [R, hidden]. Called only for cross-encoders
         (ModelShape.scoring)."""
         ...
 
@@ -59,7 +58,7 @@ class Encoder(Protocol):
 def build_model(
     ops: Ops[BatchT], shape: ModelShape, weights: Weights, ranks: Ranks | None = None, stages: Stages | None = None
 ) -> CausalLM[BatchT]:
-    """Builds a decoder. ranks: adds up the shares of a layer that is divided among devices (shape.split); None: layers are whole.
+    """Builds a decoder and returns it. ranks: adds up the devices' shares of the same layers (shape.split); None: layers are whole.
     stages: passes states from stage to stage of a pipeline; None: there is one stage. Raises TypeError for a model that is no
     decoder; callers ask shape.is_encoder first."""
     split = shape.split
@@ -72,8 +71,8 @@ def build_model(
 
 
 def build_encoder(shape: ModelShape, weights: Weights) -> Encoder:
-    """Builds an encoder, a model that computes vectors of texts or scores of pairs. Raises TypeError for a family that does
-    neither."""
+    """Builds an encoder, a model that computes vectors of texts or scores of pairs of texts, and returns it. Raises TypeError if
+    the family is no encoder."""
     family = architecture_of(shape)
     if isinstance(family, BertFamily):
         return BertModel(family, shape, weights)

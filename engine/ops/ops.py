@@ -18,8 +18,8 @@ from loader.shapes.model_shape import TemperatureShape
 
 @dataclass(slots=True, frozen=True)
 class Int8Matrix:
-    """A matrix of N outputs and K inputs in int8, or several: weights are values [..., N, K] int8 times scales [..., N] float32,
-    one scale for each output."""
+    """A matrix of N outputs and K inputs in int8, or several such matrices: a weight is a value of values [..., N, K] int8 times
+    the scale of its output, scales [..., N] float32."""
 
     values: Tensor
     scales: Tensor
@@ -30,21 +30,23 @@ class Int8Matrix:
 
     @property
     def group_inputs(self) -> int:
-        """The number of inputs that share a scale: all."""
+        """The number of inputs that share a scale: all of them."""
         return self.values.shape[-1]
 
     def __len__(self) -> int:
         return len(self.values)
 
     def __getitem__(self, number: int | slice) -> Int8Matrix:
-        """Returns the matrix of expert `number` (of several matrices), or a slice of the outputs of a single matrix."""
+        """Returns the matrix of the expert with this number, if the object holds several matrices, else a slice of the matrix's
+        outputs."""
         return Int8Matrix(self.values[number], self.scales[number])
 
 
 @dataclass(slots=True, frozen=True)
 class Fp8Matrix:
-    """A matrix of N outputs and K inputs in FP8: weights are values [N, K] uint8, codes of float8_e4m3fn, times scales [N, G]
-    float32; a scale is for group_inputs adjacent inputs of one output. The last group may be shorter. No code is NaN."""
+    """A matrix of N outputs and K inputs in FP8: a weight is the float8_e4m3fn number whose code is in values [N, K] uint8, times a
+    scale. scales [N, G] float32: each for group_inputs adjacent inputs of one output; the last group may be shorter. No code is
+    NaN."""
 
     values: Tensor
     scales: Tensor
@@ -58,18 +60,21 @@ class Fp8Matrix:
         return len(self.values)
 
     def __getitem__(self, number: int | slice) -> Fp8Matrix:
-        """Returns the matrix of expert `number` (of a matrix with an axis of experts), or a slice of the outputs of a single
-        matrix."""
+        """Returns the matrix of the expert with this number, if the object holds several matrices, else a slice of the matrix's
+        outputs."""
         return Fp8Matrix(self.values[number], self.scales[number], self.group_inputs)
 
 
 @dataclass(slots=True, frozen=True)
 class Int4Matrix:
-    """A matrix of N outputs and K inputs in INT4, or several: weights are numbers minus their zero points, times scales. packed
-    [..., N, K / 2] uint8: the numbers, 0 to 15, two a byte with the first in the low four bits. scales [..., N, G] bfloat16 or
-    float16: each for group_inputs adjacent inputs of one output. group_inputs is a power of two from 32 on, or all of an output's
-    inputs. zeros: zero points [..., N, G] uint8 from 0 to 16; None: all are 8. order: the input index [K] int32 of each column of a
-    single matrix; None: columns are in the order of the inputs (loader/formats/int4_layout.py)."""
+    """A matrix of N outputs and K inputs in INT4, or several: a weight is (number - its zero point) * its scale.
+
+    packed [..., N, K / 2] uint8: the numbers, 0 to 15, two a byte with the first in the low four bits.
+    scales [..., N, G] bfloat16 or float16: each for group_inputs adjacent inputs of one output. group_inputs is a power of two from
+    32 on, or all of an output's inputs.
+    zeros [..., N, G] uint8: the zero points, 0 to 16; None: all are 8.
+    order [K] int32: the input index of each column of a single matrix; None: columns are in the order of the inputs
+    (loader/formats/int4_layout.py)."""
 
     packed: Tensor
     scales: Tensor
@@ -86,18 +91,20 @@ class Int4Matrix:
         return len(self.packed)
 
     def __getitem__(self, number: int | slice) -> Int4Matrix:
-        """Returns the matrix of expert `number` (of several matrices), or a slice of the outputs of a single matrix without
-        `order`."""
+        """Returns the matrix of the expert with this number, if the object holds several matrices, else a slice of the matrix's
+        outputs (`order` must then be None)."""
         zeros = None if self.zeros is None else self.zeros[number]
         return Int4Matrix(self.packed[number], self.scales[number], self.group_inputs, zeros)
 
 
 @dataclass(slots=True, frozen=True)
 class Nvfp4Matrix:
-    """A matrix of N outputs and K inputs in NVFP4, or several: weights are numbers times scales times factors. packed
-    [..., N, K / 2] uint8: the numbers (e2m1), two a byte with the first in the low four bits. scales [..., N, K / 16] uint8: codes
-    of float8_e4m3fn, of which none is NaN, each for 16 adjacent inputs. factors [..., N] float32: one for each output
-    (loader/formats/stored_nvfp4.py)."""
+    """A matrix of N outputs and K inputs in NVFP4, or several: a weight is number * scale * factor
+    (loader/formats/stored_nvfp4.py).
+
+    packed [..., N, K / 2] uint8: the numbers (e2m1), two a byte with the first in the low four bits.
+    scales [..., N, K / 16] uint8: codes of float8_e4m3fn, of which none is NaN, each for 16 adjacent inputs.
+    factors [..., N] float32: one for each output."""
 
     packed: Tensor
     scales: Tensor
@@ -117,7 +124,8 @@ class Nvfp4Matrix:
         return len(self.packed)
 
     def __getitem__(self, number: int | slice) -> Nvfp4Matrix:
-        """Returns the matrix of expert `number` (of several matrices), or a slice of the outputs of a single matrix."""
+        """Returns the matrix of the expert with this number, if the object holds several matrices, else a slice of the matrix's
+        outputs."""
         return Nvfp4Matrix(self.packed[number], self.scales[number], self.factors[number])
 
 
@@ -153,9 +161,9 @@ class PackedMatrix:
 
 @dataclass(slots=True, frozen=True)
 class AdaptedProduct:
-    """A matrix product of a layer that LoRA adapters may change. number: its index in
-    loader.configs.adapter_matrices.adapted_matrices. parts: the product may compute several of the checkpoint's matrices at once,
-    such as those of queries, keys and values; the number of outputs of each."""
+    """A matrix multiplication of a layer that LoRA adapters may change. number: its index in
+    loader.configs.adapter_matrices.adapted_matrices. parts: it may compute several of the checkpoint's matrices at once, such as
+    those of queries, keys and values; the number of outputs of each."""
 
     number: int
     parts: tuple[int, ...]
@@ -183,8 +191,8 @@ ExpertMatrix = Tensor | Fp8Matrix | Int4Matrix | Int8Matrix | Mxfp4Matrix | Nvfp
 
 @dataclass(slots=True, frozen=True)
 class ClampedSwiglu:
-    """The settings of gpt-oss's activation (reference.clamped_swiglu), for matrices in which rows of gate and up alternate. limit:
-    bound that both are clamped to. alpha: factor of the gate within its sigmoid."""
+    """The settings of gpt-oss's activation (reference.clamped_swiglu), for matrices whose rows alternate between gate and up.
+    limit: the bound to which both are clamped. alpha: factor of the gate within its sigmoid."""
 
     limit: float
     alpha: float
@@ -192,10 +200,12 @@ class ClampedSwiglu:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class SigmoidRouting:
-    """The settings of DeepSeek's rule by which experts are chosen (reference.route_by_sigmoid). correction [E] float32: added to
-    the scores when experts are chosen, but not in their weights. num_groups: number of groups of experts; a token's experts are
-    from num_chosen_groups of them. factor: factor of the weights. by_softmax: scores are a softmax instead of sigmoids, and a
-    group's score is that of its best expert."""
+    """The settings of DeepSeek's rule for the choice of experts (reference.route_by_sigmoid).
+
+    correction [E] float32: added to the scores for the choice of experts, but not for their weights.
+    num_groups: number of groups of experts. num_chosen_groups: number of groups among which a token's experts are chosen.
+    factor: factor of the weights. by_softmax: scores are a softmax instead of sigmoids, and a group's score is that of its best
+    expert."""
 
     correction: Tensor
     num_groups: int
@@ -206,26 +216,29 @@ class SigmoidRouting:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class ExpertMatrices:
-    """The experts of one layer: gate_up [E, 2 I, W] with each expert's gate before its up, down [E, W, I]. num_chosen: how many
-    experts each token passes through. normalised: the weights of a token's experts are made to add up to 1. An Fp8Matrix of experts
-    has values [E, N, K] and scales [E, N, G]; a four-bit matrix has packed [E, N, K / 2]. gate_up_bias [E, 2 I], down_bias [E, W]:
-    the products' biases. clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up.
-    sigmoid: how experts are chosen and weighed, if not by the softmax of their scores. weighs_inputs: an expert's weight is the
-    sigmoid of its score, and multiplies the expert's input instead of its output. gelu: the activation is gelu(gate) * up, with the
-    tanh approximation of gelu. factors [E]: factors of the experts' weights, applied after these were made to add up to 1. Tensors
-    may be contiguous along their outputs instead of their inputs.
+    """The experts of one layer.
 
-    In a split model whose ranks each have some of the experts, the matrices and biases are those of the rank's own experts, from
-    number first_own on, and num_routed is the number of all experts; 0: the matrices are those of all experts.
+    gate_up [E, 2 I, W]: each expert's gate, then its up. down [E, W, I]. An Fp8Matrix of experts has values [E, N, K] and scales
+    [E, N, G]; a four-bit matrix has packed [E, N, K / 2]. Tensors may be contiguous along their outputs instead of their inputs.
+    gate_up_bias [E, 2 I], down_bias [E, W]: biases of the matrix multiplications.
+    num_chosen: how many experts each token passes through. normalised: the weights of a token's experts are made to add up to 1.
+    clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up. gelu: the activation
+    is gelu(gate) * up, with the tanh approximation of gelu.
+    sigmoid: how experts are chosen and weighted, if not by the softmax of their scores. weighs_inputs: an expert's weight is the
+    sigmoid of its score, and multiplies the expert's input instead of its output.
+    factors [E]: factors of the experts' weights, applied after these were made to add up to 1.
 
-    turns [num_experts, 3] int32: if ranks have copies of others' experts, for each expert (its number of holders, this rank's
-    number among them, its index among the matrices), as loader.shapes.expert_copies.turns returns them; first_own is not used then.
-    A holder adds the outputs of the tokens whose place in the KV cache, modulo the number of holders, is its number. None: no rank
-    has copies.
+    In a split model each rank (device) may have some of the experts: the matrices and biases are then those of the rank's own
+    experts, from number first_own on, and num_routed is the number of all experts; 0: the matrices are those of all experts.
+
+    turns [num_experts, 3] int32, if ranks have copies of other ranks' experts: for each expert (number of ranks that hold it, this
+    rank's index among them, its index among the matrices here), as loader.shapes.expert_copies.turns returns them; first_own is not
+    used then. Of an expert's tokens a rank computes those whose place in the KV cache, modulo the number of holders, is its index.
+    None: no rank has copies.
 
     counts [num_experts] int64: how many tokens have passed through each expert, over all ranks; with turns [num_own]: how many this
-    rank has computed with each of its matrices. Each call of Ops.experts adds its own, and changes nothing else of it. It has this
-    address as long as the model is used. None: nothing is counted."""
+    rank has computed with each of its matrices. Each call of Ops.experts adds its own tokens, and changes nothing else of it. The
+    address stays the same as long as the model is used. None: nothing is counted."""
 
     gate_up: ExpertMatrix
     down: ExpertMatrix
@@ -254,15 +267,18 @@ class ExpertMatrices:
 
     @property
     def is_part(self) -> bool:
-        """Returns whether other ranks compute some of the pairs of a token and an expert."""
+        """Returns whether other ranks (devices) compute some of the pairs of a token and an expert."""
         return self.turns is not None or self.num_own < self.num_experts
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class LatentHeads:
-    """The heads of one layer's latent attention (loader.shapes.model_shape.LatentShape). plain_dim: K, the dimensions of a head's
-    queries and keys that are not rotated. rope_dim: R, those that are rotated. value_dim: V. up [H (K + V), L]: for each head, the
-    matrix that maps a latent [L] to the part of its key that is not rotated [K], followed by the matrix for its value [V]."""
+    """The heads of one layer's latent attention (loader.shapes.model_shape.LatentShape).
+
+    plain_dim: K, the number of dimensions of a head's queries and keys that are not rotated. rope_dim: R, the number of those that
+    are. value_dim: V.
+    up [H (K + V), L]: for each head, the matrix that maps a latent [L] to the part of its key that is not rotated [K], followed by
+    the matrix for its value [V]."""
 
     up: Matrix
     num_heads: int
@@ -324,15 +340,15 @@ class DeltaRule:
 
     @property
     def matrix_values(self) -> int:
-        """The count of numbers of a sequence's state that belong to its matrices; they come first, and the numbers of the
-        convolution follow."""
+        """The number of values of a sequence's state that belong to its matrices. They come first; the values of the convolution
+        follow."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(slots=True, frozen=True)
 class HeadNorms:
     """The RMS norms of each head's queries, keys and perhaps values. query, key, value [D]: their weights; value None: values are
-    not normalised. around_one: the factors of queries and keys are 1 + weight instead of weight."""
+    not normalised. around_one: queries and keys are multiplied by 1 + weight instead of weight."""
 
     query: Tensor
     key: Tensor
@@ -344,8 +360,8 @@ class HeadNorms:
 @dataclass(slots=True, frozen=True, eq=False)
 class Rotary:
     """The rotary embedding of 2 P dimensions of each head. inv_freq [P] float32: angle per position. scale: factor of cosines and
-    sines. temperature: how a further factor depends on the position; None: there is none. Layers with it rotate only queries, by an
-    angle of 0 (inv_freq is 0), so that the rotation does nothing but scale them."""
+    sines. temperature: how a further factor of the queries depends on the position; None: there is none. A layer with a temperature
+    rotates only queries, and by an angle of 0 (inv_freq is 0), so that the rotation only scales them."""
 
     inv_freq: Tensor
     scale: float = 1.0
@@ -354,12 +370,14 @@ class Rotary:
 
 @dataclass(slots=True)
 class BatchAdapters:
-    """The LoRA adapters of one step's T tokens, for tables of S adapter numbers and M products that adapters may change. The arrays
-    are numpy arrays if the host computes, else tensors in device memory.
+    """The LoRA adapters of one step's T tokens. The tables have S columns, one for each adapter number, and M rows, one for each
+    matrix multiplication that adapters may change. The arrays are numpy arrays if the host computes, else tensors in device memory.
 
-    numbers [T] int32: each token's adapter, -1 for none and for padding. places [M, S] int64: where an adapter's matrices for a
-    product begin in `memory`, in elements (loader.adapters.layout), -1: the adapter does not change this product. ranks [M, S]
-    int32: the rank r of these matrices. memory: the KV arena, which holds all adapters, as a flat tensor in the model's dtype."""
+    numbers [T] int32: each token's adapter; -1 for none and for padding.
+    places [M, S] int64: index in `memory` at which an adapter's matrices for a multiplication begin (loader.adapters.layout); -1:
+    the adapter does not change it.
+    ranks [M, S] int32: the LoRA rank r of these matrices.
+    memory: the KV arena, which holds all adapters, as a flat tensor in the model's dtype."""
 
     numbers: Any
     places: Any
@@ -368,15 +386,16 @@ class BatchAdapters:
 
 
 class StepBatch(Protocol):
-    """The inputs of one step. Models read input_ids, and pass the batch on to the operations, which know more of it."""
+    """The inputs of one step, as models see them. Each kind of device has a class of its own with further fields, which its
+    operations read."""
 
     layer_inputs: Tensor | None  # [T L, W]: the inputs of L layers that have inputs of their own, set by the model
     kept: list[Tensor] | None  # [T, W] each: filled with the states that the model's predictor reads; None: none are kept
 
     @property
     def adapters(self) -> BatchAdapters | None:
-        """The LoRA adapters of the step's tokens; None if the model's steps compute no adapters, as before the model's first
-        one."""
+        """The LoRA adapters of the step's tokens. None if the model's steps do not compute adapters, as before its first
+        adapter."""
         ...
 
     @property
@@ -390,12 +409,12 @@ BatchT_contra = TypeVar("BatchT_contra", bound=StepBatch, contravariant=True)
 
 
 class LogprobOps(Protocol):
-    """Log-probabilities of logits. Arguments and results other than the logits are numpy arrays."""
+    """The operations that compute log-probabilities from logits. Arguments and results other than the logits are numpy arrays."""
 
     def top_logprobs(self, logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
-        """Returns log-softmax values of M rows of logits [N, V]: [M] float32, at the token ids chosen [M] int32; then the ids and
-        values [M, num_top] of the most likely tokens, the most likely first. rows [M] int32: indices of the rows, which must be
-        finite."""
+        """Returns log-softmax values of M rows of logits [N, V]: [M] float32 at the token ids chosen [M] int32; then the ids [M,
+        num_top] of the most likely tokens, the most likely first; then their values [M, num_top]. rows [M] int32: the indices of
+        the rows, whose logits must be finite."""
         ...
 
     def ranks(self, logits: Tensor, chosen: Any) -> Any:
@@ -405,34 +424,34 @@ class LogprobOps(Protocol):
 
 
 class SamplingOps(LogprobOps, Protocol):
-    """The operations on logits of a device for which the host samples (engine/sampling); a GPU samples by itself. Arguments and
-    results other than logits are numpy arrays."""
+    """The operations with which the host samples from logits (engine/sampling), on devices that do not sample by themselves as GPUs
+    do. Arguments and results other than logits are numpy arrays."""
 
     def greedy(self, logits: Tensor) -> tuple[Any, Any]:
-        """Returns the most likely token ids [N] int32 of logits [N, V], and bad [N] bool: whether the row holds NaN or an
-        infinity."""
+        """Returns the most likely token id of each row of logits [N, V], [N] int32, and whether the row holds NaN or an infinity,
+        [N] bool."""
         ...
 
     def sample(self, logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
-        """Samples one token for each row of logits [N, V], as reference.sample does. temperature, top_p, top_k, min_p [N]: settings
-        of the rows; rows of temperature 0 get their most likely token. key0, key1 [N] uint32: keys of the rows' noise. Returns ids
-        [N] and bad rows [N] as `greedy` does."""
+        """Samples one token for each row of logits [N, V] (reference.sample). Returns the ids [N], and whether the row holds NaN or
+        an infinity [N]. temperature, top_p, top_k, min_p [N]: settings of the rows; rows of temperature 0 get their most likely
+        token. key0, key1 [N] uint32: keys of the rows' random noise."""
         ...
 
     def penalise(self, row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
-        """Applies penalties to one row's logits [V] float32, in place, as reference.penalise does. tokens: int32, the num_prompt
-        tokens of the prompt, then those of the output. presence, frequency: subtracted for output tokens; repetition: factor for
-        all tokens; 0, 0 and 1 have no effect."""
+        """Applies penalties to one row's logits [V] float32, in place (reference.penalise). tokens: int32, the num_prompt tokens of
+        the prompt, then those of the output. presence, frequency: subtracted for tokens of the output; 0: no effect. repetition:
+        factor for all these tokens; 1: no effect."""
         ...
 
 
 class Ops(LogprobOps, Protocol[BatchT_contra]):
-    """The operations of one kind of device, of which models are made. BatchT_contra: the type of the inputs of a step on the
-    device."""
+    """The operations of one kind of device, of which models are made. BatchT_contra: the type of a step's inputs on that device."""
 
     def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0, first: int | None = None) -> Tensor:
-        """Returns rows [T, W] of the table weight [V, W], those with indices ids [T] int64, times scale. first: weight has only
-        some rows of the table, from this index on, and is not packed; the other rows are zeros. None: it has all rows."""
+        """Returns the rows of weight [V, W] (a table) with the indices ids [T] int64, times scale, as [T, W]. first: `weight` has
+        only some rows of the table, from this index on, and is not packed; rows that it does not have are zeros in the result.
+        None: it has all rows."""
         ...
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -441,10 +460,11 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def add_adapters(self, x: Tensor, out: Tensor, product: AdaptedProduct, batch: BatchT_contra) -> None:
-        """Adds what the tokens' LoRA adapters contribute to a product of x [T, K] to the product's result out [T, N], in place. For
-        each part of the product, with n outputs, this is x @ down [r, K] transposed @ up [r, n], computed in float32 and rounded
-        once with the sum. Rows of tokens without an adapter, or whose adapter does not change the product, stay as they are.
-        batch.adapters must not be None. In memory all parts' `down` lie one after the other, followed by their `up`."""
+        """Adds what the tokens' LoRA adapters contribute to the multiplication of x [T, K] by a matrix to its result out [T, N], in
+        place. For each part of the matrix (AdaptedProduct.parts), with n outputs, this is x @ down [r, K] transposed @ up [r, n],
+        computed in float32 and rounded once with the sum. Rows of tokens without an adapter, or whose adapter does not change the
+        multiplication, stay as they are. batch.adapters must not be None. In memory all parts' `down` lie one after the other,
+        followed by their `up`."""
         ...
 
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -503,7 +523,7 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def norm_columns_by(self, x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
-        """Normalises C adjacent ranges of x's columns in place, as rms_norm does, with a weight [W] for each range, by sums of
+        """Normalises C adjacent ranges of x's columns in place, as rms_norm does, with a weight [W] for each range and with sums of
         squares that are given. In a split model x holds only one of `parts` equal parts of each range; squares [T, C] are the sums
         of squares over all parts (column_squares)."""
         ...
@@ -543,16 +563,17 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
     ) -> None:
         """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, does the same to the keys,
         normalises the values if they have a norm, and stores keys and values in the KV blocks. The keys and values in qkv are
-        undefined afterwards. layer: number of the layer. heads: H. interleaved: the two dimensions of a rotated pair are
-        neighbours, else dimensions i and P + i. num_turned: how many heads are rotated, counted from the first query head on; None:
-        all queries and keys."""
+        undefined afterwards.
+
+        layer: index of the layer. heads: H. interleaved: the two dimensions of a rotated pair are neighbours, else dimensions i and
+        P + i. num_turned: how many heads are rotated, counted from the first query head on; None: all queries and keys."""
         ...
 
     def rope(
         self, queries: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: BatchT_contra, interleaved: bool = False
     ) -> None:
-        """Normalises (if norms are given) and rotates queries [T, H D] in place as rope_and_store does, and stores nothing. heads:
-        H."""
+        """Normalises (if norms are given) and rotates queries [T, H D] in place, and stores nothing. heads: H. The other parameters
+        are those of rope_and_store."""
         ...
 
     def attention(
@@ -566,9 +587,10 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns causal attention [T, H D] of every token over its row's KV blocks in the layer's window. Runs after
-        rope_and_store. Of qkv only the first H D columns, the queries, are read. heads: H. scale: factor of the scores. softcap:
-        scores become softcap * tanh(score / softcap); 0: they are unchanged. sinks: [H] float32, one more score for each head,
-        which takes weight and gives no value; None: there are none."""
+        rope_and_store. Of qkv only the first H D columns, the queries, are read.
+
+        heads: H. scale: factor of the scores. softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged. sinks
+        [H] float32: one more score for each head, which takes weight in the softmax and has no value; None: there are none."""
         ...
 
     def normed_columns(self, x: Tensor, first: int, weight: Tensor, eps: float) -> Tensor:
@@ -608,8 +630,9 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
 
     def gated_delta(self, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: BatchT_contra) -> Tensor:
         """Returns the normalised and gated outputs [T, V D] of the V value heads of a gated delta rule, for D = value_dim; 0 for
-        padding. x [T, C + V D], gates [T, 2 V]: outputs of the layer's projections (DeltaColumns). Reads each row's state before
-        the step, and writes those states within the step for which the row has a block (scheduler/batch/group_cache.py)."""
+        padding. x [T, C + V D], gates [T, 2 V]: outputs of the layer's two projections (DeltaColumns). Reads each row's state
+        before the step, and writes the states after those of its tokens for which the row has a block
+        (scheduler/batch/group_cache.py)."""
         ...
 
     def scaled(self, x: Tensor, scale: float) -> Tensor:

@@ -56,8 +56,8 @@ def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, 
 
 
 def _parts(like: Tensor, shape: torch.Size, held_bytes: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields slices of the outputs of a matrix [N, K], each with memory of like's dtype for its weights. All slices use the same
-    memory, which has at most held_bytes bytes, but at least one row."""
+    """Yields slices of the outputs of a matrix [N, K], each with memory for the slice's weights in the dtype of `like`. All slices
+    share that memory, which has at most held_bytes bytes, but room for at least one output."""
     num_outputs, num_inputs = shape
     at_once = max(1, held_bytes // (num_inputs * like.element_size()))
     held = like.new_empty(min(at_once, num_outputs), num_inputs)
@@ -74,8 +74,8 @@ def fp8_rows(values: Tensor, scales: Tensor, group_inputs: int, out: Tensor) -> 
 
 
 def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, group_inputs: int, bias: Tensor | None, held_bytes: int) -> Tensor:
-    """Returns x [T, K] times the transpose of the matrix that fp8_rows writes, plus bias [N] (None: no bias). The weights are
-    written in x's dtype in parts of at most held_bytes bytes (but at least one row)."""
+    """Returns x [T, K] times the transpose of an FP8 matrix (see fp8_rows), plus bias [N] (None: no bias). The weights are
+    converted to x's dtype in parts of at most held_bytes bytes (but at least one row)."""
 
     def write(some: slice, part: Tensor) -> None:
         fp8_rows(values[some], scales[some], group_inputs, part)
@@ -86,8 +86,9 @@ def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, group_inputs: int, bia
 def _written_linear(
     x: Tensor, shape: torch.Size, write: Callable[[slice, Tensor], None], bias: Tensor | None, held_bytes: int
 ) -> Tensor:
-    """Returns x [T, K] times the transpose of a matrix of this shape [N, K], plus bias [N]. write(some, part): writes the matrix's
-    rows `some` to `part`. held_bytes: the most bytes of the matrix, but at least one row, that are in memory at a time."""
+    """Returns x [T, K] times the transpose of a matrix of this shape [N, K], plus bias [N]. write(some, part): writes the rows
+    `some` (a slice) of the matrix to the tensor `part`. held_bytes: the most bytes of the matrix that are in memory at a time, but
+    at least one row."""
     out, apart = x.new_empty(len(x), shape[0]), rows_apart(x)
     for some, part in _parts(x, shape, held_bytes):
         write(some, part)
@@ -117,8 +118,8 @@ def int4_linear(
     bias: Tensor | None,
     held_bytes: int,
 ) -> Tensor:
-    """Returns x [T, K] times the transpose of the matrix that int4_rows writes, plus bias [N] (None: no bias). held_bytes: as in
-    fp8_linear."""
+    """Returns x [T, K] times the transpose of an INT4 matrix (see int4_rows), plus bias [N] (None: no bias). held_bytes: the most
+    bytes of converted weights in memory at a time, but at least one row."""
 
     def write(some: slice, part: Tensor) -> None:
         int4_rows(packed[some], scales[some], None if zeros is None else zeros[some], group_inputs, part)
@@ -127,7 +128,8 @@ def int4_linear(
 
 
 def packed_rows(packed: PackedMatrix, some: slice, out: Tensor) -> None:
-    """Writes the weights of the outputs `some` to out [outputs, K] (bfloat16, or a dtype that holds them exactly)."""
+    """Writes the weights of the outputs `some` (a slice) of a packed matrix to out [outputs, K] (bfloat16, or a dtype that holds
+    them exactly)."""
     first, panels = some.start // PANEL_ROWS, slice(some.start // PANEL_ROWS, -(-some.stop // PANEL_ROWS))
     rows = np.empty((some.stop - first * PANEL_ROWS, packed.num_inputs), np.uint16)
     body, codes, bases, starts, escapes = panels_of(packed, panels)
@@ -136,7 +138,8 @@ def packed_rows(packed: PackedMatrix, some: slice, out: Tensor) -> None:
 
 
 def panels_of(packed: PackedMatrix, panels: slice | None = None) -> tuple[Any, Any, Any, Any, Any]:
-    """Returns the arrays of some panels of a packed matrix (None: of all), as loader.formats.packed_rows.unpack_rows takes them."""
+    """Returns the arrays of some panels (groups of outputs that are packed together) of a packed matrix (None: of all), as
+    loader.formats.packed_rows.unpack_rows takes them."""
     panels = slice(0, packed.num_panels) if panels is None else panels
     blocks = num_blocks(packed.num_inputs)
     sizes = (blocks * PANEL_BODY_BYTES, blocks * PANEL_CODES, PANEL_ROWS, 1)
@@ -156,11 +159,12 @@ def packed_linear(x: Tensor, packed: PackedMatrix, bias: Tensor | None, held_byt
 def add_adapters(
     x: Tensor, out: Tensor, parts: Sequence[int], numbers: Tensor, places: Tensor, ranks: Tensor, memory: Tensor
 ) -> None:
-    """Adds what LoRA adapters contribute to one product of x [T, K] to the product's result out [T, N], in place, as
-    Ops.add_adapters does. parts: the number of outputs of each of the product's P parts.
+    """Adds what LoRA adapters contribute to the multiplication of x [T, K] by a matrix to its result out [T, N], in place (see
+    Ops.add_adapters). parts: the number of outputs of each of the P matrices of the checkpoint that are multiplied as one.
 
     numbers [T]: each token's adapter, -1: none. places, ranks [S]: each adapter's place in memory (below 0: it does not change the
-    product) and rank. memory: flat. At an adapter's place lie down [P, rank, K], and then for each part up [rank, parts[p]]."""
+    multiplication) and LoRA rank. memory: flat. At an adapter's place lie down [P, rank, K], and then for each part up [rank,
+    parts[p]]."""
     for number in numbers.unique().tolist():
         if number < 0 or (at := int(places[number])) < 0:
             continue
@@ -487,11 +491,11 @@ def prepare_inputs(
 def split_contexts(
     contexts: Tensor, reach: int, target: int, split_tokens: int, num_items: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Divides the work of attention: cuts the positions that the last position of each row's context attends to (first_seen) into
-    pieces, about `target` in all. The pieces have the same size, a multiple of split_tokens, except that a row's last piece may be
-    shorter. contexts: [R]. reach: as in first_seen.
+    """Divides the work of attention by split-K: cuts the positions that the last position of each row's context attends to
+    (first_seen) into parts, about `target` in all. The parts have the same size, a multiple of split_tokens, except that a row's
+    last part may be shorter. contexts: [R]. reach: as in first_seen.
 
-    Returns rows, begins and ends [num_items] of the pieces (0 where unused), and the index of each row's first piece [R + 1]."""
+    Returns rows, begins and ends [num_items] of the parts (0 where unused), and the index of each row's first part [R + 1]."""
     begin = torch.tensor([first_seen(context, reach) for context in contexts.tolist()], dtype=contexts.dtype)
     length = contexts - begin
     piece = max(1, -(-int(length.sum()) // (target * split_tokens))) * split_tokens
@@ -567,8 +571,8 @@ def long_row_attention(
 def _attention_by_head(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Computes causal_attention with a mask, and a softcap or sinks, one KV head at a time, because all scores of a head are held
-    in memory."""
+    """Computes causal_attention for a mask together with a softcap or sinks. Computes one KV head at a time, because all scores of
+    a head are held in memory."""
     group = query.shape[0] // key.shape[0]
     out = torch.empty_like(query)
     hidden = ~mask
@@ -644,9 +648,10 @@ def gated_delta(
 
 
 def _delta_end(blocks: list[int], block_tokens: int, first: int, at: int, num: int) -> int:
-    """Divides a row's `num` new tokens into parts that are computed at once: returns the index of the first token after the part
-    that begins with token `at`. A part has at most _DELTA_TOKENS tokens, and ends where a state must be written or the row ends.
-    blocks: the row's blocks, -1 where no state is written. first: the position in the sequence of the row's first new token."""
+    """Returns where the part of a row's tokens that begins with token `at` ends: the index, among the row's `num` new tokens, of
+    the first token after it. All tokens of a part are computed at once. A part has at most _DELTA_TOKENS tokens, and ends earlier
+    where a state is to be written or the row ends. blocks: the block for the state after each block_tokens tokens of the sequence;
+    -1: none is written. first: the position in the sequence of the row's first new token."""
     end = min(num, at + _DELTA_TOKENS)
     for block in range((first + at) // block_tokens, (first + end - 1) // block_tokens):
         if blocks[block] >= 0:
@@ -655,8 +660,11 @@ def _delta_end(blocks: list[int], block_tokens: int, first: int, at: int, num: i
 
 
 def _delta_chunk(query: Tensor, key: Tensor, value: Tensor, update: Tensor, decay: Tensor, matrix: Tensor) -> Tensor:
-    """Returns the output [n, V, D] of n tokens, and advances the state matrix [V, K, D] in place to the state after them. query,
-    key [n, V, K]; value [n, V, D]; update [n, V]: how much of its value a token writes; decay [n, V]: logarithms of the decay.
+    """Computes n tokens of the gated delta rule at once: returns their outputs [n, V, D], and advances the state matrix [V, K, D]
+    in place to the state after them.
+
+    query, key [n, V, K]; value [n, V, D]. update [n, V]: the portion of its value that a token writes. decay [n, V]: logarithms of
+    the factors by which the state decays.
 
     A token writes update * (value - the value that its key reads from the state), which depends on what earlier tokens write: a
     triangular system of equations."""
@@ -674,15 +682,16 @@ def _delta_chunk(query: Tensor, key: Tensor, value: Tensor, update: Tensor, deca
 
 
 def _delta_columns(x: Tensor, rule: DeltaRule) -> Tensor:
-    """Returns the queries, keys and values in the projection's output x, as [T, C]: all queries first, then keys, then values, each
-    head by head."""
+    """Returns the queries, keys and values of a gated delta rule, picked from the columns of the projection's output x, as [T, C]:
+    all queries first, then keys, then values, each head by head."""
     at = rule.columns
     keys = (_by_key_head(x, first, rule).flatten(1) for first in (at.query, at.key))
     return torch.cat((*keys, _by_value_head(x, at.value, at.value_stride, rule).flatten(1)), dim=1)
 
 
 def _delta_convolve(columns: Tensor, rule: DeltaRule) -> Tensor:
-    """Convolves columns [N - 1 + T, C], which begin with those of the N - 1 tokens before the step. Returns [T, C]."""
+    """Returns the causal convolution [T, C] of columns [N - 1 + T, C], which begin with those of the N - 1 tokens before the
+    step."""
     weights = rule.convolution.float()
     num = len(columns) - weights.shape[1] + 1
     # not torch's conv1d, which oneDNN computes wrongly for 8 modulo 16 columns in SVE vectors of 512 bits (docs/aarch64.md)
@@ -693,8 +702,8 @@ def _delta_convolve(columns: Tensor, rule: DeltaRule) -> Tensor:
 
 
 def _delta_heads(columns: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Divides convolved columns [T, C] by heads. Returns queries and keys [T, V, K], repeated for each value head and scaled to
-    length 1 (queries: to length key_dim ** -0.5), and values [T, V, D]."""
+    """Divides convolved columns [T, C] into heads. Returns queries and keys [T, V, K], repeated for each value head and scaled to
+    length 1 (queries then by key_dim ** -0.5), and values [T, V, D]."""
     widths = (rule.num_key_heads * rule.key_dim,) * 2 + (rule.num_value_heads * rule.value_dim,)
     query, key, value = columns.split(widths, dim=1)
     served = rule.num_value_heads // rule.num_key_heads
@@ -705,7 +714,8 @@ def _delta_heads(columns: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor, Tens
 
 
 def _delta_gates(gates: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor]:
-    """Returns each value head's update [T, V] and step [T, V] from the output [T, 2 V] of the projection of the gates."""
+    """Returns each value head's update [T, V] and step [T, V] from gates [T, 2 V], the output of the projection of the gates
+    (DeltaColumns)."""
     served = rule.num_value_heads // rule.num_key_heads
     strides = (gates.stride(0), rule.columns.head_stride, 1)
     sizes = (len(gates), rule.num_key_heads, served)
@@ -777,8 +787,8 @@ def nvfp4_rows(packed: Tensor, scales: Tensor, factors: Tensor, out: Tensor) -> 
 
 
 def nvfp4_linear(x: Tensor, packed: Tensor, scales: Tensor, factors: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
-    """Returns x [T, K] times the transpose of the matrix that nvfp4_rows writes, plus bias [N] (None: no bias). held_bytes: as in
-    fp8_linear."""
+    """Returns x [T, K] times the transpose of an NVFP4 matrix (see nvfp4_rows), plus bias [N] (None: no bias). held_bytes: the most
+    bytes of converted weights in memory at a time, but at least one row."""
 
     def write(some: slice, part: Tensor) -> None:
         nvfp4_rows(packed[some], scales[some], factors[some], part)
@@ -788,7 +798,7 @@ def nvfp4_linear(x: Tensor, packed: Tensor, scales: Tensor, factors: Tensor, bia
 
 def mxfp4_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
     """Returns x [T, K] times the transposed matrix of MXFP4 blocks [N, K / 32, 16] and scales [N, K / 32], plus bias [N] (None: no
-    bias). Parts of the matrix, of at least one row, are widened one at a time; with all intermediate values a part takes at most
+    bias). The matrix is converted in parts, one at a time, of at least one row; with all intermediate values a part takes at most
     held_bytes bytes."""
     num_outputs, out = len(blocks), x.new_empty(len(x), len(blocks))
     at_once = max(1, held_bytes // (x.shape[1] * _WIDENING_BYTES))
@@ -874,9 +884,9 @@ def route_by_sigmoid(logits: Tensor, num_chosen: int, normalised: bool, rule: Si
 
 
 def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, slots: Tensor, shared: Tensor | None) -> Tensor:
-    """Returns the output [T, W] of a layer's experts for x [T, W], as Ops.experts does, summed over the experts whose matrices are
-    given, and adds to the counts of all. slots [T] int64: each token's place in the KV cache; below 0 for padding. Each expert's
-    output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
+    """Returns the output [T, W] of a layer's experts for x [T, W] (see Ops.experts), summed over those experts whose matrices are
+    given, and adds to the counts of all experts. slots [T] int64: each token's place in the KV cache; below 0 for padding. Each
+    expert's output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
     is_padding = slots < 0
     num_experts = matrices.num_experts
     how = (scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
@@ -907,9 +917,11 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, slots: Tensor, 
 
 
 def own_pairs(chosen: Tensor, slots: Tensor, turns: Tensor, num_own: int) -> Tensor:
-    """Returns chosen [T, C] with each expert's index among the num_own matrices of a rank in place of its number, and num_own for
-    the pairs that other ranks compute. chosen: the experts' numbers; the number of experts for padding. slots [T]: each token's
-    place in the KV cache. turns [E, 3]: as in ExpertMatrices."""
+    """Returns chosen [T, C] with each expert's number replaced by its index among the num_own matrices of this rank (device), and
+    by num_own for pairs of a token and an expert that other ranks compute.
+
+    chosen: the experts' numbers; the number of experts for padding. slots [T]: each token's place in the KV cache. turns [E, 3]: as
+    in ExpertMatrices."""
     holders, number, index = turns[chosen.clamp(max=len(turns) - 1)].long().unbind(-1)
     is_own = (chosen < len(turns)) & (slots.unsqueeze(1) % holders == number)
     return torch.where(is_own, index, num_own)
@@ -944,8 +956,8 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hash32(index: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
-    """Returns 32 well mixed bits of (index, key0, key1) as int64, elementwise: the noise of `sample`, which needs no generator with
-    a state."""
+    """Returns 32 well mixed bits of (index, key0, key1) as int64, elementwise. `sample` takes its random noise from them, so that
+    it needs no random generator with a state."""
     low = 0xFFFFFFFF
     h = ((index * 0x9E3779B1) & low) ^ key0
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & low

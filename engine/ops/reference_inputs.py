@@ -38,8 +38,8 @@ def step_tokens(
     paged_rows: Any,  # [T] int32: the token's row, 0 for padding
     paged_contexts: Any,  # [T] int32: positions the token attends to by itself; -1 in a long row, 0 for padding
 ) -> None:
-    """Computes what a step needs to know of its tokens, from its rows and the sequences' tokens [S, L]. Fills in the arrays from
-    input_ids on (ids, positions, and what each token attends to) and counts[ATTENDED], the number of positions that all tokens
+    """Computes the inputs of a step that belong to its tokens (ids, positions, and what each token attends to) from its rows and
+    the sequences' tokens [S, L]. Fills the arrays from input_ids on, and counts[ATTENDED], the number of positions that all tokens
     together attend to."""
     num_rows, num_tokens = counts[ROWS], counts[TOKENS]
     first, new, own = computed[:num_rows], num_new[:num_rows], slots[:num_rows]
@@ -65,11 +65,11 @@ def step_blocks(
     block_table: Any,
     places: Any,
 ) -> None:
-    """Computes in which blocks one KV group's tokens are stored.
+    """Computes where the tokens of one KV group (the layers that share block tables) are stored.
 
     block_tables: [S, B] int32, the sequences' block tables, given. block_table: [R, B], filled for each row up to its last token's
-    block. places: [T] int64, filled with block * block_tokens + place in the block of each token, -1 for padding. The arrays before
-    block_tables are as step_tokens leaves them."""
+    block. places: [T] int64, filled with block * block_tokens + place in the block of each token, -1 for padding. The parameters
+    before block_tables are the arrays that step_tokens has filled."""
     num_rows, num_tokens = counts[ROWS], counts[TOKENS]
     most = -(-int(contexts[:num_rows].max()) // block_tokens)
     block_table[:num_rows, :most] = block_tables[slots[:num_rows], :most]
@@ -102,9 +102,9 @@ def sampling_settings(
     key1: Any,
     last_tokens: Any,  # int64: index of the row's last token in the step; 0 for padding
 ) -> None:
-    """Gathers, from columns of the sequence table, the sampling settings of the rows that sample. Fills in the arrays from
-    row_temperature on, which have an entry for each such row: its settings, the keys of its noise, and its last token's index in
-    the step. Also sets counts[SAMPLING], counts[GREEDY] and counts[APART]."""
+    """Copies the sampling settings of the rows that sample from the columns of the sequence table. Fills the arrays from
+    row_temperature on, with one entry for each such row: its settings, the keys of its random noise, and the index in the step of
+    its last token. Also sets counts[SAMPLING], counts[GREEDY] and counts[APART]."""
     num_rows = counts[ROWS]
     own = np.flatnonzero(samples[:num_rows])
     num, rows = len(own), slots[own]
@@ -120,8 +120,8 @@ def sampling_settings(
 
 
 def noise_keys(seed: npt.NDArray[np.uint64], position: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Returns two 32-bit keys for each (seed, position), the keys of the noise by which the token there is sampled: splitmix64 of
-    the seed, then splitmix64 of that xor the position."""
+    """Returns two 32-bit keys for each (seed, position), from which the random noise is made with which the token at that position
+    is sampled: splitmix64 of the seed, then splitmix64 of that xor the position."""
     mixed = _splitmix64(_splitmix64(seed) ^ position.astype(np.uint64))
     return mixed.astype(np.uint32), (mixed >> _HALF).astype(np.uint32)  # the first keeps the lower half
 

@@ -1,5 +1,6 @@
-"""Names the numbers that a recorded step counts about its own rows and tokens. They are not in reference_inputs.py, which counts
-them, because that file imports torch, and processes that compile kernels import these names and do without torch.
+"""Names the entries of the array in which a recorded step (kernel calls that are kept and made again) counts its own rows and
+tokens. reference_inputs.py does the counting; the names are not there, because that file imports torch, and processes that compile
+kernels import these names and do without torch.
 """
 
 from __future__ import annotations

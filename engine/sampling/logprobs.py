@@ -1,8 +1,8 @@
 """Computes log-probabilities of sampled tokens and of prompt tokens: the log-softmax of the model's own logits, before bias,
 penalties, temperature and cuts such as top_p.
 
-Only rows whose request asks for log-probabilities are computed. Shapes: N sampling rows, T tokens of a step, V vocabulary, K
-alternatives.
+They are computed only for rows whose request asks for them. Shapes: N sampling rows (those after which a token is sampled), T
+tokens of a step, V vocabulary, K alternatives (the most likely tokens).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DECIMALS = 6  # decimals to which a log-probability is rounded before it leaves 
 
 
 class LogprobCollector:
-    """Collects the log-probabilities of one step's sampled tokens. num_top [N]: how many alternatives each row wants besides the
-    sampled token, -1: no log-probabilities. request_ids [N]: the rows' requests."""
+    """Collects the log-probabilities of the tokens that one step samples. num_top [N]: how many alternatives each row wants besides
+    the sampled token; -1: no log-probabilities. request_ids [N]: the rows' requests."""
 
     def __init__(self, num_top: IntArray, request_ids: LongArray) -> None:
         self._num_top, self._request_ids = num_top, request_ids
@@ -31,9 +31,9 @@ class LogprobCollector:
         self._added: list[tuple[IntArray, FloatArray, IntArray, IntArray, FloatArray]] = []
 
     def compute(self, ops: LogprobOps, logits: Tensor, first: int, ids: IntArray, bad: BoolArray) -> None:
-        """Computes and adds the log-probabilities of the rows that want them, except bad ones. logits [n, V]: logits of the
-        sampling rows from `first` on. ids, bad [N]: the token of every sampling row of the step, and whether its logits were not
-        finite."""
+        """Computes and adds the log-probabilities of those rows that want them, except rows with bad logits. logits [n, V]: the
+        logits of the sampling rows from `first` on. ids, bad [N]: of all sampling rows of the step, the sampled token and whether
+        the logits were not finite."""
         end = first + len(logits)
         num_top = self._num_top[first:end]
         rows = np.flatnonzero((num_top >= 0) & ~bad[first:end]).astype(np.int32)
@@ -41,8 +41,8 @@ class LogprobCollector:
             self.add(rows + np.int32(first), *ops.top_logprobs(logits, rows, ids[first:end][rows], int(num_top[rows].max())))
 
     def add(self, rows: IntArray, chosen: FloatArray, top_ids: IntArray, top: FloatArray) -> None:
-        """Adds the log-probabilities of rows [M]. chosen [M]: those of the sampled tokens. top_ids, top [M, K]: ids and
-        log-probabilities of the most likely tokens, of which each row keeps as many as it wants."""
+        """Adds the log-probabilities of the M rows with indices `rows`. chosen [M]: those of the sampled tokens. top_ids, top [M,
+        K]: ids and log-probabilities of the most likely tokens; each row keeps only as many as it wants."""
         counts = np.minimum(self._num_top[rows], np.int32(top.shape[1]))
         if len(rows) and np.count_nonzero(counts == counts[0]) == len(rows):  # slices take a fraction of the time of picked items
             top_ids, top = top_ids[:, : counts[0]].reshape(-1), top[:, : counts[0]].reshape(-1)
@@ -71,8 +71,8 @@ class LogprobCollector:
 
 @dataclass(slots=True)
 class OwedRow:
-    """One request's part of OwedPrompts: `count` prompt tokens from index `first` of the prompt on, whose log-probabilities this
-    step can compute. num_top: number of alternatives wanted for each token. ranked: whether the tokens' ranks are wanted, too."""
+    """The prompt tokens of one request whose log-probabilities a step can compute: `count` tokens, from index `first` of the prompt
+    on. num_top: number of alternatives wanted for each token. ranked: whether the tokens' ranks are wanted, too."""
 
     request_id: int
     first: int
@@ -83,8 +83,10 @@ class OwedRow:
 
 @dataclass(slots=True)
 class OwedPrompts:
-    """The P prompt tokens whose log-probabilities a step can report, of all rows that want them. tokens [P]: for each, the index in
-    the step (below T) of the token before it, whose logits predict it. chosen [P]: the prompt tokens' ids."""
+    """The P prompt tokens, of all requests that want log-probabilities of their prompts, for which a step can compute them.
+
+    rows: the requests. chosen [P]: the prompt tokens' ids.
+    tokens [P]: for each prompt token, the index among the step's T tokens of the token before it, whose logits predict it."""
 
     rows: list[OwedRow]
     tokens: LongArray
@@ -93,8 +95,9 @@ class OwedPrompts:
     def logprobs(
         self, ops: LogprobOps, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], max_rows: int
     ) -> list[PromptLogprobs]:
-        """Returns one message for each of `rows`. hidden [>= P, W]: hidden states of `tokens`. logits_of: computes [n, W] -> [n,
-        V]. max_rows: rows of logits computed at a time, as many as the work space has memory for."""
+        """Computes the log-probabilities and returns one message for each request of `rows`. hidden [>= P, W]: the hidden states of
+        `tokens`. logits_of: computes [n, W] -> [n, V]. max_rows: how many rows of logits are computed at a time, for which the work
+        space has memory."""
         num_top = max(row.num_top for row in self.rows)
         ranked = any(row.ranked for row in self.rows)
         parts: list[tuple[Any, Any, Any, Any]] = []
@@ -125,8 +128,8 @@ class OwedPrompts:
 
 
 def owed_prompt_rows(plan: BatchPlan, table: SequenceTable) -> OwedPrompts | None:
-    """Returns the prompt tokens of this step whose log-probabilities their requests want. None if there are none, which is nearly
-    always so."""
+    """Returns the prompt tokens whose log-probabilities are wanted and can be computed in this step. Returns None if there are
+    none, which is nearly always so."""
     owing = table.prompt_logprobs.take(plan.slots)
     if not np.count_nonzero(owing):
         return None

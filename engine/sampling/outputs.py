@@ -1,4 +1,5 @@
-"""Computes a step's result from its hidden states where the host works on logits: sampled ids, bad rows, log-probabilities.
+"""Computes a step's result from its hidden states on devices whose logits the host samples: sampled ids, bad rows,
+log-probabilities.
 
 Shapes: N sampling rows, V vocabulary, W width.
 """
@@ -32,10 +33,12 @@ def sampled_outputs(
 ) -> StepResult:
     """Samples from a step's hidden states and returns the step's result.
 
-    hidden [>= N, W]: the hidden states of the N = num_sampling sampling rows, then those of the prompt tokens whose
-    log-probabilities are owed, then padding. rows: the rows' settings; None if no row samples. owed: prompt tokens whose
-    log-probabilities are wanted; None: none are. logits: computes [n, W] -> [n, V] and is called with at most logits_rows rows.
-    began_s: when the step began, by time.perf_counter()."""
+    hidden [>= N, W]: the hidden states of the N = num_sampling sampling rows, then those before the prompt tokens of `owed`, then
+    padding.
+    rows: the settings of the sampling rows; None if no row samples. owed: the prompt tokens whose log-probabilities are wanted;
+    None: none are.
+    logits: computes [n, W] -> [n, V], and is called with at most logits_rows rows. began_s: when the step began, by
+    time.perf_counter()."""
     ids, bad = np.empty(num_sampling, np.int32), np.empty(num_sampling, np.bool_)
     wanted: LogprobCollector | None = None
     if rows is not None:

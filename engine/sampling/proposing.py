@@ -1,4 +1,5 @@
-"""Determines what a model's predictor reads after a step, and after which of the step's rows it drafts, for every kind of device.
+"""Prepares what a model's predictor (which drafts tokens) reads after a step, and determines after which row of each sequence it
+drafts, for every kind of device.
 
 Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that sample, D the most tokens that were drafted for one
 sequence.
@@ -14,8 +15,8 @@ from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 
 def following_tokens(plan: BatchPlan, table: SequenceTable) -> IntArray:
-    """Returns [T]: for each of a step's tokens, the token that follows it in its sequence. After a row's last token, where the step
-    samples, the value is undefined: the next token is the one sampled."""
+    """Returns [T]: for each of a step's tokens, the token that follows it in its sequence. For a row's last token the value is
+    undefined if the step samples there, because the next token is then the sampled one."""
     ends = np.cumsum(plan.num_new, dtype=np.int64)
     rows = np.repeat(np.arange(len(plan.slots)), plan.num_new)
     positions = np.arange(len(rows)) + (plan.num_computed + plan.num_new - ends)[rows]
@@ -25,10 +26,12 @@ def following_tokens(plan: BatchPlan, table: SequenceTable) -> IntArray:
 
 @dataclass(slots=True, frozen=True)
 class SampledSequences:
-    """The Q sequences that sample in a step with N sampling rows. Each has one sampling row or, if tokens were drafted for it, up
-    to D, several adjacent ones: one more than drafted tokens. firsts [Q]: index of the sequence's first row among the N. expected
-    [Q, D]: the token that was drafted after each row of the sequence; -1: none. rows [Q, D]: indices of these rows among the N;
-    arbitrary where expected is -1."""
+    """The Q sequences for which a step samples, with its N sampling rows. A sequence has one sampling row, or, if d tokens were
+    drafted for it, d + 1 adjacent ones (d <= D).
+
+    firsts [Q]: the index among the N of each sequence's first row.
+    expected [Q, D]: the token that was drafted after each row of the sequence; -1: none was.
+    rows [Q, D]: the indices among the N of these rows; arbitrary where expected is -1."""
 
     firsts: LongArray
     expected: IntArray
@@ -36,8 +39,8 @@ class SampledSequences:
 
     def newest(self, ids: IntArray) -> LongArray:
         """Returns [Q]: for each sequence, the index among the N of the row that sampled its newest token. That is the first row
-        whose sampled token differs from the token drafted after the row, or else the sequence's last row. ids [N]: the token that
-        each row sampled."""
+        whose sampled token differs from the token drafted after the row, or the sequence's last row if none differs. ids [N]: the
+        token that each row sampled."""
         agrees = ids[self.rows] == self.expected
         return self.firsts + agrees.cumprod(axis=1).sum(axis=1)
 

@@ -27,9 +27,9 @@ KeyArray = npt.NDArray[np.uint32]
 
 @dataclass(slots=True)
 class LogitEdit:
-    """The changes that a cpu device makes to one row's logits before its token is picked, in this order: the bias is added,
-    penalties are applied, and `banned` ids are ruled out, the end ids that are not allowed yet (min_tokens; None: none). tokens:
-    the row's prompt and output so far. num_prompt: how many of them are the prompt's."""
+    """The changes that a cpu device makes to one row's logits before it samples, in this order: adds the bias, applies penalties,
+    and rules out the `banned` ids: those that end the text, while min_tokens are not reached (None: no ids are banned). tokens: the
+    row's prompt and output so far. num_prompt: number of these that are the prompt's."""
 
     params: SamplingParams | None
     tokens: IntArray
@@ -37,7 +37,7 @@ class LogitEdit:
     banned: Tensor | None  # [number of ids] int64
 
     def apply(self, ops: SamplingOps, row: Tensor) -> None:
-        """Edits the logits row [V] float32 in place. Logits that are not finite stay so, because they mark a bad row."""
+        """Changes the logits `row` [V] float32 in place. Logits that are not finite stay so, because they mark a bad row."""
         params = self.params
         if params is not None:
             if params.logit_bias:
@@ -53,9 +53,12 @@ class LogitEdit:
 
 @dataclass(slots=True)
 class LogitEdits:
-    """The E rows whose logits are changed before their tokens are picked, [E] each. rows: their indices among the N, ascending.
-    slots: their slots in the table. positions: index of the token about to be sampled. early: whether end_ids and the request's own
-    stop ids are still forbidden. end_ids: the model's end ids."""
+    """The E sampling rows whose logits are changed before they sample; arrays are [E].
+
+    rows: their indices among the N, ascending. slots: their slots in `table`, the sequences. positions: index in the sequence of
+    the token about to be sampled.
+    early: whether the ids that end the text (end_ids and the request's own stop ids) are still forbidden. end_ids: the model's end
+    ids."""
 
     rows: npt.NDArray[np.intp]
     slots: IntArray
@@ -66,7 +69,7 @@ class LogitEdits:
     vocab_size: int
 
     def edit(self, at: int) -> LogitEdit:
-        """Returns the edit of row rows[at]."""
+        """Returns the changes to the logits of the row with index rows[at]."""
         slot, params = int(self.slots[at]), self.table.params[self.slots[at]]
         assert params is None or isinstance(params, SamplingParams)
         banned = None
@@ -77,9 +80,12 @@ class LogitEdits:
 
 @dataclass(slots=True)
 class SamplingRows:
-    """The settings of the rows that sample, in the order of the plan, [N] each. all_greedy: no row needs noise. key0, key1: keys of
-    the noise, empty if all_greedy. edits: None if no row has any. num_top: number of alternatives whose log-probabilities are
-    wanted besides the sampled token's, -1 for no log-probabilities; None if no row wants any."""
+    """The settings of the rows that sample, in the order of the plan; arrays are [N].
+
+    all_greedy: no row needs random noise. key0, key1: keys of the noise, empty if all_greedy.
+    edits: the rows whose logits are changed first; None if there are none.
+    num_top: number of alternatives whose log-probabilities are wanted besides the sampled token's, -1 for no log-probabilities;
+    None if no row wants any."""
 
     all_greedy: bool
     temperature: FloatArray
@@ -94,8 +100,8 @@ class SamplingRows:
 
 
 def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int], vocab_size: int) -> SamplingRows:
-    """Returns the settings of the plan's sampling rows, read from the table of sequences, but without masks (`constrain` adds
-    them)."""
+    """Returns the settings of the plan's sampling rows, as the table of sequences has them. Masks are not among them; `constrain`
+    adds these."""
     slots = plan.slots[plan.samples]
     position = (plan.num_computed + plan.num_new)[plan.samples]  # index of the token about to be sampled
     rows = plain_rows(table, slots, position)
@@ -111,7 +117,7 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
 
 
 def plain_rows(table: SequenceTable, slots: IntArray, position: IntArray) -> SamplingRows:
-    """Returns the settings with which the sequences in these slots sample their tokens at these positions, without edits of logits,
+    """Returns the settings with which the sequences in these slots sample the tokens at these positions, except edits of logits,
     log-probabilities and masks."""
     temperature = table.temperature.take(slots)  # numpy takes less time to `take` a few items than to index with an array
     key0 = key1 = np.empty(0, np.uint32)
@@ -138,8 +144,8 @@ def banned_ids(end_ids: list[int], params: SamplingParams | None, vocab_size: in
 
 
 def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
-    """Limits rows to the tokens that their masks in `allowed` allow. The bans of end ids before min_tokens are dropped for these
-    rows, since their masks contain them already, except for the rows in `allowed.banning`."""
+    """Adds masks to the settings: rows may sample only the tokens that their masks in `allowed` allow. For these rows the ban of
+    end ids before min_tokens is dropped, because their masks contain it, except for the rows in `allowed.banning`."""
     rows.allowed = allowed
     if rows.edits is not None:
         may_ban = np.ones(len(rows.temperature), np.bool_)
@@ -148,8 +154,8 @@ def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
 
 
 def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:
-    """Samples the tokens of rows `first` to `first` + n - 1 from their logits [n, V]. Returns (ids [n], bad [n]). bad: the row's
-    logits hold NaN or an infinity. Masks of rows with constraints are written into the logits."""
+    """Samples the tokens of the sampling rows `first` to `first` + n - 1 from their logits [n, V]. Returns (ids [n], bad [n]); bad:
+    whether the row's logits hold NaN or an infinity. The masks of rows are written into `logits`."""
     end = first + len(logits)
     if rows.allowed is not None:
         apply_row_masks(logits, rows.allowed, first)
@@ -169,8 +175,8 @@ def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: i
 
 
 def _draw(ops: SamplingOps, logits: Tensor, rows: SamplingRows, at: npt.NDArray[np.intp] | slice) -> tuple[IntArray, BoolArray]:
-    """Samples rows `at` (indices among the N) from logits [n, V], without edits and masks. Returns (ids [n], bad [n]), as
-    sample_tokens does."""
+    """Samples the rows `at` (indices among the N) from their logits [n, V], without edits and masks. Returns (ids [n], bad [n]);
+    bad: whether the row's logits hold NaN or an infinity."""
     if rows.all_greedy:
         return ops.greedy(logits)
     return ops.sample(logits, rows.temperature[at], rows.top_p[at], rows.top_k[at], rows.min_p[at], rows.key0[at], rows.key1[at])

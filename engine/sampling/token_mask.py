@@ -1,4 +1,4 @@
-"""Rules out tokens that are not allowed next: their logits become the lowest finite number of the logits' dtype.
+"""Applies token masks to logits: tokens that are not allowed next get the lowest finite number of the logits' dtype.
 
 Shapes: N rows, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Computes the vectors of a model that embeds texts: hidden states of the texts' last tokens, scaled to length 1.
+"""Computes the vectors of an embedding model: hidden states of the texts' last tokens, scaled to length 1.
 
 Shapes: N rows, W width.
 """
@@ -19,7 +19,7 @@ def scaled_vectors(hidden: Tensor) -> Tensor:
 
 
 def vectors_result(vectors: FloatArray, seconds: float) -> StepResult:
-    """Returns the result of a step that computed these vectors [N, W]. A row with a value that is not finite is marked as bad.
-    seconds: the step's device time."""
+    """Returns the result of a step of an embedding model whose vectors are these [N, W]. A row with a value that is not finite is
+    marked as bad. seconds: the step's device time."""
     finite: BoolArray = np.isfinite(vectors.sum(axis=1))
     return StepResult(np.zeros(len(vectors), np.int32), ~finite, seconds, vectors=vectors)
