@@ -1,1 +1,3 @@
-"""The interfaces between the parts of an engine: devices, loads, steps of models, LoRA adapters, and groups of devices."""
+"""Defines the interfaces between the parts of an engine: devices, loads of models, steps of models, LoRA adapters, and groups of
+devices.
+"""

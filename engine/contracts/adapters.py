@@ -1,4 +1,4 @@
-"""Defines the interface between the code that loads LoRA adapters and a model that takes them."""
+"""Defines the interface by which the code that loads LoRA adapters hands them to a model."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class Backend(Protocol):
 
     @property
     def compute_threads(self) -> int:
-        """The number of the host's threads that compute the steps of a large model; 1 if the device, and not the host, computes
-        steps."""
+        """The number of host threads that compute the steps of a large model; 1 if the device computes steps instead of the
+        host."""
         ...
 
     @property
@@ -54,10 +54,12 @@ class Backend(Protocol):
     def need_kernels(
         self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat
     ) -> Callable[[Callable[[], None]], None] | None:
-        """Asks for the kernels of a model, without waiting for them. Returns None on a device that can serve the model while they
-        are being compiled. Otherwise returns a function that compiles the kernels and returns when they are ready; it must have
-        returned before `model` or `split_model` is called. It may be called in any thread, with a function `waiting` as its
-        argument, which it calls every second; an error that `waiting` raises ends the compilation and is passed on."""
+        """Requests the kernels of a model, without waiting for them. Returns None if the device can serve the model while they are
+        being compiled.
+
+        Otherwise returns a function that compiles the kernels, and returns when they are ready. The caller must have run it before
+        it calls `model` or `split_model`; any thread may. Its argument is a function `waiting`, which it calls every second; an
+        error that `waiting` raises ends the compilation and is raised again."""
         ...
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
@@ -79,7 +81,7 @@ class Backend(Protocol):
         ...
 
     def decoder(self) -> Decoder:
-        """Returns the decoder that unpacks packed weight files on the host."""
+        """Returns the decoder that unpacks the weights of packed files on the host."""
         ...
 
     def measured_decoder(self) -> Decoder:

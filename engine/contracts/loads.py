@@ -76,12 +76,13 @@ class LocksMasks(Protocol):
 
 
 class Runner(LocksMasks, Protocol):
-    """Loads models onto one device. There are two: TorchRunner for models that compute, NullRunner for null models (tests)."""
+    """The part of an engine that loads models onto its device. There are two implementations: TorchRunner for models that compute,
+    NullRunner for null models (tests)."""
 
     @property
     def compute_threads(self) -> int:
-        """The number of the host's threads that compute the steps of a large model; 1 if the device, and not the host, computes
-        steps."""
+        """The number of host threads that compute the steps of a large model; 1 if the device computes steps instead of the
+        host."""
         ...
 
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:

@@ -82,8 +82,7 @@ class NoWorkSpace(Exception):
 
 
 class HostedModel(Protocol):
-    """A model that generates tokens, or computes embeddings by a decoder, with its weights in device memory. Made by a Runner's
-    load."""
+    """A decoder with its weights in device memory: a model that generates tokens, or an embedding model. Made by Runner.load."""
 
     @property
     def name(self) -> str: ...
@@ -101,7 +100,8 @@ class HostedModel(Protocol):
 
     @property
     def adapter_memory(self) -> AdapterMemory | None:
-        """The model's tables of LoRA adapters, indexed by the numbers in SequenceTable.adapter; None if it takes no adapters."""
+        """The tables of the model's LoRA adapters, indexed by the numbers in SequenceTable.adapter. None if the model takes no
+        adapters."""
         ...
 
     @property
@@ -141,7 +141,7 @@ class Launched(Protocol):
     """A step that was started (LaunchesAhead.launch) and may still be running on the device."""
 
     def wait(self) -> StepResult:
-        """Waits for the step and returns its result. Raises as HostedModel.execute does."""
+        """Waits for the step and returns its result. Raises NoWorkSpace, and GroupBroken if the model is split."""
         ...
 
 

@@ -260,8 +260,8 @@ def _peers() -> Connects:
 
 
 def check_capability(kv_dtype: KVDtype, capability: tuple[int, int]) -> None:
-    """Raises UnsupportedModel for a GPU that cannot hold keys and values as kv_dtype. capability: its compute capability, (8, 9)
-    for 8.9."""
+    """Raises UnsupportedModel if the GPU cannot hold keys and values in this dtype. capability: the GPU's compute capability, (8,
+    9) for 8.9."""
     if capability < kv_dtype.capability:
         needed, there = (".".join(map(str, one)) for one in (kv_dtype.capability, capability))
         text = f"kv_cache_dtype: {kv_dtype.name} needs compute capability {needed}; this GPU has {there}"

@@ -94,6 +94,6 @@ class DeviceBatch:
         return int(self.groups[0].kv.shape[4])
 
     def group_of(self, layer: int) -> tuple[DeviceGroup, int]:
-        """Returns a layer's KV group, and the layer's place among the group's layers."""
+        """Returns the inputs of the KV group to which a layer belongs, and the layer's place among the layers of that group."""
         group, place = self.layer_places[layer]
         return self.groups[group], place

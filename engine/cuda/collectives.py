@@ -16,8 +16,8 @@ ID_BYTES = 8 * ID_WORDS  # size of the id by which ranks find each other, as NCC
 
 class Collectives(Protocol):
     """One rank's connection to all ranks of its group. All ranks call the same methods in the same order, with contiguous tensors
-    of the same shapes and dtypes. A call launches the exchange on the current stream and may be captured in a graph. It does not
-    raise if another rank is gone: the exchange then waits until `abort`."""
+    of the same shapes and dtypes. A call launches the exchange on the current stream, and may be captured in a graph. It raises
+    nothing if another rank is gone; the device then waits in the exchange until `abort` is called."""
 
     def join(self, agreed: Callable[[bool], bool]) -> None:
         """Sets up faster ways for some exchanges, if all ranks can use them. All ranks call it once, before their first exchange.
@@ -26,7 +26,7 @@ class Collectives(Protocol):
         ...
 
     def sum(self, x: Tensor) -> None:
-        """Replaces x by the sum of all ranks' x. All ranks get the same bits."""
+        """Replaces x by the sum of all ranks' x, which has the same bits on all ranks."""
         ...
 
     def share_first(self, x: Tensor) -> None:

@@ -59,7 +59,7 @@ class SummedCopies:
 
 
 class SummedCopy:
-    """A copy of one piece with its checksum (engine.memory.chunk_memory.DeviceCopy)."""
+    """The copy of one piece of memory, with its checksum (engine.memory.chunk_memory.DeviceCopy)."""
 
     def __init__(self, copies: SummedCopies) -> None:
         self._copies = copies
@@ -97,7 +97,8 @@ class CudaStreams:
         return torch.cuda.stream(self.incoming)
 
     def after_steps(self) -> None:
-        """Delays copies that are started on `outgoing` from now on until the steps launched so far have ended."""
+        """Makes all copies that are started from now on from the device (on `outgoing`) wait until the steps launched so far have
+        ended."""
         self.outgoing.wait_stream(torch.cuda.default_stream(self._device))
 
     def summed(self, pieces: Sequence[Piece], stream: torch.cuda.Stream) -> SummedCopies:

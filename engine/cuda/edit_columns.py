@@ -77,7 +77,8 @@ class _Span(NamedTuple):
 
 
 class KnownEdits:
-    """The edits of logits that the requests in a model's slots ask for, as arrays that are made once for each request."""
+    """The edits of logits (penalties, biases, banned ids) that the requests in a model's slots ask for, as arrays that are made
+    once for each request."""
 
     def __init__(self, num_slots: int) -> None:
         self._params: list[object] = [self] * num_slots  # an object that no request has
@@ -172,7 +173,8 @@ class KnownEdits:
         return _Lasting(edits, self._penalties[slots].reshape(-1), penalised, np.concatenate((NO_WORDS, *words)), *has_any)
 
     def _num_tokens(self, edits: LogitEdits, which: slice) -> IntArray:
-        """Returns, for each edit in the slice `which`, how many tokens of its sequence are penalised; 0 without penalties."""
+        """Returns, for each edit in the slice `which`, how many tokens of its sequence are penalised: all tokens so far, or 0 if it
+        has no penalties."""
         return np.where(self._penalised[edits.slots[which]], edits.positions[which], 0).astype(np.int32)
 
     def look_up(self, edits: LogitEdits) -> None:

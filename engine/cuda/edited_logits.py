@@ -1,4 +1,6 @@
-"""Edits rows of logits on the device: a mask in the logits' own type, then in float32 the bias, penalties and banned ids."""
+"""Edits rows of logits on the device before they are sampled: applies a mask in the logits' own type, then in float32 the bias,
+penalties and banned ids.
+"""
 
 from __future__ import annotations
 

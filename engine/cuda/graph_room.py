@@ -30,7 +30,7 @@ class GraphHolder(Protocol):
     evicted_s: float | None
 
     def drop(self) -> None:
-        """Drops all graphs."""
+        """Drops all graphs of this holder."""
 
     def drop_size(self, size: Any) -> None:
         """Drops the graph for steps of this size, if there is one."""
@@ -47,7 +47,7 @@ class GraphRoom:
 
     @property
     def num_graphs(self) -> int:
-        """Returns how many graphs all models have together."""
+        """Returns the number of graphs that all models have together."""
         return sum(len(one.captured) for one in self._alive())
 
     def is_free(self) -> bool:

@@ -1,11 +1,13 @@
-"""Captures steps as CUDA graphs: one for each of a few sizes, all in one memory pool. This file has captures, memory and refusals,
-and the decode steps, whose sizes are row counts; mixed_graphs.py has the steps with prompt chunks.
+"""Captures steps as CUDA graphs: one for each of a few sizes, all in one memory pool. This file has what all graphs need (capture,
+memory, and what happens without memory) and the graphs of decode steps, whose sizes are row counts; mixed_graphs.py has those of
+steps with prompt chunks.
 
-A graph holds addresses: of the weights (which return to the same range after an eviction), of the KV arena, of the model's
-sequences and of its own input columns. Graphs that share a pool must not run at the same time, so all steps of a device run on one
-stream, and one thread launches them. The same thread captures and destroys graphs (docs/gpu.md says why).
+A graph holds addresses: of the weights (which return to the same range after an eviction), of the KV arena, of the state of the
+model's sequences, and of its own input columns (arrays with the inputs of a step). Graphs that share a pool must not run at the
+same time, so all steps of a device run on one stream, and one thread launches them. The same thread captures and destroys graphs
+(docs/gpu.md says why).
 
-Shapes: R rows, padding included; W width.
+Shapes: R rows, padding included; T tokens; W width.
 """
 
 from __future__ import annotations
@@ -96,12 +98,16 @@ class StepGraph:
 class CaptureSpace:
     """Captures all graphs of this process, in one memory pool, on one stream, and in the thread that made this object.
 
-    The device executes nothing on the stream, as work is only recorded there. So the work space that cuBLAS keeps for it (torch has
-    one for each pair of a stream and a thread's handle) is used only by replays, which run one after the other. The first graph is
-    never replayed and never dropped. It holds the pool open, since torch refuses a pool whose last graph is gone; and as it is the
-    first to multiply on the stream, the work space is taken from the pool. With torch >= 2.12 a graph that is dropped takes the
-    stream's work spaces with it, those that other graphs write to as well (pytorch#193402): these then write to free memory of the
-    pool, which only replays use, and in which nothing has to last from one replay to the next."""
+    The device executes nothing on that stream, because work on it is only recorded. cuBLAS keeps a work space for each stream
+    (torch has one for each pair of a stream and a thread's handle). So that of this stream is used only by replays, which run one
+    after the other.
+
+    The first graph is never replayed and never dropped. It holds the pool open, since torch refuses a pool whose last graph is
+    gone. As it is the first to launch a matrix multiplication on the stream, the stream's work space is taken from the pool.
+
+    With torch >= 2.12 a graph that is dropped frees the stream's work spaces, also those to which other graphs write
+    (pytorch#193402). These graphs then write to free memory of the pool. That is harmless: only replays use the pool, and nothing
+    in its free memory has to last from one replay to the next."""
 
     def __init__(self, device: torch.device) -> None:
         self._thread = threading.get_ident()
@@ -126,7 +132,7 @@ class CaptureSpace:
         self._dropped.extend(graphs)
 
     def destroy_dropped(self) -> None:
-        """Destroys the graphs that were dropped. Called by the thread that captures."""
+        """Destroys the graphs that `drop` was given. Called by the thread that captures."""
         self._dropped.clear()
 
     def _record(self, graph: Any, work: Callable[[], Any]) -> Any:
@@ -233,7 +239,7 @@ class StepGraphs(Generic[Size]):
         return False
 
     def drop(self) -> None:
-        """Drops all graphs of this object. May be called in any thread."""
+        """Drops all graphs of this model and kind of step. May be called in any thread."""
         let_go(list(self.captured.values()))
         self.captured.clear()
 

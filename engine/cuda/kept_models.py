@@ -48,14 +48,14 @@ class KeptModels:
         self._give_up_evicted(self._most_bytes)
 
     def give_up(self, name: str) -> None:
-        """Drops the model of this name with its graphs, if there is one."""
+        """Drops the model of this name with its graphs, if there is one, so that its next load makes a new one."""
         with self._lock:
             known = self._models.pop(name, None)
         if known is not None:
             known[1].drop_graphs()
 
     def give_up_evicted(self) -> None:
-        """Drops all evicted models with their graphs."""
+        """Drops all evicted models with their graphs, so that their next loads make new ones."""
         self._give_up_evicted(-1)
 
     def _give_up_evicted(self, most_bytes: int) -> None:

@@ -48,7 +48,7 @@ class LaunchOnlyOps(CudaOps):
     launches hearthd's kernel, as a real step does where that kernel was measured to be faster than cuBLAS."""
 
     def __init__(self) -> None:
-        """Skips CudaOps.__init__, which would set Triton's cache folder."""
+        """Does nothing; CudaOps.__init__ would set Triton's cache folder, which the caller has chosen."""
 
     def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0, first: int | None = None) -> Tensor:
         assert isinstance(weight, Tensor)
@@ -65,7 +65,7 @@ class LaunchOnlyOps(CudaOps):
         return torch.empty_like(x)
 
     def add_and_scale(self, update: Tensor, residual: Tensor, factor: Tensor) -> None:
-        """Does nothing, because the factor has no memory."""
+        """Does nothing: torch would compute this operation, and the factor has no memory."""
 
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
         return weight.new_empty(x.shape[0], weight.shape[0])

@@ -78,9 +78,12 @@ class CudaMemory:
     """The chunk memory (engine.memory.chunk_memory.ChunkMemory) of CUDA device `index`, in torch's (primary) context. All memory is
     allocated at once.
 
-    chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: whether `export` will be called. handles: descriptors
-    that `export` of another process's memory returned, whose chunks are then used instead of new ones; the caller still closes
-    them. Raises MemoryError, ValueError, DeviceError."""
+    chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: whether `export` will be called.
+    handles: file descriptors that another process's `export` returned; their chunks are used instead of new ones, and the caller
+    still closes them.
+
+    Raises MemoryError if the device has too little memory, ValueError for a wrong chunk_bytes or number of handles, and DeviceError
+    if the driver refuses a call."""
 
     def __init__(
         self, num_chunks: int, chunk_bytes: int, index: int = 0, exportable: bool = False, handles: Sequence[int] = ()
@@ -225,7 +228,8 @@ class CudaMemory:
         return self.chunk_bytes
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """Checks the chunks and does nothing else: a device's memory is not given back. Raises IndexError."""
+        """Checks the chunks and does nothing else, because a device's memory is not given back. Raises IndexError for chunks that
+        do not exist."""
         if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
             raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
 

@@ -247,7 +247,7 @@ class CudaModel:
     # ---- steps
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step and waits for its result."""
+        """Runs one step, waits for it, and returns its result."""
         return self.launch(plan, table, masks).wait()
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:

@@ -1,5 +1,5 @@
-"""The operations of models on a GPU (engine/ops/ops.py, where their shapes are). cuBLAS computes most matrix products, Triton
-kernels everything else. Interpreted, the same kernels run on the CPU's tensors (for tests).
+"""The operations of models on a GPU (engine/ops/ops.py says what each computes, and shapes). cuBLAS computes most matrix
+multiplications, Triton kernels everything else. Interpreted, the same kernels run on the CPU's tensors (for tests).
 """
 
 from __future__ import annotations

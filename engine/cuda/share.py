@@ -77,7 +77,7 @@ class ShareLinks:
             self.stages.count(num_tokens)
 
     def has_ended(self) -> bool:
-        """Returns whether the connections' threads have done all that they were given. Does not wait. Raises the error that has
+        """Returns whether the threads of all connections have done what they were given. Does not wait. Raises the error that has
         ended one of them."""
         return all(one.has_ended() for one in self._all)
 

@@ -1,1 +1,1 @@
-"""Layers shared by the families: plain functions and small modules over `engine.ops`."""
+"""Layers that several families of models share: plain functions and small modules over the operations of `engine.ops`."""

@@ -1,4 +1,5 @@
-"""BERT, its MiniLM distillations and RoBERTa: post-norm encoder, learned positions, exact GELU; with or without a head that scores.
+"""BERT, its MiniLM distillations and RoBERTa: a post-norm encoder with learned positions and exact GELU; with or without a head
+that scores pairs of texts.
 
 Shapes: T tokens of all texts, end to end; hidden: model width. Weights are views of the model's one memory range.
 """
@@ -20,7 +21,7 @@ QUERY_KEY_VALUE = ("query", "key", "value")
 
 
 class BertLayer:
-    """One layer of BERT: attention, addition, norm, MLP, addition, norm."""
+    """One layer of BERT, in this order: attention, addition, norm, MLP, addition, norm."""
 
     def __init__(self, shape: ModelShape, weights: Weights, layer: int) -> None:
         prefix = f"{shape.tensor_prefix}encoder.layer.{layer}."

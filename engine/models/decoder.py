@@ -119,8 +119,8 @@ class DecoderModel(Generic[BatchT]):
             self.ops.copy(residual, batch.kept[self.kept_layers.index(layer)])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [N, V] of hidden states [N, hidden]. Raises RuntimeError for a model that embeds, and for a stage
-        before the last."""
+        """Returns the logits [N, V] of N hidden states [N, hidden]. Raises RuntimeError for an embedding model, and for a pipeline
+        stage before the last."""
         if self.head is None:
             raise RuntimeError("the model makes no logits")
         logits = self.ops.linear(hidden, self.head, self.head_bias)
@@ -146,7 +146,7 @@ class DecoderModel(Generic[BatchT]):
         return self._its_predictor(states, batch)
 
     def predicted_logits(self, states: Tensor) -> Tensor:
-        """Returns the logits [N, V] of N states that `predict` returned."""
+        """Returns the predictor's logits [N, V] of N of the states that `predict` has returned."""
         predictor = self._its_predictor
         return predictor.logits(states) if isinstance(predictor, EagleDrafter) else self.logits(predictor.norm(states))
 

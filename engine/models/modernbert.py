@@ -21,7 +21,8 @@ from loader.shapes.model_shape import ModelShape
 
 
 class ModernBertLayer:
-    """One layer: norm, attention, addition, norm, gated MLP, addition. The first layer has no norm before its attention."""
+    """One layer of ModernBERT, in this order: norm, attention, addition, norm, gated MLP, addition. The first layer has no norm
+    before its attention."""
 
     def __init__(self, shape: ModelShape, weights: Weights, layer: int) -> None:
         prefix = f"{shape.tensor_prefix}layers.{layer}."
@@ -81,7 +82,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _cos_sin(rotary: Rotary, positions: Tensor) -> Tensor:
-    """Returns [T, D] float32: the cosines, then the sines, of each position's angles."""
+    """Returns [T, D] float32: for each token, the cosines, then the sines, of the angles by which its position is rotated."""
     angles = positions[:, None].float() * rotary.inv_freq
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 

@@ -514,12 +514,13 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def norm_columns(self, x: Tensor, first: int, weight: Tensor, eps: float, around_one: bool) -> None:
-        """Normalises columns first to first + W of x [T, N] in place, as rms_norm does with weight [W]; the other columns stay."""
+        """Normalises the columns `first` to `first` + W - 1 of x [T, N] in place, as rms_norm does with weight [W]; the other
+        columns stay."""
         ...
 
     def column_squares(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """Returns the sums of squares [T, C], in float32, of each row of x over C adjacent ranges of columns. widths: numbers of
-        columns of the ranges, of which the first begins at column 0."""
+        """Returns the sum of squares of each row of x over each of C adjacent ranges of columns, [T, C] float32. widths: the
+        numbers of columns of the ranges, of which the first begins at column 0."""
         ...
 
     def norm_columns_by(self, x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
@@ -542,13 +543,14 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: BatchT_contra) -> Tensor:
-        """Returns the output [T, W] of a layer's experts for x [T, W]: the sum of each token's chosen experts' outputs
-        (down(activation(gate, up))), weighted with the softmax of its scores, or as experts.sigmoid says. The output is 0 for
-        padding, which passes through no expert. Adds to experts.counts.
+        """Returns the output [T, W] of a layer's experts for x [T, W]: for each token the weighted sum of its chosen experts'
+        outputs, down(activation(gate, up)). The weights are the softmax of the token's scores, or what experts.sigmoid says. The
+        output is 0 for padding, which passes through no expert. Also adds to experts.counts.
 
         scores [T, E]: the router's scores; float32 if experts.sigmoid is given. Of equal scores the expert with the lower number is
-        chosen. shared [T, W]: the output of the shared expert, which is added; None: there is none. If scores has a further column,
-        [T, E + 1], its sigmoid is a factor of shared."""
+        chosen.
+        shared [T, W]: the output of the shared expert, which is added; None: there is none. If scores has a further column, [T, E +
+        1], the sigmoid of that column is a factor of shared."""
         ...
 
     def rope_and_store(
@@ -594,7 +596,7 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def normed_columns(self, x: Tensor, first: int, weight: Tensor, eps: float) -> Tensor:
-        """Returns columns first to first + W of x [T, N] as [T, W], normalised as rms_norm does with weight [W]."""
+        """Returns the columns `first` to `first` + W - 1 of x [T, N], normalised as rms_norm does with weight [W], as [T, W]."""
         ...
 
     def rope_and_store_latents(
@@ -609,8 +611,8 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         interleaved: bool,
     ) -> None:
         """Rotates the last R dimensions of each head of queries [T, H (K + R)] in place. Stores in the KV blocks, for each token,
-        the last L + R columns of down [T, N]: the latent, normalised as rms_norm does with norm [L] and eps, and the keys' rotated
-        part. interleaved: as in rope_and_store. Letters: as in LatentHeads."""
+        the last L + R columns of down [T, N]: the latent, normalised as rms_norm does with norm [L] and eps, and the rotated part
+        of the keys. interleaved: the two dimensions of a rotated pair are neighbours. Letters: as in LatentHeads."""
         ...
 
     def latent_attention(self, queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: BatchT_contra) -> Tensor:
