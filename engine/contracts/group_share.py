@@ -69,7 +69,7 @@ class GroupShare:
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Runs the leader's part of a step, which it has already posted to the other engines of the group, and returns the step's
-        result. masks: which tokens rows may sample, as in HostedModel.execute. Raises GroupBroken if the group has lost a
+        result. masks: the tokens that some rows may sample; the others may sample any. Raises GroupBroken if the group has lost a
         device."""
         self._num_executed += 1
         return self.hosted.execute(plan, table, masks)

@@ -203,7 +203,7 @@ class HostedEncoder(Protocol):
     def embed(self, texts: Sequence[IntArray], second_at: Sequence[int]) -> tuple[FloatArray, float]:
         """Returns the results for R texts, and the device seconds they took. For task EMBED these are vectors, float32 [R, hidden],
         each of norm 1; for task SCORE the scores of R pairs of texts, float32 [R, 1]. texts: the token ids of each text or pair.
-        second_at: for each pair, the index at which the second text's tokens begin (as in protocol.Submit)."""
+        second_at: for each pair, the index of the first token of its second text's segment."""
         ...
 
     def release(self) -> None: ...

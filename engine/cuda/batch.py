@@ -21,7 +21,8 @@ class DeviceGroup:
 
     kv: the arena as the group sees it; in a group of states float32 [num_blocks, layers, size of a state]. scales: the scales of
     fp8 KV (engine/memory/arena.py); None: KV is not fp8.
-    reach: how far back a token attends, as KVGroupSpec.reach says.
+    reach: how far back a token attends: to the last `reach` positions, its own included; below 0: to its own chunk of -reach
+    positions; 0: to all.
     block_table [S + 1, B] int32: the blocks of each slot.
     kv_slots [T] int64: where each token is stored, block * block_tokens + place in the block; -1 for padding.
     turns [T, 2 P] float32: cosines, then sines, of the rotary embedding.

@@ -70,9 +70,10 @@ class DeviceFrames:
         self._unpack(self._buffer, self._begin, frame.FRAME_VALUES, out, verdict, number)
 
     def decode_parts(self, data: Any, num_values: int, kept: Sequence[KeptPart], verdict: Tensor, number: int) -> None:
-        """Starts to decode a frame of num_values values, of which this device's share of a split model keeps only some. The whole
-        frame is decoded to memory beside the weights; the kept parts are then copied to their places on the device. data, verdict,
-        number: as in `decode`."""
+        """Starts to decode a frame of num_values values, of which this device's share of a split model keeps only the parts `kept`.
+        The whole frame is decoded to memory beside the weights; the kept parts are then copied to their places on the device. data:
+        the frame as uint8; the caller has checked its checksum. If the kernel finds the frame invalid, it writes `number` (not 0)
+        to verdict. Raises FrameError if the frame's head does not fit num_values."""
         with self._lock, self._memory.copying():
             values = torch.empty(num_values, dtype=torch.int16, device=self._memory.arena.device)
             self._decode(data, values, verdict, number)

@@ -82,8 +82,8 @@ class MixedGraphs(StepGraphs[MixedSize]):
 
     def capture(self, size: MixedSize, padding: Mapping[str, Any]) -> bool:
         """Captures a graph for steps of this size. Returns whether there is one now: False if there is no room or memory, or if the
-        graph saves no time. In the last case neither this size nor a larger one is tried again, because a larger step takes the
-        device longer, and the host no longer to launch."""
+        graph saves no time. In the last case neither this size nor a larger one is tried again: a larger step takes the device
+        longer, while the host launches it as fast as a smaller one."""
         self._needed.pop(size, None)
         if not super().capture(size, padding):
             return False

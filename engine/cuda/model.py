@@ -72,7 +72,8 @@ class DeviceGroupMemory:
 
     kv, scales: views of the arena, as engine.memory.arena.kv_views returns them (state_view for a group of states).
     rotary: the rotary embedding of the group's layers, on the device.
-    reach: how far back a token attends, as KVGroupSpec.reach says.
+    reach: how far back a token attends: to the last `reach` positions, its own included; below 0: to its own chunk of -reach
+    positions; 0: to all.
     num_pieces: the approximate number of split-K parts into which the contexts of a decode step are cut."""
 
     kv: Tensor

@@ -143,7 +143,7 @@ class _Inputs:
 
     def call(self, tile: Tile, qkv: Tensor, out: Tensor, in_order: bool = False) -> Callable[[], None]:
         """Returns a function that launches attention with this tile on the inputs, and copies nothing between host and device.
-        in_order: as in triton_decode.decode_attention."""
+        in_order: a tile that combines split-K parts itself leaves that to a second kernel, which returns the same bits."""
         trial = self.trial
         how = (trial.head_dim**-0.5, 0.0, None, entry.INTERPRETED, out)
         if trial.kernel == DECODE_KERNEL:

@@ -35,7 +35,7 @@ def attend(qkv: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
 def _seen(first: int, last: int, length: int, window: int) -> tuple[int, int, Tensor | None]:
     """Returns (low, high, mask): the queries at positions `first` to `last` - 1 of a text attend to positions from `low` to `high`
     - 1. mask [last - first, high - low] bool: which of these each query attends to; None: all of them. length: number of tokens of
-    the text. window: as in `attend`."""
+    the text. window: the number of positions that a token attends to, with its own in their middle; 0: the whole text."""
     reach = window // 2
     if not window or length <= reach + 1:
         return 0, length, None

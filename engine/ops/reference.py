@@ -498,9 +498,9 @@ def prepare_inputs(
 def split_contexts(
     contexts: Tensor, reach: int, target: int, split_tokens: int, num_items: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Divides the work of attention by split-K: cuts the positions that the last position of each row's context attends to
-    (first_seen) into parts, about `target` in all. The parts have the same size, a multiple of split_tokens, except that a row's
-    last part may be shorter. contexts: [R]. reach: as in first_seen.
+    """Divides the work of attention by split-K: cuts the positions that the last position of each row's context attends to into
+    parts, about `target` in all. The parts have the same size, a multiple of split_tokens, except that a row's last part may be
+    shorter. contexts [R]: the number of positions of each row. reach: how far back a position attends, as in first_seen.
 
     Returns rows, begins and ends [num_items] of the parts (0 where unused), and the index of each row's first part [R + 1]."""
     begin = torch.tensor([first_seen(context, reach) for context in contexts.tolist()], dtype=contexts.dtype)
@@ -518,10 +518,12 @@ def split_contexts(
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor | None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Returns the attention [H, N, D] of query [H, N, D] to key and value [G, C, D].
+    """Returns the attention [H, N, D] of query [H, N, D] to C keys and values: key and value [G, C, D].
 
     mask: [N, C] bool, True where a query attends; None for causal attention of as many queries as keys (only without softcap and
-    sinks). scale, softcap, sinks: see paged_attention."""
+    sinks).
+    scale: factor of the scores. softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged. sinks: [H], one more
+    score for each head, whose value is 0; None: there are none."""
     if softcap > 0 or sinks is not None:
         assert mask is not None
         return _attention_by_head(query, key, value, scale, softcap, mask, sinks)
