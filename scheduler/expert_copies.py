@@ -21,8 +21,8 @@ _ALIKE = 0.02  # among numbers of copies whose imbalances differ by less than th
 
 
 def choose(counts: Sequence[Sequence[int] | None], num_parts: int, most: int) -> Table:
-    """Returns which further experts each part is to hold, at most `most` in each layer; () if the tokens counted so far show no
-    clear imbalance, or copies would not lower it. counts: for each layer, how many tokens have passed
+    """Returns which experts each part (device's share) is to hold besides its own, at most `most` in each layer; () if the tokens
+    counted so far show no clear imbalance, or copies would not lower it. counts: for each layer, how many tokens have passed
     through each of its experts; None for a layer without experts. num_parts: number of equal parts of a layer's experts."""
     rows = [row for row in counts if row is not None]
     if not rows or num_parts < 2:
@@ -49,27 +49,31 @@ def numbers(most: int) -> tuple[int, ...]:
 
 
 def imbalance(tokens: Any, held: Any) -> float:
-    """Returns by how much the busiest part exceeds the mean part: the sum over all layers of the busiest part's tokens, divided by
-    the sum of the mean part's; 1.0 if there are no tokens. The tokens of an expert are divided evenly among the parts that hold it.
-    tokens [L, E]: by layer and expert. held [L, P, E] bool: which of P parts hold each expert."""
+    """Returns the imbalance of the parts (devices' shares of the experts): the sum over all layers of the busiest part's tokens,
+    divided by the sum over all layers of the mean of all parts; 1.0 if there are no tokens. The tokens of an expert are divided
+    evenly among the parts that hold it. tokens [L, E]: by layer and expert. held [L, P, E] bool: which of P parts hold each
+    expert."""
     loads = _loads(tokens, held)
     return float(loads.max(axis=1).sum() / loads.mean(axis=1).sum()) if loads.any() else 1.0
 
 
 def _loads(tokens: Any, held: Any) -> Any:
-    """Returns the number of tokens of each part [L, P], by layer."""
+    """Returns the number of tokens [L, P] that each of P parts (devices' shares of the experts) computes in each of L layers, in
+    which the tokens of an expert are divided evenly among the parts that hold it. tokens [L, E]: the tokens of each expert. held
+    [L, P, E] bool: which parts hold each expert."""
     return (held * (tokens / held.sum(axis=1))[:, None]).sum(axis=2)
 
 
 def _homes(tokens: Any, num_parts: int) -> Any:
-    """Returns which parts hold which experts [L, P, E] without copies."""
+    """Returns which parts hold which experts before any copies are made [L, P, E] bool: each part only its own, consecutive E / P
+    experts."""
     num_layers, num_experts = tokens.shape
     home = np.arange(num_experts) // (num_experts // num_parts) == np.arange(num_parts)[:, None]
     return np.broadcast_to(home, (num_layers, num_parts, num_experts)).copy()
 
 
 def _held(tokens: Any, num_parts: int, number: int) -> Any:
-    """Returns which parts hold which experts [L, P, E] if each part may hold `number` further ones.
+    """Returns which parts hold which experts [L, P, E] bool if each part may hold `number` experts of each layer besides its own.
 
     All layers are handled at once, one copy in each layer at a time. The receiver is the least busy part that has a place left, and
     the giver is the busiest part. The receiver gets the expert that makes the busier one of the two least busy afterwards. This is

@@ -21,7 +21,8 @@ _IN_USE = 2.0  # cost of a chunk of an adapter that is in use, beside those of K
 
 
 class AdapterRoom:
-    """The room that is kept on one device. chunks: its chunks. compaction: moves the blocks of its models."""
+    """Keeps chunks of one device for one adapter at a time. chunks: the device's chunk pool. compaction: moves blocks of its models
+    out of the chunks that are kept."""
 
     def __init__(self, chunks: ChunkPool, compaction: Compaction) -> None:
         self._chunks, self._compaction = chunks, compaction
@@ -46,8 +47,9 @@ class AdapterRoom:
         return True
 
     def _costs(self, models: Sequence[BatchScheduler]) -> FloatArray:
-        """Returns [num_chunks]: 0 for a free chunk, for one of KV the part of it that would have to be moved, infinity for one that
-        does not become free."""
+        """Returns [num_chunks]: what it costs to make each chunk free: 0 for a free chunk; for a chunk of drawn KV the part of the
+        chunk that is in use or cached, and so would have to be moved; a fixed number (_IN_USE) for a chunk of an adapter; infinity
+        for a chunk that cannot become free."""
         costs = np.full(self._chunks.num_chunks, np.inf, np.float32)
         costs[self._chunks.free] = 0.0
         for scheduler in models:
@@ -59,15 +61,17 @@ class AdapterRoom:
         return costs
 
     def _suffices(self, kept: BoolArray, num_chunks: int, costs: FloatArray) -> bool:
-        """Returns whether the kept chunks can still become free, and enough of the lease with them."""
+        """Returns whether the chunks `kept` are still enough for the adapter: all of them can become free, and so many of them are
+        drawn that the lease will cover num_chunks chunks once they are given back."""
         return bool(np.isfinite(costs[kept]).all()) and self._num_drawn(kept) >= num_chunks - self._chunks.room_chunks
 
     def _num_drawn(self, kept: BoolArray) -> int:
         return int(np.count_nonzero(kept & ~self._chunks.free))
 
     def _chosen(self, num_chunks: int, costs: FloatArray) -> BoolArray | None:
-        """Returns [num_chunks of the device]: the run of num_chunks chunks that costs least, and as many drawn chunks elsewhere as
-        the lease lacks for it, the cheapest first; None if there is no run."""
+        """Returns [num_chunks of the device] bool: the chunks to keep, or None if no run of num_chunks chunks can become free. They
+        are the run that costs least to free, and as many drawn chunks elsewhere as must be given back for the lease to cover the
+        run, the cheapest first."""
         sums = np.concatenate(([0.0], np.cumsum(np.where(np.isfinite(costs), costs, 0.0), dtype=np.float64)))
         never = np.concatenate(([0], np.cumsum(~np.isfinite(costs))))
         of_run = sums[num_chunks:] - sums[:-num_chunks]

@@ -76,8 +76,8 @@ class Adapters:
         return adapter
 
     def leave(self, key: str) -> None:
-        """Counts one row less that uses an adapter, because its sequence has left. If no row uses the adapter any more, its chunks
-        may be given to others."""
+        """Records that a sequence which used an adapter has left its slot. If no other sequence uses the adapter any more, its
+        chunks may be given to others; an adapter that is to be retired is dropped then."""
         self.undo(key)
         adapter = self.resident[key]
         if adapter.is_retired and not adapter.num_rows:
@@ -86,7 +86,8 @@ class Adapters:
             self._chunks.version += 1
 
     def undo(self, key: str) -> None:
-        """Takes back one `take`. In contrast to `leave`, requests that wait for memory are not tried again."""
+        """Takes back one `take` of an adapter, for a request that was not admitted after all. Unlike `leave`, this does not make
+        requests that wait for memory be tried again."""
         self.resident[key].num_rows -= 1
 
     def retire(self, key: str) -> None:
@@ -151,7 +152,7 @@ class Adapters:
             self._drop(adapter)
 
     def _stops_waiting(self, key: str) -> None:
-        """Forgets how often an adapter was refused a place, and gives up what is kept for it."""
+        """Resets the count of tries in which an adapter found no room, and releases the chunks that are kept for it."""
         self._without_room.pop(key, None)
         self._chunks.release_kept((self, key))
 
@@ -170,7 +171,8 @@ class Adapters:
         return np.arange(first, first + num_chunks, dtype=np.int32)
 
     def _drop_idle(self, new_ones: bool) -> int:
-        """Drops the idle adapter that was used least recently. Returns how many chunks it had; 0 if none is idle."""
+        """Drops the adapter that was used least recently among those that no sequence uses, from memory. Returns how many chunks it
+        had; 0 if there is none. new_ones: whether it may be one whose first requests are still queued (ResidentAdapter.is_new)."""
         idle = [adapter for adapter in self.resident.values() if not adapter.num_rows and (new_ones or not adapter.is_new)]
         if not idle:
             return 0
@@ -192,8 +194,8 @@ class Adapters:
 
     @property
     def num_without_room(self) -> int:
-        """Number of waiting requests whose adapter found no room in device memory. The other waiting requests wait until theirs is
-        read."""
+        """Number of waiting requests whose adapter has been read but found no room in device memory. The other waiting requests
+        wait for their adapter to be read."""
         return sum(len(self._waiting.get(key, ())) for key in self._without_room)
 
     @property

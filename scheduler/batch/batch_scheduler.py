@@ -362,8 +362,8 @@ class BatchScheduler:
         return int(np.count_nonzero(self._held)) if self._num_constrained else 0
 
     def _note_computed(self, plan: BatchPlan) -> IntArray:
-        """Records that a step with chunks of prompts has run: its KV is stored, and full blocks are added to the prefix cache.
-        Returns the slots that sampled a token."""
+        """Counts the tokens of a step with chunks of prompts as computed, now that it has run, and adds the blocks that they fill
+        to the prefix cache. Returns the slots that sampled a token."""
         num_computed = self.table.num_computed
         num_computed[plan.slots] += plan.num_new
         for slot in plan.slots[plan.num_new > 1].tolist():
@@ -373,8 +373,8 @@ class BatchScheduler:
         return plan.slots[plan.samples]
 
     def _give_blocks(self, decode: IntArray, computed: IntArray) -> tuple[IntArray, IntArray]:
-        """Allocates a block for each decode row at a block boundary and preempts sequences until there are enough. Returns the
-        remaining rows and their numbers of computed tokens."""
+        """Allocates a block for each decoding sequence whose next token begins a new block, and preempts sequences until there are
+        enough blocks. Returns the slots of `decode` that still run, and for each its number of computed tokens."""
         ended = self.table.num_computed if self._ahead.apart else None  # steps under way still read the blocks behind the window
         while True:
             first = computed[decode]
@@ -429,16 +429,16 @@ class BatchScheduler:
         return self.num_running - self._num_held < most_running(max_rows, self._passed_over)
 
     def _note_passed_over(self, max_rows: int) -> None:
-        """Counts a step that admits no request because max_rows sequences or more run, although a request waits. Sets the count to
-        0 if none waits."""
+        """Counts a step as one in which the queue was passed over, if a request waits and max_rows sequences or more run. Sets the
+        count to 0 if no request waits."""
         if not len(self.waiting):
             self._passed_over = 0
         elif self.num_running - self._num_held >= max_rows:
             self._passed_over += 1
 
     def _let_in(self, room: StepRoom, max_rows: int, slots: list[int], tokens: list[int], most: int) -> None:
-        """Admits at most `most` waiting requests while there is room and _may_admit says so, and appends their first chunks to
-        `slots` and `tokens`."""
+        """Admits waiting requests, at most `most`, while the step has room and another one may be admitted (_may_admit). Appends
+        the slot and the number of tokens of each one's first chunk to the lists `slots` and `tokens`."""
         for _ in range(most):
             slot = None if room.is_full or not self._may_admit(max_rows) else self._admit()
             if slot is None:

@@ -76,9 +76,9 @@ class BlockPool:
             self.chunks.version += 1
 
     def undo(self, blocks: IntArray, drawn_before: BoolArray) -> None:
-        """Undoes an allocation whose blocks have not been written to, and gives back the chunks that were drawn from the lease for
-        it. This does not count as freed memory, so waiting requests are not tried again. drawn_before: the result of `drawn_chunks`
-        before the allocation."""
+        """Takes back an allocation whose blocks have not been written to, and gives the chunks that were drawn for it back to the
+        lease. This does not count as freed memory, so waiting requests are not tried again. drawn_before: what `drawn_chunks`
+        returned before the allocation."""
         self.refcount[blocks] = 0
         self._push(blocks)
         vain = np.flatnonzero(self._drawn & ~drawn_before & ~self._busy_chunks()).astype(np.int32)
@@ -161,9 +161,10 @@ class BlockPool:
         return sources, self._fullest(targets, num_in_chunk)[: len(sources)]
 
     def moves_out_of(self, chunks: BoolArray, spare: int) -> tuple[IntArray, IntArray]:
-        """Returns (sources, targets): blocks in use or cached that lie, at least partly, in `chunks` [num_chunks], which are kept,
-        and for each the free block to move it to. Chunks are drawn for them if the lease has room; else as many move as there are
-        free blocks beside `spare` ones, those of the chunks with the fewest used blocks first."""
+        """Returns (sources, targets): the blocks in use or cached that lie, at least partly, in the chunks marked in `chunks`
+        [num_chunks], which are kept for an adapter, and for each a free block elsewhere to move it to. Chunks are drawn for the
+        targets if the lease has room. Otherwise only as many blocks move as there are free ones beside `spare`, from the chunks
+        with the fewest used blocks first."""
         self._look_at_kept()
         num_in_chunk = self._num_busy_blocks()
         sources = self._in(chunks, self._busy_blocks())
@@ -176,11 +177,12 @@ class BlockPool:
         return sources, self._fullest(self._stack[: self.num_free], num_in_chunk)[: len(sources)]
 
     def num_busy_in(self, chunks: BoolArray) -> int:
-        """Returns the number of blocks in use or cached that lie, at least partly, in `chunks` [num_chunks]."""
+        """Returns the number of blocks in use or cached that lie, at least partly, in the chunks marked in `chunks` [num_chunks]
+        bool."""
         return len(self._in(chunks, self._busy_blocks()))
 
     def fill(self) -> FloatArray:
-        """Returns [num_chunks]: the part of each chunk that blocks in use or cached take, about."""
+        """Returns [num_chunks]: about which fraction of each chunk is taken by blocks that are in use or cached."""
         return self._num_busy_blocks() * np.float32(self.block_bytes / self.chunks.chunk_bytes)
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
@@ -204,7 +206,7 @@ class BlockPool:
         return int(self._first_chunk[block])
 
     def keep_drawn(self) -> None:
-        """Keeps as the group's own, until `close`, the chunks that it has drawn from the lease, like reserved chunks."""
+        """Makes the chunks that the group has drawn from the lease its own until `close`, as reserved chunks are."""
         self.chunks.keep_drawn(self.num_drawn_chunks)
         self._home |= self._drawn
         self._drawn[:] = False
@@ -281,13 +283,13 @@ class BlockPool:
         return 0
 
     def _touching(self, taken: IntArray) -> slice:
-        """Returns the range of the blocks that lie, at least partly, in `taken`, a run of adjacent chunks."""
+        """Returns the range of block ids that lie, at least partly, in the chunks `taken`, a run of adjacent chunks."""
         size, block = self.chunks.chunk_bytes, self.block_bytes
         return slice(int(taken[0]) * size // block, min(-(-(int(taken[-1]) + 1) * size // block), self.num_blocks))
 
     def _gain(self, owned: BoolArray, taken: IntArray) -> int:
-        """Returns how many more blocks would be usable if the chunks `taken` were owned as well. owned [num_chunks]: which chunks
-        are owned."""
+        """Returns how many blocks would become usable if the chunks `taken` were owned besides those that are. owned [num_chunks]
+        bool: which chunks are owned."""
         near = self._touching(taken)
         after = owned.copy()
         after[taken] = True
@@ -312,8 +314,8 @@ class BlockPool:
         self.num_free += len(blocks)
 
     def _look_at_kept(self) -> None:
-        """Takes free blocks of chunks that are kept for an adapter off the stack, and puts back those of chunks that no longer
-        are."""
+        """Brings the stack of free blocks up to date with the chunks that the chunk pool keeps for an adapter: free blocks in these
+        chunks are set aside, and those in chunks that are not kept any more come back to the stack."""
         if self._kept is self.chunks.kept:
             return
         self._kept = kept = self.chunks.kept
@@ -332,13 +334,13 @@ class BlockPool:
         return 0 if self._set_aside is None else int(np.count_nonzero(self._is_free & self._set_aside))
 
     def _in(self, chunks: BoolArray, blocks: IntArray) -> IntArray:
-        """Returns those of the blocks that lie, at least partly, in `chunks` [num_chunks]."""
+        """Returns those of the blocks that lie, at least partly, in the chunks marked in `chunks` [num_chunks] bool."""
         touched = np.concatenate(([0], np.cumsum(chunks)))
         return blocks[touched[self._last_chunk[blocks] + 1] > touched[self._first_chunk[blocks]]]
 
     def _fullest(self, blocks: IntArray, num_in_chunk: IntArray) -> IntArray:
-        """Returns free blocks in the order in which they are filled: first those of reserved chunks, then those of the chunks with
-        the most used blocks. num_in_chunk [num_chunks]: number of these."""
+        """Returns the free blocks `blocks` in the order in which they are to be filled: first those of reserved chunks, then those
+        of the chunks with the most used blocks. num_in_chunk [num_chunks]: number of used blocks in each chunk."""
         chunk = self._first_chunk[blocks]
         return blocks[np.lexsort((blocks, -num_in_chunk[chunk], ~self._home[chunk]))]
 

@@ -1,4 +1,5 @@
-"""Tracks which chunks of a device's memory are free, and how many of them the models may draw beyond those they own.
+"""Tracks which chunks (the units in which memory changes owners) of a device are free, and how many of them models may draw, that
+is, borrow for KV beyond the chunks that they own.
 
 A model owns the chunks of its weights and of its reserved KV from load to eviction. KV beyond that is drawn from the engine's
 lease, which all models share: `num_drawn <= lease_chunks` holds after every call, except between `set_lease` and the reclaim that
@@ -76,8 +77,9 @@ class ChunkPool:
             self.num_drawn += len(chunks)
 
     def give_back(self, chunks: IntArray, *, reserved: bool, touched: bool = True) -> None:
-        """Marks chunks as free that `take` has marked as owned. reserved: as in `take`. touched: False for chunks that were taken
-        and not used, so that waiting requests are not tried again. Raises ValueError if a chunk is free already."""
+        """Frees chunks that a model has taken (`take`). reserved: True for chunks that are a model's own; False for chunks drawn
+        from the lease. touched: False for chunks that were taken and not used, so that waiting requests are not tried again. Raises
+        ValueError if a chunk is free already."""
         self._free(chunks)
         if reserved:
             self.num_reserved -= len(chunks)
@@ -105,8 +107,8 @@ class ChunkPool:
         self._free(chunks)
 
     def keep_drawn(self, num: int) -> None:
-        """Records that `num` chunks which a model has drawn from the lease are its own from now on; they no longer count against
-        the lease."""
+        """Turns `num` chunks that a model has drawn from the lease (the chunks for KV that all models share) into chunks of its
+        own, which no longer count against the lease."""
         self.num_drawn -= num
         self.num_reserved += num
 
@@ -158,7 +160,7 @@ class ChunkPool:
         return self.kept is not None and self._kept_for == owner
 
     def release_kept(self, owner: object) -> None:
-        """Lets anybody have what is kept for `owner`; does nothing if nothing is."""
+        """Ends the keeping of chunks and lease for `owner`, so that anybody may have them; does nothing if none are kept for it."""
         if self.keeps_for(owner):
             self.kept, self.num_kept, self._kept_for = None, 0, None
             self.version += 1

@@ -48,9 +48,9 @@ class Compaction:
         return given
 
     def clear(self, scheduler: BatchScheduler, chunks: BoolArray) -> None:
-        """Empties the chunks [num_chunks], which are kept for an adapter, of one model's blocks, and gives them back to the chunk
-        pool: as far as there are free blocks elsewhere, or cached prefixes to drop, beside those that running sequences will need
-        next."""
+        """Moves one model's blocks out of the chunks [num_chunks] that are kept for an adapter, and gives the empty chunks back to
+        the chunk pool. This goes as far as there are free blocks elsewhere, or cached prefixes to drop, beside the blocks that
+        running sequences will need next."""
         spare = len(scheduler.running) // 4  # as many as an admission leaves free
         for g, group in enumerate(scheduler.kv.groups):
             self._move(scheduler, g, *group.pool.moves_out_of(chunks, spare))

@@ -84,8 +84,8 @@ class Drafts:
             self.proposals.join(slot, cached)
 
     def learned(self, slot: int, first: int, keys: Sequence[bytes], prefixes: PrefixCache) -> None:
-        """Records that a sequence's blocks from index `first` on were added to the prefix cache `prefixes`, for the drafts of the
-        model's predictor. keys: the keys of all its blocks up to the last one added."""
+        """Tells the drafts of the model's predictor, if it has one, that a sequence's blocks from index `first` on were added to
+        the prefix cache `prefixes`. keys: the keys of all its blocks up to the last one added."""
         if self.proposals is not None and self.proposals.minds(slot):
             own = self._table.block_tables[0][slot, first : len(keys)].tolist()
             owned = [prefixes.block_of(key) == block for key, block in zip(keys[first:], own, strict=True)]
@@ -116,8 +116,8 @@ class Drafts:
         return self._of(slot, end, most, proposed) if most > 0 else None
 
     def propose(self, slot: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
-        """Takes tokens to draft behind a masked sequence's tokens, in place of any earlier proposal; masked_drafts.Proposal
-        explains the arguments."""
+        """Stores tokens that are to be drafted behind a masked sequence's tokens, in place of any earlier proposal. sure: whether
+        the grammar allows no other token at each place. guessed: whether guesses were asked for (masked_drafts.Proposal)."""
         self._masked.drop(slot)
         self._next_plan[slot] = _NEVER
         if len(tokens) or guessed:
@@ -131,7 +131,7 @@ class Drafts:
         self._num_plans += 1
 
     def may_come(self, slots: IntArray) -> bool:
-        """Returns False if no tokens are drafted for any of the slots in this plan, and True if that is not known."""
+        """Returns False if it is certain that no tokens are drafted for any of the slots in this plan, else True."""
         return self.proposals is not None or self._are_due(slots)
 
     def wanted(self, slots: IntArray) -> bool:
@@ -194,12 +194,13 @@ class Drafts:
         return [Drafted(row, worth, proposal.guessed) for worth in proposal.worths(chance, most)]
 
     def _proposed(self, slots: IntArray, num_tokens: IntArray) -> BoolArray:
-        """Returns for each slot whether the model's predictor has drafted tokens that follow its num_tokens tokens."""
+        """Returns for each slot whether the model's predictor has drafted tokens that follow the first num_tokens tokens of its
+        sequence."""
         return np.zeros(len(slots), np.bool_) if self.proposals is None else self.proposals.are_there(slots, num_tokens)
 
     def _of(self, slot: int, num_tokens: int, most: int, proposed: bool) -> IntArray:
-        """Returns at most `most` tokens that may follow the slot's num_tokens tokens. proposed: whether the predictor has drafted
-        some."""
+        """Returns at most `most` drafts: tokens that may follow the first num_tokens tokens of a slot's sequence. proposed: whether
+        the model's predictor has drafted some."""
         if proposed and self.proposals is not None:
             return self.proposals.of(slot)[:most]
         assert self._drafter is not None
@@ -212,8 +213,9 @@ class Drafts:
         return self._drafter(np.concatenate((prediction, tokens)), most)
 
     def ask(self, plan: BatchPlan, blocks: SequenceBlocks, most_rows: int, room: StepRoom) -> BatchPlan:
-        """Returns the plan with `to_propose` set: how many tokens the model's predictor is to draft after it. blocks: the blocks
-        that the sequences hold. most_rows: bound on the rows of the next step."""
+        """Returns the plan with `to_propose` set, which says how many tokens the model's predictor is to draft after the step; the
+        plan unchanged if the model has no predictor or it need not see the step. blocks: the blocks that the sequences hold.
+        most_rows: bound on the rows of the next step."""
         if self.proposals is None:
             return plan
         slots = plan.slots
@@ -221,8 +223,9 @@ class Drafts:
         return self.proposals.ask(plan, drafting, self._chance[slots], blocks, most_rows, room)
 
     def verify(self, plan: BatchPlan, ids: IntArray, bad: BoolArray, endings: Endings) -> Verified:
-        """Determines which drafted tokens of a step are what the model sampled, and learns from that how often drafts are right.
-        ids, bad: the token that each row sampled, and whether its logits were not finite."""
+        """Returns the tokens that each sequence gets from a step with drafts: its drafted tokens as far as the model sampled the
+        same ones, and the token sampled after them. Updates the chances that drafts are right. ids, bad: the token that each row of
+        the plan sampled, and whether its logits were not finite."""
         counting = _rows_that_count(plan, self._table, ids, bad, endings)
         slots, told = plan.slots[counting], ids[counting]
         last, counts = _lengths(slots)
@@ -276,10 +279,13 @@ def with_drafts(plan: BatchPlan, counts: IntArray) -> BatchPlan:
 
 @dataclass(slots=True)
 class Verified:
-    """The tokens of a step with drafts, for Q sequences. plan: one row for each sequence, the last whose sampled token the sequence
-    gets. ids, bad [Q]: the token that this row sampled, and whether its logits were not finite. counts [Q]: how many tokens each
-    sequence gets: the drafted tokens that were right, and one of `ids`. told: all these tokens, one sequence after the other.
-    drafted [Q]: how many tokens were drafted."""
+    """The tokens that Q sequences get from a step with drafts.
+
+    plan: one row for each sequence: the last of its rows whose sampled token counts. ids, bad [Q]: the token that this row sampled,
+    and whether its logits were not finite.
+
+    counts [Q]: how many tokens each sequence gets: the drafted tokens that were right, and one of `ids`. told: all these tokens,
+    one sequence after the other. drafted [Q]: how many tokens were drafted."""
 
     plan: BatchPlan
     ids: IntArray

@@ -76,8 +76,8 @@ class GroupCache:
         return min(blocks, -(-(self.window_tokens + chunk_tokens) // self.block_tokens) + 1) if self.window_tokens else blocks
 
     def wanted(self, first: int, end: int) -> IntArray:
-        """Returns which of a sequence's blocks with the indices `first` to `end` - 1 must be allocated when its tokens up to the
-        end of block `end` - 1 are computed: all of these blocks, but in a group of states only those whose state is kept."""
+        """Returns the indices of those blocks of a sequence from `first` to `end` - 1 that must be allocated if the tokens up to
+        the end of block `end` - 1 are computed: all of these blocks, but in a group of states only those whose state is kept."""
         blocks = np.arange(first, end, dtype=np.int32)
         if not self.snapshot_tokens:
             return blocks
@@ -110,8 +110,9 @@ class GroupCache:
     # ---- prefixes
 
     def reachable(self, keys: Sequence[bytes]) -> BoolArray:
-        """Returns [len(keys) + 1]: for each n whether a sequence can continue after its first n blocks, that is, whether all of
-        these blocks that later queries attend to are cached. keys: the keys of its blocks, in order."""
+        """Returns [len(keys) + 1] bool: entry n says whether a sequence could start with its first n blocks taken from the cache,
+        that is, whether those of these n blocks that later queries attend to are all cached. keys: the keys of its blocks, in
+        order."""
         num_blocks = np.arange(len(keys) + 1, dtype=np.int32)
         gaps = np.full(len(keys) + 1, -1)
         gaps[1:] = np.where(self.prefixes.are_known(keys), -1, num_blocks[:-1])
@@ -156,7 +157,7 @@ class GroupCache:
         self.release(blocks)
 
     def learn(self, keys: Sequence[bytes], blocks: IntArray) -> None:
-        """Records that block i holds the KV that `keys[i]` identifies."""
+        """Adds blocks to the prefix cache: blocks[i], which a sequence holds, has the KV that `keys[i]` identifies."""
         for key, block in zip(keys, blocks.tolist(), strict=True):
             self.prefixes.add(key, block)
 

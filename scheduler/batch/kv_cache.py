@@ -99,9 +99,12 @@ class KVCache:
         return num, [group.share(keys[group.first_needed(num * self.block_tokens) : num]) for group in self.groups]
 
     def take_tail(self, key_of: Callable[[int], bytes]) -> Tail | None:
-        """Takes a cached partial block out of the cache and returns it, so that the caller alone holds it. The keys key_of(0),
-        key_of(1), ... are tried in turn, and the block of the first one that every group has cached is taken. Returns None if a key
-        before that is not in `tails`. key_of: returns the prefix_cache.tail_key with this serial number."""
+        """Takes the cached partial block of a sequence's end out of the cache and returns it, so that the caller alone holds it;
+        None if there is none.
+
+        Sequences with the same tokens have partial blocks of their own, told apart by a serial number. key_of: returns the key
+        (prefix_cache.tail_key) for a serial number. The keys key_of(0), key_of(1), ... are tried in turn, as long as they are in
+        `tails`, and the block of the first one that every group has cached is taken."""
         for serial in itertools.count():
             key = key_of(serial) if self.tails else b""
             num_tokens = self.tails.pop(key, 0)
@@ -128,8 +131,8 @@ class KVCache:
         return list(dict.fromkeys(key for group in self.groups for key in group.prefixes.recent_keys()))
 
     def release(self, blocks: Sequence[IntArray]) -> None:
-        """Releases the blocks of one sequence; blocks[g] are those in group g, in the sequence's order. Known contents stay
-        cached."""
+        """Lowers the reference counts of the blocks of one sequence by 1. blocks[g]: its blocks in group g, in the sequence's
+        order. Blocks whose keys the prefix cache knows stay cached."""
         for group, own in zip(self.groups, blocks, strict=True):
             group.release(own)
 

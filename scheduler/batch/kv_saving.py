@@ -42,8 +42,8 @@ class _Selection:
         self.blocks: list[list[int]] = []
 
     def add(self, rows: Sequence[Row], whole: bool) -> int:
-        """Selects as many of the rows, in order, as there is room for; with `whole`, all or none. Returns how many tokens the
-        selected rows have, including rows that an earlier call has selected already."""
+        """Selects as many of the blocks `rows` to be saved, in order, as there is room for; with `whole`, all or none. Returns how
+        many tokens the selected blocks have, including blocks that an earlier call has selected already."""
         costs = [self._cost(row) for row in rows]
         if whole and sum(costs) > self.room_bytes:
             return 0
@@ -121,9 +121,9 @@ def _known(kv: KVCache, keys: Sequence[bytes]) -> list[Row]:
 
 
 def make_room(kv: KVCache, present: BoolArray) -> IntArray:
-    """Allocates blocks to restore saved KV into, without taking memory from others. present [E, G]: for E saved blocks and G KV
-    groups, whether the saved block e has a block in group g. Returns [F, G] pool blocks for the first F saved blocks, as many as
-    fit; -1 where a group has none."""
+    """Allocates blocks of the pool to restore saved KV into, without dropping cached prefixes of others. present [E, G] bool: for E
+    saved blocks and G KV groups, whether saved block e has content in group g. Returns [F, G] pool blocks for the first F saved
+    blocks, as many as fit; -1 where a group has no content."""
     blocks = np.full(present.shape, -1, np.int32)
     for g, group in enumerate(kv.groups):
         rows = np.flatnonzero(present[:, g])
@@ -142,9 +142,9 @@ def make_room(kv: KVCache, present: BoolArray) -> IntArray:
 
 
 def take_back(kv: KVCache, keys: Sequence[bytes], num_tokens: Sequence[int], blocks: IntArray, good: BoolArray) -> int:
-    """Records that the blocks of `make_room` hold the KV that `keys` identify. good [F]: for each of the F blocks False if it could
-    not be restored; it is then freed. The others become cached prefixes, of which the first is dropped last. Returns how many
-    tokens they hold."""
+    """Adds restored KV to the prefix cache. blocks [F, G]: the pool blocks that `make_room` returned. keys, num_tokens: the key and
+    the number of tokens of each of the F saved blocks. good [F] bool: whether the block could be restored; one that could not is
+    freed. The first block will be dropped last. Returns how many tokens were restored."""
     restored = 0
     for g, group in enumerate(kv.groups):
         held = blocks[:, g] >= 0

@@ -34,9 +34,12 @@ class Outcomes:
         return self._endings
 
     def of(self, slots: IntArray, ids: list[int], failed: list[int], running: IntArray, most: int = 1) -> StepOutcome:
-        """Returns the outcome of a step. ids: the newest tokens of the sequences in `slots`, already in the table. failed: ids of
-        requests that ended without a token. running: slots of all running sequences. most: the most tokens that any sequence got;
-        `ids` has only the last token of each. While the same sequences sample, `slots` may be the same array, which saves work."""
+        """Returns the outcome of a step.
+
+        ids: the newest token of each sequence in `slots`, already in the table. failed: ids of requests that ended without a token.
+        running: slots of all running sequences. most: the most tokens that any sequence got in the step.
+
+        While the same sequences sample, the caller may pass the same array as `slots`, which saves work."""
         if slots is not self._named[0]:
             self._named = slots, self._table.request_id[slots].tolist()
         outcome = StepOutcome(self._named[1], ids, self._endings.finishes(slots, ids, running, most), failed)

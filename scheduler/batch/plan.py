@@ -1,4 +1,4 @@
-"""Describes what one step computes and the columns it reads: the batch scheduler's output.
+"""Describes what one step computes and the arrays of per-sequence values that it reads: the batch scheduler's output.
 
 Shapes: S slots of a model (its max_sequences), R rows of a step, B blocks a sequence may hold, L its maximum length.
 Token ids, block tables and sampling settings live in one `SequenceTable` per model, written in place: a step passes row
@@ -66,12 +66,15 @@ class Sampling(Protocol):
 
 @dataclass(slots=True)
 class SequenceTable:
-    """One model's sequences as columns. A slot is a row index, free when its request id is 0.
+    """One model's sequences as arrays with one row (slot) for each. A slot is free when its request id is 0.
 
-    tokens [S, L] int32: prompt then output · num_tokens [S]: filled part · num_prompt [S] · num_computed [S]: tokens whose KV is
-    stored · block_tables, for each KV group [S, B] int32: pool block ids, -1 for blocks behind the group's window · sampling
-    columns as named.
-    `min_tokens_until [S]` is the token count below which end ids are masked out.
+    tokens [S, L] int32: prompt then output. num_tokens [S]: how many of them are filled. num_prompt [S]: tokens of the prompt.
+    num_computed [S]: tokens whose KV is stored.
+
+    block_tables, for each KV group [S, B] int32: pool block ids, -1 for blocks behind the group's window.
+
+    The other arrays [S] are sampling settings as named. min_tokens_until: the number of tokens below which end ids are masked
+    out.
     """
 
     request_id: LongArray
@@ -152,11 +155,13 @@ def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt
 
 @dataclass(slots=True)
 class BatchPlan:
-    """The plan of one step: row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and samples one
-    token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first. all_decode: every row has one new
-    token and samples; False if that was not checked. drafted: a slot may have several rows, one for its last token and one for each
-    token drafted behind that; drafted tokens are in the table, too (drafting.py). to_propose: how many tokens the model's predictor
-    is to draft after the step for each row's sequence; None: the predictor does not see the step."""
+    """The plan of one step. Row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and samples one
+    token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first.
+
+    all_decode: every row has one new token and samples; False if that was not checked. drafted: a slot may have several rows, one
+    for its last token and one for each token drafted behind that; drafted tokens are in the table, too (drafting.py). to_propose:
+    how many tokens the model's predictor is to draft after the step for each row's sequence; None: the predictor does not see the
+    step."""
 
     step_id: int
     model: str
@@ -171,12 +176,15 @@ class BatchPlan:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The results of a step: row k is one request and its token, or counts[k] tokens if `counts` is not empty. `finish`: how each
-    row goes on (plan.FINISH_*), empty if none ended. `bad`: requests that ended because their logits were not finite. `cached`:
-    tokens of the prompt found in the prefix cache, reported with a request's first token. `resumed`: cached and recomputed tokens,
-    reported with the next token of a request that was submitted with output. `began_s`: the time at which a request was admitted,
-    reported with its first token. `drafted`: how many tokens were drafted for each row, if `counts` is not empty. Steps of the same
-    requests may share the list of their ids."""
+    """The results of a step: row k is one request and its token, or counts[k] tokens if `counts` is not empty. Steps of the same
+    requests may share the list of their ids.
+
+    finish: whether and how each row's sequence ends (plan.FINISH_*), empty if none ended. bad: requests that ended because their
+    logits were not finite. drafted: how many tokens were drafted for each row, if `counts` is not empty.
+
+    Reported with a request's first token: cached: tokens of its prompt found in the prefix cache; began_s: the time at which it
+    was admitted. Reported with the next token of a request that was submitted with output: resumed: its cached and recomputed
+    tokens."""
 
     request_ids: list[int]
     ids: list[int]

@@ -102,8 +102,8 @@ class PrefixCache:
             self._unheld.pop(block, None)
 
     def keep(self, blocks: Iterable[int]) -> list[int]:
-        """Keeps blocks in the cache that no sequence holds any more, if their content is known; of `blocks`, the first will be
-        dropped first. Returns the blocks whose content is not known, which the caller frees."""
+        """Takes over `blocks`, which no sequence holds any more: those whose content is known stay cached, and the first of them
+        will be dropped first. Returns the other blocks, which the caller frees."""
         unknown = []
         for block in blocks:
             if block in self._key_of:

@@ -27,13 +27,17 @@ _MOST_KEYS = 1 << 16  # most keys of cached blocks with holes; beyond that the o
 
 
 class Proposals:
-    """The drafts of one model's predictor. block_tokens: positions in a block of the prefix cache.
+    """The tokens that one model's predictor has drafted. block_tokens: positions in a block of the prefix cache.
 
-    on_trial: whether the tokens drafted now are verified even if they do not seem worth it, to learn what they are worth. hole [S]:
-    for each of S slots the first position of its sequence that the predictor has not seen. tokens [S, K], counts [S]: the tokens
-    drafted for each sequence, at most K, and their number; behind [S]: how many tokens the sequence had when they were drafted.
-    asked [S]: whether the predictor drafts for the sequence after the latest planned step. holed: keys of cached blocks with
-    positions that the predictor has not seen."""
+    on_trial: whether the tokens drafted now are verified even if they do not seem worth it, to learn what they are worth.
+
+    hole [S]: for each of S slots (places of running sequences) the first position of its sequence that the predictor has not seen.
+    asked [S]: whether the predictor drafts for the slot's sequence after the latest planned step.
+
+    tokens [S, K], counts [S]: the tokens last drafted for each slot's sequence, at most K, and their number. behind [S]: how many
+    tokens the sequence had when they were drafted.
+
+    holed: keys of cached blocks with positions that the predictor has not seen."""
 
     def __init__(self, table: SequenceTable, block_tokens: int) -> None:
         num_slots = len(table.request_id)
@@ -69,8 +73,8 @@ class Proposals:
             del self._holed[next(iter(self._holed))]
 
     def minds(self, slot: int) -> bool:
-        """Returns whether `learned` needs to be called for a sequence: whether the predictor has not seen some position of the
-        sequence, or of any cached block."""
+        """Returns whether blocks that the slot's sequence adds to the prefix cache must be reported here (`learned`): whether there
+        is a position, of this sequence or of any cached block, that the predictor has not seen."""
         return bool(self._holed) or self._hole[slot] < _NO_HOLE
 
     def ask(
@@ -144,18 +148,18 @@ class Proposals:
         return int(self.on_trial)
 
     def take(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
-        """Takes the predictor's drafts for sequences whose newest tokens are in the table: for slots[q] the first counts[q] of
-        tokens[q]."""
+        """Stores the predictor's drafts: for the sequence in slots[q], whose newest tokens the table has already, the first
+        counts[q] of tokens[q]."""
         num = tokens.shape[1]
         self._tokens[slots, :num] = tokens
         self._counts[slots], self._behind[slots] = counts, self._table.num_tokens[slots]
 
     def awaited(self, slots: IntArray) -> bool:
-        """Returns whether the predictor was asked, in the latest planned step, to draft tokens for any of the slots."""
+        """Returns whether the predictor was asked, in the latest planned step, to draft tokens for any of the slots' sequences."""
         return bool(self._asked[slots].any())
 
     def are_there(self, slots: IntArray, num_tokens: IntArray) -> BoolArray:
-        """Returns for each slot whether the predictor has drafted tokens that follow its num_tokens tokens."""
+        """Returns, for the sequence in each slot, whether there are usable drafts that follow its first `num_tokens` tokens."""
         fits = (self._behind[slots] == num_tokens) & (self._counts[slots] > 0)
         return np.asarray(fits & (self._hole[slots] == _NO_HOLE))
 

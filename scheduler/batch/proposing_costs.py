@@ -14,8 +14,9 @@ class ProposingCosts:
         self._drafting: dict[int, float] = {}  # class -> seconds to draft one token for each sequence
 
     def note(self, num_sequences: int, num_drafted: int, seen_s: float, drafting_s: float) -> None:
-        """Learns from a step in which each sequence had one token. num_drafted: the most tokens drafted for any sequence. seen_s:
-        seconds in which the predictor processed the step. drafting_s: seconds in which it drafted."""
+        """Updates the costs with the times measured in a step in which each of num_sequences sequences had one token. num_drafted:
+        the most tokens drafted for any sequence. seen_s: seconds in which the predictor processed the step. drafting_s: seconds in
+        which it drafted."""
         size = num_sequences.bit_length()
         _learn(self._seen, size, seen_s)
         if num_drafted:

@@ -48,9 +48,9 @@ class BatchRequest:
         return 0 if self._owes_prompt_logprobs else (len(self.tokens) - 1) // block_tokens
 
     def tail_key(self, seed: bytes, block_tokens: int) -> Callable[[int], bytes] | None:
-        """Returns a function that gives, for a serial number, the key (prefix_cache.tail_key) of the partial block between the
-        shareable blocks and the last token; None if there are no tokens between them, or if every token must be computed. `keys`
-        must cover the shareable blocks."""
+        """Returns a function from a serial number to the key (prefix_cache.tail_key) of the request's partial block, which has the
+        tokens between the shareable blocks and the last token. Returns None if there are no such tokens, or if every token must be
+        computed. `keys` must cover the shareable blocks."""
         num_full = self.num_shareable_blocks(block_tokens)
         tail = self.tokens[num_full * block_tokens : -1]
         if not len(tail) or self._owes_prompt_logprobs:

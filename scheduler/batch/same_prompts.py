@@ -12,9 +12,9 @@ from scheduler.batch.request import BatchRequest
 
 
 class SamePrompts:
-    """Records which running sequence computes which prompt. slot_of: request id -> slot. num_computed, held [S]: columns of the
-    batch scheduler by slot (S slots): the number of each sequence's computed tokens, and whether the sequence is held and so makes
-    no progress."""
+    """Remembers which running sequence computes which prompt. slot_of: request id -> slot. num_computed, held [S]: for each of S
+    slots, the number of the sequence's computed tokens, and whether the sequence is held and so makes no progress; arrays of the
+    batch scheduler."""
 
     def __init__(self, slot_of: Mapping[int, int], num_computed: IntArray, held: BoolArray, block_tokens: int) -> None:
         self._slot_of, self._num_computed, self._held, self._block_tokens = slot_of, num_computed, held, block_tokens

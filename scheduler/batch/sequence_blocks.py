@@ -123,7 +123,7 @@ class SequenceBlocks:
         return [int(table[slot, index]) if starts[slot] <= index < ends[slot] else -1 for table, starts, ends in pairs]
 
     def learn(self, slot: int, keys: Sequence[bytes]) -> None:
-        """Records that the first len(keys) blocks of the slot are fully computed and identified by `keys`."""
+        """Adds the first len(keys) blocks of the slot, all of whose tokens are computed, to the prefix cache under `keys`."""
         known, full = int(self.num_learned[slot]), len(keys)
         if full > known:
             for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
@@ -197,8 +197,8 @@ class SequenceBlocks:
     # ---- inside
 
     def _free_behind(self, slots: IntArray, positions: IntArray) -> None:
-        """Frees, for decode rows that are each at a block boundary, the blocks that a query at positions[i] of slots[i] does not
-        attend to: usually one block a row; with chunked windows, all blocks of a chunk."""
+        """Frees blocks of decoding sequences whose next token begins a block: those that a query at positions[i] of slots[i] does
+        not attend to. Usually that is one block a sequence; with chunked windows, all blocks of a chunk."""
         for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
             if group.is_chunked:
                 due = starts[slots] < group.first_blocks(positions)

@@ -92,8 +92,8 @@ class StepCosts:
         return costs
 
     def note(self, num_tokens: int, seconds: float, contexts: Sequence[float] = ()) -> None:
-        """Learns from a step of num_tokens tokens, at least 1, that took `seconds` device seconds. contexts: num_contexts numbers
-        with which the step's cost grows, as in the class's docstring."""
+        """Updates the costs with a step of num_tokens tokens, at least 1, that took `seconds` device seconds. contexts: the
+        num_contexts numbers with which the step's cost grows, such as positions read."""
         at = self.filled(num_tokens)
         known = self._classes.get(at)
         self._curve = None
@@ -145,8 +145,9 @@ class StepCosts:
         return max(0.0, known.seconds - self._contexts_s(known.contexts) + self._contexts_s(contexts))
 
     def hoped(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Returns what `seconds` does, except that a size that has hardly run is taken to cost little more than the next smaller
-        class, so that it is tried; 0.0 if no step is known."""
+        """Returns an optimistic cost, in seconds, of a step of num_tokens with these contexts; 0.0 if no step is known. A size that
+        has hardly run is taken to cost little more than the next smaller class, so that it is tried; for all others the result is
+        the usual cost (`seconds`)."""
         curve = self._known()
         if not curve:
             return 0.0

@@ -71,13 +71,13 @@ class StepLimits:
     _told: tuple[BatchPlan, StepCosts, int, tuple[float, ...]] | None = None  # what _kind has told of the last plan
 
     def note(self, plan: BatchPlan, seconds: float) -> None:
-        """Learns from a step of this plan, which took `seconds` of device time without waits for other devices, what such steps
-        cost."""
+        """Updates the costs with the measured time of a step. plan: what the step computed. seconds: its device time without waits
+        for other devices."""
         costs, num_tokens, contexts = self._kind(plan)
         costs.note(num_tokens, seconds, contexts)
 
     def note_wait(self, seconds: float) -> None:
-        """Learns from a step that waited for other devices. seconds: how long it waited."""
+        """Updates the average wait with that of a step which waited for other devices. seconds: how long it waited."""
         self.wait_s += NEWEST * (seconds - self.wait_s)
 
     def forget(self) -> None:
@@ -97,7 +97,7 @@ class StepLimits:
 
     def _kind(self, plan: BatchPlan) -> tuple[StepCosts, int, tuple[float, ...]]:
         """Returns the costs that apply to this plan (`decoding` or `prompting`), its number of tokens and its contexts. They are
-        kept from what is asked before a step to what is noted after it."""
+        remembered for the latest plan, because they are asked for before its step and again after it."""
         if self._told is None or self._told[0] is not plan:
             self._told = plan, *self._kind_of(plan)
         return self._told[1:]
@@ -125,8 +125,8 @@ class StepLimits:
         """Returns how many of `most` sequences with `context` positions each may decode in a step that also has room for the
         smallest chunk of a prompt.
 
-        The chunk is taken to be the beginning of a prompt, whose contexts are smallest. turns: as in StepRoom; 0: no limit. strict:
-        as in longest_s."""
+        The chunk is taken to be the beginning of a prompt, whose contexts are smallest. turns: how many turns the step may take; 0:
+        no limit. strict: whether the step keeps within its turns even if that chunk takes longer."""
         if not turns or not self.prompting.fewest_tokens:
             return most
         chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns, strict)

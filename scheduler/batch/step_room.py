@@ -109,8 +109,8 @@ class StepRoom:
         return self._left <= 0
 
     def take(self, num_computed: int, wanted: int) -> int:
-        """Returns how many tokens of a prompt the step computes, and takes room for them; 0: the step is full. num_computed: number
-        of the prompt's tokens whose KV is stored. wanted: number of its tokens that are still to be computed.
+        """Takes room in the step for tokens of a prompt, and returns for how many; 0: the step is full. num_computed: number of the
+        prompt's tokens whose KV is stored. wanted: number of its tokens that are still to be computed.
 
         The step is full once a prompt got fewer tokens than it wanted. If there is no room, the first prompt still gets
         LEAST_CHUNK_TOKENS, and as many more as cost nothing, so that prompts always progress."""

@@ -47,7 +47,7 @@ class StepsAhead:
         self.leave(slot)
 
     def leave(self, slot: int) -> None:
-        """Ignores from then on what started steps still compute for the sequence in a slot."""
+        """Drops from the counts what started steps still compute for the sequence in a slot, because it has left."""
         self._num_new[slot] = self._num_sampled[slot] = 0
 
     def computed(self) -> IntArray:
@@ -59,9 +59,10 @@ class StepsAhead:
         return self._table.num_tokens + self._num_sampled if self._steps else self._table.num_tokens
 
     def going_on(self, running: IntArray) -> IntArray:
-        """Returns those of the running slots that need another step after the started ones and may be in the next one. Raises
-        TokensNeeded if one of them must wait for its token, or if the latest started step has drafted tokens or lets the predictor
-        draft some."""
+        """Returns the slots, among the running ones, of the sequences that may be in the next step: those that started steps do not
+        bring to their greatest length, or, with `apart`, those whose next token no started step samples. Unless `apart`, raises
+        TokensNeeded if one of the running sequences must wait for its token, or if the latest started step has drafted tokens or
+        lets the predictor draft some."""
         if not self._steps:
             return running
         if self.apart:

@@ -60,10 +60,10 @@ class Turns:
         return self._over_s > 0
 
     def charge(self, model: str, seconds: float, turn_s: float | None = None) -> None:
-        """Charges a model for a step that has ended and took `seconds`, and credits every busy model with its part of them, by
-        weight.
+        """Charges a model for a step that has ended and took `seconds`, and credits each busy model with a part of these seconds in
+        proportion to its weight.
 
-        turn_s: the device time that the step was allowed, its turn, or several turns if models pooled theirs; None: unlimited."""
+        turn_s: the device time that the step was allowed: one turn, or several if models pooled theirs; None: unlimited."""
         self._over_s = 0.0 if turn_s is None else max(0.0, self._over_s + seconds - turn_s)
         self._now_s += seconds
         self._ended_s[model] = self._now_s

@@ -132,8 +132,8 @@ class RequestsPaused(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GrantLease(Action):
-    """Tells the engine of a device its KV lease, which has changed without a load or an eviction, or which a new engine does not
-    know yet."""
+    """Sends the engine of a device its KV lease (the chunks that it may use for KV beyond its models' reserves), when the lease has
+    changed without a load or an eviction, or the engine is new and does not know it yet."""
 
     device: str
     lease_chunks: int

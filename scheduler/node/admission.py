@@ -76,7 +76,8 @@ def closed_to_all(node: Node, model: Model) -> Refusal | None:
 
 
 def unservable(node: Node, model: Model) -> Refusal | None:
-    """Returns why the model cannot be served in its current state, whether or not it is disabled; None if it can."""
+    """Returns why the model cannot be served in its current state, as a refusal; None if it can. That the operator has disabled it
+    does not count."""
     if model.state not in residency.CLOSED:
         return None
     if model.state == residency.INCOMPLETE:

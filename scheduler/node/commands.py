@@ -38,8 +38,8 @@ def load(node: Node, event: LoadRequested | WarmRequested) -> None:
 
 
 def warm(node: Node, event: WarmRequested) -> None:
-    """Loads a model that no request waits for yet, or refuses the command if the load cannot begin at once: a model that waited in
-    line without a request would become overdue there, and come before models with requests."""
+    """Loads a model that no request waits for yet, or refuses the command if the load cannot begin at once. (A model that waited in
+    line without a request would in time count as overdue and come before models with requests.)"""
     model = node.models.get(event.model)
     is_resting = model is not None and model.copy is None and model.placement is None
     if model is not None and is_resting and not model.removed and admission.closed(node, model) is None:
@@ -51,8 +51,8 @@ def warm(node: Node, event: WarmRequested) -> None:
 
 
 def in_use(node: Node, model: Model) -> Refusal | None:
-    """Returns why a load of the model ahead of requests must be refused, because it cannot begin now or would make others wait;
-    None if it may begin."""
+    """Returns why a load that no request waits for must be refused: it cannot begin now, or it would take room from models that are
+    waited for or not used yet. None if it may begin."""
     if not pins.has_place(node, model):
         return pins.would_not_fit(node, model)
     if model.retry_at > node.now:

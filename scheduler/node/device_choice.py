@@ -11,7 +11,8 @@ from scheduler.node.groups import by_rank, num_other_hosts
 
 @dataclass(slots=True)
 class Option:
-    """One device, or group of devices, onto which a model could be loaded, and which other models would have to leave it."""
+    """A way to place a model: the device, or group of devices, onto which it could be loaded, and the models that would have to
+    leave for it."""
 
     devices: tuple[str, ...]  # by rank
     victims: list[Resident]

@@ -13,8 +13,8 @@ FITS, EVICTS, FORCES, WAITS, THERE, REFUSED = "fits", "evicts", "forces", "waits
 
 
 def load(node: Node, model: Model) -> LoadPlan:
-    """Returns what loading the model would do now: for a request that is not overdue, which forces no busy model out, or, if the
-    model cannot be placed that way, for an overdue one. O(residents)."""
+    """Returns what loading the model would do now, without doing it. It is planned as for a request that is not overdue, which
+    forces no busy model out; if there is no room that way, as for an overdue request. O(residents)."""
     refusal = admission.removed(model) if model.removed else admission.closed(node, model)
     if refusal is None and model.copy is None and not pins.has_place(node, model):
         refusal = pins.would_not_fit(node, model)

@@ -104,8 +104,8 @@ def kv_noted(node: Node, event: KVNoted) -> None:
 
 
 def step_lasts(node: Node, event: StepLasts) -> None:
-    """Gives the loads and evictions of a device the time back that its engine spends in a long step. What the engines of a split
-    model spend there at the same time counts once."""
+    """Postpones the deadlines of the loads and evictions on a device by the time that its engine spends in a long step, because it
+    answers neither meanwhile. If several engines of a split model are in long steps at the same time, that time counts once."""
     device = node.devices.get(event.device)
     for model in device.resident.values() if device is not None else ():
         assert model.copy is not None

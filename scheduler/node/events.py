@@ -79,9 +79,9 @@ class ModelFacts:
 
 @dataclass(slots=True, frozen=True)
 class ExpertCopies:
-    """Further experts that a load gives the devices of a split mixture. number: how many a device gets in a layer at most.
-    weights_bytes: the most bytes of weights that a share takes with them. table: which experts these are, in the form of the field
-    `copies` of loader.shapes.model_shape.Division."""
+    """The copies of experts that a load gives to the devices of a split mixture-of-experts model. number: the most copies that a
+    device gets in a layer. weights_bytes: the most bytes that the copies take on one device. table: which experts each device gets,
+    in the form of the field `copies` of loader.shapes.model_shape.Division."""
 
     number: int
     weights_bytes: int
@@ -125,7 +125,8 @@ class ModelRemoved(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CopiesChosen(Event):
-    """Tells which copies of experts the next loads of a split mixture take if there is room. copies: None for none."""
+    """Announces which copies of experts the next loads of a split mixture-of-experts model take if there is room. copies: None for
+    none."""
 
     model: str
     copies: ExpertCopies | None

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Target:
-    """A model that has to fit on a device, and the room there. chunks, work_space_chunks: what it needs. room_chunks: the device's
-    total minus what is promised to others."""
+    """A model that has to fit on a device. chunks, work_space_chunks: what the model needs there. room_chunks: the device's total
+    minus what is promised to other placements."""
 
     chunks: int
     work_space_chunks: int
@@ -22,9 +22,9 @@ class Target:
 
 @dataclass(slots=True)
 class Resident:
-    """A copy on the device. value: what its absence is expected to cost, per byte gained. last_used: monotonic seconds. busy:
-    whether it has requests, so that its eviction would be forced. evictable: False if it is pinned, loading, leaving already or not
-    yet allowed to leave again."""
+    """A model's copy on the device for which victims are chosen. value: the expected cost of its absence, per byte that its
+    eviction frees. last_used: monotonic seconds. busy: whether it has requests, so that its eviction would be forced. evictable:
+    False if it is pinned, loading, leaving already or not yet allowed to leave again."""
 
     name: str
     chunks: int

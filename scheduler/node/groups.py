@@ -45,9 +45,9 @@ def num_other_hosts(devices: Iterable[str]) -> int:
 
 
 def pools(devices: Iterable[str], num_ranks: int, num_stages: int = 1) -> list[tuple[str, ...]]:
-    """Returns sets of devices, each in the given order, of which a model may have a group: for a whole model all devices of this
-    machine, else those of each kind if they are enough. Each device of a set is in one of its groups at least. [] if there are too
-    few devices."""
+    """Returns sets of devices, each in the given order; a model may be placed on devices of one set. For a whole model there is one
+    set: all devices of this machine. For a split model there is one for each kind of device of which there are enough, without
+    devices that could be in no group. [] if there are too few devices."""
     if num_ranks == 1:
         return [alone] if (alone := tuple(device for device in devices if host_of(device) == HERE)) else []
     by_kind: dict[str, list[str]] = {}
@@ -67,7 +67,8 @@ def most_groups(pool: Iterable[str], num_ranks: int, num_stages: int = 1) -> int
 
 
 def _usable(devices: Sequence[str], stage_size: int, num_stages: int) -> tuple[str, ...]:
-    """Returns those devices, all of one kind, that may be in a group; () if there is no group."""
+    """Returns those of the devices, which are all of one kind, that could be in a group that holds a split model; () if there is no
+    group. stage_size: devices of each pipeline stage. num_stages: number of stages."""
     numbers = Counter(map(host_of, devices))
     if numbers[HERE] < stage_size or sum(number // stage_size for number in numbers.values()) < num_stages:
         return ()
@@ -96,7 +97,8 @@ def _of_pool(pool: tuple[str, ...], num_ranks: int, stage_size: int) -> Iterator
 
 
 def is_group(devices: Sequence[str], num_ranks: int, num_stages: int = 1) -> bool:
-    """Returns whether these devices, in the order of their ranks, may hold a model together."""
+    """Returns whether these devices, given in the order of their ranks, may hold a model together: all of one kind, and on each
+    host whole pipeline stages, at least one of them on this machine."""
     stage_size, kinds, numbers = num_ranks // num_stages, set(map(kind_of, devices)), Counter(map(host_of, devices))
     if len(devices) != num_ranks or list(devices) != sorted(set(devices), key=by_rank):
         return False
@@ -118,8 +120,8 @@ class _Stages:
         self._left.reverse()
 
     def combinations(self, number: int, begin: int = 0, taken: tuple[int, ...] = ()) -> Iterator[tuple[str, ...]]:
-        """Yields the groups that consist of the devices at the places `taken` and of `number` further ones at or behind the place
-        `begin`."""
+        """Yields groups of devices, as long as they can be completed. Each has the devices at the indices `taken` and `number`
+        further ones, at the index `begin` or behind it."""
         if not number:
             yield tuple(self._pool[at] for at in taken)
             return

@@ -15,7 +15,7 @@ _PLACEMENTS = 256
 
 
 class _Placement(Protocol):
-    """The fields of scheduler.node.node.Placement that the history reads."""
+    """The part of scheduler.node.node.Placement, as a protocol, that the history reads."""
 
     id: int
     model: str
@@ -30,8 +30,8 @@ class History:
         self._records: OrderedDict[int, PlacementView] = OrderedDict()
 
     def begun(self, now: float, placement: _Placement, option: Option, num_bytes: int, waited_s: float) -> None:
-        """Records a placement that begins. option: where it goes and which models leave. num_bytes: bytes of the weights on each of
-        its devices. waited_s: seconds since its oldest request arrived or a command asked for it."""
+        """Records a placement that begins. option: the devices that were chosen and the models that leave. num_bytes: bytes of the
+        weights on each of the devices. waited_s: seconds since its oldest request arrived or a command asked for it."""
         self._records[placement.id] = PlacementView(
             id=placement.id,
             model=placement.model,
@@ -48,7 +48,8 @@ class History:
 
     def ended(self, placement_id: int, now: float, outcome: str, load_s: float = 0.0, source: str = "") -> None:
         """Records the outcome of a placement: "ready" or why it did not become ready. load_s: seconds of the load. source: where
-        the weights were. Only the first call counts, because what happens to the copy later is not part of its placement."""
+        the weights were read from. Only the first call for a placement counts, because what happens to the copy later is not part
+        of its placement."""
         record = self._records.get(placement_id)
         if record is not None and not record.outcome:
             record.ended, record.outcome, record.load_s, record.source = now, outcome, load_s, source

@@ -97,8 +97,8 @@ class HostTierAccount:
         self._put_back(tuple(slot for slot in slots if slot not in kept))
 
     def hold(self, model: str, copy: HostCopy) -> None:
-        """Records a copy of the model's weights or KV in the slots `copy.slots`, which must be neither free nor granted any
-        more."""
+        """Records that the slots `copy.slots` hold the model's weights or KV. They must not be free, nor granted to a load or
+        eviction any more."""
         self.revision += 1
         if isinstance(copy, SavedKV):
             self.kv[model] = copy
@@ -118,7 +118,8 @@ class HostTierAccount:
         return True
 
     def valid_copies(self) -> list[tuple[str, HostCopy]]:
-        """Returns (model, copy) for each copy that a load may use, which leaves out void ones."""
+        """Returns (model, copy) for each copy that a load may use. Left out are void copies, which were dropped and whose slots are
+        kept only until the load that reads them has ended."""
         return [(model, copy) for model, copy in self.copies() if not copy.void]
 
     def drop_weights(self, model: str) -> None:
@@ -140,8 +141,8 @@ class HostTierAccount:
         self._put_back(copy.slots)
 
     def lend(self, model: str, placement_id: int) -> None:
-        """Marks the copies of a model's weights and KV as read by the load of this placement: their slots stay until `returned` is
-        called."""
+        """Records that the load of this placement reads the copies of a model's weights and KV. Their slots are not given to others
+        until `returned` is called."""
         for kind in (self.weights, self.kv):
             if (copy := kind.get(model)) is not None:
                 copy.lent = placement_id

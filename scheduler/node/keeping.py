@@ -113,8 +113,8 @@ def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots,
 
 
 def make_room(node: Node, model: Model, num_slots: int, worth: float, whole: bool) -> int:
-    """Makes up to num_slots slots free for a copy of the model's, by dropping copies that are worth less; returns how many can be
-    granted. worth: the new copy's value per byte. whole: grants all or none."""
+    """Drops copies in host memory that are worth less than a new copy of the model's, until num_slots slots are free for the new
+    one; returns how many of them can be granted. worth: the new copy's value per byte. whole: drops and grants all or none."""
     host = node.host
     if num_slots <= host.num_free or not num_slots:
         return num_slots
@@ -154,8 +154,8 @@ def give_up(node: Node, name: str, copy: HostCopy, reason: str) -> None:
 
 
 def cool(node: Node, model: Model, reason: str) -> None:
-    """Changes the state of a model at rest between cold and warm, according to whether its weights are in host memory; any other
-    state stays. reason: for operators."""
+    """Sets the state of a model that is on no device, if it is cold or warm, to warm if host memory holds its weights, else to
+    cold. Any other state stays. reason: for operators."""
     if model.state == residency.WARM and not node.is_warm(model):
         node.set_state(model, residency.COLD, reason)
     elif model.state == residency.COLD and not model.removed and node.is_warm(model):

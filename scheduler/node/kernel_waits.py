@@ -21,7 +21,7 @@ class KernelWait:
 
 
 class KernelWaits:
-    """The latest times in which loads waited for their kernels to be compiled, in the order of their beginnings. All times are
+    """The latest periods in which loads waited for their kernels to be compiled, in the order of their beginnings. All times are
     monotonic seconds."""
 
     def __init__(self) -> None:

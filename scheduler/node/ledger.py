@@ -30,8 +30,9 @@ NOTHING = Size(0, 0, 0)
 
 
 def size_of(facts: ModelFacts, chunk_bytes: int) -> Size:
-    """Returns a model's size: weights and work space rounded up to chunks; reserved KV for one request of max_model_len (or
-    kv_floor_tokens, if larger), rounded up, plus one chunk because blocks do not end where chunks do."""
+    """Returns how many chunks a model takes on a device. Weights and work space are rounded up to chunks. Reserved KV is that of
+    one request of max_model_len tokens (or of kv_floor_tokens, if larger), rounded up, plus one chunk because blocks do not end
+    where chunks do."""
     return Size(
         weights_chunks=-(-facts.weights_bytes // chunk_bytes),
         kv_chunks=-(-kv_reserved_bytes(facts) // chunk_bytes) + 1,
@@ -127,7 +128,7 @@ class DeviceLedger:
         self.promised.pop(placement_id, None)
 
     def required_work_space(self) -> int:
-        """Returns the largest work space, in chunks, of the copies held and of the promises."""
+        """Returns the largest work space, in chunks, that any copy on the device or any placement under way needs."""
         return max(
             max((size.work_space_chunks for size in self._held.values()), default=0),
             max((work for _, work in self.promised.values()), default=0),
@@ -143,15 +144,17 @@ class DeviceLedger:
         return True
 
     def has_room(self, placement_id: int, size: Size) -> bool:
-        """Returns whether a placement's copy fits now beside all that is held or promised to others. Models that leave for other
-        placements still count while they are held, and so does their work space; the plan of this placement left them out."""
+        """Returns whether the copy of a placement fits on the device now, beside all copies that are there and all that is promised
+        to other placements. Models that are leaving still count, with their work space, as long as they are there, although the
+        placement was planned without them."""
         others = [promise for other, promise in self.promised.items() if other != placement_id]
         works = (*(one.work_space_chunks for one in self._held.values()), *(work for _, work in others), size.work_space_chunks)
         return self.held_chunks + size.chunks + sum(chunks for chunks, _ in others) + max(works) <= self.total_chunks
 
     def hold(self, model: str, size: Size) -> None:
-        """Takes the chunks of a model's copy. If too few are free, a work space larger than any copy needs is reduced. Raises
-        ValueError if the model is held already or does not fit, which means that the caller has chosen too few victims."""
+        """Records that a model's copy holds its chunks from now on. If too few are free, a work space that is larger than any copy
+        needs is reduced. Raises ValueError if the model is held already, or does not fit because the caller has chosen too few
+        victims."""
         if model in self._held:
             raise ValueError(f"{model} is held already")
         self._held[model] = size

@@ -79,8 +79,8 @@ def _lacks_devices(node: Node, model: Model, device: Device) -> bool:
 
 def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> device_choice.Option | None:
     """Returns the best option to place a model now; None if there is none. may_force: whether busy models may be forced out if it
-    cannot be placed otherwise. idle: a cache, device -> chunks of its idle models, shared by candidates that are compared at one
-    time."""
+    cannot be placed otherwise. idle: a cache that is shared by the models compared at one time: device -> number of chunks that its
+    idle models hold."""
     found = options(node, model, False, idle)
     if not found and may_force:
         found = options(node, model, True)
@@ -90,7 +90,8 @@ def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] 
 def options(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> list[device_choice.Option]:
     """Returns the ways to place the model now, one for each device that could take it. A split model's options are groups of
     devices that have room for a share; of many groups only those of the devices with most room or least to lose are returned
-    (groups.MAX_GROUPS). may_force: whether busy models may be forced out. idle: as in best_option."""
+    (groups.MAX_GROUPS). may_force: whether busy models may be forced out. idle: a cache, device -> number of chunks that its idle
+    models hold."""
     members = [member for name in model.devices if (member := member_on(node, model, name, may_force, None, idle)) is not None]
     alone = [option for member in members if (option := option_on(model, [member])) is not None]
     if not model.facts.is_split:
@@ -129,14 +130,15 @@ def may_hold(node: Node, model: Model, device: Device) -> bool:
 
 
 def _held_from(node: Node, overdue_at: float) -> float:
-    """Returns from when on, in monotonic seconds, nothing passes the model that is the longest overdue. Until then others may: that
-    keeps the loaders busy, so the mean wait is shorter where all wait for loads."""
+    """Returns the time, in monotonic seconds, from which no other model may begin before the one that is the longest overdue. Until
+    then others may: that keeps the loaders busy, so the mean wait is shorter where all wait for loads. overdue_at: when that
+    model's work became overdue."""
     return overdue_at + node.settings.overdue_after_s
 
 
 def _will_have_room(node: Node, model: Model, device: Device) -> bool:
-    """Returns whether the model, or a share of it, could be placed on the device once the loads under way there have ended and no
-    model there is too new to be forced out."""
+    """Returns whether the model, or a share of it, could be placed on the device later: once the loads under way there have ended,
+    and every model there but the pinned ones may be forced out."""
     if not device.up or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
         return False
     if any(device.name in one.occupies for one in model.replicas if one is not model):
@@ -157,7 +159,7 @@ def waits_for_others(node: Node, model: Model) -> bool:
 
 @dataclass(slots=True)
 class _Member:
-    """One of the devices that a model would take: the device, what has to fit on it, and the copies that are there."""
+    """One of the devices onto which a model would be loaded, with what has to fit there and the copies that are there now."""
 
     device: Device
     target: Target
@@ -175,8 +177,8 @@ def plan(
 
 
 def option_on(model: Model, members: list[_Member]) -> device_choice.Option | None:
-    """Returns the option to place a model on all of these devices, with the models that would have to leave; None if too few can
-    leave."""
+    """Returns the option to place a model on all of the devices `members` together, with the models that would have to leave them;
+    None if too few can leave."""
     chosen = eviction.victims_on_all([(member.target, member.residents) for member in members])
     if chosen is None:
         return None
@@ -191,7 +193,7 @@ def member_on(
     """Returns the device of this name with the memory that the model, or its share of a split model, would need there, and the
     copies that are there now. Returns None if the device is not available, or would have too little memory even after all models
     that may leave have left. may_force: whether busy models may be forced out. instead: a placement under way whose room and idle
-    victims count as free; None: there is none. idle: as in `best_option`."""
+    victims count as free; None: there is none. idle: a cache, device -> number of chunks that its idle models hold."""
     device = node.devices[name]
     if not device.available or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
         return None
@@ -224,9 +226,10 @@ def member_on(
 
 
 def evictable(node: Node, model: Model, may_force: bool, instead: Placement | None) -> bool:
-    """Returns whether a model may leave. It must be ready or run out, and not pinned, and either idle, or busy and loaded for long
-    enough that it may be forced out (rules 1, 7 and 9 of docs/design/models.md). instead: a placement whose idle victims may leave
-    as well, because the new one would take its place."""
+    """Returns whether a model may be evicted for another one. It must be ready, or stay only until its last requests have ended,
+    and it must not be pinned. If it is busy, it must have been loaded for long enough to be forced out, and may_force be set (rules
+    1, 7 and 9 of docs/design/models.md). instead: a placement whose idle victims may also leave, because the new placement would
+    take its place."""
     if not _serves(model):
         copy = model.copy
         chosen = instead is not None and model.victim_of == instead.id and copy is not None and not copy.evict_sent
@@ -241,7 +244,8 @@ def evictable(node: Node, model: Model, may_force: bool, instead: Placement | No
 
 
 def _serves(model: Model) -> bool:
-    """Returns whether the model's requests go on at its device, and it may be made a victim: it is ready, or it runs out."""
+    """Returns whether the model may be made a victim because its requests run on its device and none of its evictions has begun: it
+    is ready, or it stays only until its last requests have ended (runs_out)."""
     return model.state == residency.READY or model.runs_out
 
 

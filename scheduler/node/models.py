@@ -10,8 +10,9 @@ from scheduler.node.node import Model, Node
 
 
 def judge(node: Node, model: Model) -> None:
-    """Determines the devices on which a model, or a share of it, fits when they are empty. If there are none, or too few for its
-    shares, sets `too_large` to the arithmetic that shows why (rule 2 of docs/design/models.md). O(devices)."""
+    """Sets `devices` of a model to the devices on which it, or a share of a split model, fits when they are empty. If there are
+    none, or too few for all shares, sets `too_large` to a text for operators with the sizes that shows why; else to "" (rule 2 of
+    docs/design/models.md). Takes time in proportion to the number of devices."""
     facts, settings = model.facts, node.settings
     model.size = size_of(facts, settings.chunk_bytes)
     need = model.size.chunks + model.size.work_space_chunks
@@ -36,8 +37,9 @@ def raise_work_space(node: Node, model: Model) -> None:
 
 
 def rest(node: Node, model: Model, reason: str) -> None:
-    """Sets the state of a model without a copy, from all that is known about it, and refuses its waiting requests and commands if
-    it cannot be served in that state. reason: why it has no copy, for operators."""
+    """Sets the state of a model that has no copy on a device, such as cold, warm, refused or failed, from what is known about the
+    model. Refuses its waiting requests and commands if it cannot be served in that state. reason: why it has no copy, for
+    operators."""
     if model.removed:
         state, reason = residency.COLD, "its folder is gone"
     elif not model.enabled and not model.num_resubmissions:
@@ -110,7 +112,8 @@ def note_failed_load(node: Node, model: Model, reason: str, permanent: bool) -> 
 
 
 def note_crash(node: Node, model: Model) -> None:
-    """Counts a request of the model that was running in too many crashes of its engine."""
+    """Counts a fault of the model, because one of its requests was running in too many crashes of its engine. Quarantines the model
+    if there have been too many faults of late."""
     settings, primary = node.settings, model.primary
     primary.faults = [at for at in primary.faults if at > node.now - settings.crash_window_s]
     primary.faults.append(node.now)

@@ -178,8 +178,7 @@ class Model:
 
     @property
     def window(self) -> int:
-        """The number of sequences of a batch, from which Node.window computes how many requests the model may have in its
-        engine."""
+        """The number of sequences of a batch. Node.window computes from it how many requests the model may have in its engine."""
         return (self.copy.facts if self.copy else self.facts).max_sequences
 
     @property
@@ -409,15 +408,15 @@ class Node:
         model.expected.clear()
 
     def grant(self, device: Device) -> None:
-        """Tells the engine of a device its current KV lease, by a GrantLease action."""
+        """Sends the engine of a device the current size of its KV lease, by a GrantLease action."""
         device.lease_sent_chunks = device.ledger.lease_chunks
         self.emit(GrantLease(cause=self.cause, device=device.name, lease_chunks=device.lease_sent_chunks))
 
     # ---- touching
 
     def touch(self, model: Model) -> None:
-        """Marks the model and all its replicas for `settle`, which takes each step that has become possible: what happens to one
-        replica may make another load, leave or take requests."""
+        """Marks the model and all its replicas as changed, so that `settle` carries out each step that has become possible for
+        them. What happens to one replica may make another one load, leave or take requests."""
         for one in model.replicas if model.primary.others else (model,):
             self.touched[one.name] = None
 
@@ -426,15 +425,16 @@ class Node:
             self.stirred[name] = None
 
     def stir_held(self) -> None:
-        """Marks for a new look (look.py) all devices that are held for a model, because another device that this model waits for
-        may have become free."""
+        """Marks all devices that are held for a model, so that it is tried again whether that model can be placed: another device
+        that it waits for may have become free."""
         self.stir(device.name for device in self.devices.values() if device.held_for)
 
     # ---- queries
 
     def window(self, model: Model) -> int:
-        """Returns how many requests a replica may have in its engine. The factor window_per_sequence applies only to a model
-        without further replicas; with several replicas, a request could wait in one engine while another could begin it."""
+        """Returns the most requests that a replica may have in its engine. For a model without further replicas it is a multiple of
+        the batch (window_per_sequence); with several replicas it is one batch, because a request should not wait in one engine
+        while another could begin it."""
         return model.window * (1 if model.primary.others else self.settings.window_per_sequence)
 
     def has_engines(self, model: Model) -> bool:
@@ -471,7 +471,8 @@ class Node:
         return bool(model.queue and not model.served_elsewhere) or self.wanted_ahead(model)
 
     def wanted_ahead(self, model: Model) -> bool:
-        """Returns whether something other than a waiting request wants the model to be loaded."""
+        """Returns whether the model is to be loaded for something other than a waiting request: a command, a pin or an announced
+        request."""
         return bool(model.load_causes or model.expected or model.pinned)
 
     def waits_since(self, model: Model) -> float:

@@ -48,8 +48,8 @@ def place_of(model: Model) -> tuple[str, ...]:
 
 
 def most_room(node: Node, model: Model) -> tuple[str, ...]:
-    """Returns as many devices as the model needs, those on which pinned models leave the most room, of this machine rather than of
-    other hosts; () if too few have room for it."""
+    """Returns the devices on which pinned models leave the most room for a further one, as many as the model needs. Devices of this
+    machine come before those of other hosts. () if too few devices have room for it."""
     roomy = [device for name in model.devices if fits_beside_pins(model, device := node.devices[name])]
     roomy.sort(key=lambda device: (num_other_hosts((device.name,)), device.pinned.chunks - device.ledger.total_chunks))
     names = [device.name for device in roomy]
@@ -82,8 +82,8 @@ def check_home(node: Node, model: Model) -> None:
 
 
 def move_home(node: Node, model: Model, home: tuple[str, ...]) -> None:
-    """Sets to `home` the devices that keep room for a model; (): none do. Models that found no room on the old or the new ones are
-    considered again."""
+    """Replaces the devices that keep room for a pinned model by `home`; (): no device does any more. Models that found no room on
+    the old or the new ones are considered again."""
     old, model.home = model.home, home
     node.pinned.pop(model.name, None)
     if home:

@@ -191,7 +191,8 @@ def load(node: Node, placement: Placement) -> None:
 
 
 def hold(node: Node, device: Device, placement: Placement) -> None:
-    """Takes the memory and the loader of one device for a placement that begins to load there."""
+    """Takes the memory and the loader of one device for a placement whose load begins there, and records the model as resident on
+    the device."""
     model, ledger = node.models[placement.model], device.ledger
     ledger.withdraw(placement.id)
     ledger.hold(model.name, placement.size)
@@ -240,7 +241,8 @@ def drop(node: Node, placement: Placement, reason: str = "") -> None:
 
 
 def undo(node: Node, placement: Placement) -> None:
-    """Removes a placement from the records. The caller must release the memory that it holds or has promised."""
+    """Removes a placement, which has ended or is given up, from the records of the node, the model and all its devices. The memory
+    that it holds or has promised is not released here; the caller must do that."""
     model = node.models[placement.model]
     del node.placements[placement.id]
     for name in placement.devices:
@@ -253,14 +255,14 @@ def undo(node: Node, placement: Placement) -> None:
 
 
 def leave_device(device: Device, placement: Placement) -> None:
-    """Removes a placement from the records of one of its devices."""
+    """Removes a placement from the records of one device, and frees the device's loader if the placement had it."""
     del device.placements[placement.id]
     if device.loading is placement:
         device.loading = None
 
 
 def unlist(node: Node, model: Model) -> None:
-    """Removes a model from the lists, on all of its devices, of the models that want to be placed there."""
+    """Removes a model from the lists of waiting models that its devices have, because it does not wait to be placed any more."""
     for name in model.devices:
         device = node.devices[name]
         if model.name in device.by_age:
@@ -363,8 +365,8 @@ def evict_finished(node: Node, event: EvictFinished) -> None:
 
 
 def release(node: Node, model: Model, reason: str) -> None:
-    """Frees a copy's memory, continues the placement for which it was freed, and sets the state of the model, which has no copy
-    then. reason: why the copy has gone, for operators."""
+    """Frees the memory of a model's copy, continues the placement for which it was freed, and sets the state of the model, which
+    then has no copy. reason: why the copy has gone, for operators."""
     copy = model.copy
     assert copy is not None
     for name in copy.devices:

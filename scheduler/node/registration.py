@@ -81,8 +81,8 @@ def removed(node: Node, event: ModelRemoved) -> None:
 
 
 def withdraw(node: Node, model: Model) -> None:
-    """Removes the model from the lists of models that want a device, and drops its placement under way, because both rely on the
-    old facts about the model."""
+    """Takes back what was begun to place a model, because it relies on old facts about the model: removes the model from its
+    devices' lists of waiting models, and drops a placement that is not loading yet."""
     unlist(node, model)
     if model.placement is not None and model.copy is None:
         drop(node, model.placement)

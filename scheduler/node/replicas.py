@@ -84,15 +84,15 @@ def _is_quiet(node: Node, device: Device) -> bool:
 
 
 def look_again(node: Node) -> None:
-    """Marks for `settle` the models whose further replicas found no room, if their devices have changed since."""
+    """Marks the models whose further replicas found no room and whose devices have changed since, so that `settle` tries again."""
     for name, room in node.crowded_replicas.items():
         if room != _room(node, node.models[name]):
             node.touched[name] = None
 
 
 def _room(node: Node, model: Model) -> tuple[object, ...]:
-    """Returns what the search for room of a further replica depends on. While a later call returns an equal value, a replica that
-    found no room would find none again. O(devices)."""
+    """Returns a value that stands for all on which the search for a further replica's room depends: if two calls return equal
+    values, a replica that found no room at the first finds none at the second. O(devices)."""
     devices = (node.devices[name] for name in model.devices)
     state = tuple((one.available, one.held_for, one.ledger.lease_chunks, one.pinned, _is_quiet(node, one)) for one in devices)
     return (*state, *(one.occupies for one in model.replicas))

@@ -48,8 +48,9 @@ def arrived(node: Node, event: RequestArrived) -> None:
 
 
 def touch_used(node: Node, model: Model) -> None:
-    """Marks for `settle` the replica that a request has joined or left, and the primary, which may want a further replica. If the
-    model has several replicas and a keep-alive, all of them are marked, because the time at which each may leave has changed."""
+    """Marks as changed, for `settle`, the replica that a request has joined or left, and the primary, which may want a further
+    replica. If the model has several replicas and a keep-alive, all of them are marked, because the time at which each may leave
+    has changed."""
     if model.primary.others and model.keep_alive_s != inf:
         node.touch(model)
     else:

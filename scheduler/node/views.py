@@ -120,8 +120,8 @@ class CandidateView:
 
 @dataclass(slots=True, frozen=True)
 class DevicePlan:
-    """The outlook for freeing room on a device. verdict: "fits" (there is room), "evicts" (idle models would leave), "forces" (busy
-    ones would be made to leave) or "waits" (not possible now)."""
+    """What it would take to free room on a device. verdict: "fits" (there is room), "evicts" (idle models would leave), "forces"
+    (busy ones would be made to leave) or "waits" (not possible now)."""
 
     device: str
     verdict: str

@@ -39,9 +39,13 @@ class SimulatedSequence:
 
 @dataclass(slots=True, eq=False)
 class Hosted:
-    """A loaded model. reserved_bytes: its reserved KV. costs: how large its steps may be and how long they take. followers: the
-    engines of its other devices, if it is split. steps: the number of decode steps so far; a sequence ends when this number reaches
-    the sequence's mark. A step without room for all decoding sequences counts as a fraction of a step, because the sequences take
+    """A model that is loaded on the simulated device.
+
+    reserved_bytes: its reserved KV. costs: how large its steps may be and how long they take. followers: the engines of its other
+    devices, if it is split.
+
+    steps: the number of decode steps so far. A sequence ends when this number reaches its mark, the count computed for it when it
+    began to decode. A step without room for all decoding sequences counts as a fraction of a step, because the sequences take
     turns."""
 
     facts: ModelFacts
@@ -79,13 +83,13 @@ class Hosted:
         return min(len(self.decoding), self.costs.max_rows(turns)) if turns else len(self.decoding)
 
     def most_running(self, turns: int) -> int:
-        """Returns the number of running sequences from which on no further one is admitted (BatchScheduler.plan). turns: as in
-        `rows`."""
+        """Returns the number of running sequences from which on no further request is admitted (BatchScheduler.plan). turns: how
+        many turns (time slices of a model) a step may take; 0: any time."""
         return most_running(self.costs.max_rows(turns), int(self.passed_over))
 
     def pass_over(self, steps: float, turns: int) -> None:
-        """Counts `steps` steps that admit no request because as many sequences run as a step of `turns` turns has room for; 0 again
-        if none waits."""
+        """Adds `steps` to the count of steps since the last admission in which a request waited and as many sequences ran as a step
+        of `turns` turns has room for. Sets the count to 0 if no request waits."""
         if not self.waiting:
             self.passed_over = 0.0
         elif turns and self.num_running >= self.costs.max_rows(turns):
@@ -111,15 +115,16 @@ class _Step:
 
 @dataclass(slots=True)
 class _Joined:
-    """The time until which this device is occupied by a step of a split model that another engine leads."""
+    """The occupation of this device by a step of a split model that another engine leads. until: the time at which it ends."""
 
     until: float
 
 
 @dataclass(slots=True)
 class _Rounds:
-    """Several rounds of decode steps, simulated as one event. decoded: for each model, in how many of its steps per round one
-    sequence takes part, how many steps it runs per round (both may be fractions), and how many turns a step may take."""
+    """Several rounds of decode steps, simulated as one event. decoded: for each model in the rounds, (model, steps per round in
+    which one sequence takes part, steps that it runs per round, turns that a step may take); the two numbers of steps may be
+    fractions. round_s: seconds of a round. num: number of rounds."""
 
     decoded: list[tuple[Hosted, float, float, int]]
     round_s: float
@@ -214,7 +219,7 @@ class SimulatedEngine:
         return ends_at - self._now
 
     def drop(self, name: str) -> list[RequestOutcome]:
-        """Evicts a model. Returns the requests that were running on it, with the tokens they have so far."""
+        """Evicts a model. Returns the requests that were running on it, which keep the tokens that they have so far."""
         self._interrupt()
         if isinstance(self._under_way, _Rounds):
             self._under_way = None
@@ -392,7 +397,7 @@ class SimulatedEngine:
             rounds.num = min(rounds.num, ceil(passed * of_round - _DUE) / of_round)
 
     def _account(self, rounds: _Rounds) -> None:
-        """Applies those steps of the current rounds that are over by now, and takes them off the rounds."""
+        """Counts the steps of the current rounds that are over by now as run, and shortens the rounds by them."""
         of_round = len(rounds.decoded)
         num = min(rounds.num, int((self._now - self._began) / rounds.round_s * of_round + _DUE) / of_round)
         self._decode(rounds, num)

@@ -29,9 +29,9 @@ class StepSettings:
 
 @dataclass(slots=True, frozen=True)
 class StepSeconds:
-    """The seconds of one model's steps: fixed_s for every step, each_s for each sequence that decodes, and if the step has tokens
-    of prompts, prompt_s once and token_s for each of them. (A few tokens cost more than their share: other kernels run, with
-    more set-up.)"""
+    """The parts of which the length of a model's step consists, in seconds. fixed_s: for every step. each_s: for each sequence that
+    decodes. If the step has tokens of prompts: prompt_s once, and token_s for each of these tokens. (The first few tokens cost more
+    than later ones, because other kernels run and there is more set-up; prompt_s stands for that.)"""
 
     fixed_s: float
     each_s: float
