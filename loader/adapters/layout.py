@@ -1,4 +1,6 @@
-"""Computes where an adapter's matrices go in the memory of its base, and why an adapter does not fit a base."""
+"""Computes where the matrices of a LoRA adapter lie in the device memory that holds the adapter, and why an adapter does not fit a
+base model. A product is a matrix multiplication of the base; its matrix may be several matrices of the checkpoint one below the
+other (such as q, k and v), which are the product's parts."""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ _LAYERS = "layers."
 
 @dataclass(slots=True, frozen=True)
 class AdapterPlace:
-    """The place of an adapter's matrices for one product of the base. number: the product's matrix number
-    (loader/configs/adapter_matrices.py).
+    """The place of an adapter's matrices for one matrix multiplication (product) of the base model. number: the product's matrix
+    number (loader/configs/adapter_matrices.py).
 
-    rank: the rank r of each of the product's P parts, a multiple of RANK_STEP. offset: where its matrices begin, in elements from
-    the adapter's first byte: first "down" [P * r, inputs], in which the rows of part p begin at p * r, then, part by part, "up" [r,
-    outputs of the part]. inputs: number of inputs of the product. outputs: number of outputs of each part. parts: the adapter's
-    module for each part; None: it has none, and its place is filled with zeros."""
+    rank: the rank r of each of the product's P parts, a multiple of RANK_STEP. inputs: number of inputs of the product. outputs:
+    number of outputs of each part.
+
+    offset: where its matrices begin, in elements from the adapter's first byte: first "down" [P * r, inputs], in which the rows of
+    part p begin at p * r, then, part by part, "up" [r, outputs of the part].
+
+    parts: the adapter's module for each part; None: it has none, and its place is filled with zeros."""
 
     number: int
     rank: int
@@ -54,8 +59,9 @@ class AdapterPlace:
 
 @dataclass(slots=True, frozen=True)
 class AdapterLayout:
-    """The layout of an adapter's matrices in memory. places: one for each product of the base that the adapter changes, by
-    ascending matrix number. num_bytes: bytes in all, a multiple of ALIGN_BYTES."""
+    """The layout of a LoRA adapter's matrices in the memory that holds the adapter. places: one for each matrix multiplication
+    of the base model that the adapter changes, by ascending matrix number. num_bytes: the adapter's size, a multiple of
+    ALIGN_BYTES."""
 
     places: tuple[AdapterPlace, ...]
     num_bytes: int
@@ -67,8 +73,8 @@ class _Part(NamedTuple):
 
 
 def adapter_layout(adapter: Adapter, shape: ModelShape, item_bytes: int) -> AdapterLayout:
-    """Returns the layout for a base of this shape. item_bytes: bytes of an element, 4 or 2. Raises CheckpointError, which names a
-    tensor, if the adapter does not fit the base."""
+    """Returns the layout of an adapter for a base model of this shape. item_bytes: bytes of an element, 4 or 2. Raises
+    CheckpointError, which names a tensor, if the adapter does not fit the base."""
     matrices = adapted_matrices(shape)
     places = []
     offset, step = 0, ALIGN_BYTES // item_bytes
@@ -94,9 +100,9 @@ def misfit(adapter: Adapter, shape: ModelShape) -> str:
 
 
 def _modules_by_number(adapter: Adapter, shape: ModelShape) -> dict[int, dict[int, AdapterModule]]:
-    """Returns the adapter's modules by the base's matrix number and the part of that product. Modules of the base that are not
-    served, such as those of an image encoder, have no number and are left out. Raises CheckpointError, which names a tensor, for a
-    module that does not fit the base, and if no module is left."""
+    """Returns the adapter's modules: the number of the base's matrix -> the index of the part -> the module that changes this part.
+    Modules of the base that are not served, such as those of an image encoder, have no number and are left out. Raises
+    CheckpointError, which names a tensor, for a module that does not fit the base, and if no module is left."""
     known, matrices = _parts(shape), adapted_matrices(shape)
     found: dict[int, dict[int, AdapterModule]] = {}
     for module in adapter.modules:

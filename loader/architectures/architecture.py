@@ -51,11 +51,11 @@ class Cut(NamedTuple):
 class TensorGroup(NamedTuple):
     """Tensors that lie end to end in a model's memory, because one matrix product reads them together.
 
-    tensors: name in the checkpoint and shape of each. layer: the index of the layer that needs them; None: they are needed before
-    the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize` may round;
-    embeddings, heads, norms and biases are not. may_be_packed: whether they are an embedding or a head, which only a lossless
-    format may hold. held_as: their dtype in memory; "": the model's dtype. may_be_reordered: whether the product that reads them
-    may take its inputs in an order that the checkpoint gives.
+    tensors: for each tensor, its name in the checkpoint and its shape. layer: the index of the layer that needs them; None: they
+    are needed before the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize`
+    may round; embeddings, heads, norms and biases are not. may_be_packed: whether they are an embedding or a head, which only a
+    lossless format may hold. held_as: their dtype in memory; "": the model's dtype. may_be_reordered: whether the product that
+    reads them may take its inputs in an order that the checkpoint gives.
 
     divided: how the devices of a group share the tensors: ROWS, COLUMNS, FIRST_ALONE; "": each device has them whole. unit: number
     of rows or columns that are kept together, for example those of a head; with fewer units than devices several devices have the
@@ -86,13 +86,13 @@ class TensorGroup(NamedTuple):
     cuts: tuple[Cut, ...] = ()
 
     def in_parts(self, cuts: tuple[Cut, ...]) -> TensorGroup:
-        """Returns the group with only these parts of its tensors. cuts: one for each tensor."""
+        """Returns the group as a device's share has it: of each tensor only the part that `cuts` says, one for each tensor."""
         tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(self.tensors, cuts, strict=True))
         return self._replace(tensors=tensors, cuts=cuts)
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:
-        """Returns this group, which describes the tensors of any layer of one kind, as the group of one layer. layer: the layer's
-        index. prefix: put before each tensor's name."""
+        """Returns a copy of this group for one layer. This group describes the tensors of any layer of its kind, with names that
+        lack the layer's prefix. layer: the layer's index. prefix: put before each tensor's name."""
         return self._replace(tensors=tuple((prefix + name, dims) for name, dims in self.tensors), layer=layer)
 
 
@@ -116,12 +116,13 @@ class Architecture(Protocol):
         ...
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether a checkpoint may contain this tensor in addition to those of tensor_groups. Such a tensor is not read."""
+        """Returns whether a checkpoint may contain the tensor of this name although it is not among those of tensor_groups. Such a
+        tensor is not read."""
         ...
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Returns the shape for a checkpoint whose tensors have these names, because a family's checkpoints may name the same
-        tensors differently. Called before tensor_groups, once the files or their index have been read."""
+        """Returns the shape adapted to a checkpoint whose tensors have these names, because a family's checkpoints may name or
+        stack the same tensors differently. Called before tensor_groups, once the files or their index have been read."""
         ...
 
 

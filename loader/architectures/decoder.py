@@ -67,7 +67,8 @@ class TensorNames:
     not_read: str = ""  # prefix of the names of tensors that predict further tokens; "": there are none
 
     def of_heads(self, heads: HeadShape) -> tuple[str, ...]:
-        """Returns the names of those matrices of queries, keys and values that a layer with these heads has."""
+        """Returns the names of the matrices that make queries, keys and values in a layer with these heads: without those of keys
+        or values that the layer does not make."""
         return self.queries_keys_values[: heads.num_projections]
 
 
@@ -282,8 +283,8 @@ class Decoder:
         return replace(self, names=_bare(self.names)) if shape.bare_names else self
 
     def _is_of_unmade_kv(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether the tensor of this name makes keys or values in a layer that reads those of an earlier layer instead, so
-        that the tensor is not needed."""
+        """Returns whether the tensor of this name belongs to the keys or values of a layer that uses those of an earlier layer
+        instead, so that the tensor is not needed."""
         names, parts = self.decoder_of(shape).names, (*self.names.queries_keys_values[1:], self.names.key_norm)
         reading = range(shape.num_writing_layers, shape.num_layers)
         return name.startswith(tuple(f"{names.layer.format(layer)}{part}." for layer in reading for part in parts if part))
@@ -316,8 +317,8 @@ class Decoder:
         return [group._replace(divided=divided, unit=heads.head_dim) for group in _weights(width, name)]
 
     def _norms(self, width: int, *names: str) -> list[TensorGroup]:
-        """Returns the tensor groups of norms with these names; a norm that the family does not have is "" and is left out. width:
-        number of the norm's weights."""
+        """Returns the tensor groups of the norms with these names; a name is "" where the family has no such norm. width: number of
+        weights of each norm."""
         if not self.norm_bias:
             return _weights(width, *names)
         return [one_tensor(f"{name}.{part}", width) for name in names if name for part in ("weight", "bias")]
@@ -403,7 +404,7 @@ class Decoder:
         return inputs
 
     def _unrotated(self, fields: Fields, sliding: list[bool]) -> frozenset[int]:
-        """Returns the numbers of the layers without rotary embedding. sliding: for each layer, whether it has a window."""
+        """Returns the indices of the layers that apply no rotary embedding. sliding: for each layer, whether it has a window."""
         rotated = [True] * len(sliding)
         if self.rope.only_windows:
             rotated = sliding
@@ -471,7 +472,8 @@ def _projections(
 
 
 def _temperature(fields: Fields) -> TemperatureShape | None:
-    """Returns how queries are scaled with their position, by config.json; None: they are not. Raises CheckpointError."""
+    """Returns how config.json says that queries are scaled by their position; None: they are not scaled. Raises CheckpointError for
+    a wrong value."""
     key = "attn_temperature_tuning"
     asked = fields.values.get(key, True)
     if not isinstance(asked, bool | int):

@@ -41,9 +41,9 @@ class EagleHead:
     verifier: str
 
     def fitted(self, shape: ModelShape, file: str) -> EagleShape:
-        """Returns the head's shape as a part of the model with this shape, with the layers that it reads and the model's width
-        filled in. file: path of the head's config.json, for errors. Raises CheckpointError, which names the key, if head and model
-        do not belong together."""
+        """Returns the shape of the head (EagleShape) as a part of the model with the given shape, with the layers that it reads and
+        the model's width filled in. file: path of the head's config.json, for errors. Raises CheckpointError, which names the key,
+        if head and model do not belong together."""
         fields = Fields({}, file)
         num_layers, own = shape.num_layers, self.shape
         if own.layer.vocab_size != shape.vocab_size:
@@ -180,9 +180,9 @@ def _biases(names: tuple[str, ...], outputs: tuple[int, ...]) -> TensorGroup:
 
 
 def _read_layers(fields: Fields, eagle: Fields) -> tuple[int, ...]:
-    """Returns the numbers of the model's layers whose inputs a draft head reads; (): config.json does not say. A list within
-    `eagle_config` names layers whose output is read, so 1 is added; a list beside it names layers whose input is read. Raises
-    CheckpointError for a list that is not valid."""
+    """Returns the indices of the model's layers whose inputs a draft head reads; (): config.json does not say. A list within
+    `eagle_config` names layers whose output is read, so 1 is added to each index; a list beside `eagle_config` names layers whose
+    input is read. Raises CheckpointError for a list that is not valid."""
     for own, further in ((eagle, 1), (fields, 0)):
         listed = own.values.get(_READS_KEY)
         if listed is None:

@@ -53,7 +53,8 @@ class ExpertNames:
 
     @property
     def router_and_gate(self) -> tuple[str, ...]:
-        """The names of the matrices that one product multiplies with each token: the router, and the shared expert's gate."""
+        """The names of the matrices that are multiplied with each token in one matrix multiplication: the router, and the shared
+        expert's gate."""
         return (self.router, self.shared_gate) if self.shared_gate else (self.router,)
 
 
@@ -199,8 +200,8 @@ class Experts:
         return groups
 
     def as_stored(self, experts: ExpertShape, tensors: Collection[str]) -> ExpertShape:
-        """Returns the experts as a checkpoint with tensors of these names stores them: all experts of a layer in one tensor, or one
-        by one."""
+        """Returns the experts with a note of how a checkpoint with tensors of these names stores them: the matrices of all experts
+        of a layer in one tensor, or each expert's by itself."""
         stacked = any(name.endswith((self.names.stacked_gate_up, self.names.stacked_down)) for name in tensors)
         return replace(experts, stacked=stacked)
 
@@ -262,8 +263,9 @@ class Experts:
 
 
 def _same_of(fields: Fields, keys: tuple[str, str], default: int | None, at_most: int) -> int:
-    """Returns a whole number that config.json may have under either of two keys. default: the number if it has neither; None: it
-    must have one. Raises CheckpointError if the number is missing or out of range, or if the keys contradict each other."""
+    """Returns a whole number that config.json may give under either of two keys, or under both alike. default: the number if it has
+    neither; None: it must have one. Raises CheckpointError if the number is missing or out of range, or if the keys contradict each
+    other."""
     given = {key: fields.integer(key, at_most=at_most) for key in keys if fields.has(key)}
     if len(set(given.values())) > 1:
         raise fields.fail(keys[0], f"{given[keys[0]]} contradicts {keys[1]} {given[keys[1]]}")

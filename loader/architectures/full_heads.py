@@ -42,9 +42,9 @@ class FullHeads:
 
 
 def _listed(fields: Fields, sliding: Sequence[bool], usual: HeadShape) -> HeadShape:
-    """Returns the heads that `per_layer_config` gives all layers without windows. sliding: by layer, whether it has a window.
-    usual: the heads of layers that it does not list. Raises UnsupportedModel unless all layers without windows have the same heads
-    and all others the usual ones, and CheckpointError for an entry that is not valid."""
+    """Returns the heads of layers without windows as `per_layer_config` lists them. sliding: for each layer, whether it has a
+    window. usual: the heads of layers that are not listed. Raises UnsupportedModel unless all layers without windows have the same
+    heads and all others the usual ones, and CheckpointError for an entry that is not valid."""
     by_layer = fields.mapping(_BY_LAYER)
     assert by_layer is not None
     numbers = {str(layer): layer for layer in range(len(sliding))}

@@ -34,7 +34,8 @@ class LatentNames:
     output: str = "self_attn.o_proj"
 
     def read_together(self, latent: LatentShape) -> tuple[str, ...]:
-        """Returns the names of the matrices that make, in one product, the latents of queries (if there are any) and of KV."""
+        """Returns the names of the matrices that one matrix multiplication reads: those that make the latents of KV and, in models
+        that have such, of queries."""
         return (self.query_down, self.down) if latent.query_rank else (self.down,)
 
 

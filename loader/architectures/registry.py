@@ -91,7 +91,7 @@ def named_architecture(fields: Fields) -> tuple[Architecture, bool]:
 
 
 def _nearest(name: str) -> str:
-    """Returns words about the supported family whose name is most like `name`, or "" if none is similar."""
+    """Returns the end of an error message that names the supported family whose name is most like `name`; "" if none is similar."""
     from difflib import get_close_matches  # needed only when there is an error
 
     own = _family(name)

@@ -15,9 +15,9 @@ _FULL, _SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_atten
 
 @dataclass(slots=True, frozen=True)
 class Asked:
-    """The values that a rule about windows reads from config.json. fields: config.json. name: the architecture, for errors. listed:
-    for each layer, whether the key `layer_types` calls it sliding (or chunked, in a family with chunks); None: the key is absent.
-    default_tokens: the window's length if its key is absent; None: there is no default."""
+    """The values from config.json by which a rule decides which layers have windows. fields: config.json. name: the architecture,
+    for errors. listed: for each layer, whether the key `layer_types` calls it sliding (or chunked, in a family with chunks); None:
+    the key is absent. default_tokens: the window's length if its key is absent; None: there is no default."""
 
     fields: Fields
     name: str
@@ -132,8 +132,8 @@ class Windows:
     kind: str = _SLIDING
 
     def sliding(self, fields: Fields, name: str, num_layers: int) -> list[bool]:
-        """Returns for each layer whether it has a window. name: the architecture, for errors. Raises UnsupportedModel or
-        CheckpointError."""
+        """Returns for each layer whether it has a window. name: the architecture, for errors. Raises UnsupportedModel for windows
+        that the family's rule does not allow, and CheckpointError for a wrong value."""
         return self.rule(Asked(fields, name, num_layers, _listed(fields, num_layers, self.kind), self.default_tokens))
 
     def by_layer(self, fields: Fields, sliding: list[bool], max_position_embeddings: int, keeps_all: bool) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""Lists the products of a model that a LoRA adapter may change. The index of a product in the list is its matrix number, by which
-both the loader and the engine identify it."""
+"""Lists the matrix multiplications (products) of a model that a LoRA adapter may change. The index of a product in the list is its
+matrix number, by which both the loader and the engine identify it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _Product = tuple[str, tuple[str, ...]]
 
 
 class AdaptedMatrix(NamedTuple):
-    """One or more matrices of a model that one product reads together, and that an adapter may change: the tensors prefix + name +
-    ".weight" for all names. outputs: number of rows of each matrix. inputs: number of columns, the same for all."""
+    """One or more matrices of a model that are multiplied in one matrix multiplication and that an adapter may change. They are the
+    tensors prefix + name + ".weight" for all `names`. outputs: number of rows of each matrix. inputs: number of columns, the same
+    for all."""
 
     prefix: str
     names: tuple[str, ...]
@@ -53,13 +54,14 @@ def decoder_of(shape: ModelShape) -> Decoder:
 
 
 def numbers_of(shape: ModelShape) -> dict[_Product, int]:
-    """Returns the matrix number of each product that adapters may change, by the product's prefix and names (AdaptedMatrix)."""
+    """Returns the matrix number of each matrix multiplication that adapters may change: (prefix, names of its matrices) ->
+    number."""
     return {(matrix.prefix, matrix.names): number for number, matrix in enumerate(adapted_matrices(shape))}
 
 
 def _products(family: Decoder, shape: ModelShape) -> Iterator[_Product]:
-    """Yields (prefix, names) of each product that adapters may change, as in AdaptedMatrix, in the order of their matrix numbers.
-    family: the decoder's description with the names in the checkpoint."""
+    """Yields (prefix, names of the matrices) of each matrix multiplication that adapters may change, in the order of their matrix
+    numbers. family: the decoder's description with the names in the checkpoint."""
     names = family.names
     for layer in range(shape.num_layers):
         prefix = names.layer.format(layer)

@@ -67,16 +67,17 @@ def check_config(text: bytes, quant_text: bytes | None) -> None:
 
 
 def _quantised(fields: Fields, is_wrapper: bool) -> Fields:
-    """Returns the object that may hold `quantization_config`: config.json itself, or its text_config if is_wrapper (the checkpoint
-    has a decoder beside other encoders) and config.json lacks the key."""
+    """Returns the object under which config.json may have the key `quantization_config`: config.json itself, or its text_config if
+    is_wrapper (the checkpoint has a decoder beside other encoders) and config.json lacks the key."""
     if not is_wrapper or fields.has(CONFIG_KEY):
         return fields
     return fields.mapping(TEXT_KEY) or fields
 
 
 def _said_by(fields: Fields, quant_text: bytes | None) -> tuple[Fields, str]:
-    """Returns the object that says how matrices are quantised, and the key under which it does: config.json, or the object in
-    hf_quant_config.json if only that says it. quant_text: the content of hf_quant_config.json; None: there is no such file."""
+    """Returns the object that describes how matrices are quantised, and the key under which it has the description. The object is
+    config.json, or that in hf_quant_config.json if only that has one. quant_text: the content of hf_quant_config.json; None: there
+    is no such file."""
     if quant_text is None or fields.has(CONFIG_KEY):
         return fields, CONFIG_KEY
     return modelopt.quant_config(quant_text), modelopt.QUANT_CONFIG_KEY

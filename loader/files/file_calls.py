@@ -1,4 +1,4 @@
-"""Calls of the file system that can be left behind.
+"""Calls of the file system that can be left behind: their caller stops waiting for them and goes on.
 
 A call to a mount whose server is gone may not return for as long as the mount hangs, and no signal ends it. So a load that is
 cancelled waits for such a call only a moment. The thread that is in it goes on by itself and touches nothing of the load any more.

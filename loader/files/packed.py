@@ -26,8 +26,8 @@ _HEX = frozenset("0123456789abcdef")
 
 
 class Source(msgspec.Struct, frozen=True):
-    """The plain file that a packed file was made from, by which a load recognises it. header: the BLAKE2b hash of its header, 16
-    bytes in hex."""
+    """The identity of the plain file that a packed file was made from, by which a load recognises that file. header: the BLAKE2b
+    hash of its header, 16 bytes in hex."""
 
     size_bytes: int
     mtime_ns: int
@@ -131,8 +131,8 @@ def check_record(
 
 
 def frames(record: TensorRecord, begin: int, num_bytes: int, shape: tuple[int, ...], dtype: str) -> Iterator[Frame]:
-    """Yields the frames of a checked record, in order. shape, dtype: the unpacked tensor's. begin, num_bytes: the tensor's bytes in
-    the file."""
+    """Yields the frames of a tensor in a packed file, in order. record: the tensor's description, which has been checked. begin,
+    num_bytes: the tensor's bytes in the file. shape, dtype: those of the unpacked tensor."""
     per_frame = frame_values(shape, dtype)
     if record.shape is None:
         item_bytes = num_bytes // math.prod(shape) if num_bytes else 1

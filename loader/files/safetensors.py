@@ -192,14 +192,14 @@ def read_header(fd: int, file: str) -> Header:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Returns tensor name -> file name from the folder's model.safetensors.index.json. Raises CheckpointError for an index that is
-    not valid, and OSError."""
+    """Returns the index of a checkpoint, tensor name -> file name, from the file model.safetensors.index.json in the folder. Raises
+    CheckpointError for an index that is not valid, and OSError if it cannot be read."""
     return parse_index(read_regular(folder / INDEX_NAME, MAX_HEADER_BYTES))
 
 
 def parse_index(text: bytes) -> dict[str, str]:
-    """Returns tensor name -> file name from the text of an index. Raises CheckpointError, also for a file name that leads out of
-    the folder."""
+    """Returns the index of a checkpoint, tensor name -> file name, from the text of the index file. Raises CheckpointError for a
+    text that is no index, and for a file name that leads out of the folder."""
     if text.count(b'"') > QUOTES_PER_INDEX_ENTRY * MAX_TENSORS:
         raise CheckpointError(INDEX_NAME, None, f"names more than {MAX_TENSORS} tensors")
     try:

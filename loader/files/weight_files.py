@@ -27,7 +27,7 @@ class MissingFile(Exception):
 
 @dataclass(slots=True, frozen=True)
 class FileInfo:
-    """A weight file as the scan saw it. name: its path below the model's folder."""
+    """A weight file's name, size and time as the scan saw them. name: its path below the model's folder."""
 
     name: str
     size_bytes: int
@@ -99,8 +99,8 @@ def packed_files(folder: Path) -> list[FileInfo]:
 
 
 def source_of(info: FileInfo, header: Header) -> Source:
-    """Returns the Source that a packed file records about the plain file that it was made from. info, header: those of the plain
-    file."""
+    """Returns the identity (Source) that a packed file records of the plain file that it was made from. info, header: the plain
+    file as the scan saw it, and its header."""
     return Source(info.size_bytes, info.mtime_ns, hashlib.blake2b(header.raw, digest_size=16).hexdigest())
 
 

@@ -30,9 +30,9 @@ def _num_groups(settings: Awq | Gptq, num_inputs: int) -> int:
 
 
 def parts_by_input(settings: Awq | Gptq, name: str, dims: Dims, words: Int4Tensor, zeros: Relayout) -> Int4Tensors:
-    """Returns the tensors of an AWQ or GPTQ matrix: the given words, and the scales and zero points that belong to them. The tensor
-    that tells the group of each input (GPTQ's g_idx) is not included. name, dims: the matrix's name and its shape [outputs,
-    inputs]. words: the tensor with the four-bit weights. zeros: how zero points are rearranged."""
+    """Returns the tensors that store one matrix in an AWQ or GPTQ checkpoint: `words`, and the scales and zero points that belong
+    to them. The tensor that tells the group of each input (GPTQ's g_idx) is not included. name, dims: the matrix's name and its
+    shape [outputs, inputs]. words: the tensor with the four-bit weights. zeros: how zero points are rearranged."""
     num_outputs, groups = dims[0], _num_groups(settings, dims[1])
     of_inputs = Along(0, settings.group_inputs) if settings.group_inputs else None
     stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.scales), (groups, num_outputs))

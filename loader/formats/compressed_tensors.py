@@ -15,10 +15,11 @@ FoundT = TypeVar("FoundT")
 def read_groups(
     config: Mapping[str, Any], form: str, read: Callable[[str, Mapping[str, Any]], FoundT | Refused]
 ) -> FoundT | Refused | None:
-    """Reads the groups of settings in a `quantization_config` that compressed-tensors wrote. form: the format that all groups must
-    have; the result is None if one has another, or if there are no groups. read(key, weights): reads one group's settings of
-    weights. Returns what `read` returns, which must be the same for every group, or a Refused for the first setting that is not
-    served."""
+    """Reads a `quantization_config` that compressed-tensors wrote: its groups of settings, each for some of the model's matrices.
+    Returns the settings of all groups, which must be the same, as `read` returns them; a Refused for the first setting that is not
+    served; None if there are no groups, or one has another format.
+
+    form: the format that all groups must have. read(key, weights): reads the settings of one group's weights."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return None
@@ -42,9 +43,8 @@ def read_groups(
 
 
 def first_other(key: str, weights: Mapping[str, Any], served: Mapping[str, object]) -> Refused | None:
-    """Returns a refusal of the first setting whose value is not the served one; None if all settings have the served value. key:
-    the key under which the settings lie, for messages; "": they are the whole configuration. weights: the settings. served: setting
-    -> the only value that is served."""
+    """Returns a Refused for the first setting whose value is not served; None if all are. key: the key under which the settings
+    lie, for messages; "": they are the whole configuration. weights: the settings. served: setting -> its only served value."""
     for name, value in served.items():
         if weights.get(name) != value:
             return not_served(f"{key}.{name}" if key else name, weights.get(name), str(value))

@@ -56,7 +56,7 @@ class Int4Tensor(NamedTuple):
     relayout: Relayout | None = None
 
     def held_bytes(self, shape: Dims) -> int:
-        """Returns the bytes that a part of the tensor takes in memory. shape: the part's shape as it is stored."""
+        """Returns how many bytes of memory a part of the tensor takes. shape: the part's shape as the checkpoint stores it."""
         return math.prod(shape) * self.item_bytes if self.relayout is None else self.relayout.held_bytes(shape)
 
 

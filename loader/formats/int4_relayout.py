@@ -36,8 +36,8 @@ _SWAPS = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F))
 
 
 def part_of(held: Tensor, relayout: Relayout, first: int, num_rows: int) -> Tensor:
-    """Returns the part of a rearranged tensor's memory that some of its stored rows fill, as a view. held: the memory of the whole
-    tensor (Relayout.held_shape). first, num_rows: index of the first of these rows, and their number."""
+    """Returns a view of the memory that some stored rows of a rearranged tensor fill. held: the memory of the whole tensor
+    (Relayout.held_shape). first, num_rows: index of the first of these rows, and their number."""
     if held.dim() < 2:
         return held
     if relayout.turned:
@@ -46,9 +46,10 @@ def part_of(held: Tensor, relayout: Relayout, first: int, num_rows: int) -> Tens
 
 
 def rearrange(relayout: Relayout, stored: Tensor, first: int, group_inputs: int, part: Tensor, at_once: int) -> None:
-    """Writes stored rows [R, C], or elements [R], of a tensor to their part of memory, or only checks them. first: the index of the
-    first row in the whole tensor. group_inputs: inputs that share a scale. part: the memory of these rows (part_of). at_once:
-    number of elements that are rearranged at a time. Raises ValueError for numbers that cannot be held."""
+    """Writes stored rows [R, C], or elements [R], of a tensor to memory in the kernels' order; for numbers that are not held, only
+    checks them. first: the index of the first row in the whole tensor. group_inputs: inputs that share a scale. part: the memory of
+    these rows, as `part_of` returns it. at_once: number of elements that are rearranged at a time. Raises ValueError for numbers
+    that cannot be held."""
     if relayout == GROUPS_IN_ORDER:
         _check_order(stored, first, group_inputs)
     elif relayout == INPUT_ORDER:

@@ -17,9 +17,9 @@ CODE_BYTES, START_BYTES = 8, 4
 
 
 class PackedPlace(NamedTuple):
-    """The place of a packed matrix [num_outputs, num_inputs] in the weight range; loader/formats/packed_rows.py explains its parts
-    (body, codes, bases, starts, escapes) and panels. The matrix consists of all matrices of a group of tensors, which one product
-    reads together. begin_bytes: where the place begins, a multiple of 64."""
+    """The place of a packed matrix [num_outputs, num_inputs] in a model's weight range: one block of bytes with five arrays (body,
+    codes, bases, starts, escapes), which loader/formats/packed_rows.py explains. The matrix consists of all matrices of a group of
+    tensors, which one matrix multiplication reads together. begin_bytes: where the place begins, a multiple of 64."""
 
     begin_bytes: int
     num_outputs: int
@@ -63,14 +63,14 @@ class PackedPlace(NamedTuple):
         return self.escapes_at_bytes + self.most_escapes + ESCAPES_BEHIND
 
     def row_at(self, place_bytes: int) -> int:
-        """Returns the index of the row whose body would begin at place_bytes of the weight range if the bodies of rows lay end to
-        end."""
+        """Returns the index of the row that is at place_bytes of the weight range in a simplified count, in which the rows' bodies
+        lie end to end instead of being interleaved."""
         return (place_bytes - self.begin_bytes) // self.row_body_bytes
 
     def ranges(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Returns four ranges [begin, end) of the weight range, in bytes: the parts of the body, the codes, the bases and the
-        starts that belong to the panels from `first` to below `last`. The panels' escapes are left out, because they may lie
-        anywhere among those of the matrix."""
+        """Returns where the packed rows of the panels (groups of four rows) from `first` to below `last` lie: four ranges [begin,
+        end) of the weight range, in bytes, one in each of the arrays body, codes, bases and starts. Their bytes in the array of
+        escapes are left out, because they may lie anywhere in it."""
         sizes = (
             (self.begin_bytes, PANEL_ROWS * self.row_body_bytes),
             (self.codes_at_bytes, self._panel_codes_bytes),

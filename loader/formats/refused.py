@@ -19,13 +19,13 @@ def not_served(key: str, value: object, served: str) -> Refused:
 
 
 def refusal_of(read: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns what WeightFormat.refuses returns for a configuration: key and reason if `read`, which reads the format's settings
-    from it, returns a Refused; else None."""
+    """Returns the key and the reason if a format's settings in a `quantization_config` are refused, as WeightFormat.refuses must;
+    else None. read: reads the format's settings from the configuration, or returns a Refused."""
     found = read(config)
     return found if isinstance(found, Refused) else None
 
 
 def is_read_as(read: Callable[[Mapping[str, Any]], object], settings: object, config: Mapping[str, Any]) -> bool:
-    """Returns what WeightFormat.recognises returns for a configuration: whether `read`, which reads a format's settings from it,
-    returns these settings."""
+    """Returns whether a `quantization_config` has exactly these settings of a format, as WeightFormat.recognises must. read: reads
+    the format's settings from the configuration."""
     return read(config) == settings

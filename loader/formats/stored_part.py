@@ -16,8 +16,8 @@ from loader.errors import CheckpointError
 
 
 class Along(NamedTuple):
-    """The place of a matrix's axis in a stored tensor. axis: the tensor's axis. num: how many outputs or inputs of the matrix one
-    element along it stands for, for example those of a word or of a scale."""
+    """The axis of a stored tensor along which one axis of its matrix lies. axis: the tensor's axis. num: how many outputs or inputs
+    of the matrix one element of the tensor stands for, for example those of a word or of a scale."""
 
     axis: int
     num: int = 1
@@ -60,9 +60,9 @@ def matrices_of(group: TensorGroup) -> Iterator[Matrix]:
 
 
 def stored_part(name: str, shape: Dims, axes: Axes, cut: Cut | None) -> StoredPart:
-    """Returns the part of a stored tensor that belongs to a part of its matrix. name, shape: those of the whole tensor. axes: where
-    the matrix's axes lie in the tensor. cut: the cut of the matrix; None: the whole matrix. Raises CheckpointError for a cut
-    between numbers that are stored in one element, or that share a scale."""
+    """Returns the part of a stored tensor that a device's share of its matrix needs. name, shape: those of the whole tensor. axes:
+    where the matrix's axes lie in the tensor. cut: which part of the matrix the share has; None: the whole matrix. Raises
+    CheckpointError for a cut between numbers that are stored in one element, or that share a scale."""
     if cut is None:
         return StoredPart(shape, None)
     of_experts = stored_part(name, shape, axes, cut.experts)

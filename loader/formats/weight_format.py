@@ -35,21 +35,26 @@ class StoredTensor(NamedTuple):
 
 
 class WeightSlot(NamedTuple):
-    """The place of one parameter. name and shape: as in the checkpoint. offset_bytes, num_bytes: its place in the model's weight
-    range. scales_at_bytes: for a quantised matrix, where its scales begin in the weight range (for NVFP4, those of its whole
-    group); -1: the parameter has no such scales. stage: the part of a forward pass that first needs it: 0 before the layers, n + 1
-    for layer n, the highest number after the layers. held_as: the dtype in memory, if it is the stored one or one that numbers are
-    converted to; "": the model's dtype, or int8 if the load quantises. group_inputs: for an FP8, INT4 or NVFP4 matrix, and for the
-    tensor with the groups of its inputs, how many inputs of a row share a scale; 0: the parameter is none of these. repeats: for
-    scales of FP8 and NVFP4 matrices, how many rows of memory each stored row fills (the last row as many as are left); 0: the
-    parameter is not such scales. relayout: how its numbers are rearranged; None: they are held in the stored order. joint: a name
-    shared by parameters that are in place only once all of them are, because the inputs of their weights are reordered then; "":
-    there are none. inverse: for repeated scales, whether their inverses are held. cut: for a split model, which part of the stored
-    tensor the parameter is; `shape` is then the part's; None: the whole tensor. kept: for repeated scales of which only a part is
-    held (`shape` is then the whole tensor's), which part of the numbers that the whole tensor would fill, with a row for each
-    output and a column for each group of inputs; None: all. packed: the place of the packed matrix that the parameter is a part of;
-    offset_bytes and num_bytes are then those of its rows' body, as though rows lay end to end, and `joint` is shared by all
-    parameters of the matrix; None: it is not packed in memory."""
+    """The place of one parameter in a model's weight range.
+
+    name, shape: as in the checkpoint. offset_bytes, num_bytes: its place. stage: the part of a forward pass that first needs it: 0
+    before the layers, n + 1 for layer n, the highest number after the layers. held_as: the dtype in memory, if it is the stored one
+    or one that numbers are converted to; "": the model's dtype, or int8 if the load quantises.
+
+    Of quantised matrices: scales_at_bytes: where the matrix's scales begin in the weight range (for NVFP4, those of its whole
+    group); -1: the parameter has no such scales. group_inputs: for an FP8, INT4 or NVFP4 matrix, and for the tensor with the groups
+    of its inputs, how many inputs of a row share a scale; 0: the parameter is none of these. relayout: how its numbers are
+    rearranged; None: they are held in the stored order. joint: a name shared by parameters that are in place only once all of them
+    are, because the inputs of their weights are reordered then; "": there are none.
+
+    Of scales: repeats: for scales of FP8 and NVFP4 matrices, how many rows of memory each stored row fills (the last row as many as
+    are left); 0: the parameter is not such scales. inverse: for repeated scales, whether their inverses are held. kept: for
+    repeated scales of which only a part is held (`shape` is then the whole tensor's), which part of the numbers that the whole
+    tensor would fill, with a row for each output and a column for each group of inputs; None: all.
+
+    cut: for a split model, which part of the stored tensor the parameter is; `shape` is then the part's; None: the whole tensor.
+    packed: the place of the packed matrix that the parameter is a part of; offset_bytes and num_bytes are then those of its rows'
+    body, as though rows lay end to end, and `joint` is shared by all parameters of the matrix; None: it is not packed in memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,8 +74,9 @@ class WeightSlot(NamedTuple):
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """The ranges [begin, end) of the weight range, in bytes, that are complete once the parameter and all with the same `joint`
-        are in place. Of the parameters of a packed matrix the first one has the range of the whole matrix, the others have none."""
+        """The ranges [begin, end) of the weight range, in bytes, that are complete once this parameter and all with the same
+        `joint` are in place. For a packed matrix, which may consist of several parameters, the first of them has the range of the
+        whole matrix, and the others have none."""
         if (packed := self.packed) is not None:
             return [(packed.begin_bytes, packed.end_bytes)] if self.offset_bytes == packed.begin_bytes else []
         places = [(self.offset_bytes, self.offset_bytes + self.num_bytes)]
@@ -128,22 +134,30 @@ class WeightFormat:
     model are plain.
 
     name: used in messages and logs. settings: values of the setting `quantize` that ask for it. resident: the value of the setting
-    `resident` that asks for it; "": there is none. place: lays out one group, or a share of it (with cuts); returns its slots and
-    the first free byte after them, and raises CheckpointError if numbers of rows or columns, the cuts' included, are not what the
-    format needs. stored: lists the tensors of one group that a checkpoint holds. recognises: whether a checkpoint with this
-    `quantization_config` is in the format; None: no checkpoints have this format. title: the format's name for such checkpoints in
-    messages. refuses: returns the key and a text for a setting in a `quantization_config` of this kind that is not served; None if
-    there is none, or if the configuration is of another kind. otherwise: the name of the format that such a checkpoint has if it
-    holds no tensor whose name ends with scale_suffix; "": there is no other. ignores: returns whether such a checkpoint may hold a
-    given tensor in addition. kernels: the set of kernels (engine/cpu/kernel_units.py) that it needs besides those of the dtype; "":
-    none. expert_kernels: the further set that mixtures of experts in this format need; "": none. widened_bytes: bytes of a matrix
-    that a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders, runs_experts: whether the format is supported on
-    GPUs, for encoders, and for mixtures of experts. runs_stacks: whether it is for experts of which the checkpoint holds all of a
-    layer in one tensor, if runs_experts. check: raises UnsupportedModel for a model that is not served in the format; its arguments
-    are config.json and the shape. reorders: whether products copy their inputs into another order. waits_for_kernels: whether loads
-    to a cpu device wait until the format's kernels are compiled, because the reference implementation is too slow to serve a model.
-    load_bytes: bytes of a GPU's memory that a load takes besides the weights. held_as: returns the dtype of a group's first tensor
-    in memory if it is also the stored one, so that the tensor may be read straight into place; "": the model's dtype."""
+    `resident` that asks for it; "": there is none.
+
+    place: lays out one group of tensors, or a device's share of it (with cuts); returns its slots and the first free byte after
+    them, and raises CheckpointError if numbers of rows or columns, the cuts' included, are not what the format needs. stored: lists
+    the tensors of one group that a checkpoint holds.
+
+    recognises: returns whether a checkpoint with a given `quantization_config` is in the format; None: no checkpoints have this
+    format. title: the format's name for such checkpoints in messages. refuses: returns the key and a text for a setting in a
+    `quantization_config` of this kind that is not served; None if there is none, or if the configuration is of another kind.
+    otherwise: the name of the format that such a checkpoint has if it holds no tensor whose name ends with scale_suffix; "": there
+    is no other. ignores: returns whether such a checkpoint may hold a given tensor in addition.
+
+    kernels: the set of kernels (engine/cpu/kernel_units.py) that it needs besides those of the dtype; "": none. expert_kernels: the
+    further set that mixtures of experts in this format need; "": none. widened_bytes: bytes of a matrix that a step holds in the
+    model's dtype at a time.
+
+    runs_on_gpus, runs_encoders, runs_experts: whether the format is supported on GPUs, for encoders, and for mixtures of experts.
+    runs_stacks: whether it is for experts of which the checkpoint holds all of a layer in one tensor, if runs_experts. check:
+    raises UnsupportedModel for a model that is not served in the format; its arguments are config.json and the shape.
+
+    reorders: whether a step copies the inputs of such matrices into another order before it multiplies. waits_for_kernels: whether
+    loads to a cpu device wait until the format's kernels are compiled, because the reference implementation is too slow to serve a
+    model. load_bytes: bytes of a GPU's memory that a load takes besides the weights. held_as: returns the dtype of a group's first
+    tensor in memory if it is also the stored one, so that the tensor may be read straight into place; "": the model's dtype."""
 
     name: str
     settings: tuple[str | None, ...]
@@ -175,8 +189,8 @@ class WeightFormat:
         return "resident" if self.resident else "quantize"
 
     def unbuilt_experts(self, shape: ModelShape) -> str:
-        """Returns a name for the kind of experts that a model has if the format is not built for it; "" if it is, or if the model
-        has no experts."""
+        """Returns the kind of experts that the model has, as words for a message, if the format does not support that kind; "" if
+        it does, or if the model has no experts."""
         if shape.experts is not None and not self.runs_experts:
             return "mixtures of experts"
         if shape.experts is not None and shape.experts.stacked and not self.runs_stacks:

@@ -162,8 +162,8 @@ def _what_else(name: str) -> str:
 
 
 def _check_tensors(down: TensorRef, up: TensorRef, rank: int, key: str) -> None:
-    """Raises CheckpointError unless both tensors are matrices of this rank: down [rank, inputs], up [outputs, rank]. key: the key
-    of the config that gives the rank."""
+    """Raises CheckpointError unless the two tensors of a module are matrices of the given rank: down [rank, inputs], up [outputs,
+    rank]. key: the key of the config that gives the rank."""
     for tensor, axis, wanted in ((down, 0, "[rank, inputs]"), (up, 1, "[outputs, rank]")):
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise CheckpointError(tensor.file, tensor.name, f"has shape {list(tensor.shape)}, no {wanted}")
@@ -192,8 +192,8 @@ class _PerModule:
             self._special.setdefault(name, (place, each, self._read(given, each)))
 
     def of(self, module: str) -> tuple[float, str]:
-        """Returns the number for a module, and the key of the config that gives it. module: the module's full name. If several
-        names in the config fit it, the first one counts."""
+        """Returns the rank or alpha of a module, and the key of the config that gives it. module: the module's full name. If
+        several names in the config fit the module, the first one counts."""
         parts = module.split(".")
         names = [f"^{module}", *(".".join(parts[at:]) for at in range(len(parts)))]
         found = min((self._special[name] for name in names if name in self._special), default=None)

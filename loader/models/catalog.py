@@ -71,15 +71,20 @@ SIDE_FILES = (CONFIG_NAME, QUANT_CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER
 
 @dataclass(slots=True)
 class Checkpoint:
-    """The folder of a model, or of a LoRA adapter. complete: whether it can be loaded. If not, `reason` says what is missing (it
-    may still arrive), or `error` what is wrong (it stays wrong until the files change). shape: the model's shape; None if
-    config.json can't be used.
+    """The folder of a model, or of a LoRA adapter.
 
-    predicting: the shape with the model's predictor, if the files hold one that can draft tokens; None: they do not, or
-    predictor_error says what is wrong with it. notes: sentences for operators about what is in the files and is not used.
-    weights_bytes: dtype -> bytes of weights that an engine holds, without the predictor. fingerprint: a hash of names, sizes,
-    times, configuration texts and headers. files_id: the same without times, so that a copy of the files has the same one.
-    packed_files: the same weights in packed form, if `files` are plain. packed_reason: why existing packed files can't be used.
+    complete: whether it can be loaded. If not, `reason` says what is missing (it may still arrive), or `error` what is wrong (it
+    stays wrong until the files change).
+
+    shape: the model's shape; None if config.json can't be used. predicting: the shape with the model's predictor, if the files hold
+    one that can draft tokens; None: they do not, or predictor_error says what is wrong with it. notes: sentences for operators
+    about what is in the files and is not used. weights_bytes: dtype -> bytes of weights that an engine holds, without the
+    predictor.
+
+    fingerprint: a hash of names, sizes, times, configuration texts and headers. files_id: the same without times, so that a copy of
+    the files has the same one. packed_files: the same weights in packed form, if `files` are plain. packed_reason: why existing
+    packed files can't be used.
+
     is_adapter: whether it is an adapter's folder, which has no shape. adapter: the adapter that the files describe; None unless it
     is complete. head: the head that the files describe, which drafts tokens for other models; such a folder has no shape either."""
 
@@ -133,8 +138,8 @@ def scan(
 
 
 def merged(found: Iterable[Seen]) -> dict[str, Checkpoint]:
-    """Returns the checkpoints by name, sorted. If several have the same name, an adapter that was named with its folder is
-    preferred to a folder below the models folder, and that to one in a Hugging Face cache."""
+    """Returns the checkpoints by name, sorted, each name once. Of several with the same name the first of these is taken: an
+    adapter that was named with its folder, a folder below the models folder, a model in a Hugging Face cache."""
     plain: dict[str, Checkpoint] = {}
     cached: dict[str, Checkpoint] = {}
     named: dict[str, Checkpoint] = {}
@@ -518,7 +523,7 @@ def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[Te
 
 
 def notes_on(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns Checkpoint.notes for a checkpoint that holds the tensors of these names."""
+    """Returns sentences for operators about tensors among these names that are in the files and not used."""
     note = unused_kv_scales(names)
     return (note,) if note else ()
 

@@ -20,10 +20,13 @@ HEADERS, INDEX, CONFIG = "headers", "index", "config"
 
 @dataclass(slots=True, frozen=True)
 class DescribedModel:
-    """The shape of a model whose weights need not be there. source: where its sizes come from: HEADERS (headers of the weight
-    files), INDEX (names of tensors in their index) or CONFIG (config.json alone). With CONFIG, the matrices of a quantised
-    checkpoint that its configuration names as plain count as plain. predicting: the shape with the model's predictor; None: it has
-    none, or predictor_error says what is wrong with it. notes: as Checkpoint.notes; with CONFIG there are none."""
+    """The shape of a model whose weights need not be there.
+
+    source: where its sizes come from: HEADERS (headers of the weight files), INDEX (names of tensors in their index) or CONFIG
+    (config.json alone). With CONFIG, the matrices of a quantised checkpoint that its configuration names as plain count as plain.
+
+    predicting: the shape with the model's predictor; None: it has none, or predictor_error says what is wrong with it. notes:
+    sentences for operators about what is in the files and is not used; with CONFIG there are none."""
 
     shape: ModelShape
     source: str
@@ -68,8 +71,8 @@ def described_model(folder: Path) -> DescribedModel:
 
 
 def _named(shape: ModelShape, names: set[str]) -> ModelShape:
-    """Returns the shape with stored_format and plain_groups set as the names of a checkpoint's tensors tell. names: all names in
-    the index. Raises CheckpointError for a tensor that the model needs and the index lacks."""
+    """Returns the shape with stored_format and plain_groups set, as they follow from the names of a checkpoint's tensors. names:
+    all names in the index. Raises CheckpointError for a tensor that the model needs and the index lacks."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups_by_name(shape, names))
     for tensor in layout.stored_tensors(shape):

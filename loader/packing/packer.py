@@ -122,8 +122,8 @@ class _Packing:
         self._journal_path.unlink(missing_ok=True)
 
     def _take_up(self, out: int) -> None:
-        """Takes over the tensors that an earlier, interrupted run has written to the new file, up to the first one that is missing
-        or damaged, and rewrites the journal with only these. out: descriptor of the new file."""
+        """Reads the journal of an earlier, interrupted run, and keeps the tensors that it has written to the new file, up to the
+        first one that is missing or damaged. Rewrites the journal with only these. out: descriptor of the new file."""
         with suppress(OSError, msgspec.DecodeError):
             first, *rest = self._journal_path.read_bytes().split(b"\n")
             if msgspec.json.decode(first, type=_Begun) == _Begun(packed.VERSION, self._source):

@@ -27,8 +27,8 @@ def num_threads() -> int:
 
 
 def read_bytes(fd: int, tensor: TensorRef, offset: int, num_bytes: int) -> Any:
-    """Returns `num_bytes` bytes of a tensor as they are in the file, from `offset` within the tensor on: uint8, writable. fd:
-    descriptor of the file. Raises CheckpointError if the file ends too early."""
+    """Returns a part of a tensor's bytes as they are in the file: `num_bytes` of them from `offset` within the tensor on, uint8,
+    writable. fd: descriptor of the file. Raises CheckpointError if the file ends too early."""
     held = bytearray(num_bytes)
     done = 0
     while done < num_bytes:

@@ -23,8 +23,10 @@ log = logging.getLogger("loader")
 
 @dataclass(slots=True, frozen=True)
 class Fetched:
-    """The result of one read that was carried out. Sizes are in bytes of tensors, as they are in the file. direct_bytes: bytes read
-    past the page cache. staged_bytes: bytes that went through the staging slot. given_bytes: bytes that another rank had read.
+    """The result of one read that was carried out.
+
+    direct_bytes: bytes read past the page cache. staged_bytes: bytes that went through the staging slot. given_bytes: bytes that
+    another rank had read. All three are sizes of tensors as they are in the file.
 
     fence: passed when the read's copies to a device are done, after which the caller gives `slot` back to the ring; None: there are
     no copies, and the slot has been given back."""
@@ -110,15 +112,16 @@ class FileReader:
         return Fetched(read, direct_bytes, sum(span.end - span.begin for span in staged), slot, fence, given_bytes)
 
     def _stored_from(self, read: Read, given: memoryview) -> Fetched:
-        """Stores the bytes of a read that another rank has carried out, straight from the memory that the ranks share into the
-        weight range. given: these bytes."""
+        """Stores in the weight range the bytes of a read that another rank has carried out, straight from the memory through which
+        ranks share reads. given: these bytes."""
         self._store(read, staged_spans(read, ()), given)
         if (fence := self._sink.fence()) is not None:
             fence.wait()
         return Fetched(read, 0, 0, given, None, read.num_bytes)
 
     def _store(self, read: Read, spans: Iterable[Span], held: memoryview) -> None:
-        """Starts moving spans of a read to their places. held: memory that begins with the read's first byte."""
+        """Starts moving parts (spans) of a read from a buffer to their places in the weight range. held: the buffer, whose first
+        byte is the read's first byte."""
         for span in spans:
             staged = held[span.begin - read.begin : span.end - read.begin]
             if span.segment.frame is None:
@@ -127,8 +130,9 @@ class FileReader:
                 self._unpacker.store(span.segment, staged)
 
     def _from_file(self, read: Read, call: CallUnderWay, slot: memoryview, in_place: bool) -> tuple[int | None, list[Span]]:
-        """Reads the bytes of a read from the file, past the page cache unless they are in it. Returns the descriptor that bypassed
-        the cache, or None, and the spans that are in the slot. The arguments are those of _brought."""
+        """Reads the bytes of a read from the file; past the page cache, unless the cache holds them. Returns the descriptor that
+        bypassed the cache, or None, and the spans that are in the slot and must still be stored. call: guards the file system
+        calls. slot: the staging slot. in_place: whether bytes may go straight to their place in the weight range."""
         direct_fd = self._direct_fd
         with call:
             if direct_fd is not None and is_cached(self._fd, read.begin, read.begin + read.needed_bytes):

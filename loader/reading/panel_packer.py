@@ -54,7 +54,8 @@ class PanelPacker:
         self._write(place, panel, np.stack([there[number] for number in range(num_rows)]))
 
     def _write(self, place: PackedPlace, panel: int, rows: Any) -> None:
-        """Packs whole panels. panel: the index of the first one. rows: the weights of all of them."""
+        """Packs the rows of whole panels (groups of four rows) into the matrix's place. panel: the index of the first panel. rows:
+        the weights of all of their rows."""
         ranges = place.ranges(panel, panel - (-len(rows) // PANEL_ROWS))
         body, codes, bases, starts = (self._memory[begin:end] for begin, end in ranges)
         starts, listed = starts.view(np.uint32), self._scratch.take(rows.size + ESCAPES_BEHIND)

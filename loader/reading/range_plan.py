@@ -6,9 +6,10 @@ block boundaries as in the file (layout.weight_layout arranges that). Then the s
 a direct span. All other bytes (the blocks at a tensor's ends, tensors placed differently, tensors of another dtype) go through a
 staging slot, where they have the same position as in the read.
 
-In a split model only the share's rows and long runs of its columns are read. Where columns are divided into short runs, whole rows
-are read, and only their parts are stored. Of packed files only those frames are read that hold something of the share. If several
-ranks have a part of each of the same rows, or the same matrices whole, their reads are the same, and the ranks may share them
+In a split model each rank (device) has a share of the weights, and only the share's rows and long runs of its columns are read.
+Where columns are divided into short runs, whole rows are read, and only the share's part of each row is stored. Of packed files,
+which consist of separately compressed frames, only those frames are read that hold something of the share. If several ranks have a
+part of each of the same rows, or the same matrices whole, their reads are the same, and the ranks may share them
 (loader/reading/shared_reads.py).
 """
 
@@ -42,19 +43,22 @@ QUANTIZED, SCALES, PACKED = "int8", "scales", "packed"
 class Segment:
     """Consecutive whole elements of one tensor: bytes [begin, end) of its file, which belong at place_bytes of the weight range.
 
-    target: the engine's dtype if it differs from the stored one, else "". Special values are: "int8" for whole rows to be
-    quantised, whose scales belong at scales_at_bytes of the weight range; "scales" for all scales of a matrix, each row of which
-    fills `repeats` rows of memory, in float32, held_bytes bytes in all (their inverses, if `inverse`); FP8 for codes, which are
-    stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; the name of a Relayout; and "packed" for
-    rows that are packed (`whole` tells where). stage: the part of a forward pass that first needs the tensor (WeightSlot.stage).
+    target: what the elements are converted to: the engine's dtype if it differs from the stored one, else "". Special values are:
+    "int8" for whole rows to be quantised, whose scales belong at scales_at_bytes of the weight range; "scales" for all scales of a
+    matrix, each row of which fills `repeats` rows of memory, in float32, held_bytes bytes in all (their inverses, if `inverse`);
+    FP8 for codes, which are stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; the name of a
+    Relayout; and "packed" for rows that are packed (`whole` tells where). stage: the part of a forward pass that first needs the
+    tensor (WeightSlot.stage).
 
     frame: the frame of a packed file that the segment consists of; None: the file is plain. contents: the segments, in order, that
-    are stored of what this frame decodes to, with begin and end counted as though the file held the tensor unpacked. whole: the
-    place of the whole tensor if its numbers are rearranged (loader/formats/relayout.py) or packed, else None; the segment's numbers
-    are then scattered in this place, and place_bytes counts as though they were not (for packed rows as WeightSlot.offset_bytes).
-    kept: for "scales", the part of them that is held (WeightSlot.kept). columns: the part of each row that is kept, with the tensor
-    regarded as a matrix whose rows have `columns.whole` elements; the segment then consists of whole rows. None: all columns are
-    kept."""
+    are stored of what this frame decodes to, with begin and end counted as though the file held the tensor unpacked.
+
+    whole: the place of the whole tensor if its numbers are rearranged (loader/formats/relayout.py) or packed, else None; the
+    segment's numbers are then scattered in this place, and place_bytes counts as though they were not (for packed rows as
+    WeightSlot.offset_bytes). kept: for "scales", the part of them that is held (WeightSlot.kept).
+
+    columns: the part of each row that is kept, with the tensor regarded as a matrix whose rows have `columns.whole` elements; the
+    segment then consists of whole rows. None: all columns are kept."""
 
     tensor: TensorRef
     begin: int
@@ -116,14 +120,15 @@ class Segment:
 
     @property
     def is_whole_frame(self) -> bool:
-        """Returns whether all values of the segment's frame are stored, one after the other. False if it is no frame."""
+        """Returns whether the segment is a frame of a packed file all of whose values are stored, one after the other."""
         if self.frame is None or len(self.contents) > 1 or self.columns is not None:
             return False
         return self.contents[0].end - self.contents[0].begin == self.frame.num_bytes
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The rows [first, last) of a packed matrix that the segment has. Only for a segment whose rows are packed."""
+        """The rows [first, last) of a packed matrix to which the segment belongs. Only for a segment whose rows stay packed in
+        memory."""
         assert self.whole is not None
         assert self.whole.packed is not None
         first, (unit, _) = self.whole.packed.row_at(self.place_bytes), self.unit_bytes
@@ -132,7 +137,7 @@ class Segment:
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """A part of a segment: bytes [begin, end) of its file. place_bytes: where the part belongs in the weight range."""
+    """A part of a segment: bytes [begin, end) of the segment's file. place_bytes: where the part belongs in the weight range."""
 
     segment: Segment
     begin: int
@@ -145,9 +150,9 @@ class Span:
 
 @dataclass(slots=True, frozen=True)
 class Read:
-    """One read from a file: its bytes [begin, end), which are whole blocks (`end` may be past the end of the file), and the
-    segments of parameters among them, in file order. num_readers: how many ranks share the read, all of which have the same one; 1:
-    it is not shared."""
+    """One read from a file. begin, end: its bytes [begin, end) of the file, which are whole blocks (`end` may be past the end of
+    the file). segments: the bytes of parameters among them, in file order. num_readers: how many ranks share the read, each of
+    which has the same read in its plan; 1: it is not shared."""
 
     file: str
     begin: int
@@ -168,7 +173,8 @@ class Read:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """All ranges [begin, end) of the weight range that the read fills, in bytes. Ranges that touch are joined."""
+        """All ranges [begin, end) of the model's weight range, in bytes, whose content comes from this read. Ranges that touch are
+        joined."""
         return joined(place for segment in self.segments for place in segment.places)
 
 
@@ -247,9 +253,9 @@ def plan_reads(
 
 
 def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
-    """Returns the segments of the part of a tensor that a device's share of a model has, in file order: one for each run of bytes,
-    or, if the runs are short or rows are converted, one for each run of whole rows. whole: the segment of the whole tensor, placed
-    where the part begins."""
+    """Returns the segments that a device's share of a model needs of a tensor, in file order: one for each run of bytes, or, if the
+    runs are short or rows are converted, one for each run of whole rows. whole: the segment of the whole tensor, placed where the
+    share's part begins. cut: which part of the tensor the share has."""
     dims = whole.tensor.shape
     num_rows, inner = math.prod(dims[: cut.axis]), math.prod(dims[cut.axis + 1 :])
     row_bytes = (whole.end - whole.begin) // num_rows
@@ -281,9 +287,9 @@ def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
 
 
 def _framed(own: Iterable[Segment], read_bytes: int) -> Iterator[Segment]:
-    """Yields a segment for each frame of a packed tensor that holds numbers which the device stores. own: the segments of the
-    tensor's stored parts, in order, with file positions as though the file held the tensor unpacked. Raises CheckpointError for a
-    frame that is longer than a read, or that ends within a unit (Segment.unit_bytes)."""
+    """Yields a segment for each frame of a packed tensor in which there are numbers that the device stores. own: the segments of
+    the parts of the tensor that it stores, in order, with file positions as though the file held the tensor unpacked. Raises
+    CheckpointError for a frame that is longer than a read, or that ends within a unit (Segment.unit_bytes)."""
     left = deque(own)
     tensor = left[0].tensor
     for frame in tensor.frames:

@@ -21,10 +21,12 @@ _LOOK_EVERY_S = 0.0005
 
 @dataclass(slots=True, frozen=True)
 class Turn:
-    """The next read that a thread carries out. place: the read's index in the plan. owner: the rank that carries the read out for
-    all; -1: the read is not shared. number: the read's index among those of the owner. given: the read's bytes, if the owner has
-    read them; None: they are read from the file. offer: offers the bytes that it is called with to the other ranks; None: they are
-    offered to nobody. shared: the memory through which the read is shared; None: it is not shared."""
+    """The next read that a thread carries out. place: the read's index in the plan.
+
+    For a read that ranks of a split model share: owner: the rank that carries it out for all; -1: the read is not shared. number:
+    the read's index among those of the owner. given: the read's bytes, if the owner has read them; None: they are read from the
+    file. offer: gives the bytes with which it is called to the other ranks; None: they are given to nobody. shared: the memory
+    through which the read is shared; None: it is not shared."""
 
     place: int
     read: Read
@@ -66,7 +68,7 @@ class ReadOrder:
         return None
 
     def end(self, turn: Turn) -> None:
-        """Tells the other ranks that a turn has ended."""
+        """Records in the shared memory, for the other ranks, that the read of this turn has ended here."""
         if (shared := turn.shared) is None:
             return
         if turn.owner == shared.rank:
@@ -114,7 +116,8 @@ class _SharedTurns:
         return any(self._by_owner)
 
     def add(self, place: int, read: Read) -> None:
-        """Adds the next one of the reads that these ranks share. place: the read's index in the plan."""
+        """Appends a read that these ranks share to the turns. Must be called in the order of the plan. place: the read's index in
+        the plan."""
         number, owner = divmod(self._num_reads, self._shared.size)
         self._by_owner[owner].append(Turn(place, read, owner, number, shared=self._shared))
         self._num_reads += 1
@@ -136,12 +139,13 @@ class _SharedTurns:
         return None
 
     def to_offer(self) -> Turn | None:
-        """Returns the next read that this rank carries out for all; None if there is none, or no room to offer it."""
+        """Returns the next read that this rank carries out for all, without removing it; None if there is none, or no room to offer
+        its bytes."""
         turns = self._by_owner[self._shared.rank]
         return turns[0] if turns and self._shared.has_room(turns[0].number) else None
 
     def offering(self) -> Turn:
-        """Removes and returns the turn that to_offer returned."""
+        """Removes and returns the turn of the next read that this rank carries out for all, which to_offer has returned."""
         turn = self._by_owner[self._shared.rank].popleft()
         return replace(turn, offer=partial(self._shared.offer, turn.number, turn.read))
 

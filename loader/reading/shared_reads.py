@@ -35,8 +35,8 @@ from loader.reading.shared_slots import (
 
 
 class Offer(Enum):
-    """The state of a rank's read for the other ranks. COMING: the rank has not carried out the read yet. READY: the read's bytes
-    are in a slot. NONE: the rank offers the read to nobody."""
+    """What another rank can expect of a rank's read. COMING: the rank has not carried out the read yet. READY: the read's bytes are
+    in a slot. NONE: the rank offers the read to nobody."""
 
     COMING = "coming"
     READY = "ready"
@@ -93,13 +93,14 @@ class SharedReads:
             self._own[NUMBERS + slot] = number + 1
 
     def end(self, number: int) -> None:
-        """Records that this rank is done with its read `number`: if the rank has not offered it by now, it never will."""
+        """Records that this rank is done with its read `number`. If the rank has not offered the read by now, the others know that
+        it never will."""
         with self._lock:
             self._count(ENDED, self.rank, number)
 
     def look(self, owner: int, number: int, read: Read) -> Offer:
-        """Returns whether the rank `owner` offers its read `number`. read: the same read in this rank's plan; if the owner's
-        differs, the result is NONE."""
+        """Returns whether the rank `owner` offers its read `number`: COMING, READY or NONE (Offer). read: the same read in this
+        rank's plan; if the owner's differs, the result is NONE."""
         words, slot = self._words[owner], number % NUM_SLOTS
         is_over = bool(words[LEFT]) or words[ENDED] > number
         with self._lock:
@@ -115,13 +116,13 @@ class SharedReads:
         return self._slot(owner, number % NUM_SLOTS).data
 
     def take(self, owner: int, number: int) -> None:
-        """Records that this rank needs the read `number` of the rank `owner` no longer."""
+        """Records that this rank has no more need of the read `number` of the rank `owner`, whose slot may then be used again."""
         with self._lock:
             self._count(TAKEN + owner, owner, number)
 
     def _count(self, column: int, whose: int, number: int) -> None:
-        """Raises a word of this rank to the number of reads of the rank `whose` that are done without a gap from the first one on,
-        now that read `number` is done."""
+        """Records that this rank is done with read `number` of the rank `whose`, in the word of shared memory that counts such
+        reads: the count only rises to where all reads from the first one on are done. column: the word's index."""
         done, count = self._done[whose], int(self._own[column])
         done.add(number)
         self._fence.order()
@@ -159,5 +160,5 @@ def leave(shared: Sequence[SharedReads]) -> bool:
 
 
 def _key(read: Read) -> int:
-    """Returns a number that differs for different reads."""
+    """Returns a number by which ranks recognise that two of their plans have the same read; it differs for different reads."""
     return zlib.crc32(f"{read.file} {read.begin} {read.end}".encode())

@@ -96,7 +96,8 @@ def _convert(stored: torch.Tensor, held: torch.Tensor) -> None:
 
 
 def _in_parts(write: Callable[[torch.Tensor, torch.Tensor], None], stored: torch.Tensor, held: torch.Tensor) -> None:
-    """Calls `write` for each CONVERT_ELEMENTS elements of two tensors [N]. write: writes what is stored to where it is held."""
+    """Converts stored numbers to held ones, CONVERT_ELEMENTS at a time, so that little memory is needed for it. stored, held:
+    tensors [N]. write(stored part, held part): converts one part."""
     for at in range(0, stored.numel(), CONVERT_ELEMENTS):
         some = slice(at, at + CONVERT_ELEMENTS)
         write(stored[some], held[some])
@@ -104,8 +105,8 @@ def _in_parts(write: Callable[[torch.Tensor, torch.Tensor], None], stored: torch
 
 @contextmanager
 def _of_span(span: Span) -> Iterator[None]:
-    """Returns a context that turns a ValueError about a span's numbers into a CheckpointError that names the tensor and the
-    bytes."""
+    """Returns a context manager within which a ValueError about a span's numbers becomes a CheckpointError that names the tensor
+    and the bytes."""
     try:
         yield
     except ValueError as error:
@@ -194,8 +195,8 @@ class HostSink:
                     to[some].copy_(source[some])
 
     def _held(self, slot: WeightSlot) -> torch.Tensor:
-        """Returns the memory of a parameter as a tensor of its dtype and shape in memory. Only for a parameter that is
-        rearranged."""
+        """Returns the place of a parameter in memory, as a tensor of its dtype and shape in memory. Only for a parameter whose
+        numbers are rearranged."""
         place = torch.from_numpy(self._bytes[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
         return place.view(held_dtype(slot)).view(slot.held_shape)
 
@@ -218,8 +219,8 @@ class HostSink:
             quantize_rows(rows, values.view(torch.int8).view(rows.shape), scales.view(torch.float32))
 
     def _pack(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """Packs the rows of a span, which must be a whole segment. read: the span's bytes. Raises CheckpointError if the matrix
-        cannot stay packed."""
+        """Packs the rows of a span, which must be a whole segment, into the place of a matrix that stays packed in memory. read:
+        the span's bytes. Raises CheckpointError if the matrix cannot stay packed, because there is no room for its escapes."""
         segment = span.segment
         assert segment.whole is not None
         assert segment.whole.packed is not None
@@ -262,8 +263,8 @@ def held_dtype(slot: WeightSlot) -> torch.dtype:
 
 
 def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, int]:
-    """Returns the rows of a segment of a rearranged tensor, without columns that are not kept, and the index of the first row in
-    the stored tensor. read: the segment's bytes."""
+    """Returns the rows of a segment of a rearranged tensor, without the columns that are not kept, and the index that the first of
+    these rows has in the stored tensor. read: the segment's bytes."""
     shape = segment.tensor.shape
     row_bytes = math.prod(shape[1:]) * DTYPE_BYTES[segment.tensor.dtype]
     inner = shape[1:] if segment.columns is None else (segment.columns.length,)
@@ -272,7 +273,7 @@ def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Te
 
 
 def row_of_part(slot: WeightSlot, stored: int) -> int:
-    """Returns the index of a row within a parameter that is a part of a stored tensor. stored: the row's index in the whole
+    """Returns a row's index within the part of a stored tensor that a device holds (`slot`). stored: the row's index in the whole
     tensor."""
     if (cut := slot.cut) is None or cut.axis:
         return stored
@@ -280,8 +281,8 @@ def row_of_part(slot: WeightSlot, stored: int) -> int:
 
 
 def _kept(segment: Segment, read: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Returns a segment's bytes without the columns that are not kept. read: all bytes of the segment. NumPy copies them in this
-    thread."""
+    """Returns the bytes of those columns of a segment's rows that are kept. read: all bytes of the segment. NumPy copies them in
+    this thread."""
     if (columns := segment.columns) is None:
         return read
     item_bytes = DTYPE_BYTES[segment.tensor.dtype]

@@ -63,9 +63,9 @@ class Expected:
 
 
 class SourceChoice:
-    """Chooses whether a load reads a model's packed files or its plain ones: the packed ones if they are expected to load sooner.
-    rates: the drives' read rates. ring: the staging slots with which rates are measured. decoder: returns the decoder of packed
-    files. reason: what was chosen and why, for the log; "": there was no choice."""
+    """Chooses whether a load reads a model's packed files or its plain ones, by which are expected to load sooner. rates: the
+    drives' read rates. ring: the staging slots with which rates are measured. decoder: returns the decoder of packed files. reason:
+    what was chosen and why, for the log; "": there was no choice."""
 
     def __init__(self, rates: ReadRates, ring: StagingRing, decoder: Callable[[], Decoder]) -> None:
         self._rates, self._ring, self._decoder = rates, ring, decoder

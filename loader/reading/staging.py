@@ -113,7 +113,7 @@ class StagingRing:
         return True
 
     def _another(self) -> memoryview:
-        """Maps and returns a further slot, on ordinary pages. Raises OSError."""
+        """Maps a further staging slot on ordinary pages and returns it. Raises OSError if the system has no memory for it."""
         mapped = mmap.mmap(-1, self.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapped.madvise(mmap.MADV_DONTFORK)
         return memoryview(mapped)

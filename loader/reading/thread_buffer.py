@@ -9,13 +9,15 @@ import numpy as np
 
 
 class ThreadBuffer:
-    """A buffer (uint8) for intermediate results that several threads may use at once, because each has memory of its own."""
+    """A buffer (uint8) for intermediate results. Several threads may use it at once, because each thread gets memory of its own,
+    which it uses again at its next call."""
 
     def __init__(self) -> None:
         self._held = threading.local()
 
     def take(self, num_bytes: int) -> Any:
-        """Returns num_bytes bytes that only the calling thread uses, and that its next call reuses. Their content is undefined."""
+        """Returns num_bytes bytes of the calling thread's memory, whose content is undefined. The thread's next call returns the
+        same memory again."""
         held = getattr(self._held, "bytes", None)
         if held is None or len(held) < num_bytes:
             held = self._held.bytes = np.empty(num_bytes, np.uint8)

@@ -74,14 +74,15 @@ class Unpacker:
                 fence.wait()
 
     def _store(self, segment: Segment, frame: Frame, unpacked: memoryview) -> None:
-        """Starts moving to their places those parts of an unpacked frame that the weight range holds. unpacked: the frame's part of
-        the tensor."""
+        """Starts moving the values of an unpacked frame, as far as the weight range holds them, to their places. unpacked: the
+        values of the whole frame."""
         first = segment.tensor.offset_bytes + frame.first_byte
         for content in segment.contents:
             self._sink.store(Span(content, content.begin, content.end), unpacked[content.begin - first : content.end - first])
 
 
 def damaged(segment: Segment, why: str) -> CheckpointError:
-    """Returns an error that names a segment's file, tensor and bytes. why: the end of the sentence "bytes A to B ..."."""
+    """Returns the error for a damaged segment, which names its file, tensor and bytes. why: the end of the sentence "bytes A to B
+    ..."."""
     tensor = segment.tensor
     return CheckpointError(tensor.file, tensor.name, f"bytes {segment.begin} to {segment.end} {why}")

@@ -47,9 +47,9 @@ NUMPY_DECODER = Decoder()
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A checked checkpoint whose weight files are all open. shape: the shape of what is loaded: the model, or the share of a split
-    model. files: the model's files that were opened, plain or packed ones. headers, descriptors: by file name, those of a draft
-    head's files included."""
+    """A checked checkpoint whose weight files are all open. shape: the shape of what is loaded: the model, or a device's share of a
+    split model. files: the model's files that were opened, plain or packed ones. headers, descriptors: file name -> header, and
+    file name -> descriptor, those of a draft head's files included."""
 
     checkpoint: Checkpoint
     shape: ModelShape
@@ -94,13 +94,16 @@ def open_checkpoint(
     share: DeviceShare | None = None,
     name: str = "",
 ) -> OpenCheckpoint:
-    """Checks a model's folder again and opens its weight files; `stack` closes them. fingerprint: that of the registered model; ""
-    accepts any. in_place: whether reads may write into the weight range, whose layout then follows the files; otherwise every
-    parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain and packed files; returns whether to open
-    the packed ones. predicts: whether the model's own predictor, the layer that predicts one token further, is read, too. head: the
-    folder of a draft head whose files are read, too; the fingerprint is then that of both; "": there is none. share: which device's
-    share of the model is read, from plain files if there are any; None: all of it. name: the name by which the model is served, for
-    the log; "": the folder's.
+    """Checks a model's folder again and opens its weight files; `stack` closes them.
+
+    fingerprint: that of the registered model; "" accepts any. in_place: whether reads may write into the weight range, whose layout
+    then follows the files; otherwise every parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain
+    and packed files; returns whether to open the packed ones.
+
+    predicts: whether the model's own predictor, the layer that predicts one token further, is read, too. head: the folder of a
+    draft head whose files are read, too; the fingerprint is then that of both; "": there is none. share: which device's share of
+    the model is read, from plain files if there are any; None: all of it. name: the name by which the model is served, for the log;
+    "": the folder's.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again).
     Raises UnsupportedModel, which names `parallel`, for a share of a model that is served on one device alone."""
@@ -129,10 +132,13 @@ def open_checkpoint(
 
 @dataclass(slots=True)
 class ReadReport:
-    """The amounts that a load has read, in bytes of tensors as they are in the files. num_bytes: bytes of the whole checkpoint, or,
-    for a share of a model, those read for the share. direct_bytes: bytes read past the page cache. staged_bytes: bytes that went
-    through a staging slot. given_bytes: bytes of the share that other ranks have read; they do not count in num_bytes. refused:
-    file -> why it could not be read past the page cache."""
+    """How much a load has read, in bytes of tensors as they are in the files.
+
+    num_bytes: bytes of the whole checkpoint, or, for a share of a split model, those read for the share. given_bytes: bytes of the
+    share that other ranks have read; they do not count in num_bytes.
+
+    direct_bytes: bytes read past the page cache. staged_bytes: bytes that went through a staging slot. refused: file -> why it
+    could not be read past the page cache."""
 
     num_bytes: int
     direct_bytes: int = 0
@@ -283,7 +289,7 @@ class _Readers:
             log.warning("%d reads do not return: the file system does not answer; they are left behind", len(left))
 
     def _forget(self, at: Fetching) -> None:
-        """Stops waiting for a thread, and replaces its slot, which it may never give back."""
+        """Stops waiting for a reader thread, and maps a further staging slot in place of the one that it may never give back."""
         self._alive.discard(at)
         del self._threads[at]
         if at.slot is not None:

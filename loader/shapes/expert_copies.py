@@ -29,8 +29,8 @@ def refused_copies(shape: ModelShape, division: Division) -> str:
 
 
 def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopies:
-    """Returns one possible choice of copies of experts for a model, to compute sizes by: in each layer, each part gets the first
-    `number` experts that it does not have, or all of these if there are fewer."""
+    """Returns one possible choice of copies of experts, by which to compute a model's sizes: in each layer, each part gets the
+    first `number` experts that it does not have, or all of these if there are fewer."""
     experts = shape.experts
     assert experts is not None
     num_own, every = experts.num_experts // division.expert_parts, range(experts.num_experts)
@@ -39,9 +39,10 @@ def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopi
 
 
 def turns(share: SplitShape, layer: int, experts: ExpertShape) -> list[tuple[int, int, int]]:
-    """Returns for each expert of a layer (how many devices hold it, the index of this share among these holders, the index of the
-    expert among those that this share holds); the last two are -1 if the share does not hold it. A holder computes the tokens whose
-    place in the KV cache, modulo the number of holders, is its index.
+    """Returns for each of a layer's experts which of its tokens this share of the model computes: (number of devices that hold the
+    expert, index of this share among these holders, index of the expert among those that this share holds). The last two are -1 if
+    the share does not hold the expert. A holder computes the tokens whose place in the KV cache, modulo the number of holders, is
+    the holder's index.
 
     Which holder has the index 0 differs from expert to expert and from layer to layer, because otherwise the first holder would
     compute most of the steps that have few tokens."""

@@ -32,7 +32,7 @@ class KVDtype:
 
     @property
     def about_devices(self) -> str:
-        """A text that says which devices alone have kernels for it, for a type that not all have."""
+        """A text for messages about a type for which only some devices have kernels: which devices these are."""
         return f"{self.name} is built for {' and '.join(self.device_kinds)} devices only"
 
 

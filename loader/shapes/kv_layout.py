@@ -87,14 +87,15 @@ def has_several_groups(shape: ModelShape) -> bool:
 
 
 def _windows(shape: ModelShape) -> tuple[int, ...]:
-    """Returns the window of each layer in tokens (0: the layer attends to all tokens), followed by that of a predictor, which is
-    0."""
+    """Returns the window of each layer in tokens (0: the layer attends to all tokens), and after them the 0 of the layer that a
+    predictor would add, whether or not there is one."""
     return (*(shape.layer_windows or (0,) * shape.num_layers), 0)
 
 
 def _counted_layers(shape: ModelShape) -> list[int]:
-    """Returns the layers whose KV a device holds for each token: all layers that keep KV. For a stage of a pipeline they are, for
-    each length of window, as many of the model's first layers as the stage has places for; only their number and sizes matter."""
+    """Returns layers by which to count the KV that a device holds for each token. For a whole model they are all layers that keep
+    KV. For a stage of a pipeline they are, for each length of window, as many of the model's first layers as the stage has places
+    for: only their number and sizes matter, not which they are."""
     windows, counted = _windows(shape), list[int]()
     for window in sorted(set(windows)):
         layers = [layer for layer in shape.attention_layers if windows[layer] == window]
@@ -103,9 +104,9 @@ def _counted_layers(shape: ModelShape) -> list[int]:
 
 
 def _places(shape: ModelShape, layers: Sequence[int]) -> tuple[int, ...]:
-    """Returns the layers of a KV group for which a device has places. layers: all layers of the group. For a stage of a pipeline
-    they are the stage's own layers among these, followed by NO_LAYER up to the number of layers in the stage that has the most of
-    them."""
+    """Returns for which layers of a KV group the blocks on a device have places. layers: all layers of the group. For a stage of a
+    pipeline they are the stage's own layers among these, followed by NO_LAYER up to the number of layers in the stage that has the
+    most of them."""
     share = shape.split
     if share is None or not share.stage_ends:
         return tuple(layers)

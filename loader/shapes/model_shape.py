@@ -145,14 +145,18 @@ class DeltaShape:
 
 @dataclass(slots=True, frozen=True)
 class EagleShape:
-    """Sizes and settings of an EAGLE-3 head, a layer that drafts tokens for another model (loader/architectures/eagle.py). layer:
-    the shape of this layer; family: its model_type. outer_prefix: prefix of the names of the head's tensors in its files;
+    """Sizes and settings of an EAGLE-3 head, a layer that drafts tokens for another model (loader/architectures/eagle.py).
+
+    layer: the shape of this layer; family: its model_type. outer_prefix: prefix of the names of the head's tensors in its files;
     layer_prefix: the further prefix of the layer's tensors. draft_vocab_size: number of tokens that the head can draft;
-    has_offsets: they are not simply the first tokens of the model's vocabulary. read_layers: numbers of the model's layers whose
-    inputs (hidden states) the head reads; the number of layers stands for the last one's output. target_size: width of these
-    states. has_embedding: the head has an embedding table of its own. norm_before_residual: the residual is the normed state.
-    one_norm: one norm over all states together; norms: a norm for each state. norm_output: the head's own state is normed before
-    the next draft reads it."""
+    has_offsets: they are not simply the first tokens of the model's vocabulary.
+
+    read_layers: indices of the model's layers whose inputs (hidden states) the head reads; the number of layers stands for the last
+    one's output. target_size: width of these states.
+
+    has_embedding: the head has an embedding table of its own. norm_before_residual: the residual is the normed state. one_norm: one
+    norm over all states together; norms: a norm for each state. norm_output: the head's own state is normed before the next draft
+    reads it."""
 
     layer: ModelShape
     family: str
@@ -170,10 +174,12 @@ class EagleShape:
 
 
 class Division(NamedTuple):
-    """The division of a model among devices. size: number of devices. expert_parts: number of parts, of whole experts, into which
-    the experts of a layer are divided; each expert is divided among the devices of a stage that hold its part. num_stages: number
-    of pipeline stages, each of consecutive layers and with the same number of devices. copies: further experts that the parts hold
-    (loader/shapes/expert_copies.py); (): none."""
+    """How a model is divided among devices. size: number of devices. num_stages: number of pipeline stages, each of consecutive
+    layers and with the same number of devices.
+
+    expert_parts: number of parts, of whole experts, into which the experts of a layer are divided; each expert is divided among
+    the devices of a stage that hold its part. copies: further experts that the parts hold (loader/shapes/expert_copies.py); ():
+    none."""
 
     size: int
     expert_parts: int = 1
@@ -196,7 +202,7 @@ class Division(NamedTuple):
 
 
 class DeviceShare(NamedTuple):
-    """One device's share of a divided model. rank: number of the device, from 0. division: how the model is divided."""
+    """Which device's share of a divided model is meant. rank: the device's index, from 0. division: how the model is divided."""
 
     rank: int
     division: Division
@@ -207,11 +213,13 @@ class SplitShape:
     """The share of a split model that a ModelShape describes. In that shape num_heads, num_kv_heads, intermediate_size, experts and
     the like are the share's; all other sizes are the whole model's.
 
-    rank: number of the share within its stage. size: number of devices in the stage. expert_parts: number of parts, of whole
+    rank: index of the share within its stage. size: number of devices in the stage. expert_parts: number of parts, of whole
     experts, into which the experts of a layer are divided. num_kv_heads: number of KV heads of the whole model if several devices
     hold the same head, because there are fewer than `size`; 0: each device has heads of its own. num_full_kv_heads: the same for
-    ModelShape.full_heads. stage: number of the stage. stage_ends: for each stage, the number of its last layer plus 1; (): the
-    layers are not divided. copies: as in Division, of all parts."""
+    ModelShape.full_heads.
+
+    stage: index of the stage. stage_ends: for each stage, the index of its last layer plus 1; (): the layers are not divided.
+    copies: as in Division, of all parts."""
 
     rank: int
     size: int
@@ -241,7 +249,8 @@ class SplitShape:
         return self.stage == self.num_stages - 1
 
     def layers_of(self, stage: int) -> range:
-        """Returns the indices of the layers of a stage. Only for a model whose layers are divided into stages."""
+        """Returns the indices of the layers that a pipeline stage computes. stage: its index. Only for a model whose layers are
+        divided into stages."""
         return range(self.stage_ends[stage - 1] if stage else 0, self.stage_ends[stage])
 
     @property
@@ -251,7 +260,8 @@ class SplitShape:
 
     @property
     def inner_part(self) -> int:
-        """The number, from 0, of the slice that this share has of each of its experts."""
+        """The index of the slice that this share has of each of its experts, if several devices of a stage divide each expert among
+        them."""
         return self.rank % self.division.inner_parts
 
     def experts_of(self, part: int, layer: int | None, num_experts: int) -> tuple[int, ...]:
@@ -384,8 +394,8 @@ class ModelShape:
 
     @property
     def first_joined_layer(self) -> int:
-        """The first of the last layers that are not divided among pipeline stages: the first one whose keys and values another
-        layer reads, or, if none are read, the last layer."""
+        """The index of the first of the layers at the end that must be in one pipeline stage: the first layer whose keys and values
+        another one reads, or, if none are read, the last layer."""
         reading = range(self.num_writing_layers, self.num_layers)
         return min(map(self.kv_layer, reading), default=self.num_layers - 1)
 

@@ -18,14 +18,16 @@ _ROTATED_KEY = "no_rope_layers"  # in spite of its name, a list with 1 for layer
 
 @dataclass(slots=True, frozen=True)
 class RopeRules:
-    """The rotary settings that a family's config.json may have. theta: the base if config.json gives none. may_be_partial: whether
-    only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: the share of each head that is rotated
-    if config.json gives none. is_local: whether layers with windows have frequencies of their own; their base is local_theta if
-    config.json gives none (None: the base of the other layers). only_windows: whether only layers with windows are rotated.
-    only_listed: whether only layers with a 1 in the key no_rope_layers are rotated. interleaved: whether a pair is two neighbouring
-    dimensions, instead of one of the first half and one of the second. may_be_proportional: whether the rope_type may be
-    "proportional". scaling: (key, value) pairs that apply if config.json has no rotary settings; with is_local, only to layers
-    without windows."""
+    """The rotary settings that a family's config.json may have. theta: the base if config.json gives none. scaling: (key, value)
+    pairs that apply if config.json has no rotary settings; with is_local, only to layers without windows.
+
+    may_be_partial: whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: the share of
+    each head that is rotated if config.json gives none. may_be_proportional: whether the rope_type may be "proportional".
+    interleaved: whether a pair is two neighbouring dimensions, instead of one of the first half and one of the second.
+
+    is_local: whether layers with windows have frequencies of their own; their base is local_theta if config.json gives none (None:
+    the base of the other layers). only_windows: whether only layers with windows are rotated. only_listed: whether only layers with
+    a 1 in the key no_rope_layers are rotated."""
 
     theta: float = 10000.0
     may_be_partial: bool = False

@@ -2,8 +2,8 @@
 many tokens fit.
 
 On several devices the figures are those of the largest share, as it would be loaded (loader/sizes/slices.py). For models that
-cannot be divided so they are what one would expect of tensor parallelism: each device holds an equal part of the matrices and of
-the KV heads (one KV head if there are fewer heads than devices), and has a work space of its own."""
+cannot be divided in that way the figures are what one would expect of tensor parallelism: each device holds an equal part of the
+matrices and of the KV heads (one KV head if there are fewer heads than devices), and has a work space of its own."""
 
 from __future__ import annotations
 
@@ -90,11 +90,15 @@ class ModelNeed:
 
 @dataclass(slots=True, frozen=True)
 class Share:
-    """The memory that a model takes and leaves on each of `devices`. All bytes are per device. free_bytes: bytes left for KV;
-    negative: the bytes that are missing. kv_token_bytes: bytes of one token in the layers that attend to all tokens.
-    sequence_bytes: bytes of the KV of one sequence of max_model_len. tokens: length of the longest sequence whose KV fits (None:
-    any length, since no layer attends to all tokens). sequences: how many sequences of max_model_len fit at once. not_split: why
-    the model cannot be loaded in such shares; "": it can, or there is one device."""
+    """The memory that a model takes and leaves on each of `devices`. All bytes are per device.
+
+    free_bytes: bytes left for KV; negative: the bytes that are missing. kv_token_bytes: bytes of one token in the layers that
+    attend to all tokens. sequence_bytes: bytes of the KV of one sequence of max_model_len.
+
+    tokens: length of the longest sequence whose KV fits (None: any length, since no layer attends to all tokens). sequences: how
+    many sequences of max_model_len fit at once.
+
+    not_split: why the model cannot be loaded in such shares; "": it can, or there is one device."""
 
     devices: Devices
     weights_bytes: int
@@ -199,8 +203,8 @@ def why_not_split(shape: ModelShape, settings: Settings, devices: Devices) -> st
 
 
 def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:
-    """Returns the shape with the number of KV heads, and of heads of the delta rule, that each of num_devices devices holds if they
-    are divided equally, rounded up. All other sizes stay the whole model's."""
+    """Returns the shape with the numbers of KV heads and of heads of the delta rule replaced by those that each of num_devices
+    devices holds, if they are divided equally, rounded up. All other sizes stay the whole model's."""
     own = replace(shape, num_kv_heads=math.ceil(shape.num_kv_heads / num_devices))
     if (full := shape.full_heads) is not None:
         own = replace(own, full_heads=replace(full, num_kv_heads=math.ceil(full.num_kv_heads / num_devices)))

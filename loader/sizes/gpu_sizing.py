@@ -134,21 +134,21 @@ def sampling_bytes(rows: int, vocab_size: int) -> int:
 
 
 def edited_bytes(rows: int, shape: ModelShape) -> int:
-    """Returns the bytes for `rows` rows of logits that are edited before sampling: logits in float32, counts of tokens, masks, and
-    the counted tokens."""
+    """Returns the bytes that `rows` rows of logits take if the engine edits them before sampling (masks, penalties, biases): logits
+    in float32, counts of tokens, masks, and the counted tokens."""
     return rows * (shape.vocab_size * (4 + 4) + shape.vocab_size // 8) + 4 * max(EDITED_TOKENS, shape.max_position_embeddings)
 
 
 def edited_graph_words(vocab_size: int) -> int:
-    """Returns how many words of 4 bytes of masks, tokens, biases and banned ids a model keeps room for once a graph samples its
-    edited rows (engine/cuda/edited_graphs.py)."""
+    """Returns for how many words (of 4 bytes) a model keeps room once a CUDA graph samples rows whose logits are edited: their
+    masks, tokens, biases and banned ids (engine/cuda/edited_graphs.py)."""
     return EDITED_ROWS * -(-vocab_size // 32) + EDITED_GRAPH_WORDS
 
 
 def decode_programs(shape: ModelShape, num_kv_heads: int) -> int:
-    """Returns how many programs of the GPU (thread blocks) read the same piece of a sequence's context in a decode step: one for
-    each KV head of a layer. For latent attention there is one for each LATENT_HEADS heads, which counts as four, because it takes
-    most of a multiprocessor's resources."""
+    """Returns how many programs of the GPU (thread blocks) read each section of a sequence's context in a decode step: one for each
+    KV head of a layer. For latent attention there is one for each LATENT_HEADS heads, which counts as four, because it takes most
+    of a multiprocessor's resources."""
     return num_kv_heads if shape.latent is None else 4 * -(-shape.num_heads // LATENT_HEADS)
 
 

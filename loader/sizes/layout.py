@@ -43,8 +43,8 @@ CONTENT_VERSION = 1
 
 
 def as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
-    """Returns the shape for a checkpoint whose tensors have these names, since checkpoints of one family may name or stack the same
-    tensors differently."""
+    """Returns the shape adapted to a checkpoint whose tensors have these names, since checkpoints of one family may name or stack
+    the same tensors differently."""
     return architecture_of(shape).as_stored(shape, names)
 
 
@@ -126,8 +126,9 @@ def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) 
 
 
 def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
-    """Returns the name of the weight format of a checkpoint whose tensors have these names (ModelShape.stored_format). shape: has
-    the format that config.json tells; some formats have a twin whose scales have other names, so the tensors' names decide."""
+    """Returns the name of the weight format of a checkpoint whose tensors have these names (ModelShape.stored_format). The format
+    that config.json tells, which `shape` has, is not always right: some formats have a twin whose scales have other names, so the
+    tensors' names decide."""
     own = stored_format(shape)
     if own.otherwise and not any(name.endswith(own.scale_suffix) for name in names):
         return own.otherwise
@@ -176,8 +177,9 @@ def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
 
 
 def readers(shape: ModelShape, weight_format: WeightFormat = PLAIN) -> dict[str, int]:
-    """Returns parameter -> number of the devices of a stage that have something of it (num_readers). Only parameters of a device's
-    share are listed of which more than one device has something. weight_format: as in weight_layout."""
+    """Returns how many devices of a stage need something of a parameter and so can share its reads: the parameter's name -> number
+    of devices. Only the parameters of a device's share (`shape`) of which more than one device has something are listed.
+    weight_format: the format in which the weights are held."""
     if (share := shape.split) is None:
         return {}
     return {
@@ -221,9 +223,9 @@ def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
 
 
 def share_bytes_with_copies(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat, num_copies: int) -> int:
-    """Returns the most bytes that a device of a division maps for its share of a model's weights if it holds at most num_copies
-    further experts in each layer, whichever they are. The choice of experts changes only at what distance from a block's boundary
-    tensors begin, for which each group of tensors may take one block more."""
+    """Returns the most bytes that a device maps for its share of a model's weights if it also holds at most num_copies further
+    experts in each layer, whichever they are. division: how the model is divided. The choice of experts changes only at what
+    distance from a block's boundary tensors begin, for which each group of tensors may take one block more."""
     with_copies = division._replace(copies=any_copies(shape, division, num_copies))
     plain, firsts = replace(shape, block_offsets=()), range(0, division.size, division.stage_size)
     num_bytes = max(weights_bytes(split(plain, rank, with_copies), dtype, weight_format) for rank in firsts)

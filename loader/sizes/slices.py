@@ -32,7 +32,7 @@ SETTING = "parallel"  # the setting that asks for a division
 
 
 def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
-    """Returns the shape of one device's share of a model. rank: number of the device. division: how the model is divided. Raises
+    """Returns the shape of one device's share of a model. rank: the device's index. division: how the model is divided. Raises
     UnsupportedModel for a model that cannot be divided in this way, and ValueError for a rank that is not below division.size."""
     if not 0 <= rank < division.size:
         raise ValueError(f"rank {rank} is not below the number of devices {division.size}")
@@ -86,7 +86,7 @@ def whole(shape: ModelShape) -> ModelShape:
 
 
 def _has_mlps(shape: ModelShape) -> bool:
-    """Returns whether any layer has an MLP of intermediate_size, that is, whether not all layers have experts instead."""
+    """Returns whether any layer has an MLP of ModelShape.intermediate_size instead of experts."""
     experts = shape.experts
     return experts is None or experts.beside or bool(experts.dense_layers)
 
@@ -158,9 +158,9 @@ def _refused_stages(shape: ModelShape, num_stages: int) -> str:
 
 @lru_cache(maxsize=4096)
 def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """Returns for each stage of a whole model the number of its last layer plus 1. The division minimises the weights of the stage
-    with the most weights. The head counts for the last stage; tables of which a step reads only some rows, as the embedding, do not
-    count. Layers that read other layers' keys and values are in one stage with these."""
+    """Returns for each stage of a pipeline the index of its last layer plus 1, for a whole model. The layers are divided so that
+    the stage with the most weights has as few as possible. The head counts for the last stage; tables of which a step reads only
+    some rows, as the embedding, do not count. Layers that read other layers' keys and values are in one stage with these."""
     sizes, behind = [0] * shape.num_layers, 0
     groups = architecture_of(shape).tensor_groups(shape)
     for group in groups[1:] if not shape.tie_word_embeddings else groups:
@@ -188,7 +188,7 @@ def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 def _stages_within(sizes: Sequence[int], behind: int, bound: int, num_stages: int) -> tuple[int, ...] | None:
     """Divides layers into num_stages stages with at most `bound` weights each, of which the last ones are as full as possible.
-    Returns for each stage the number of its last layer plus 1; None if there is no such division. sizes: number of weights of each
+    Returns for each stage the index of its last layer plus 1; None if there is no such division. sizes: number of weights of each
     layer. behind: number of further weights in the last stage."""
     ends, left, room = [len(sizes)], num_stages - 1, bound - behind
     for layer in reversed(range(len(sizes))):
@@ -259,8 +259,8 @@ def _refused_cut(shape: ModelShape, division: Division) -> str:
 
 
 def _key_of(shape: ModelShape, part: TensorGroup, stored: str) -> str:
-    """Returns the key of config.json, with its value, that gives the number of outputs or inputs of a matrix which cannot be cut;
-    for messages. part: a device's part of the matrix's group. stored: the name of the matrix or of one of its tensors."""
+    """Returns, for a message, the key of config.json and its value that give the number of outputs or inputs of a matrix which
+    cannot be cut. part: a device's part of the matrix's group. stored: the name of the matrix or of one of its tensors."""
     matrices = zip(part.tensors, part.cuts, strict=True)
     (name, dims), cut = next(one for one in matrices if stored.startswith(one[0][0].removesuffix("weight")))
     experts = decoder_of(shape).experts
@@ -312,8 +312,8 @@ def _in_stage(shape: ModelShape, share: SplitShape, group: TensorGroup, is_befor
 
 
 def share_of(groups: Iterable[TensorGroup], share: SplitShape) -> list[TensorGroup]:
-    """Returns a device's share of each of these groups of tensors, without regard to stages. Groups of which the device has no part
-    are left out."""
+    """Returns what a device's share has of each of these groups of tensors, as if all were in its pipeline stage. Groups of which
+    the device has no part are left out."""
     return [_cut(group, share) for group in groups if _has_some(group, share)]
 
 
@@ -358,8 +358,8 @@ def _some_of_stack(group: TensorGroup, share: SplitShape) -> TensorGroup:
 
 
 def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> TensorGroup:
-    """Returns part `number` of num_parts of each tensor of a group, cut along this axis of the tensors. A group whose tensors are
-    cut already has some experts of stacks."""
+    """Returns part `number` (an index) of num_parts of a group of tensors, each of which is cut along this axis. If the group's
+    tensors are cut already, because the device has some of the experts in them, both cuts apply."""
     joined = group.joined or [(dims[axis],) for _, dims in group.tensors]
     kinds = [(dims, lengths) for (_, dims), lengths in zip(group.tensors, joined, strict=True)]  # few, of many experts' tensors
     cut_of = {kind: _cut_of(kind[0], axis, kind[1], group.unit, number, num_parts) for kind in set(kinds)}
@@ -382,7 +382,7 @@ def _cut_of(dims: Dims, axis: int, lengths: Dims, unit: int, number: int, num_pa
 
 
 def _met(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Returns ranges in ascending order, with ranges that touch joined."""
+    """Returns the ranges in ascending order, with ranges that touch merged into one."""
     found: list[tuple[int, int]] = []
     for begin, end in ranges:
         if found and found[-1][1] == begin:
