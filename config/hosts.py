@@ -1,5 +1,5 @@
-"""Checks the settings of other hosts that lend devices to this one: the tables `[hosts.NAME]`, and the devices `…@NAME` that a host
-lends.
+"""Checks the settings of other hosts that lend devices to this one: the tables `[hosts.NAME]`, and the entries of `device` that
+name a device of such a host (`cpu:0@NAME`).
 """
 
 from __future__ import annotations

@@ -102,9 +102,9 @@ def located(error: ConfigError) -> ConfigError:
 
 
 def located_setting(error: ConfigError) -> ConfigError:
-    """Returns the error with the file and the line that set its key. error.source: the settings file named on the command line. If
-    files in conf.d beside it set the key too, the last of them is named, because its value is the one in use. The error is returned
-    unchanged if it has a line already, names no key, or names no file."""
+    """Returns a copy of the error that names the file and the line that set its key. error.source: the settings file named on the
+    command line. If files in conf.d beside it set the key too, the last of them is named, because its value is the one in use. The
+    error is returned unchanged if it has a line already, names no key, or names no file."""
     if error.line or not error.key or not os.path.isfile(error.source):
         return error
     source, deepest = error.source, 0
@@ -250,7 +250,7 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
 
 def _traces(source: str, table: Any, environment: Mapping[str, str]) -> TracesConfig:
     """Returns the settings from `table`, the content of `[traces]`. Environment variables of OpenTelemetry fill the keys that it
-    leaves out. Raises ConfigError."""
+    leaves out. Raises ConfigError for a wrong key or value, also of a variable."""
     values = _traces_values(source, table)
     try:
         given = {name: each for name, each in otel_environment.given(environment).items() if name not in values}
@@ -269,7 +269,8 @@ def _traces_values(source: str, table: Any) -> dict[str, Any]:
 
 
 def _hosts(source: str, table: Any) -> dict[str, HostConfig]:
-    """Returns the settings from `table`, the content of all tables `[hosts.NAME]`. Raises ConfigError."""
+    """Returns the settings of all hosts from `table`, the content of all tables `[hosts.NAME]`. Raises ConfigError for a wrong or
+    missing setting."""
     found = {}
     for name, values in _hosts_values(source, table).items():
         for key in HostConfig.__struct_fields__:
@@ -281,7 +282,9 @@ def _hosts(source: str, table: Any) -> dict[str, HostConfig]:
 
 
 def _hosts_values(source: str, table: Any) -> dict[str, dict[str, Any]]:
-    """Returns for each host the keys that its table sets. Raises ConfigError."""
+    """Returns the settings given in the tables `[hosts.NAME]` (`table`), with checked names and types: the host's name -> setting
+    -> value. Settings that a table leaves out are left out here, too. source: the file, for errors. Raises ConfigError for a wrong
+    name, setting or type."""
     if not isinstance(table, dict):
         raise ConfigError(source, "hosts", "must be tables, one for each host, as in [hosts.b]")
     found = {}
@@ -315,7 +318,8 @@ def _absolute(config: NodeConfig, folder: str) -> dict[str, str]:
 
 
 def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the flags' values, converted from text to the types of the fields of NodeConfig, by key. Raises ConfigError."""
+    """Returns key -> value of the flags, with the texts of the command line converted to the types of NodeConfig's fields. Raises
+    ConfigError for a text that cannot be converted."""
     types = key_types(NodeConfig)
     values: dict[str, Any] = {}
     for key, text in flags.items():
@@ -372,8 +376,8 @@ def _convert(source: str, where: str, kind: Any, value: Any, key: str) -> Any:
 
 
 def _refused(value: Any, check: Callable[[Any], None]) -> Any:
-    """Returns the part of a setting's value that an error should quote, after check(value) has raised ValueError: the first entry
-    of a list for which check([entry]) raises it, too; else the whole value."""
+    """Returns the part of a wrong value that an error should quote: of a list the first wrong entry, else the whole value. check:
+    raises ValueError for the value, and for a list of one wrong entry."""
     for entry in value if isinstance(value, list) else ():
         try:
             check([entry])

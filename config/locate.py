@@ -64,8 +64,8 @@ def _line(statements: list[tuple[int, list[str]]], wanted: list[str]) -> int:
 
 
 def _statements(text: str) -> list[tuple[int, list[str]]]:
-    """Returns (line, full path) of each table header and each key, in the file's order. A statement ends with the first line at
-    which its text is valid TOML by itself: for example, `key = [` continues until the bracket is closed."""
+    """Returns (line, full path) for each table header and each key that a TOML text sets, in the file's order. A statement ends
+    with the first line at which its text is valid TOML by itself: for example, `key = [` continues until the bracket is closed."""
     found: list[tuple[int, list[str]]] = []
     table: list[str] = []
     held, first = "", 0

@@ -33,15 +33,15 @@ def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def hold(names: Iterable[str], how: ParallelConfig) -> bool:
-    """Returns whether there are enough devices for a model that is split as `how` says: each stage needs its devices on one host,
-    and the last one on this machine. A model that is not a pipeline counts as one stage, the last. names: the names of devices of
-    one kind."""
+    """Returns whether there are enough devices for a model that is split as `how` says. Each stage needs its devices on one host,
+    and the last one on this machine; a model that is not a pipeline counts as one stage, the last. names: the names of devices, all
+    of one kind."""
     return _num_groups(names, how) > 0
 
 
 def _num_groups(names: Iterable[str], how: ParallelConfig) -> int:
-    """Returns how many groups the devices can form at most, each for one copy of a model that is split as `how` says, if no device
-    is in two groups. The arguments are those of `hold`. The rule is that of scheduler.node.groups.most_groups."""
+    """Returns how many copies of a model fit on the devices at most, if each copy is split as `how` says and no two use the same
+    device. names: the names of devices, all of one kind. The rule is that of scheduler.node.groups.most_groups."""
     stage_size = how.tensor * how.expert
     stages = {host: number // stage_size for host, number in Counter(map(host_of, names)).items()}
     return min(stages.get("", 0), sum(stages.values()) // how.pipeline)
@@ -94,8 +94,8 @@ def _refused(settings: ModelConfig) -> dict[str, str]:
 
 
 def problem_of_copies(settings: ModelConfig) -> str:
-    """Returns why the setting `expert_copies` is refused for a model, or "" if it is not: only experts that are divided among
-    devices have copies."""
+    """Returns why the setting `expert_copies` is refused for a model, or "" if it is allowed. It needs experts that are divided
+    among devices, because only these can have copies."""
     how = settings.parallel
     if settings.expert_copies and not (isinstance(how, ParallelConfig) and how.expert > 1):
         return "needs parallel = { expert = 2 } or more beside it: only experts that are divided among devices have copies"
@@ -103,8 +103,8 @@ def problem_of_copies(settings: ModelConfig) -> str:
 
 
 def _asked(settings: ModelConfig) -> str:
-    """Returns how the settings divide the model over devices, as text for messages: `tensor = 2, pipeline = 2`. settings.parallel
-    must be a ParallelConfig."""
+    """Returns the division of a model over devices for which its settings ask, as text for messages: `tensor = 2, pipeline = 2`.
+    settings.parallel must be a ParallelConfig."""
     assert isinstance(settings.parallel, ParallelConfig)
     return keys_text(settings.parallel)
 

@@ -20,9 +20,9 @@ Path = tuple[str, ...]
 
 
 class Setting(NamedTuple):
-    """The value of one key that the node uses. key: its dotted path as in the file. source: "--flag", "FILE:LINE", "$VARIABLE", or
-    "" for the default. reload: LIVE or RESTART. waits: whether the file has another value, which takes effect only after a
-    restart."""
+    """One setting of the node with the value in use. key: its dotted path as in the file. source: where the value comes from:
+    "--flag", "FILE:LINE", "$VARIABLE", or "" for the default. reload: LIVE or RESTART. waits: whether the file has another value,
+    which takes effect only after a restart."""
 
     key: str
     value: Any
@@ -61,8 +61,8 @@ class Sources:
         return found
 
     def of(self, *key: str) -> str:
-        """Returns where a key was set: "--flag", "FILE:LINE", "$VARIABLE", or "" for the default. key: its parts from the outermost
-        table inwards."""
+        """Returns where the setting `key` comes from: "--flag", "FILE:LINE", "$VARIABLE", or "" for the default. key: the parts of
+        its path from the outermost table inwards."""
         if len(key) == 1 and key[0] in self._flags:
             return self._flags[key[0]]
         line = self._lines.get(key, "")

@@ -50,10 +50,10 @@ def _merge(
     skip: tuple[str, ...] = (),
     at_restart: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Compares two structs of settings. Returns key -> new value of the live keys that differ, which a reload applies. Adds each
-    key that differs, with `prefix` before it, to a list of `result`: a live key to `applied`, any other to `needs_restart`. struct:
-    the type of `old` and `new`. skip: keys that are not compared. at_restart: live keys whose change needs a restart in this
-    case."""
+    """Returns the values that a reload applies: key -> new value, for each live key whose value differs in two structs of settings,
+    `old` and `new`. Adds each key that differs, with `prefix` before it, to a list of `result`: a live key to `applied`, any other
+    to `needs_restart`. struct: the type of both structs. skip: keys that are not compared. at_restart: live keys whose change needs
+    a restart in this case."""
     live = live_keys(struct).difference(at_restart)
     values = {}
     for key in struct.__struct_fields__:

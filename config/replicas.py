@@ -19,8 +19,9 @@ def check(value: Any) -> None:
 
 
 def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
-    """Returns why a model cannot have the number of replicas in its settings, or "" if it can. devices: names of the node's
-    devices, those of other hosts included. The model's files, which are not known here, may allow fewer; see `missing`."""
+    """Returns why a model cannot have the number of replicas that its settings ask for, or "" if it can. devices: names of the
+    node's devices, those of other hosts included. The model's files, which are not known here, may allow fewer replicas than the
+    settings (`missing` reports that)."""
     if settings.replicas != 1 and settings.isolate:
         return "does not go with isolate = true: an isolated model has a part of one device"
     most = max(1, parallel.num_places(settings, devices))
@@ -40,7 +41,8 @@ def missing(settings: ModelConfig, num_replicas: int) -> str:
 
 
 def _asked(settings: ModelConfig) -> int:
-    """Returns the number of replicas for which the settings ask, below which operators are told; 1 for "auto"."""
+    """Returns how many replicas the settings demand: a model with fewer is reported to operators. It is 1 for "auto", with which
+    any number will do."""
     return 1 if settings.replicas == AUTO else int(settings.replicas)
 
 
