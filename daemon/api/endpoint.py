@@ -31,7 +31,8 @@ HeadT = TypeVar("HeadT", bound=NamesModel)
 
 
 class FieldTable(NamedTuple):
-    """A table of docs/reference/http.md: the fields that a body type adds, each with its meaning."""
+    """A table of fields in the reference of the HTTP API (docs/reference/http.md). title: the table's heading. type: the body type
+    whose fields are listed, without those that it inherits. meanings: the name of each field -> its meaning."""
 
     title: str
     type: type[Struct]

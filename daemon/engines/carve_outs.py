@@ -87,7 +87,8 @@ def _wanted_bytes(config: NodeConfig, name: str, settings: ModelConfig, found: R
 
 
 def _allowed(devices: Sequence[DeviceBudget], settings: ModelConfig, found: Registered | None) -> list[DeviceBudget]:
-    """Returns the devices of this machine that may hold the carve-out of an isolated model. Such a model is never split."""
+    """Returns the devices of this machine on which an isolated model may have its carve-out. The model's settings, and the formats
+    in its files, may exclude devices."""
     names = found.facts.devices if found is not None and found.entry is not None else tuple(settings.devices)
     return [device for device in devices if not device.host and (not names or device.name in names)]
 

@@ -349,8 +349,8 @@ class EngineEvents:
             self._dispatcher.release_aborts()
 
     def _mixed_rows(self, device: str, message: protocol.TokensOut) -> None:
-        """Passes the tokens of a step on to the sinks of their sequences, if a sequence has several tokens or ends in this step;
-        other steps take a faster way in _tokens_out. With many sequences one ends in most steps."""
+        """Passes the tokens of a step on to the sinks of their sequences. Called only if a sequence has several tokens or ends in
+        this step; all other steps take a faster way in _tokens_out. (With many sequences, one ends in most steps.)"""
         find = self._by_id.get
         start = 0
         num_rows = len(message.request_ids)
@@ -435,7 +435,7 @@ class EngineEvents:
 
 
 def _of_load(message: protocol.LoadDone) -> dict[str, Value]:
-    """Returns the trace attributes of a finished load."""
+    """Returns the attributes that a finished load gets in a trace, such as where the weights came from."""
     return {
         "hearth.load.source": source_of(message),
         "hearth.load.read_bytes": message.bytes_read,

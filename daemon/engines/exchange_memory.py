@@ -37,7 +37,8 @@ class ExchangeMemory:
             os.close(fd)
 
     def number(self, device: str) -> int:
-        """Returns the number of a device's engine. Raises KeyError for a device that does not use the exchange memory."""
+        """Returns the number by which the engine of a device is known in the exchange memory. Raises KeyError for a device that
+        does not use it."""
         return self._numbers[device]
 
     def arguments(self, device: str) -> tuple[list[str], list[int]]:

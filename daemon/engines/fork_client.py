@@ -67,7 +67,7 @@ class ForkServer:
         return made
 
     def give_up(self) -> None:
-        """Ends a server that was started by ahead() and has not been asked for an engine. Does not wait for its end."""
+        """Ends a server that ahead() has started and that has not been asked for an engine. Does not wait for the server's end."""
         self._ended = True
         if self._process is not None:
             self._process.kill()

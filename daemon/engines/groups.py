@@ -56,9 +56,11 @@ class _Phase(Enum):
 @dataclass(slots=True)
 class _Group:
     """One placement of a split model. devices: its members, by rank. region_offset: where its region in the exchange memory begins.
+
     holding: the members that may still use the group's region. leaving: the members in `holding` that were told to evict their
-    share and have not answered. loaded, progress: the last messages of members, by device. failure: the first member that could not
-    load, and its message."""
+    share and have not answered.
+
+    loaded, progress: the last messages of members, by device. failure: the first member that could not load, and its message."""
 
     placement_id: int
     model: str
@@ -231,8 +233,9 @@ class Groups:
         self._close_if_empty(group)
 
     def _leave(self, group: _Group, leases: dict[str, int], comes_back: bool) -> None:
-        """Marks the group as broken, and tells each member that still holds a share to evict that share. leases: device -> its new
-        lease in chunks; devices that are missing keep theirs. comes_back: as in EvictModel."""
+        """Marks the group as broken, and sends an EvictModel to each member that still holds a share. leases: device -> its new
+        lease in chunks; devices that are missing keep theirs. comes_back: whether the model will be loaded again soon, so that
+        members leave its weights where they are until something takes their place."""
         self._break(group)
         for device in group.devices:
             if device in group.holding and device not in group.leaving:
@@ -250,8 +253,8 @@ class Groups:
             self._tell(*answer)
 
     def _closed_with(self, group: _Group) -> tuple[str, Answer] | None:
-        """Closes the group if no member can use its region any more, and returns the answer to report (name of devices, message).
-        Returns None if a member still can, or if there is nothing to report."""
+        """Closes the group if no member can use its region any more. Returns the answer that the scheduler must then get, (name of
+        devices, message); None if a member still can use the region, or if there is nothing to report."""
         if group.holding:
             return None
         assert self._regions is not None
@@ -290,7 +293,8 @@ def _sum_of_progress(group: _Group) -> LoadProgress:
 
 
 def _part(slots: Sequence[int], rank: int, devices: tuple[str, ...]) -> list[int]:
-    """Returns those of the host tier's slots that are for one member."""
+    """Returns the slots of the host tier that one member of a group uses, out of those granted to the whole model. rank: the
+    member's. devices: all members."""
     num = len(slots) // len(devices)
     return list(slots[rank * num : (rank + 1) * num])
 

@@ -22,8 +22,9 @@ FORMAT = Format(version=1, reads_from=1, readable_from=1)
 
 
 class _StoredCopy(msgspec.Struct, array_like=True):
-    """A copy of weights, or saved KV, in host memory. layout: see Registry.layout_id. slots: the slots that hold it. num_tokens:
-    the tokens of saved KV. index: the engine's account of saved KV; b"" for a copy of weights."""
+    """A copy of weights, or saved KV, in host memory, as the account stores it. layout: identifies how the weights lie in memory
+    (Registry.layout_id). slots: the slots that hold the copy. num_tokens: the tokens of saved KV. index: the engine's list of what
+    the saved KV is; b"" for a copy of weights."""
 
     model: str
     layout: str
@@ -64,8 +65,8 @@ class HostCopies(Protocol):
 
 class HostAccount:
     """Keeps the account of what host memory holds up to date, and reads the one that an earlier daemon left. account: the memory in
-    which it is kept. slot_bytes: the size of a slot. copies: the scheduler, which knows what each slot holds. layout_of: see
-    Registry.layout_id."""
+    which it is kept. slot_bytes: the size of a slot. copies: the scheduler, which knows what each slot holds. layout_of: returns
+    for a model's name a text that identifies how its weights lie in memory (Registry.layout_id)."""
 
     def __init__(self, account: Account, slot_bytes: int, copies: HostCopies, layout_of: Callable[[str], str]) -> None:
         self._account, self._slot_bytes, self._copies, self._layout_of = account, slot_bytes, copies, layout_of
@@ -88,8 +89,8 @@ class HostAccount:
         return [(one.model, _host_copy(one)) for one in content.copies if one.layout and one.layout == self._layout_of(one.model)]
 
     def look(self) -> None:
-        """Writes down what host memory holds, for the next daemon, if that has changed since the last call. Called after each event
-        that the scheduler has handled, before the scheduler's decisions are carried out. If it cannot be written, that is only
+        """Writes the account of what host memory holds, for the next daemon, if that has changed since the last call. Called after
+        each event that the scheduler has handled, before the scheduler's decisions are carried out. A failure to write is only
         logged."""
         if self._copies.host_revision != self._revision:
             self._revision = self._copies.host_revision

@@ -91,8 +91,8 @@ class KeptDevice:
             log.warning(text, len(fds), error, extra=fields(device=self._device))
 
     def note(self, weights: dict[str, protocol.WeightsHeld]) -> None:
-        """Replaces the account of the weights in the memory. If it cannot be written, the memory is removed from the store, because
-        the previous account may be wrong."""
+        """Replaces the account of which weights are in the memory. If it cannot be written, the memory is removed from the store,
+        because the previous account may be wrong."""
         told = [_Weights(self._layout_of(model), held) for model, held in weights.items()]
         try:
             self._account.write(_encoder.encode(_Content(FORMAT.version, self._device, told, FORMAT.readable_from)))

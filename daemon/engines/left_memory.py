@@ -86,8 +86,8 @@ class LeftMemory:
                 log.debug("no memory is held for %s: %s", self._device, error)
 
     def sent(self, message: protocol.Message) -> None:
-        """Called for each message that is sent to the engine: a model that it loads or evicts is removed from the account of the
-        weights."""
+        """Removes from the account of the weights the model that a message to the engine is about, if the message tells it to load
+        or evict one. Called for each message before it is sent."""
         if isinstance(message, protocol.LoadModel):
             self._placed[message.model] = message.placement_id
         elif isinstance(message, protocol.EvictModel):
@@ -98,9 +98,9 @@ class LeftMemory:
             self._note()
 
     def told(self, held: protocol.WeightsHeld) -> None:
-        """Records where the engine has put a loaded model's weights. The report is ignored if the model was evicted, or loaded
-        again, meanwhile. Weights of an earlier engine in the same chunks are removed from the account, because they were
-        overwritten."""
+        """Updates the account with an engine's report of the chunks in which it has put a loaded model's weights. A report is
+        ignored if the model was evicted, or loaded again, meanwhile. Weights of an earlier engine in the same chunks are removed
+        from the account, because they were overwritten."""
         if self._placed.get(held.model) == held.placement_id:
             chunks = set(held.chunks)
             self._weights = {name: other for name, other in self._weights.items() if chunks.isdisjoint(other.chunks)}

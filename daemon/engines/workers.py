@@ -103,9 +103,9 @@ class EngineSpec:
 
 @dataclass(slots=True, frozen=True)
 class LentBy:
-    """The address of the engine of a device on another host. host: the host's name. address: where `hearth lend` listens there.
-    key_file: the file with the secret that both share. device: the device's name on that host. models_dir: the models folder of
-    this host."""
+    """Where the engine of a borrowed device runs. host: the name of the host that lends the device. address: where `hearth lend`
+    listens there. key_file: the file with the secret that both hosts share. device: the device's name on that host. models_dir: the
+    models folder of this host."""
 
     host: str
     address: str
@@ -124,12 +124,14 @@ class LentBy:
 class EngineWorker:
     """Runs the engine process of one device, and starts it again each time it ends.
 
-    spec: returns the engine's configuration; called only after the process was started. host_tier_fd: the host tier's memfd, -1 if
-    there is none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device. no_memory: takes the engine's error and
-    returns one line that explains why the device lacks the memory; called in a thread. left: keeps the device's memory between two
-    engines; None if an engine's memory ends with it. exchange: the exchange memory for split models, or None. forks: the fork
-    server that forks the engine; None: it is started with exec, as for cuda devices. lent_by: where the engine runs if that is
-    another host; this worker then looks after its proxy.
+    spec: returns the engine's configuration; called only after the process was started. forks: the fork server that forks the
+    engine; None: it is started with exec, as for cuda devices. lent_by: where the engine runs if that is another host; this worker
+    then looks after its proxy.
+
+    host_tier_fd: the host tier's memfd, -1 if there is none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device.
+    no_memory: takes the engine's error and returns one line that explains why the device lacks the memory; called in a thread.
+    left: keeps the device's memory between two engines; None if an engine's memory ends with it. exchange: the exchange memory for
+    split models, or None.
 
     problem: why no engine runs now, "" while one runs."""
 
@@ -173,7 +175,8 @@ class EngineWorker:
         self._task = self._tasks.start(f"looking after the engine of {self.device}", self._live)
 
     def configure(self) -> None:
-        """Lets the engine get its configuration (the message Configure). Called when the size of the work space is known."""
+        """Allows the message Configure, with the engine's configuration, to be sent. Called when the size of the work space is
+        known."""
         self._configurable.set()
 
     def pulse(self) -> Pulse | None:
@@ -319,8 +322,8 @@ class EngineWorker:
         return self._kill_reason or await self._why(code), running
 
     def _lose(self, channel: WorkerChannel, journal: mmap.mmap) -> None:
-        """Gives up an engine that was killed and does not end: reports its death, and takes in none of its messages any more. Its
-        memory and its part in the exchange memory are not used before it has ended."""
+        """Gives up an engine that was killed and does not end: reports its death, and ignores all its further messages. Its memory
+        and its part in the exchange memory are not used until it has ended."""
         self._channel, self._journal, self.up = None, None, False
         channel.close()
         if self._ready_timer is not None:

@@ -110,7 +110,7 @@ class Inventory(Protocol):
 
 
 def memories(inventory: Inventory) -> list[GpuMemory]:
-    """Returns the memory of each GPU, in the form that config.devices needs to check budgets. Raises NoGpus."""
+    """Returns the memory of each GPU, as config.devices needs it to check budgets. Raises NoGpus if there is no driver."""
     return [gpu.memory for gpu in inventory.gpus()]
 
 
@@ -163,9 +163,11 @@ def why_no_memory(inventory: Inventory, device: DeviceBudget, error: str) -> str
 
 
 def rows_of(gpus: Sequence[Gpu], devices: Sequence[DeviceBudget], faults: dict[str, list[int]]) -> list[dict[str, Any]]:
-    """Returns a row for each GPU, as `hearth gpus --json` prints it: the fields of Gpu, and three more. device: the node's name for
-    the GPU, "" if the node does not use it. budget_bytes: the node's budget there. xids: the faults since the node's start. faults:
-    the GPU's UUID -> Xids."""
+    """Returns one dict for each GPU, which is a row of `hearth gpus --json`: the fields of Gpu, and three more. device: the node's
+    name for the GPU, "" if the node does not use it. budget_bytes: how much of the GPU's memory the node may use. xids: the faults
+    since the node's start.
+
+    devices: the node's devices. faults: the GPU's UUID -> its faults (Xids)."""
     found = []
     for gpu in gpus:
         parts = [device for device in devices if device.uuid and device.uuid == gpu.uuid]  # the device and its carve-outs

@@ -132,7 +132,8 @@ def _held_alone(gpu: Gpu, is_shared: bool) -> str:
 
 
 def _slices(index: int, handle: Any) -> list[Gpu]:
-    """Returns the states of the MIG slices that a GPU is divided into. index, handle: the GPU's number and NVML's handle for it."""
+    """Returns the states of the MIG slices into which a GPU is divided; none for a whole GPU. index: the driver's number for the
+    GPU. handle: NVML's handle for it."""
     found = []
     for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
@@ -218,8 +219,8 @@ def _name(pid: int) -> str:
 
 
 def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the result of calling a function of NVML with the arguments; None if the function raises an error, as for a reading
-    that this GPU does not have."""
+    """Returns the result of a function of NVML, called with the given arguments; None if it raises an error, as for a reading that
+    this GPU does not have."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:

@@ -23,7 +23,8 @@ FREE_LIMIT_S = 5.0  # how long a new connection waits until the engine of the la
 
 class Lender:
     """Lends devices of this host, each to one daemon at a time. key: the secret that daemons must know to borrow a device.
-    models_dir: this host's models folder. cache_dir: as in Configure. log: gets lines for operators."""
+    models_dir: this host's models folder. cache_dir: the folder for compiled kernels and measurements. log: gets lines for
+    operators."""
 
     def __init__(
         self, devices: Sequence[LentDevice], key: bytes, models_dir: str, cache_dir: str, log: Callable[[str], None]

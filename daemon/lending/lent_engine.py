@@ -55,9 +55,9 @@ class LentDevice:
 
 @dataclass(slots=True)
 class _Share:
-    """A share of a split model on the engine. received: where the states of the previous stage are written, if that stage is on
-    another host; else None. sender: sends the engine's states, if the next stage is on another host; else None. token_bytes: bytes
-    of the states for each token."""
+    """A share of a split model that the engine holds. received: where the hidden states from the previous pipeline stage are
+    written, if that stage is on another host; else None. sender: sends the engine's hidden states to the next stage, if that is on
+    another host; else None. token_bytes: bytes of the states for each token."""
 
     region: GroupRegion
     received: StageLink | None
@@ -65,8 +65,9 @@ class _Share:
 
 
 class LentEngine:
-    """One engine and its connection to a proxy. leader: identifies the daemon. regions: those of all lent devices. models_dir: the
-    models folder of this host. cache_dir: as in Configure. log: gets lines for operators."""
+    """One engine and its connection to the proxy, the process on the daemon's host that stands for it. leader: identifies the
+    daemon. regions: the parts of the exchange memory that all lent devices use. models_dir: the models folder of this host.
+    cache_dir: the folder for compiled kernels and measurements. log: gets lines for operators."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class LentEngine:
     # ---- from the proxy
 
     def _serve(self) -> str:
-        """Takes in frames until the connection ends, and returns why it did."""
+        """Receives the proxy's messages (frames) and carries them out until the connection ends. Returns why it ended."""
         try:
             while True:
                 self._take(self._wire.receive())
@@ -193,8 +194,9 @@ class LentEngine:
         self._channel.sendall(encode(msgspec.structs.replace(message, path=str(folder), fingerprint=fingerprint, group=group)))
 
     def _files(self, relative: str, files_id: str) -> tuple[Path, str]:
-        """Returns a model's folder on this host, and its fingerprint. Raises ValueError or OSError if the folder does not hold the
-        files that the daemon's host has."""
+        """Returns the folder of a model on this host, and its fingerprint here. relative: the folder below the models folder.
+        files_id: identifies the files on the daemon's host. Raises ValueError or OSError if the folder does not hold the same
+        files."""
         folder = (self._models_dir / relative).resolve()
         if not folder.is_relative_to(self._models_dir.resolve()):
             raise ValueError(f"{relative} is not in the models folder {self._models_dir}")
@@ -209,7 +211,8 @@ class LentEngine:
         return folder, checkpoint.fingerprint
 
     def _leave(self, placement_id: int) -> None:
-        """Ends the use of the region of a share that the engine no longer has."""
+        """Stops using the exchange memory of a share of a model that the engine does not hold any more. placement_id: identifies
+        the share's load."""
         share = self._shares.pop(placement_id, None)
         if share is None:
             return
@@ -221,7 +224,7 @@ class LentEngine:
     # ---- from the engine
 
     def _tell(self) -> None:
-        """Sends the engine's messages to the proxy, until the engine closes its end of the channel."""
+        """Passes on the engine's messages to the proxy, until the engine closes its end of the channel."""
         with contextlib.suppress(WireClosed, OSError):
             while data := self._channel.recv(RECV_BYTES):
                 messages: Sequence[Message] = list(self._from_engine.feed(data))
@@ -236,7 +239,7 @@ class LentEngine:
                 self._wire.send(Lines(data))
 
     def _watch(self) -> None:
-        """Reports to the proxy the engine's signs of life, and then its end."""
+        """Reports the engine's signs of life to the proxy, and in the end that the engine has ended."""
         poller = select.poll()
         poller.register(self._process.pidfd, select.POLLIN)
         with contextlib.suppress(WireClosed):

@@ -44,9 +44,10 @@ class LentRegions:
         self._changing = threading.Lock()
 
     def hold(self, leader: str, message: LoadModel, number: int, block_tokens: int) -> tuple[Group, GroupRegion]:
-        """Returns the group in which an engine is about to load a share of a model, and the model's region, which is made if no
-        other engine here holds it. message: the load as the daemon sent it. Raises ValueError for a region that does not fit the
-        model, and OSError if there is no room."""
+        """Prepares an engine's load of a share of a model: returns the group (the engines of the model) as that engine needs it,
+        and the model's region, which is made if no other engine here holds it. leader: identifies the daemon. message: the load as
+        the daemon sent it. number: the engine. Raises ValueError for a region that does not fit the model, and OSError if there is
+        no room."""
         assert message.group is not None
         key, group = (leader, message.placement_id), message.group
         with self._changing:
@@ -84,9 +85,9 @@ class LentRegions:
                 self._exchange.break_group(copy.writer.offset)
 
     def post(self, leader: str, step: Step, number: int) -> int:
-        """Writes a step's plan and rows to the model's region, unless another engine's proxy has sent the step before, and adds the
-        step to the queue of the engine `number`. Returns how many tokens the step computes. Raises ValueError for a step that does
-        not follow the last one."""
+        """Appends a step to the queue of steps of the engine `number` here. Before that, writes the step's plan and rows to the
+        model's region, unless the proxy of another engine has sent the same step already. Returns how many tokens the step
+        computes. Raises ValueError for a step that does not follow the last one."""
         copy = self._copies.get((leader, step.placement_id))
         if copy is None:
             return 0  # the share has left meanwhile
@@ -103,8 +104,8 @@ class LentRegions:
         return int(plan.num_new.sum())
 
     def _members(self, group: Group, number: int) -> list[int]:
-        """Returns a member's number for each rank of a group: the engine's own, and for all others numbers that no engine here has,
-        because a member that does not lead uses its own only."""
+        """Returns the number of a group's member in the exchange memory, for each rank. Only the engine's own is a real number; for
+        all other ranks there are numbers that no engine here has, because a member that does not lead uses only its own."""
         others = self._exchange.num_engines
         return [number if rank == group.rank else others + rank for rank in range(len(group.members))]
 

@@ -32,10 +32,12 @@ log = logging.getLogger("hearthd.models")
 
 @dataclass(slots=True, frozen=True)
 class AdapterRecord:
-    """The known facts about one LoRA adapter. base: the name of its base model, "" while that is unknown. served: None while the
-    adapter cannot be served; then `problem` tells why, and is_incomplete whether it may be served later, because only files or the
-    base are missing. checked: the base's shape that the adapter was compared with, and why it does not fit it, or ""; None: not
-    compared. loaded_from: the folder from which an operator has loaded it, "" if it was found in the models folder."""
+    """The known facts about one LoRA adapter. base: the name of its base model, "" while that is unknown. loaded_from: the folder
+    from which an operator has loaded it, "" if it was found in the models folder.
+
+    served: None while the adapter cannot be served; then `problem` tells why, and is_incomplete whether it may be served later,
+    because only files or the base are missing. checked: the base's shape with which the adapter was compared, and the reason why it
+    does not fit, "" if it fits; None: it was not compared."""
 
     checkpoint: Checkpoint
     base: str = ""
@@ -185,8 +187,8 @@ def _record(
 
 
 def _misfit(checkpoint: Checkpoint, adapter: Adapter, shape: ModelShape, known: AdapterRecord | None) -> str:
-    """Returns why an adapter does not fit the shape of its base model, or "". If neither has changed, the result in `known` is used
-    again, because checking a thousand adapters takes half a second."""
+    """Returns why an adapter does not fit its base model, or "". shape: the base's shape. known: the adapter's earlier record,
+    whose result is used again if neither has changed, because checking a thousand adapters takes half a second."""
     if known is not None and known.checkpoint is checkpoint and known.checked is not None and known.checked[0] is shape:
         return known.checked[1]
     return misfit(adapter, shape)
@@ -229,7 +231,8 @@ class _NamesOfBases:
         return found, ""
 
     def _named(self, name: str) -> str:
-        """Returns the name of the model with this name or alias, also of one that another server answers; "" if there is none."""
+        """Returns the model's own name for a name or alias; "" if no model has it. A model that another server answers counts as
+        well."""
         owner = self._by_alias.get(name, name)
         return owner if owner in self._models or self._upstream_of(owner) is not None else ""
 

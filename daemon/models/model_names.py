@@ -114,8 +114,8 @@ class ModelNames:
         return None if owner is None else self._adapters.get(owner)
 
     def lead(self, name: str) -> Lead | None:
-        """Returns the models to which the table [names] leads a request for `name`, for a sender that may use all models; None if
-        the name is a model's own name or alias, or matches no entry."""
+        """Returns the entry of the table [names] that a request for `name` follows, with the models to which it leads, for a sender
+        that may use all models. None if the name is a model's own name or alias, or matches no entry."""
         entry = None if self._owner(name) is not None else self._table.entry(name)
         return None if entry is None else self._lead(entry, OPERATOR)
 
@@ -143,8 +143,8 @@ class ModelNames:
         return found
 
     def _owner(self, name: str) -> str | None:
-        """Returns the name of the model with this name or alias, even if it has settings but no folder; otherwise the adapter that
-        BASE:ADAPTER names; otherwise None."""
+        """Returns the name of the model that has this name or alias, even if it has settings but no folder; if there is none, that
+        of the adapter which BASE:ADAPTER names; otherwise None."""
         owner = self._plain_owner(name)
         if owner is not None or not self._by_base or len(name) > MAX_MATCHED:
             return owner
@@ -159,8 +159,8 @@ class ModelNames:
         return name if name in self._models or name in self._with_settings else self._aliases.get(name)
 
     def _lead(self, entry: str, asker: Asker) -> Lead:
-        """Returns the models to which an entry of the table [names] leads, each with its ModelEntry or the error why it cannot
-        serve now. A model that `asker` may not use is treated as unknown."""
+        """Returns where an entry of the table [names] leads: its models in order, each with its ModelEntry, or with the error why
+        it cannot serve now. A model that `asker` may not use is treated as unknown."""
         targets = []
         for target in self._table.names[entry]:
             owner = self._owner(target)

@@ -46,8 +46,8 @@ class Plan:
     fits: bool
 
     def told(self, if_too_large: str) -> Plan:
-        """Returns a copy of the plan. if_too_large: a text that is added to the error with which the model is refused if it does
-        not fit."""
+        """Returns a copy of the plan whose error, with which a model that does not fit is refused, has a further text at its end.
+        if_too_large: that text."""
         return replace(self, facts=replace(self.facts, if_too_large=if_too_large))
 
 
@@ -219,8 +219,8 @@ def _divided(settings: ModelConfig, how: ParallelConfig) -> ModelConfig:
 
 
 def _no_number(too_large: list[str], refused: Mapping[str, list[str]]) -> str:
-    """Returns in words why "auto" finds no number of devices for a model. too_large: the numbers of devices that are too few to
-    hold it. refused: reason -> the numbers of devices over which it cannot be split for that reason."""
+    """Returns, for an error message, why "auto" finds no number of devices over which to split a model. too_large: the numbers of
+    devices that are too few to hold it. refused: reason -> the numbers of devices over which it cannot be split for that reason."""
     reasons = [f"over {_listed(numbers)}: {why}" for why, numbers in refused.items()]
     if further := [number for numbers in list(refused.values())[MOST_REASONS:] for number in numbers]:
         reasons[MOST_REASONS:] = [f"nor can it be split over {_listed(further)}"]

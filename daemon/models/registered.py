@@ -21,8 +21,8 @@ _TOKENIZER = "tokenizer.json"
 
 @dataclass(slots=True, frozen=True)
 class Registered:
-    """The facts that the registry has about one model. facts: the scheduler's facts about it. entry: its facts for requests; None
-    if it cannot be served, and then `problem` tells why."""
+    """The registry's record of one model. facts: what the scheduler knows about it. entry: what requests need to know about it;
+    None if it cannot be served, and then `problem` tells why."""
 
     checkpoint: catalog.Checkpoint
     facts: events.ModelFacts

@@ -111,8 +111,8 @@ class Registry:
         return self.names.further({entry.own_name for entry in self._entries if asker.may_use(entry.own_name)})
 
     def _served(self, name: str) -> ModelEntry | HearthError:
-        """Returns the entry of the model or adapter with this name, or the error why its files or settings do not allow it to be
-        served."""
+        """Returns the entry of the model or adapter with this name, or the error that says why its files or settings do not allow
+        it to be served."""
         if (elsewhere := self.upstreams.get(name)) is not None:
             return elsewhere
         if (adapter := self.adapters.get(name)) is not None:
@@ -311,8 +311,9 @@ class Registry:
         return Registered(checkpoint, facts, None, settings.dtype or config.dtype, problem)
 
     def _text_id(self, config: NodeConfig, checkpoint: catalog.Checkpoint) -> str:
-        """Returns the model's ModelEntry.text_id, from names, sizes and times of the files in its folder and of the file that its
-        setting chat_template names."""
+        """Returns a text that changes whenever a file may have changed from which the model's texts are made (ModelEntry.text_id).
+        It is made of the names, sizes and times of the files in the model's folder and of the file that its setting chat_template
+        names."""
         return checkpoint.signature + "".join(map(self._signature_of, template_files(config, [checkpoint.name])))
 
     def register(
@@ -398,8 +399,8 @@ class Registry:
         return changes
 
     def _name_all(self) -> None:
-        """Makes `names` and the list of entries anew, because the models, adapters or upstreams have changed. Logs each name that a
-        model has begun to hide."""
+        """Replaces `names` and the list of entries by new ones, because the models, adapters or upstreams have changed. Logs each
+        name that a model has begun to hide."""
         hidden, self.names = self.names.hidden, self._names_now()
         for name, warning in self.names.hidden.items():
             if hidden.get(name) != warning:

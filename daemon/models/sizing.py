@@ -99,8 +99,8 @@ class Sizing:
         return min(settings.expert_copies, experts.num_experts - experts.num_experts // parts)
 
     def bytes_with_copies(self, settings: ModelConfig, shape: ModelShape, dtype: str) -> dict[int, int]:
-        """Returns number of further experts in each layer of a share -> the most bytes of its weights, for the numbers that loads
-        may take. shape: that of the whole model."""
+        """Returns how large a device's share of a model's weights is with copies of experts: number of copies in each layer -> most
+        bytes of the weights, for the numbers that loads may take. shape: that of the whole model."""
         weight_format = held_format(shape, settings.quantize, settings.resident)
         how = (shape, dtype, division_of(settings), weight_format)
         numbers = expert_copies.numbers(self.most_copies(settings, shape))
@@ -109,9 +109,9 @@ class Sizing:
     def _with_all_kv(
         self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape
     ) -> events.ModelFacts:
-        """Returns the facts of a model that is split over devices, with the KV that it gets for good: unlike other models' KV, that
-        of a split model does not grow. The number of tokens is kv_floor_tokens if set; otherwise what a quarter of the memory
-        besides weights and work space holds, but at least max_model_len and at most max_sequences times max_model_len."""
+        """Returns the facts of a split model with the KV that is reserved for it: unlike other models' KV, that of a split model
+        does not grow. The number of tokens is kv_floor_tokens if set; otherwise what a quarter of the memory besides weights and
+        work space holds, but at least max_model_len and at most max_sequences times max_model_len."""
         num_tokens = facts.kv_floor_tokens
         if settings.kv_floor_tokens is None:
             chunk_bytes, size = int(config.chunk_bytes), size_of(facts, int(config.chunk_bytes))
@@ -168,8 +168,8 @@ class Sizing:
         return computed_dtype(asked, shape.dtype, self.kinds(name, settings, shape))
 
     def tell_of_dtype(self, asked: str, dtype: str, name: str, settings: ModelConfig, shape: ModelShape) -> None:
-        """Logs if the model is slower, or not computed as it is stored, because of its dtype. asked: the setting. dtype: the dtype
-        in which it is computed."""
+        """Logs a line for operators if the dtype in which the model is computed makes it slower, or differs from the stored one.
+        asked: the setting. dtype: the dtype in which it is computed."""
         kinds = self.kinds(name, settings, shape)
         if dtype != shape.dtype and asked == "auto":
             why = f"cpu devices have no kernels for {shape.dtype}; the key dtype decides otherwise"
@@ -178,14 +178,16 @@ class Sizing:
             log.warning("%s: dtype: float16 has no kernels on cpu devices and is several times slower there than bfloat16", name)
 
     def _budgets(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[int, int]:
-        """Returns two budgets in bytes, of which the second is the first without carve-outs: that of the smallest of the devices
-        that the model would take if it took the largest ones where it may live (as many as it is split over, of one kind). Of
-        several kinds the one with the larger budget counts. (0, 0) if there are too few devices."""
+        """Returns two budgets in bytes: that of the smallest of the devices that the model would take if it took the largest ones
+        where it may live, as many as it is split over and all of one kind; and what it would be if no carve-outs had been set
+        aside. Of several kinds of devices the one with the larger budget counts. (0, 0) if there are too few devices."""
         budgets = self._budgets_by_kind(name, settings, shape)
         return max((budget for budget, _ in budgets), default=0), max((whole for _, whole in budgets), default=0)
 
     def _budgets_by_kind(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[tuple[int, int]]:
-        """Returns for each kind of devices where the model may live what `_budgets` returns for a node of such devices alone."""
+        """Returns a pair (budget, budget without carve-outs), in bytes, for each kind of devices on which the model may live. They
+        are the budgets of the smallest device that the model would take if it took the largest ones of this kind, as many as it is
+        split over."""
         division, found = division_of(settings), []
         for allowed in self._allowed_by_kind(name, settings, shape):
             budgets = {device.name: device.budget_bytes for device in allowed}
@@ -206,7 +208,7 @@ class Sizing:
         return [device for device in named if device.name in usable]
 
     def _allowed_by_kind(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[list[DeviceBudget]]:
-        """Returns the devices of _allowed, those of each kind in a list of its own."""
+        """Returns the devices on which the model may live and that can run it (_allowed), as one list for each kind of device."""
         allowed = self._allowed(name, settings, shape)
         return [[device for device in allowed if device.kind == kind] for kind in sorted({device.kind for device in allowed})]
 
@@ -339,7 +341,7 @@ def division_of(settings: ModelConfig) -> Division:
 
 
 def division(how: ParallelConfig) -> Division:
-    """Returns how a value of the key `parallel` divides a model among devices."""
+    """Returns the Division that a value of the key `parallel` (a ParallelConfig) asks for."""
     return Division(how.num_devices, how.expert, how.pipeline)
 
 

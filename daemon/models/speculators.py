@@ -27,7 +27,7 @@ def named_heads(config: NodeConfig, checkpoints: Mapping[str, Checkpoint]) -> di
 
 
 class MayPredict(Protocol):
-    """The facts about the predictor in a model's own checkpoint (see loader.models.catalog.Checkpoint). predicting: the model's
+    """What is known about the predictor in a model's own checkpoint (loader.models.catalog.Checkpoint). predicting: the model's
     shape with that predictor, None if none can be used. predictor_error: why it cannot be used, or "" if nothing is wrong."""
 
     @property
@@ -102,8 +102,8 @@ class Choice:
         return prompt_lookup(shape, fingerprint, why)
 
     def misfit(self, name: str) -> str:
-        """Returns the message with which the model `name` is refused because its setting `speculator` cannot be followed; "" if it
-        can."""
+        """Returns the message with which a model is refused because its setting `speculator` cannot be followed; "" if it can.
+        name: the model's name."""
         why = self.why_not()
         return f'models."{name}".speculator: {self.settings.speculator}: {why}; leave it out' if why else ""
 

@@ -313,8 +313,8 @@ class ControlApi:
         return await self._gate(request, events.ResumeRequested)
 
     async def _gate(self, request: web.Request, make: Callable[..., events.Event]) -> web.Response:
-        """Drains or resumes the model `?model=NAME`, or the whole node if none is named. make: makes the scheduler's event. Raises
-        HearthError if the scheduler refuses."""
+        """Carries out a drain or a resume of the model `?model=NAME`, or of the whole node if none is named. make: makes the
+        scheduler's event, which decides which of the two it is. Raises HearthError if the scheduler refuses."""
         name = request.query.get("model", "")
         model = self._node.registry.names.local(name) if name else ""
         refusal = await self._node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=model))
@@ -362,7 +362,7 @@ async def _start_lines(request: web.Request) -> web.StreamResponse:
 
 
 def _offer(queue: asyncio.Queue[dict[str, Any]], event: dict[str, Any]) -> None:
-    """Queues an event for a client that follows the events. If the queue is full the event is dropped, because a client that does
-    not read must not fill the memory."""
+    """Puts an event into the queue of a client that follows the events. If the queue is full the event is dropped, because a client
+    that does not read must not fill the memory."""
     with contextlib.suppress(asyncio.QueueFull):
         queue.put_nowait(event)

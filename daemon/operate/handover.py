@@ -29,9 +29,9 @@ LOOK_EVERY_S = 0.01
 
 
 async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runner]) -> None:
-    """Passes on to the next daemon, through the store, the client connections that can be continued: their sockets and states. All
-    other connections stay in this daemon. servers: the HTTP servers by the names of their listeners ("main", "admin"). Failures are
-    logged."""
+    """Passes open client connections on to the next daemon, through the store: the sockets and states of all connections that can
+    be continued. The others stay in this daemon. servers: the HTTP servers by the names of their listeners ("main", "admin").
+    Failures are logged."""
     node.engine_events.is_over = True
     node.background.hold()
     connections = [(name, each) for name, server in servers.items() for each in _connections(server)]
@@ -71,7 +71,7 @@ async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runne
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    """Waits until the condition holds, at most FLUSH_S."""
+    """Waits until `condition` returns True, but no longer than FLUSH_S seconds."""
     for _ in range(int(FLUSH_S / LOOK_EVERY_S)):
         if condition():
             return
@@ -79,15 +79,15 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def _connections(runner: Runner) -> list[Connection]:
-    """Returns the server's connections that have a client; those of background responses have none."""
+    """Returns the server's connections that have a client. Those of background responses, which have none, are left out."""
     server = runner.server
     found = [each for each in server.connections if isinstance(each, Connection)] if server is not None else []
     return [each for each in found if owner_of(each.transport) is None]
 
 
 async def go_on(node: NodeParts, left: Left, servers: Mapping[str, tuple[Runner, ClientAddresses | None]]) -> None:
-    """Continues the connections and the background responses that an earlier daemon has left. left: the sockets and states.
-    servers: by the name of a listener, its HTTP server and the counter of each client's connections (None: not counted)."""
+    """Continues the connections and background responses that an earlier daemon has left. left: their sockets and states. servers:
+    for each listener's name its HTTP server, and the counter of each client's connections (None: they are not counted)."""
     main = servers["main"][0].server
     assert isinstance(main, ConnectionServer)
     if num_runs := node.background.go_on(main):

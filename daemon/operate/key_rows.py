@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 def rows(node: NodeParts) -> list[dict[str, Any]]:
-    """Returns a row for each tenant, in the order of the keys file: numbers of its keys, when the next one expires (Unix seconds),
-    its limits with what is left of them (None for a limit that it does not have), and its tokens today. [] if no keys are set."""
+    """Returns one row for each tenant, for `hearth keys` and `hearth status`, in the order of the keys file: how many keys it has,
+    when the next one expires (Unix seconds), its limits with what is left of them (None for a limit that it does not have), and its
+    tokens today. [] if no keys are set."""
     if node.keys is None:
         return []
     now = moment.now()
@@ -41,7 +42,7 @@ def rows(node: NodeParts) -> list[dict[str, Any]]:
 
 
 def ending(node: NodeParts) -> list[dict[str, Any]]:
-    """Returns a row for each key that has expired or expires within a week, the earliest first."""
+    """Returns one row for each API key that has expired or expires within a week, the earliest first."""
     if node.keys is None:
         return []
     unix_s = moment.now().unix_s

@@ -22,8 +22,8 @@ NO_STATS = (0, 0, 0, 0)  # used for models without an entry in protocol.Stats.mo
 
 
 def now(node: NodeParts, model: str | None = None) -> Now:
-    """Returns the node's current values for /metrics. model: the only model to include, without devices; None: all models and
-    devices."""
+    """Returns the node's current values for /metrics. model: the only model to include, without any values of devices; None: all
+    models and devices."""
     wanted = [view] if model is not None and (view := node.scheduler.model(model)) is not None else []
     views: Iterable[ModelView] = wanted if model is not None else node.scheduler.snapshot()
     devices = {} if model is not None else _devices(node)

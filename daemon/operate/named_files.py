@@ -34,7 +34,8 @@ class NamedFiles:
 
 def read(config: NodeConfig, path: str | None, flags: Container[str]) -> NamedFiles:
     """Returns the contents of the files that the settings name, and checks that the audit log's folder exists. path: the settings
-    file, for errors; None: there is none. flags: the settings that were given on the command line. Raises ConfigError."""
+    file, for errors; None: there is none. flags: the settings that were given on the command line. Raises ConfigError for a file
+    that cannot be read or is wrong, or a missing folder."""
     known = keys.load(config.keys_file) if config.keys_file else None
     keys_there = upstream_keys.load(config, path or "flags")
     audit_log.check(config.audit_log, _source_of("audit_log", path, flags))
@@ -42,12 +43,14 @@ def read(config: NodeConfig, path: str | None, flags: Container[str]) -> NamedFi
 
 
 def read_tls(config: NodeConfig, path: str | None, flags: Container[str]) -> Tls | None:
-    """Returns only the certificate and its key, or None without TLS. path, flags: as for `read`. Raises ConfigError."""
+    """Returns the TLS certificate and its key, or None without TLS. path: the settings file, for errors; None: there is none.
+    flags: the settings that were given on the command line. Raises ConfigError if they cannot be read or do not fit."""
     return tls.load(config, _source_of("tls_certificate", path, flags))
 
 
 def paths(config: NodeConfig) -> list[str]:
-    """Returns the paths of the files that `read` reads. Raises ConfigError for a `credential:NAME` that cannot be resolved."""
+    """Returns the paths of the files with keys, trace headers, certificate and its key that the settings name; a change of one of
+    them makes the node reload. Raises ConfigError for a `credential:NAME` that cannot be resolved."""
     traces = config.traces
     keys_file = [credentials.path_of(config.keys_file, "keys_file")] if config.keys_file else []
     headers_file = [credentials.path_of(traces.headers_file, "traces.headers_file")] if traces.headers_file else []

@@ -44,8 +44,8 @@ class Account:
         os.close(self.fd)
 
     def _entry(self, at: int) -> tuple[int, int, int] | None:
-        """Returns (version, offset, length in bytes) from the header entry number `at`, 0 or 1; None if it is not valid, because it
-        was never written or its write was interrupted."""
+        """Returns the header entry with the index `at` (0 or 1), which describes one of the two versions: (version, offset, length
+        in bytes). None if it is not valid, because it was never written or its write was interrupted."""
         packed = os.pread(self.fd, _ENTRY.size, at * _ENTRY.size)
         if len(packed) < _ENTRY.size:
             return None

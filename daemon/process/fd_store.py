@@ -90,7 +90,8 @@ class FdStore:
             log.info("%s, kept by the previous hearthd, is not used by this one", name)
 
     def stopped_in_order(self) -> None:
-        """Records that this daemon stops in order, so that its start does not count as one of those that a crash followed."""
+        """Records in the store that this daemon stops in order, so that its start is not counted among the quick starts after which
+        all descriptors are given up."""
         if self._starts is not None:
             self._starts.write(b"[]")
 

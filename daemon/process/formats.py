@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Format(NamedTuple):
-    """The version of a format. version: the one that this code writes. reads_from: the oldest version that this code reads.
+    """The versions of a format that this code knows. version: the one that it writes. reads_from: the oldest version that it reads.
     readable_from: the oldest version whose code can read what this code writes; it is stored beside the version."""
 
     version: int

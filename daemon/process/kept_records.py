@@ -64,7 +64,7 @@ class KeptRecords:
         return made
 
     def __iter__(self) -> Iterator[int]:
-        """Yields the places of all records, in the order in which they were added."""
+        """Yields the place (offset) of each record, in the order in which the records were added."""
         return iter(list(self._sizes))
 
     def add(self, content: bytes, room_bytes: int = 0) -> int:
@@ -118,8 +118,8 @@ class KeptRecords:
         write_at(self._fd, _FORM + self._key, 0)
 
     def _find(self) -> None:
-        """Finds the valid records in a file that an earlier process wrote, and frees the pages of records that it was adding or
-        removing when it was killed."""
+        """Finds the valid records in a file that an earlier process wrote, so that they can be read by their places, and frees the
+        pages of records that it was adding or removing when it was killed."""
         place = PAGE
         while (data := self._next_data(place)) is not None:
             place = max(place, data // PAGE * PAGE)

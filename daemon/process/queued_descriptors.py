@@ -27,8 +27,8 @@ def queue_of(fds: Sequence[int], num_chunks: int = 0, chunk_bytes: int = 0) -> s
 
 
 def unqueue(queue: int) -> handles.Received:
-    """Returns all descriptors that `queue_of` has queued in a socket; the caller owns them. queue: the socket's descriptor, which
-    this call closes. Raises OSError if some of the queued descriptors are missing."""
+    """Returns all descriptors that are queued in a socket by `queue_of`; the caller owns them. queue: the socket's descriptor,
+    which this call closes. Raises OSError if some of the queued descriptors are missing."""
     with socket.socket(fileno=queue) as sock:
         sock.setblocking(False)  # everything has arrived already
         return handles.receive(sock)

@@ -49,8 +49,8 @@ def overloaded() -> NotNow:
 
 
 def in_place_of(error: Exception) -> NotNow | None:
-    """Returns the error to answer a request with if `error` means that the process has no free file descriptor, and counts that
-    failure; otherwise returns None."""
+    """Returns the error (503) with which to answer a request that failed with `error`, if `error` means that the process has no
+    free file descriptor, and counts that failure; otherwise returns None."""
     if not isinstance(error, OSError) or not open_files.are_used_up(error):
         return None
     SHORTAGE.note("requests answered 503")

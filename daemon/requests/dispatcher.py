@@ -81,7 +81,7 @@ class _Expected(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """A request that has ended with an error that has been reported neither to its caller nor to its sink yet."""
+    """A request that has ended with an error, which must still be reported to its caller or to its sink."""
 
     generation: Generation
     error: HearthError
@@ -240,8 +240,9 @@ class Dispatcher:
         self._run(event, None)
 
     def _run(self, event: events.Event, arriving: Generation | None) -> HearthError | None:
-        """Handles an event as post() does. arriving: the request that the event announces, or None. Returns the error if that
-        request is refused at once, in which case nothing is reported to its sink; None if it is accepted or there is none."""
+        """Lets the scheduler handle an event and carries out its actions. arriving: the request that the event announces, or None.
+        Returns the error if that request is refused at once, in which case its sink gets no error; None if it is accepted or there
+        is none."""
         self._pending.append(event)
         if self._busy:
             return None
@@ -394,8 +395,9 @@ class Dispatcher:
         self.ring.add("paused", model=action.model, requests=len(action.request_ids), cause=action.cause)
 
     def engines_changed(self) -> None:
-        """Lets the pauses of requests count for their timeout while too few engines are up for their models. A request whose device
-        is lost would otherwise wait without limit."""
+        """Applies a change of which engines are up to the timeouts of paused requests: a pause does not count for the timeout as
+        long as enough engines are up for the request's model, but counts while there are too few. (A request whose device is lost
+        would otherwise wait without limit.)"""
         now = time.monotonic()
         for generation in self.open.by_id.values():
             if generation.is_paused:
@@ -523,7 +525,7 @@ class Dispatcher:
 
     def tell_load(self, load: FinishedLoad | None) -> None:
         """Adds a finished load to the traces of the requests that waited for it, including those whose prompts are being tokenized.
-        load: None, for a load whose beginning was not traced, does nothing."""
+        load: the traced load; None, for a load whose beginning was not traced: nothing is added."""
         if load is None:
             return
         for generation in self.open.by_id.values():
@@ -536,8 +538,8 @@ class Dispatcher:
     # ---- ends
 
     def fail(self, generation: Generation, error: HearthError, outcome: str) -> None:
-        """Ends a request with an error, which is reported to its sink. outcome: "failed", "timeout" or another word of
-        Generation.outcome. The caller has to inform the scheduler, unless it knows already."""
+        """Ends a request with an error and reports the error to its sink, which answers the client. outcome: "failed", "timeout" or
+        another word of Generation.outcome. The caller has to inform the scheduler, unless it knows already."""
         self._failed(generation, error, outcome)
         generation.sink.failed(error)
 

@@ -36,8 +36,8 @@ class OpenRequests:
                 del self._public_ids[next(iter(self._public_ids))]
 
     def accepted(self, generation: Generation) -> None:
-        """Counts the prompt of a request that was not refused at once, and starts the timeout's timer and the watch of the event
-        loop if the request is still open."""
+        """Begins to watch a request that was not refused at once: counts its prompt, and, if it is still open, starts the timer of
+        the timeout and the watch of the event loop."""
         self._metrics.prompt_tokens[generation.model.name] += len(generation.prompt)
         if generation.request_id in self.by_id:
             self._watch.start()
@@ -62,8 +62,8 @@ class OpenRequests:
                 self._empty.set_result(None)
 
     def request_id(self, public_id: str) -> int | None:
-        """Returns the id of the request with this X-Request-Id, also if it has ended, for `hearth why`. None if it is unknown or
-        not among the last PUBLIC_IDS requests."""
+        """Returns the internal id of the request that has the X-Request-Id `public_id`, also if the request has ended, for `hearth
+        why`. None if it is unknown or not among the last PUBLIC_IDS requests."""
         return self._public_ids.get(public_id)
 
     def when_empty(self) -> asyncio.Future[None]:

@@ -37,8 +37,8 @@ class PrefixIndex:
         return tuple((replica, num_tokens) for replica, num_tokens in found.items() if num_tokens)
 
     def note(self, model: str, seed: tuple[str, ...], tokens: Sequence[int], replica: str) -> None:
-        """Records that a replica of the model has computed these tokens, and so has probably cached their prefixes. seed: as in
-        `find`."""
+        """Records that a replica of the model has computed these tokens, and so has probably cached their prefixes. seed: the
+        values that, besides the tokens, must be equal for a prefix to be shared."""
         blocks, bits = self._blocks.setdefault(model, {}), self._bits.setdefault(model, {})
         bit = bits.setdefault(replica, 1 << len(bits))
         for key in _chain(seed, tokens):

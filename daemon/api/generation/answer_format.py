@@ -35,8 +35,8 @@ class AnswerHead:
 @dataclass(slots=True, frozen=True)
 class Finished:
     """The results of a request without streaming, all of whose sequences have ended. collectors: the text and finish reason of each
-    sequence. logprobs: JSON for each sequence. replies: the parsed reply of each sequence; empty if replies are not parsed.
-    prompt_logprobs: JSON for each sequence, or empty."""
+    sequence. replies: the parsed reply of each sequence; empty if replies are not parsed. logprobs: the JSON of each sequence's
+    log-probabilities. prompt_logprobs: the same for each sequence's prompt, or empty."""
 
     head: AnswerHead
     collectors: Sequence[Collector]
@@ -50,7 +50,8 @@ class Finished:
 
 
 class StreamFormat(GroupEnd, Protocol):
-    """Renders a streamed answer: makes the bytes of its events from the text or the pieces of each sequence."""
+    """Renders a streamed answer: makes the bytes of its events from each sequence's text, or from the pieces (text, reasoning, tool
+    calls) into which its reply is parsed."""
 
     def frames(self, index: int) -> Frames:
         """Returns the constant parts of the events of a sequence that is sent as plain text, not in pieces. index: the sequence's
@@ -72,13 +73,14 @@ class StreamFormat(GroupEnd, Protocol):
 class AnswerFormat:
     """The form of an endpoint's answers, and its options for the code that all text endpoints share.
 
-    id_prefix: the prefix of an answer's id. prompt_field: the body's field that holds the prompt, for error messages.
+    id_prefix: the prefix of an answer's id. prompt_field: the body's field that holds the prompt, for error messages. content_type:
+    the type of a stream. comment: bytes that clients skip, sent while a stream is silent; empty: there are no comments.
+
     default_max_tokens: None: the rest of the context. takes_replies_apart: whether replies are parsed, so that tool calls and
     reasoning are fields of their own. shows_end_token: whether the token that ended the text has log-probabilities, too.
     one_prompt_report: whether an answer reports on its prompt once, not with each choice. bounds_max_tokens: whether a max_tokens
     that exceeds the rest of the context is reduced, not refused. repeats_text: whether the last events repeat the text, so that a
-    stream renders all of it through pieces(). content_type: the type of a stream. comment: bytes that clients skip, sent while a
-    stream is silent; empty: there are no comments."""
+    stream renders all of it through pieces()."""
 
     id_prefix: str
     prompt_field: str

@@ -155,7 +155,8 @@ def _same_value(node: Schema, root: Schema) -> Iterator[Any]:
 
 
 def _own_values(node: Schema) -> Iterator[Any]:
-    """Yields the schemas inside `node` that describe the properties and items of its value, not the value itself."""
+    """Yields the schemas inside `node` that describe parts of its value: its properties and items. Schemas of the value itself are
+    left out."""
     for key in _MAPS:
         if isinstance(node.get(key), dict):
             yield from node[key].values()
@@ -168,8 +169,8 @@ def _own_values(node: Schema) -> Iterator[Any]:
 
 
 def _referred(node: Any, root: Schema) -> Any:
-    """Returns the target of the reference if `node` consists only of a `$ref`; otherwise `node`. root: the schema that references
-    point into."""
+    """Returns `node`, or, if it consists only of a `$ref`, the schema to which that refers. root: the schema that references point
+    into."""
     return _target(node["$ref"], root) if isinstance(node, dict) and node.keys() == {"$ref"} else node
 
 

@@ -33,7 +33,8 @@ def function_rules(
 
 
 class _Rules:
-    """Writes the rules of one call. at, root, options, special: as the arguments of function_rules; root is the schema."""
+    """Writes the rules of one call. at: the tool's index. root: the JSON schema of the tool's parameters. options: llguidance's
+    options for JSON. special: tag -> its form in a grammar, for tags that are special tokens."""
 
     def __init__(self, at: int, root: Mapping[str, Any], options: Mapping[str, Any], special: Mapping[str, str]) -> None:
         self._at, self._root, self._options = at, root, options
@@ -67,7 +68,9 @@ class _Rules:
         return rule
 
     def _value(self, schema: Any, path: str, depth: int) -> str:
-        """Writes the rules of a value and returns the name of the first one. path, depth: as for _object. Raises Inexpressible."""
+        """Writes the rules of a value and returns the name of the first one. path: the schema's path in the tool's schema, for
+        errors. depth: the number of objects and lists around the value. Raises Inexpressible for a schema that cannot be
+        enforced."""
         if depth > _MOST_DEPTH:
             raise Inexpressible(f"{path}: nested too deeply")
         if schema is True or (isinstance(schema, dict) and not schema.keys() - _NOTES):
@@ -100,7 +103,8 @@ class _Rules:
         return self._rule("list", f'"[" ({items} ("," {items})*)? "]"')
 
     def _allow(self, schema: Mapping[str, Any], keys: set[str], path: str) -> None:
-        """Raises Inexpressible if the schema has other keywords than `keys` and those that restrict nothing."""
+        """Raises Inexpressible if the schema has keywords besides `keys` and those that restrict nothing. path: the schema's path
+        in the tool's schema, for the error."""
         if odd := sorted(schema.keys() - _NOTES - keys):
             raise Inexpressible(f"{path}.{odd[0]}")
 
@@ -108,7 +112,8 @@ class _Rules:
         return f"{kind}_{self._at}_{next(self._numbers)}"
 
     def _rule(self, kind: str, right: str) -> str:
-        """Writes a rule under a new name, and returns the name."""
+        """Adds a rule to the grammar under a new name, and returns the name. kind: the beginning of the name. right: the rule's
+        right side."""
         name = self._name(kind)
         self._rules.append(f"{name}: {right}")
         return name

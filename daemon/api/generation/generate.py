@@ -129,9 +129,9 @@ async def _generations(
 
 
 async def _unpack(ids: array[int], vocab_size: int | None, field: str) -> list[int]:
-    """Returns a prompt's token ids as a list, converted piece by piece so that the event loop can do other work. vocab_size: the
-    ids must be below it; None: they come from the tokenizer and need no check. field: the prompt's field, for errors. Raises
-    BadRequest."""
+    """Returns the token ids of a prompt as a list. They are converted piece by piece so that the event loop can do other work. ids:
+    the packed ids. vocab_size: the ids must be below it; None: they come from the tokenizer and need no check. field: the prompt's
+    field, for errors. Raises BadRequest for an id that is out of range."""
     prompt: list[int] = []
     for start in range(0, len(ids), UNPACKED_AT_ONCE):
         piece = ids[start : start + UNPACKED_AT_ONCE].tolist()
@@ -174,7 +174,8 @@ async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt
 
 @dataclass(slots=True, frozen=True)
 class _Request:
-    """A request whose sequences are ready to be submitted. reply: how replies are parsed; None: the plain text is the reply."""
+    """A request whose sequences are ready to be submitted to the scheduler. reply: how replies are parsed; None: the plain text is
+    the reply."""
 
     call: Call
     form: AnswerFormat

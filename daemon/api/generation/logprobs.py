@@ -1,4 +1,5 @@
-"""Renders log-probabilities as JSON, in OpenAI's two forms."""
+"""Renders log-probabilities as JSON, in OpenAI's two forms. A trail (LogprobTrail) collects those of one choice's tokens until an
+answer or a frame of a stream takes them."""
 
 from __future__ import annotations
 
@@ -36,14 +37,15 @@ def render_more(trail: LogprobTrail) -> None:
 
 
 def _rendering(trail: LogprobTrail, new: Callable[[LogprobTrail], Rendering]) -> Rendering:
-    """Returns the rendering that render_more has begun for this trail, and takes it from the trail; if there is none, a new one."""
+    """Returns the object that renders a trail's log-probabilities, and leaves the trail without one: the object that `render_more`
+    has begun to fill ahead of time, or else a new one. new: ChatLogprobs or CompletionLogprobs."""
     ahead, trail.rendering = trail.rendering, None
     return ahead or new(trail)
 
 
 async def whole_logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
-    """Returns the `logprobs` of a choice of an answer without streaming, as logprobs_json does; null if `trail` is None. It renders
-    piece by piece and lets the event loop run in between, because the trail may hold a long prompt."""
+    """Returns the JSON of a choice's `logprobs` for an answer without streaming; null if `trail` is None. It is rendered piece by
+    piece and the event loop runs in between, because the trail may hold a long prompt. new: ChatLogprobs or CompletionLogprobs."""
     if trail is None:
         return NULL
     rendering = _rendering(trail, new)

@@ -106,9 +106,9 @@ def check_n(n: int, num_prompts: int, model: ModelEntry) -> None:
 
 
 def nth(params: SamplingParams, number: int, echoed_logprobs: int = -1) -> SamplingParams:
-    """Returns the sampling settings of one of a prompt's n sequences. params: those of the first. number: the sequence's number,
-    from 0. Sequences after the first have seeds derived from its seed, and report log-probabilities of the prompt only for an echo.
-    echoed_logprobs: the alternatives to each echoed token, -1 for none."""
+    """Returns the sampling settings of one of the n sequences of a prompt. params: the settings of the first one. number: the
+    sequence's index. Sequences after the first have seeds derived from its seed, and report log-probabilities of the prompt only
+    for an echo. echoed_logprobs: the number of alternatives to each echoed token, -1 for none."""
     if number == 0:
         return params
     digest = hashlib.blake2b(f"{params.seed}/{number}".encode(), digest_size=8).digest()

@@ -60,8 +60,9 @@ async def send_events(call: Call, source: EventSource, begin: int) -> web.Stream
 
 
 async def _send(call: Call, response: web.StreamResponse, source: EventSource, begin: int) -> bool:
-    """Sends the events as send_events describes, and returns whether the response's last event was sent (False if the next daemon
-    continues it). Raises TimeoutError if the client does not read."""
+    """Sends a background response's events from the sequence_number `begin` on to the client: the existing ones, then each new one
+    as it comes. Returns whether the response's last event was sent (False if the next daemon continues it). Raises TimeoutError if
+    the client does not read."""
     settings, at = call.context.settings, begin
     while True:
         waiting = source.events[at:]

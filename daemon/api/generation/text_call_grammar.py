@@ -79,7 +79,8 @@ def function_rules(
 
 
 class _Rules:
-    """Writes the rules of one call. schema, options, special: as in function_rules."""
+    """Writes the rules of one call. schema: the JSON schema of the tool's parameters. options: llguidance's options for values that
+    are JSON. special: tag -> its form in a grammar, for tags that are special tokens."""
 
     def __init__(self, form: TextForm, schema: Mapping[str, Any], options: Mapping[str, Any], special: Mapping[str, str]) -> None:
         self._form, self._schema, self._options, self._special = form, schema, options, special

@@ -242,8 +242,8 @@ def _with_llama4_text(calls: str, special: Mapping[str, str]) -> list[str]:
 
 
 def _thinking(special: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Returns the symbol for reasoning before a reply, and its rules; ("", []) if the model's reasoning markers are not special
-    tokens."""
+    """Returns the grammar's rules for reasoning that may come before a reply, as (symbol by which other rules name it, rules); ("",
+    []) if the model's reasoning markers are not special tokens."""
     markers = next((each for each in MARKERS.values() if each.tag in special and each.close in special), None)
     if markers is None:
         return "", []
