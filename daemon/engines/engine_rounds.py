@@ -1,5 +1,5 @@
-"""Checks all engines every few seconds and kills those that hang. Their death is then handled like that of an engine that
-crashed. Engines that are in a long step are told to the scheduler."""
+"""Checks all engines every few seconds and kills those that hang. Their death is then handled like that of an engine that crashed.
+Engines that are in a long step are reported to the scheduler."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class EngineWatch:
 
     def long_steps(self, now: float, pulses: Mapping[str, tuple[int, Pulse]]) -> dict[str, float]:
         """Returns the engines that have been in one step, or in the capture of one, for at least LONG_STEP_S and do not hang:
-        device -> when the step began. pulses: as for `look`."""
+        device -> when the step began. pulses: device -> the process id and the last sign of life, for engines that are up."""
         found = {}
         for device, (pid, pulse) in pulses.items():
             life = self._lives.get(device)

@@ -42,8 +42,8 @@ _decoder = msgspec.msgpack.Decoder(_Content)
 
 
 class KeptDevice:
-    """The memory of one device in the FD store, and the account of the weights in it. layout_of: see Registry.layout_id. Raises
-    OSError if the account cannot be made."""
+    """The memory of one device in the FD store, and the account of the weights in it. layout_of: returns for a model's name a text
+    that identifies how its weights lie in memory (Registry.layout_id). Raises OSError if the account cannot be made."""
 
     def __init__(self, store: FdStore, device: str, layout_of: Callable[[str], str]) -> None:
         self._store, self._device, self._layout_of = store, device, layout_of

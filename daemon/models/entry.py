@@ -93,7 +93,7 @@ class ModelEntry:
 
     @property
     def task(self) -> str:
-        """The model's task: "generate", "embed" or "score" (see Submit.task)."""
+        """The model's task: "generate" (text), "embed" (vectors) or "score" (pairs of texts)."""
         if self.scoring:
             return "score"
         return "embed" if self.embedding_size else "generate"

@@ -108,9 +108,9 @@ class Planner:
         return search.found or (search.largest or whole).told(f'{key} = "{parallel.AUTO}" {search.why}')
 
     def _search(self, name: str, settings: ModelConfig, whole: Plan, attempt: _Attempt) -> _Search:
-        """Looks for the fewest devices over which the model can be split so that it fits: for those of this machine, and only if
-        there are none for a pipeline over the devices of all hosts. attempt: makes the plan for fixed settings. whole: the plan for
-        one device, which does not hold the model."""
+        """Returns the result of a search for the fewest devices over which the model can be split so that it fits: first among
+        those of this machine and, only if these do not suffice, for a pipeline over the devices of all hosts. attempt: makes the
+        plan for fixed settings. whole: the plan for one device, which does not hold the model."""
         names = settings.devices or self._sizing.shared_names()
         own = [device for device in names if not host_of(device)]
         here = self._search_among(name, settings, own, whole, attempt)
@@ -132,8 +132,9 @@ class Planner:
         attempt: _Attempt,
         over_hosts: bool = False,
     ) -> _Search:
-        """Looks for the fewest of these devices over which the model can be split so that it fits. devices: those of this machine,
-        or all with over_hosts, where the model is divided by layers between hosts. The other arguments are those of `_search`."""
+        """Returns the result of a search for the fewest of these devices over which the model can be split so that it fits.
+        devices: those of this machine, or all with over_hosts, where the model is divided by layers between hosts. whole: the plan
+        for one device, which does not hold the model. attempt: makes the plan for fixed settings."""
         sizing, shape = self._sizing, whole.shape
         most = max(map(len, parallel.by_kind(devices).values()), default=0)
         if most < 2:

@@ -8,7 +8,7 @@ from daemon.operate import metrics_now
 
 
 class NodeHealth:
-    """Tells the API how the node is: implements HealthPort (daemon/contracts.py)."""
+    """Answers the API's questions about the node's health: implements HealthPort (daemon/contracts.py)."""
 
     def __init__(self, node: NodeParts) -> None:
         self._node = node

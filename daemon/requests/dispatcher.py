@@ -215,8 +215,8 @@ class Dispatcher:
         return f"{kind}-{next(self._causes)}"
 
     def command(self, make: Callable[[float, str], events.Event], kind: str = "cli") -> asyncio.Future[actions.Refusal | None]:
-        """Gives the scheduler the event of an operator's command. make: makes the event from the time (monotonic seconds) and a
-        cause. kind: the beginning of that cause. The returned future gets None when the command is done, or the refusal."""
+        """Lets the scheduler handle the event of an operator's command. make: makes the event from the time (monotonic seconds) and
+        a cause. kind: the beginning of that cause. The returned future gets None when the command is done, or the refusal."""
         cause = self.next_cause(kind)
         future: asyncio.Future[actions.Refusal | None] = self._loop.create_future()
         self._waiting[cause] = future

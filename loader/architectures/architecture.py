@@ -49,18 +49,18 @@ class Cut(NamedTuple):
 
 
 class TensorGroup(NamedTuple):
-    """Tensors that lie end to end in a model's memory, because one matrix product reads them together.
+    """Tensors that lie end to end in a model's memory, because one matrix multiplication reads them together.
 
     tensors: for each tensor, its name in the checkpoint and its shape. layer: the index of the layer that needs them; None: they
     are needed before the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize`
     may round; embeddings, heads, norms and biases are not. may_be_packed: whether they are an embedding or a head, which only a
-    lossless format may hold. held_as: their dtype in memory; "": the model's dtype. may_be_reordered: whether the product that
-    reads them may take its inputs in an order that the checkpoint gives.
+    lossless format may hold. held_as: their dtype in memory; "": the model's dtype. may_be_reordered: whether the matrix
+    multiplication that reads them may take its inputs in an order that the checkpoint gives.
 
-    divided: how the devices of a group share the tensors: ROWS, COLUMNS, FIRST_ALONE; "": each device has them whole. unit: number
-    of rows or columns that are kept together, for example those of a head; with fewer units than devices several devices have the
-    same unit. joined: for each tensor, how many rows each of the matrices has that it holds one after the other and that are
-    divided one by one; (): each tensor is one matrix. cuts: in a device's share (loader/sizes/slices.py), for each tensor which
+    divided: how the devices of a split model share the tensors: ROWS, COLUMNS, FIRST_ALONE; "": each device has them whole. unit:
+    number of rows or columns that are kept together, for example those of a head; with fewer units than devices several devices
+    have the same unit. joined: for each tensor, how many rows each of the matrices has that it holds one after the other and that
+    are divided one by one; (): each tensor is one matrix. cuts: in a device's share (loader/sizes/slices.py), for each tensor which
     part of it the share has; `tensors` then has the shapes of the parts; (): the tensors are whole.
 
     num_experts: number of experts, in order, to which the tensors belong; each device may have some of the experts, and `divided`

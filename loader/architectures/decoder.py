@@ -459,9 +459,9 @@ def _sinks(name: str, num_heads: int) -> list[TensorGroup]:
 def _projections(
     names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool, divided: str = "", unit: int = 1
 ) -> list[TensorGroup]:
-    """Returns the groups of the matrices [outputs, inputs] that one product reads together, and of their biases. names: the
-    matrices' names; a single name if one tensor holds all of them. outputs: number of outputs of each matrix. divided, unit: how
-    devices share the matrices, as in TensorGroup."""
+    """Returns the tensor groups of matrices [outputs, inputs] that one matrix multiplication reads together, and of their biases.
+    names: the matrices' names; a single name if one tensor holds all of them. outputs: number of outputs of each matrix. divided:
+    how devices share the matrices (ROWS, COLUMNS or ""). unit: number of rows or columns that are kept together (TensorGroup)."""
     widths = outputs if len(names) > 1 else (sum(outputs),)
     pairs, joined = list(zip(names, widths, strict=True)), (outputs,) if widths != outputs else ()
     matrices = tuple((f"{name}.weight", (width, inputs)) for name, width in pairs)

@@ -100,7 +100,7 @@ class Deltas:
 
 
 def _matrices(names: tuple[str, ...], outputs: tuple[Dims, ...], inputs: int) -> TensorGroup:
-    """Returns the group of matrices that one product reads, to be divided among devices by rows. outputs: for each named tensor,
-    the numbers of rows of the matrices that it holds. inputs: number of columns."""
+    """Returns the tensor group of matrices that one matrix multiplication reads, to be divided among devices by rows. outputs: for
+    each named tensor, the numbers of rows of the matrices that it holds. inputs: number of columns."""
     pairs = tuple((f"{name}.weight", (sum(rows), inputs)) for name, rows in zip(names, outputs, strict=True))
     return TensorGroup(pairs, divided=ROWS, joined=outputs)

@@ -87,8 +87,8 @@ def all_but_every_nth(nth: int, key: str = "") -> Rule:
 
 
 def all_but_every_nth_and_the_last(nth: int) -> Rule:
-    """Returns a rule that decides which layers have a window as all_but_every_nth does, except that the last layer never has one,
-    whatever `layer_types` says."""
+    """Returns a rule that decides which layers have a window: those that `layer_types` lists, or else all except the last of every
+    `nth`; but never the last layer, whatever `layer_types` says."""
     rule = all_but_every_nth(nth)
     return lambda asked: [*rule(asked)[:-1], False]
 

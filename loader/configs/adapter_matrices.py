@@ -28,11 +28,11 @@ class AdaptedMatrix(NamedTuple):
 
 @lru_cache(maxsize=256)
 def adapted_matrices(shape: ModelShape) -> tuple[AdaptedMatrix, ...]:
-    """Returns the products of a decoder that adapters may change, layer by layer: first those of attention (or of the delta rule),
-    then those of the MLP, or of the shared expert. () for encoders.
+    """Returns the matrix multiplications of a decoder that adapters may change, layer by layer: first those of attention (or of the
+    delta rule), then those of the MLP, or of the shared expert. () for encoders.
 
-    They are the products that engine/layers builds with Weights.matrix of the same prefix and names. Not among them are experts,
-    routers, the gates of the delta rule, additional layer inputs, embeddings, the head, and the matrix of latent attention that is
+    They are those that engine/layers builds with Weights.matrix of the same prefix and names. Not among them are experts, routers,
+    the gates of the delta rule, additional layer inputs, embeddings, the head, and the matrix of latent attention that is
     multiplied head by head."""
     family = architecture_of(shape)
     if not isinstance(family, Decoder | Wrapper):

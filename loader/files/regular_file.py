@@ -29,7 +29,8 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Returns the file's content. Raises OSError as open_regular does, and for a file longer than most_bytes."""
+    """Returns the content of a regular file. Raises OSError if it cannot be read, is no regular file, or is longer than
+    most_bytes."""
     with open(open_regular(path), "rb") as file:
         is_longer = os.fstat(file.fileno()).st_size > most_bytes
         data = b"" if is_longer else file.read(most_bytes + 1)  # one more, since the file may have grown meanwhile

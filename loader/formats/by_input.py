@@ -49,9 +49,9 @@ def format_by_input(
     parts_of: Callable[[TensorGroup, str, tuple[int, ...]], Int4Tensors],
     ordered: bool = False,
 ) -> WeightFormat:
-    """Returns the weight format of AWQ or GPTQ checkpoints with these settings. name, title, ordered: as WeightFormat's name, title
-    and reorders; ordered means that inputs that share a scale may lie apart. read: reads settings from a `quantization_config`.
-    parts_of(group, name, shape): returns the tensors of a matrix."""
+    """Returns the weight format of AWQ or GPTQ checkpoints with these settings. name, title: those of the WeightFormat. ordered:
+    whether inputs that share a scale may lie apart, so that steps reorder inputs (WeightFormat.reorders). read: reads settings from
+    a `quantization_config`. parts_of(group, name, shape): returns the tensors of a matrix."""
 
     def stored(group: TensorGroup) -> list[StoredTensor]:
         found = [parts_of(group, *matrix) for matrix in group.tensors]

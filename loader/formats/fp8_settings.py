@@ -3,8 +3,8 @@ weights share one.
 
 Five producers are known: fine-grained FP8 (`fp8`, as DeepSeek-V3 and Qwen3 have it, and AutoFP8's without blocks),
 compressed-tensors (`float-quantized`), FBGEMM (`fbgemm_fp8`), NVIDIA's ModelOpt and AMD's Quark. In all of them a weight is its
-code's value times its scale. Their settings for activations and KV are not used: products have activations of the model's dtype.
-Sources: https://github.com/huggingface/transformers (utils/quantization_config.py, integrations),
+code's value times its scale. Their settings for activations and KV are not used: the activations that are multiplied with the
+matrices have the model's dtype. Sources: https://github.com/huggingface/transformers (utils/quantization_config.py, integrations),
 https://github.com/vllm-project/compressed-tensors, https://github.com/vllm-project/vllm (model_executor/layers/quantization).
 """
 

@@ -1,5 +1,6 @@
-"""Lays out matrices in INT4, for checkpoints of all producers: four-bit weights as kernels read them, with the matrices of one
-product end to end; after them their scales in 16 bits and, if there are any, zero points in 8 bits and the order of their inputs.
+"""Lays out matrices in INT4, for checkpoints of all producers: four-bit weights as kernels read them, with the matrices that one
+matrix multiplication reads end to end; after them their scales in 16 bits and, if there are any, zero points in 8 bits and the
+order of their inputs.
 
 A weight is (number - zero point) times scale, for numbers from 0 to 15. If no zero points are held, they are 8.
 """

@@ -1,8 +1,8 @@
 """Reads what a `quantization_config` says about matrices in NVFP4: under which names the tensors of a matrix are stored.
 
 Two producers are known: NVIDIA's ModelOpt (`NVFP4`), and compressed-tensors (`nvfp4-pack-quantized`, with quantised activations or
-without). Their settings for activations and KV are not used: products have activations of the model's dtype. Sources:
-https://github.com/NVIDIA/Model-Optimizer, https://github.com/vllm-project/compressed-tensors.
+without). Their settings for activations and KV are not used: the activations that are multiplied with the matrices have the model's
+dtype. Sources: https://github.com/NVIDIA/Model-Optimizer, https://github.com/vllm-project/compressed-tensors.
 """
 
 from __future__ import annotations

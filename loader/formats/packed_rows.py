@@ -1,12 +1,13 @@
-"""The lossless form in which a matrix of bfloat16 weights may stay in memory, made for products that decode it on the way.
+"""The lossless form in which a matrix of bfloat16 weights may stay in memory, made for matrix multiplications that decode it on the
+way.
 
 A row's base is the lowest of the seven exponents, one after the other, that most of the row's weights have. A weight is a byte with
 its mantissa and its sign, and a code of three bits: by how much its exponent is above its row's base, up to 6. Code 7 is an escape,
 whose exponent is stored in a byte of its own. So a weight takes eleven bits, and about a fifth of a bit for escapes.
 
 Rows are taken four at a time (a panel; the last one is filled up with rows of no meaning), and a panel's inputs 64 at a time (a
-block). What is needed of a panel lies in the order in which a product takes it, so that memory is read from its beginning to its
-end:
+block). What is needed of a panel lies in the order in which a matrix multiplication takes it, so that memory is read from its
+beginning to its end:
 
     body     for each panel, each block, each of the four rows: 64 bytes, mantissa * 2 + sign
     codes    for each panel, each block, each of the four rows: three uint64, the codes' lowest bits first

@@ -1,8 +1,8 @@
 """The weight formats of checkpoints that hold matrices in FP8 (e4m3), for all producers (loader/formats/fp8_settings.py).
 
-In memory all are alike: the codes as stored, with the matrices of one product end to end, followed by float32 scales. Each output
-has one scale (if scales are stored for a matrix or an output) or one for each 128 inputs (if they are stored for blocks). A stored
-scale is repeated for all outputs that it belongs to, so matrices may lie end to end whatever their sizes.
+In memory all are alike: the codes as stored, with the matrices that one matrix multiplication reads end to end, followed by float32
+scales. Each output has one scale (if scales are stored for a matrix or an output) or one for each 128 inputs (if they are stored
+for blocks). A stored scale is repeated for all outputs that it belongs to, so matrices may lie end to end whatever their sizes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A matrix NAME.weight [N, K] is stored as NAME.qweight [K / 8, N] int32, eight inputs a word with the first in the lowest four bits;
 NAME.scales [G, N]; NAME.qzeros [G, N / 8] int32, eight outputs a word in their order; and NAME.g_idx [K] int32, the group of each
 input. Words, scales and zero points are transposed as they are read (relayout.py); scales are held as float16. If inputs of a group
-lie apart, the weights are reordered once the matrix has been read, and products reorder their inputs in the same way. Zero points
-of symmetric checkpoints are only checked.
+lie apart, the weights are reordered once the matrix has been read, and each matrix multiplication reorders its inputs in the same
+way. Zero points of symmetric checkpoints are only checked.
 """
 
 from __future__ import annotations

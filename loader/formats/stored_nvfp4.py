@@ -2,9 +2,9 @@
 each 16 inputs of an output, and a float32 factor for the whole matrix, by which all its scales are multiplied or divided.
 
 A matrix NAME [N, K] is stored as numbers [N, K / 2] uint8, two a byte with the first in the low four bits, scales [N, K / 16], and
-the float32. Numbers are held as stored, and may be read straight into place. Matrices that one product reads together lie end to
-end; after them come their scales, and then a float32 factor for each output, because the matrices may have different factors. A
-divisor is held as its inverse, rounded to float32. Source:
+the float32. Numbers are held as stored, and may be read straight into place. Matrices that one matrix multiplication reads together
+lie end to end; after them come their scales, and then a float32 factor for each output, because the matrices may have different
+factors. A divisor is held as its inverse, rounded to float32. Source:
 https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference.
 """
 

@@ -139,7 +139,8 @@ class SharedReads:
 def shared_by(memory: npt.NDArray[np.uint8], rank: int, size: int, expert_parts: int, slot_bytes: int) -> tuple[SharedReads, ...]:
     """Returns one rank's views of the memory through which the ranks of a stage share reads: of the part that all of them use, and,
     if ranks have the same experts, of the part that these use. memory: all of it, of stage_reads_bytes bytes. rank: the rank's
-    number in the stage. size: number of ranks. expert_parts: as in Division. Raises ValueError for memory of another size."""
+    index in the stage. size: number of ranks. expert_parts: number of parts, of whole experts, into which the experts of a layer
+    are divided. Raises ValueError for memory of another size."""
     if len(memory) != stage_reads_bytes(size, expert_parts, slot_bytes):
         what = f"{size} ranks with {expert_parts} parts of experts that share reads of {slot_bytes} bytes"
         raise ValueError(f"{len(memory)} bytes are not the memory of {what}")

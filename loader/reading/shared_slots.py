@@ -35,6 +35,6 @@ def shared_reads_bytes(size: int, slot_bytes: int) -> int:
 
 def stage_reads_bytes(size: int, expert_parts: int, slot_bytes: int) -> int:
     """Returns the bytes of the memory through which the ranks of a stage share reads of up to slot_bytes bytes. size: number of
-    ranks. expert_parts: as in Division."""
+    ranks. expert_parts: number of parts, of whole experts, into which the experts of a layer are divided."""
     of_experts = expert_parts * shared_reads_bytes(size // expert_parts, slot_bytes) if expert_parts > 1 else 0
     return shared_reads_bytes(size, slot_bytes) + of_experts

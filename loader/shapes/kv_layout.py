@@ -55,8 +55,9 @@ def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
 
 
 def group_token_dims(shape: ModelShape, group: KVGroupSpec) -> tuple[int, int, int]:
-    """Returns the dimensions of a token's KV in the layers of one of the model's KV groups, as kv_token_dims does; those of a group
-    of states mean nothing. A stage of a pipeline that has none of the layers sees blocks as the other stages do."""
+    """Returns the dimensions of a token's KV in the layers of one of the model's KV groups: (2 for keys and values, number of KV
+    heads, size of a head), or (1, 1, size of the latent). Those of a group of states mean nothing. A stage of a pipeline that has
+    none of the layers sees blocks as the other stages do."""
     layer, windows = group.layers[0], _windows(shape)
     if layer == NO_LAYER:
         layer = next((one for one in shape.attention_layers if windows[one] == group.window_tokens), layer)

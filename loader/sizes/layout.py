@@ -1,6 +1,6 @@
 """Computes where every parameter of a model lies in its weight range, and how long that range is.
 
-Parameters that one matrix product reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and the
+Parameters that one matrix multiplication reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and the
 checkpoint need not be converted. Matrices of layers are held in the model's weight format (loader/formats), embedding and head if
 the format is lossless. All other parameters (norms, biases) are plain.
 """

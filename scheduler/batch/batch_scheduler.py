@@ -1,9 +1,9 @@
 """Plans which tokens of one model run in the next step: continuous batching with chunked prefill.
 
-A step is {sequence: tokens}. Sequences with one token to compute (decode) come first, then prefill chunks up to the token budget.
-A request is admitted when a slot is free and the KV of all its tokens fits. When a decoding sequence finds no block, the newest
-sequence of the lowest priority is preempted and computed again later.
-Row state lives in the columns of a `SequenceTable`; a decode step runs no Python per row.
+A step is {sequence: tokens}. Sequences with one token to compute (decode) come first, then prefill chunks up to the token budget. A
+request is admitted when a slot is free and the KV of all its tokens fits. When a decoding sequence finds no block, the newest
+sequence of the lowest priority is preempted and computed again later. The state of sequences lives in the arrays of a
+`SequenceTable`; a decode step runs no Python per sequence.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class BatchScheduler:
 
     def propose(self, request_id: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
         """Sets the drafted tokens that a request's next step verifies. The request has a grammar or token limits, and the masks for
-        these tokens have been made. tokens, sure, guessed: as in masked_drafts.Proposal. Does nothing if the request does not
-        run."""
+        these tokens have been made. sure: for each token whether the grammar allows no other there. guessed: whether guesses were
+        asked for (masked_drafts.Proposal). Does nothing if the request does not run."""
         slot = self._slot_of.get(request_id)
         if slot is not None and self._drafts is not None:
             self._drafts.propose(slot, tokens, sure, guessed)
@@ -236,7 +236,8 @@ class BatchScheduler:
         return self._drafts.ask(plan, self.blocks, self.limits.max_sequences, room)
 
     def _plan(self, step_id: int, room: StepRoom, max_tokens: int | None) -> BatchPlan | None:
-        """Returns the next step as `plan` does, but does not yet say how many tokens the model's predictor is to draft after it."""
+        """Returns the plan of the next step, without the numbers of tokens that the model's predictor is to draft after it; None if
+        nothing can run now. Raises TokensNeeded if the plan depends on tokens that a started step has not reported yet."""
         table = self.table
         budget = self.limits.max_num_batched_tokens if max_tokens is None or self.blocks.windowed else max_tokens
         running = self._ahead.going_on(self.running.slots)
@@ -333,7 +334,7 @@ class BatchScheduler:
 
     def _drafted(self, plan: BatchPlan, drafts: Drafts, room: StepRoom) -> BatchPlan:
         """Adds drafted tokens to a plan of decode rows, where they are worth the time of their rows, and returns the plan. Raises
-        TokensNeeded as `plan` does."""
+        TokensNeeded if that depends on tokens that a started step has not reported yet."""
         slots, first = plan.slots, plan.num_computed
         if drafts.are_none:
             return plan

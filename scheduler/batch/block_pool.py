@@ -1,4 +1,5 @@
-"""Blocks of one model's KV group, cut out of the chunks it owns.
+"""Blocks of one model's KV group, cut out of the chunks that the group owns or has drawn from the lease (the chunks that all models
+share).
 
 Block b is bytes [b * block_bytes, (b + 1) * block_bytes) of the device's arena, where block_bytes differs from model to model, so a
 block id is an address. A block is usable when every chunk it touches is owned; adjacent owned chunks make the blocks across their

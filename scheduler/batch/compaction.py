@@ -1,5 +1,5 @@
-"""Empties chunks that were drawn from the lease and have few used blocks: the blocks move to free places in the model's other
-chunks, and the empty chunks are given back.
+"""Empties chunks that a model has drawn from the lease (the chunks for KV that all models share) and that have few used blocks: the
+blocks move to free places in the model's other chunks, and the empty chunks are given back.
 
 A model whose sequences came and went has blocks in almost every chunk. A copy within the device's memory costs less than computing
 the blocks again, so compaction is tried before cached prefixes are dropped and long before a sequence is preempted. Block tables
@@ -37,8 +37,9 @@ class Compaction:
         return given
 
     def give_up_prefixes(self, scheduler: BatchScheduler, num_chunks: int) -> int:
-        """Gives back at most num_chunks drawn chunks as `gather` does and, if those are too few, drops cached prefixes, the oldest
-        first. Returns the number of chunks that were given back."""
+        """Gives back to the chunk pool at most num_chunks chunks that one model has drawn from the lease, and returns their number.
+        Blocks are moved out of sparsely used chunks first; if that does not empty enough chunks, cached prefixes are dropped, too,
+        the oldest first."""
         given = self.gather(scheduler, num_chunks)
         for g, group in enumerate(scheduler.kv.groups):
             while given < num_chunks and group.give_up_oldest(num_chunks - given):

@@ -136,8 +136,8 @@ class GroupCache:
             self.pool.chunks.version += 1
 
     def replace(self, blocks: IntArray) -> None:
-        """Releases blocks as `release` does, but waiting requests are not tried again, because the caller allocates as many blocks
-        at once. A block that several sequences share may occur several times."""
+        """Lowers the reference counts of blocks by 1, like `release`, but waiting requests are not tried again, because the caller
+        allocates as many blocks at once. A block that several sequences share may occur several times."""
         version = self.pool.chunks.version
         if len(np.unique(blocks)) == len(blocks):
             self.release(blocks)

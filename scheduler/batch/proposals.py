@@ -131,8 +131,9 @@ class Proposals:
         return True
 
     def _depth(self, room: StepRoom, numbers: tuple[int, int, int], context: float, chance: float) -> int:
-        """Returns how many tokens the predictor is to draft for each sequence. numbers, context, chance: arguments of
-        StepRoom.worth_proposing; numbers are its first three.
+        """Returns how many tokens the predictor is to draft for each sequence. numbers: how many sequences the step has, how many
+        of them use drafts, and how many rows the next step has for drafted tokens. context: average number of positions of a
+        sequence. chance: that a drafted token is what the model samples.
 
         While drafting does not pay, one token is drafted and verified after each pause, because texts and batches change; each
         pause is twice as long as the last. The predictor also sees the step that verifies this token."""

@@ -1,4 +1,4 @@
-"""Learns what it costs to have a model's predictor see a step and draft tokens behind it."""
+"""Learns how long a model's predictor takes to process a step and to draft tokens after it."""
 
 from __future__ import annotations
 

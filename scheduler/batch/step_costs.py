@@ -1,16 +1,16 @@
 """Learns what a step costs from the steps that ran: a part for its number of tokens and a part for the contexts they attend to.
 
-Step sizes form classes, four between a size and its double, because matrix products are computed for multiples of some number of
-rows. Each class has the average seconds of its steps and the average contexts they had. Between known classes the cost is
+Step sizes form classes, four between a size and its double, because matrix multiplications are computed for multiples of some
+number of rows. Each class has the average seconds of its steps and the average contexts they had. Between known classes the cost is
 interpolated, and extrapolated up to twice the largest. A larger step never costs less than a smaller one, so a class whose average
-is above that of a larger class (because of the set-up of a first product, or a stall) is given the larger class's cost. The cost of
-contexts is learned from differences within a class, where size plays no part. Where steps take longer now and then, as on a busy
-machine, a fit to the latest differences varies by chance, so the average of the fits is used. A factor follows the latest steps:
-how many times as long as the known costs they take.
+is above that of a larger class (because of the set-up of a first matrix multiplication, or a stall) is given the larger class's
+cost. The cost of contexts is learned from differences within a class, where size plays no part. Where steps take longer now and
+then, as on a busy machine, a fit to the latest differences varies by chance, so the average of the fits is used. A factor follows
+the latest steps: how many times as long as the known costs they take.
 
-Callers only ask for steps whose cost is known, so a size believed too expensive would never run again. Therefore a class is
-hardly judged by its first two steps, which set up products and record calls (1.3 to 3 times a step, as measured), nor by a stall
-in the third; and a class that has not run for long is forgotten, so that it is tried again.
+Callers only ask for steps whose cost is known, so a size believed too expensive would never run again. Therefore a class is hardly
+judged by its first two steps, which set up matrix multiplications and record calls (1.3 to 3 times a step, as measured), nor by a
+stall in the third; and a class that has not run for long is forgotten, so that it is tried again.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class StepCosts:
         self._classes = {at: known for at, known in self._classes.items() if at == fewest or self._num - known.last < _FORGOTTEN}
 
     def _learn_contexts(self, apart: list[float], seconds: float, weight: float, size: list[float]) -> None:
-        """Learns what contexts cost from how one step differs from the averages of its class: one pass of coordinate descent on
+        """Updates the costs of contexts by how one step differs from the averages of its class: one pass of coordinate descent on
         least squares, no cost below zero. apart: the differences of its contexts. seconds: the difference of its time. weight: the
         step's weight. size: the average contexts of the class."""
         each, together, with_s = self._fitted_s, self._together, self._with_s

@@ -154,7 +154,7 @@ class StepLimits:
         most tokens a second; 0 while the cost of such a step is not known.
 
         context: average number of positions a row attends to. worths: for each drafted token the chance that it is what the model
-        samples, in descending order. turns: as in StepRoom."""
+        samples, in descending order. turns: how many turns the step may take; 0: no other model waits."""
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
             return 0
@@ -180,7 +180,8 @@ class StepLimits:
         at most 1 while the costs of steps are not known.
 
         spare: rows that the next step has for drafted tokens, which limit how many are verified. context: average number of
-        positions a row attends to. chance: that a drafted token holds, if those drafted before it do. turns: as in StepRoom."""
+        positions a row attends to. chance: that a drafted token is what the model samples, if those drafted before it are. turns:
+        how many turns the step may take; 0: no other model waits."""
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
             return min(1, most, spare)
@@ -220,8 +221,8 @@ class StepLimits:
         """Returns the longest time, in seconds and without its wait, of a step with prompt tokens in which each decoding row reads
         `context` positions; None: unlimited.
 
-        loads: what each tenant wants computed. turns: as in StepRoom. strict: whether the step keeps within its turns even if the
-        smallest chunk of a prompt takes longer."""
+        loads: what each tenant wants computed. turns: how many turns the step may take; 0: no other model waits. strict: whether
+        the step keeps within its turns even if the smallest chunk of a prompt takes longer."""
         if turns:
             return self._longest_turns_s(turns, strict)
         decoding = [load for load in loads if load.num_rows]

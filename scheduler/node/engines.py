@@ -42,8 +42,8 @@ def up(node: Node, event: EngineUp) -> None:
 
 
 def judge_all(node: Node) -> None:
-    """Determines again for every model where it fits (models.judge), because a device is new or its budget has changed. It is the
-    only pass over all models."""
+    """Sets again for every model the devices on which it fits, because a device is new or its budget has changed. It is the only
+    pass over all models."""
     for model in node.models.values():
         placements.unlist(node, model)
         models.judge(node, model)

@@ -1,4 +1,4 @@
-"""Gives the loads of split mixtures copies of their hottest experts, where memory is free for them.
+"""Adds copies of the hottest experts to the loads of split mixture-of-experts models, where memory is free for them.
 
 The daemon chooses which (scheduler/expert_copies.py) from what it has counted. A load takes them only if all its devices have the
 memory free when it begins: no model and no KV gives way to copies, and none are taken where another model is in line.
@@ -16,7 +16,7 @@ from scheduler.node.node import Device, Model, Node, Placement
 
 
 def chosen(node: Node, event: CopiesChosen) -> None:
-    """Notes which copies the next loads of a model take if there is room. Unknown models are ignored."""
+    """Records which copies of experts the next loads of a model take if there is room. Unknown models are ignored."""
     model = node.models.get(event.model)
     if model is not None:
         model.primary.expert_copies = event.copies

@@ -12,7 +12,7 @@ from scheduler.node.node import Model, Node
 def judge(node: Node, model: Model) -> None:
     """Sets `devices` of a model to the devices on which it, or a share of a split model, fits when they are empty. If there are
     none, or too few for all shares, sets `too_large` to a text for operators with the sizes that shows why; else to "" (rule 2 of
-    docs/design/models.md). Takes time in proportion to the number of devices."""
+    docs/design/models.md). O(devices)."""
     facts, settings = model.facts, node.settings
     model.size = size_of(facts, settings.chunk_bytes)
     need = model.size.chunks + model.size.work_space_chunks

@@ -64,7 +64,7 @@ class ModelSteps:
         self._room: dict[tuple[int, int, int, bool], int] = {}  # (turns, rows, prompts, strict) -> result
 
     def note_wait(self, seconds: float) -> None:
-        """Learns from a step that waited for other devices. seconds: how long it waited."""
+        """Updates the average wait with that of a step which waited for other devices. seconds: how long it waited."""
         self._limits.note_wait(seconds)
         if abs(self._limits.wait_s - self._known_wait_s) > _MOVED * (self._fixed_s + self._known_wait_s):
             self._known_wait_s = self._limits.wait_s
@@ -85,8 +85,8 @@ class ModelSteps:
         return self._limits.turns_s(turns) if turns else None
 
     def rows_beside_prompt(self, turns: int, num_rows: int, strict: bool = False) -> int:
-        """Returns how many of num_rows sequences may decode in a step that also computes a chunk of a prompt. strict: see
-        StepRoom."""
+        """Returns how many of num_rows sequences may decode in a step that also computes a chunk of a prompt. strict: whether the
+        step keeps within its turns even if the smallest chunk takes longer."""
         key = turns, num_rows, strict
         found = self._rows_beside_prompt.get(key)
         if found is None:
@@ -95,7 +95,7 @@ class ModelSteps:
 
     def prompt_tokens(self, turns: int, num_rows: int, num_prompts: int, strict: bool = False) -> int:
         """Returns how many tokens of prompts a step may compute while num_rows sequences decode; always at least a few.
-        num_prompts: prompts that have begun or wait. strict: see StepRoom."""
+        num_prompts: prompts that have begun or wait. strict: whether prompts keep within the turns, too."""
         key = turns, num_rows, num_prompts, strict
         found = self._room.get(key)
         if found is None:
