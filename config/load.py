@@ -341,7 +341,7 @@ def flag_name(key: str) -> str:
 
 
 def key_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Returns the types of a struct's fields by field name. The documentation that annotates a field is not part of its type."""
+    """Returns field name -> type of a struct's fields, without the documentation with which the fields are annotated."""
     hints = get_type_hints(struct, include_extras=True)
     return {name: get_args(hint)[0] if get_origin(hint) is Annotated else hint for name, hint in hints.items()}
 
@@ -462,7 +462,7 @@ def _size_or_zero(value: Any) -> None:
 
 
 def _bytes_or_zero(value: int | str) -> int:
-    """Returns the number of bytes of a size such as "64MiB", which may also be 0 or "0". Raises ValueError."""
+    """Returns the number of bytes of a size such as "64MiB"; 0 and "0" are allowed, too. Raises ValueError for another form."""
     return 0 if value in (0, "0") else units.parse_bytes(value)
 
 

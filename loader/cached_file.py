@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces a file of the cache folder at once, so that no process reads a part of it; several processes may replace it at the
-    same time. It is not synced: after a power failure the file may be empty or damaged, as any file of that folder. Raises
-    OSError."""
+    """Replaces a file of the cache folder atomically, so that no process reads an unfinished file; several processes may replace it
+    at the same time. The file is not synced to the drive, so after a power failure it may be empty or damaged. Raises OSError if it
+    cannot be written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_bytes(data)
     partial.replace(path)

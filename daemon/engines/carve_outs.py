@@ -111,6 +111,6 @@ def _choose(config: NodeConfig, name: str, allowed: Sequence[DeviceBudget], left
 
 
 def _context_bytes(device: DeviceBudget) -> int:
-    """Returns the bytes of GPU memory, outside of any budget, that one more engine process takes on the device; 0 for a cpu
-    device."""
+    """Returns how many bytes of GPU memory one more engine process takes on the device besides its budget, for its CUDA context,
+    graphs and modules; 0 for a cpu device."""
     return CUDA_LEFT_BYTES if device.is_local("cuda") else 0

@@ -1,4 +1,4 @@
-"""Turns the engines' messages into events for the scheduler and tokens for the sinks.
+"""Turns the engines' messages into events for the scheduler, and into tokens for the requests' sinks, which write the streams.
 
 The hot path is `_tokens_out`: one call per step, and one list append and one sink call per token.
 """
@@ -149,8 +149,8 @@ class EngineEvents:
             self._metrics.experts.add(device, message)
 
     def _answered(self, device: str, message: Answer) -> None:
-        """Handles an engine's answer about a load or an eviction, from one engine or from all engines of a split model together.
-        device: the device's name, or the joined names of all devices."""
+        """Handles the answer to a load or an eviction: of one engine, or the joint answer of all engines of a split model. device:
+        the device's name, or the joined names of all devices."""
         match message:
             case protocol.LoadProgress():
                 self._load_progress(device, message)

@@ -53,8 +53,8 @@ class KeptDevice:
         self._found = found
 
     def take(self) -> handles.Received | None:
-        """Returns the descriptors of the memory that an earlier daemon left, or None if there is none. They also remain in the
-        store."""
+        """Returns the descriptors of the device memory that an earlier daemon left in the store, where they also remain; None if
+        there are none."""
         if self._found is None:
             return None
         fd, self._found = self._found, None
@@ -69,8 +69,8 @@ class KeptDevice:
         return received
 
     def weights(self) -> dict[str, protocol.WeightsHeld]:
-        """Reads the account: returns the weights in the stored memory, by model, for models whose weights still have the same
-        layout."""
+        """Returns which weights are in the stored memory according to its account: model -> weights, for models whose weights still
+        have the same layout."""
         try:
             content = _decoder.decode(self._account.read())
         except (msgspec.DecodeError, OSError):

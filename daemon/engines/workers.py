@@ -57,8 +57,8 @@ class WorkerEvents(Protocol):
         ...
 
     def engine_lost(self, device: str) -> None:
-        """Called when the device's engine was killed and does not end. None of its messages arrives any more; engine_down is called
-        at once, and engine_ended when the process ends after all."""
+        """Called when the device's engine was killed but its process does not end. None of its messages arrives any more.
+        engine_down is called at once, and engine_ended when the process has ended after all."""
         ...
 
     def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None: ...

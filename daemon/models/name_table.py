@@ -16,8 +16,8 @@ MAX_MATCHED = 256  # characters; longer names match no pattern, because the time
 
 
 class Target(NamedTuple):
-    """A model to which an entry of the table leads. name: the model's name or an alias, as the table has it. entry: the ModelEntry
-    if it can serve now; otherwise None, and `refusal` is the error that says why."""
+    """One of the models to which an entry of the table [names] leads. name: the model's name or an alias, as written in the table.
+    entry: the ModelEntry if the model can serve now; otherwise None, and `refusal` is the error that says why it cannot."""
 
     name: str
     entry: ModelEntry | None

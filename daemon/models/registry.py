@@ -319,8 +319,8 @@ class Registry:
     def register(
         self, config: NodeConfig, checkpoint: catalog.Checkpoint, heads: Mapping[str, catalog.Checkpoint] = _NO_HEADS
     ) -> Registered:
-        """Makes the record of a model from its checkpoint and the settings; it is not added to the registry. heads: EAGLE-3 heads
-        in the models folder, which may draft tokens for it, by name."""
+        """Returns a new record of a model, made from its checkpoint and the settings. The record is not added to the registry.
+        heads: EAGLE-3 heads in the models folder, which may draft tokens for it, by name."""
         name = checkpoint.name
         settings = config.models.get(name, ModelConfig())
         plan = self._planner.plan(config, checkpoint, settings, heads)

@@ -132,7 +132,8 @@ def _devices(node: NodeParts) -> dict[str, DeviceNow]:
 
 
 def _kv_chunks(node: NodeParts) -> Counter[str]:
-    """Returns the number of chunks with KV on each device. Those of a split model are reported by its first device alone."""
+    """Returns device -> number of chunks that hold KV. A split model's are counted on its first device alone, which reports
+    them."""
     all_stats = node.engine_events.stats
     found = Counter({device: stats.kv_chunks_used for device, stats in all_stats.items()})
     for view in node.scheduler.snapshot():

@@ -76,9 +76,11 @@ def _kv_here(node: NodeParts, device: str, rows: dict[str, dict[str, Any]]) -> d
 
 def _parts(device: DeviceView, stats: dict[str, list[int]], rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the parts into which a device's budget is divided, each with its kind, model ("": none) and bytes, which add up to
-    the budget. stats: the figures of protocol.Stats.models. rows: the models' rows, by name. Kinds: work (work space), weights, kv
-    (of running sequences), cache (cached prefixes), reserved (KV that a model has reserved and does not use), free (what all models
-    on the device may use)."""
+    the budget. stats: the engine's figures for each model (protocol.Stats.models). rows: the models' rows of the status page, by
+    name.
+
+    Kinds: work (work space), weights, kv (of running sequences), cache (cached prefixes), reserved (KV that a model has reserved
+    and does not use), free (what all models on the device may use)."""
     parts: list[dict[str, Any]] = [{"kind": "work", "model": "", "bytes": device.work_space_chunks * device.chunk_bytes}]
     for model in sorted(device.held):
         held_bytes = device.held[model] * device.chunk_bytes

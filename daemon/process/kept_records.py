@@ -84,7 +84,8 @@ class KeptRecords:
         return place
 
     def read(self, place: int) -> bytes:
-        """Returns the content of the record at `place`, without its room."""
+        """Returns the content with which the record at `place` was added, without the bytes that were written later to the room
+        behind it."""
         return os.pread(self._fd, self._sizes[place][0], place + _HEAD_BYTES)
 
     def write_room(self, place: int, at: int, data: bytes) -> None:
@@ -95,7 +96,8 @@ class KeptRecords:
         write_at(self._fd, data, place + _HEAD_BYTES + num_bytes + at)
 
     def read_room(self, place: int) -> bytes:
-        """Returns the room of the record at `place`. Bytes that were never written are zeros, or missing at the end."""
+        """Returns the bytes that were written later to the room behind the record at `place`. Bytes that were never written are
+        zeros, or missing at the end."""
         num_bytes, room_bytes = self._sizes[place]
         return os.pread(self._fd, room_bytes, place + _HEAD_BYTES + num_bytes)
 

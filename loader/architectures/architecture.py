@@ -1,4 +1,4 @@
-"""Defines the interface of a family's description, and parts that several descriptions use."""
+"""Defines the interface of the description of a model family, and parts that several descriptions use."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Cut(NamedTuple):
         return sum(end - begin for begin, end in self.ranges)
 
     def part_of(self, dims: Dims) -> Dims:
-        """Returns the shape of the share. dims: shape of the whole tensor."""
+        """Returns the shape of the part of a tensor that this cut takes. dims: shape of the whole tensor."""
         dims = dims if self.experts is None else self.experts.part_of(dims)
         return (*dims[: self.axis], self.length, *dims[self.axis + 1 :])
 
     def whole_of(self, dims: Dims) -> Dims:
-        """Returns the shape of the whole tensor. dims: shape of the share."""
+        """Returns the shape of the whole tensor from which this cut takes a part. dims: shape of the part."""
         dims = dims if self.experts is None else self.experts.whole_of(dims)
         return (*dims[: self.axis], self.whole, *dims[self.axis + 1 :])
 

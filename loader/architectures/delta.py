@@ -36,8 +36,9 @@ class DeltaNames:
 
 @dataclass(slots=True, frozen=True)
 class Deltas:
-    """The layers of the gated delta rule in a family of decoders, with defaults for keys that config.json leaves out. by_head: the
-    projections' outputs are grouped by key head, else by kind; `names` then has one name for inputs and one for gates."""
+    """The description of the layers of the gated delta rule in a family of decoders, with defaults for keys that config.json leaves
+    out. by_head: whether the outputs of the layers' projections are grouped by key head; if not, by kind (queries, keys, ...). If
+    they are, `names` has one name for inputs and one for gates."""
 
     names: DeltaNames = DeltaNames()
     by_head: bool = False

@@ -13,8 +13,8 @@ _BY_LAYER, _NUM, _DIM, _TIED = "per_layer_config", "num_key_value_heads", "head_
 
 @dataclass(slots=True, frozen=True)
 class FullHeads:
-    """The heads of layers without windows, in a family in which they differ from those of layers with windows. head_dim: their size
-    if config.json has neither `global_head_dim` nor `per_layer_config`."""
+    """The heads of layers without windows, for a family in which they differ from the heads of layers with windows. head_dim: the
+    heads' size if config.json has neither `global_head_dim` nor `per_layer_config`."""
 
     head_dim: int
 

@@ -46,7 +46,8 @@ def adapted_matrices(shape: ModelShape) -> tuple[AdaptedMatrix, ...]:
 
 
 def decoder_of(shape: ModelShape) -> Decoder:
-    """Returns a decoder's description with the names of its tensors in the checkpoint. Raises TypeError for encoders."""
+    """Returns the description of a decoder's family, with the names that its checkpoint gives the tensors. Raises TypeError for
+    encoders."""
     family = architecture_of(shape)
     if not isinstance(family, Decoder | Wrapper):
         raise TypeError(f"{shape.architecture} is no decoder")

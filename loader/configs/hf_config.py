@@ -24,8 +24,8 @@ QUANT_CONFIG_NAME = modelopt.QUANT_CONFIG_NAME
 
 @dataclass(slots=True, frozen=True)
 class GenerationDefaults:
-    """The ids that begin and end texts, and the sampling settings that the checkpoint's authors recommend; None: they recommend
-    none."""
+    """The token ids that begin and end texts, and the sampling settings that the checkpoint's authors recommend. A setting is None
+    if they recommend none."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

@@ -22,7 +22,7 @@ OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".o
 
 
 class MissingFile(Exception):
-    """Raised for a file that does not exist yet; it may still arrive."""
+    """Raised for a file that a model needs and that does not exist yet; it may still arrive."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,7 +78,8 @@ def _no_weights(folder: Path) -> str:
 
 
 def is_packed_only(folder: Path) -> bool:
-    """Returns whether the folder has packed files and none of the plain ones. Raises CheckpointError, OSError."""
+    """Returns whether the folder has packed files and none of the plain ones. Raises CheckpointError for an index that is not
+    valid, and OSError if the folder cannot be read."""
     if not (folder / PACKED_DIR).is_dir():
         return False
     return not any((folder / name).exists() for name in weight_files(folder)[0])

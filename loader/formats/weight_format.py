@@ -109,8 +109,8 @@ class Space(NamedTuple):
 
     @property
     def begin_bytes(self) -> int:
-        """The offset at which the group must begin: at the same distance from a block's boundary as in its file, so that it may be
-        read straight into place, or at a multiple of 64 if that does not matter."""
+        """The offset in the weight range at which the next tensor group must begin: at the same distance from a block's boundary as
+        in its file, so that it may be read straight into place, or at a multiple of 64 if that does not matter."""
         offset = self.offset_bytes
         return aligned(offset) if self.block_offset < 0 else offset + (self.block_offset - offset) % BLOCK_BYTES
 

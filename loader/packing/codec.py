@@ -16,7 +16,7 @@ _COUNTED_VALUES = 1 << 16  # a frame's seven exponents are found from about this
 
 
 def sum_of(data: Any) -> int:
-    """Returns the 64-bit checksum of a frame's bytes. data: uint8."""
+    """Returns the 64-bit checksum that packed files record for a frame. data: the frame's bytes, uint8."""
     return checksum.combined([checksum.of(data)])
 
 

@@ -1,5 +1,6 @@
-"""Determines which parts of a model's weight range are in place after each read. Reads of a tensor whose numbers are rearranged,
-or of matrices that are packed as one, fill the same place, so it is reported as a whole, after the last read.
+"""Tells which parts of a model's weight range are complete after each read. A tensor whose numbers are rearranged, and matrices
+that are packed as one, are filled by several reads in any order, so such a place is reported as a whole after the last of these
+reads.
 """
 
 from __future__ import annotations

@@ -54,6 +54,6 @@ def asked_kv_cache_dtype(setting: str) -> str:
 
 
 def kv_dtype_of(dtype: str, kv_cache_dtype: str) -> str:
-    """Returns the name of the type in which keys and values are held. dtype: the model's dtype. kv_cache_dtype: as
-    asked_kv_cache_dtype returns it."""
+    """Returns the name of the type in which keys and values are held. dtype: the model's dtype. kv_cache_dtype: a name in
+    KV_CACHE_DTYPES; "": keys and values have the model's dtype."""
     return kv_cache_dtype or dtype

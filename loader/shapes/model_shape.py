@@ -24,8 +24,8 @@ class SigmoidShape:
 
 @dataclass(slots=True, frozen=True)
 class TemperatureShape:
-    """The scaling of queries by their position p: they are multiplied by 1 + scale * ln(1 + floor((p + 1) / tokens))
-    (reference.temperature_of)."""
+    """The settings by which queries are scaled with their position p: they are multiplied by 1 + scale * ln(1 + floor((p + 1) /
+    tokens)) (temperature_of in engine/ops/reference.py)."""
 
     scale: float
     tokens: int

@@ -63,10 +63,13 @@ class Settings:
 
 @dataclass(slots=True, frozen=True)
 class KVNeed:
-    """The KV of the layers with the same window. window_tokens: how many tokens a sequence keeps, besides those of the chunk of a
-    prompt that is being computed; 0: all. token_bytes: bytes of one token in all these layers. kind: "full", "window", "chunked",
-    "latent" or "state". state_bytes: for layers that keep states of a sequence, the bytes of one state in all these layers;
-    token_bytes and window_tokens are then 0."""
+    """The KV of all layers of a model that have the same window. kind: "full", "window", "chunked", "latent" or "state".
+
+    window_tokens: how many tokens a sequence keeps, besides those of the chunk of a prompt that is being computed; 0: all.
+    token_bytes: bytes of one token in all these layers.
+
+    state_bytes: for layers that keep states of a sequence, the bytes of one state in all these layers; token_bytes and
+    window_tokens are then 0."""
 
     num_layers: int
     window_tokens: int
@@ -117,8 +120,8 @@ class Share:
 
 @dataclass(slots=True, frozen=True)
 class PredictorNeed:
-    """The memory that a model takes in addition if its predictor (a further layer that drafts tokens) is loaded. kv_token_bytes: KV
-    bytes of one token. work_space_bytes: bytes on each device."""
+    """The memory that a model takes on each device beyond its own if its predictor (a further layer that drafts tokens) is loaded.
+    kv_token_bytes: KV bytes of one token. work_space_bytes: bytes of work space."""
 
     num_parameters: int
     weights_bytes: int
@@ -251,5 +254,5 @@ def _idle_parameters(shape: ModelShape) -> int:
 
 
 def _chunks(num_bytes: int, chunk_bytes: int) -> int:
-    """Returns num_bytes, rounded up to a multiple of chunk_bytes."""
+    """Returns the bytes of the chunks that hold num_bytes: num_bytes rounded up to a multiple of chunk_bytes."""
     return -(-num_bytes // chunk_bytes) * chunk_bytes

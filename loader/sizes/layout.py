@@ -74,9 +74,9 @@ def stored_tensors(shape: ModelShape) -> list[StoredTensor]:
 
 
 def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[int]:
-    """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups). tensors:
-    the checkpoint's tensors, from the files' headers. Raises CheckpointError if some tensors of a group are plain and some are
-    not."""
+    """Returns which tensor groups (matrices that are read together) a quantised checkpoint stores unquantised, as indices
+    (ModelShape.plain_groups). tensors: the checkpoint's tensors, from the files' headers. Raises CheckpointError if some tensors of
+    a group are plain and some are not."""
     if not shape.stored_format:
         return frozenset()
     stored, own = {tensor.name: tensor for tensor in tensors}, stored_format(shape)
@@ -191,7 +191,7 @@ def readers(shape: ModelShape, weight_format: WeightFormat = PLAIN) -> dict[str,
 
 
 def _laid_out(shape: ModelShape, dtype: str, weight_format: WeightFormat) -> tuple[list[WeightSlot], int]:
-    """Returns the slots of all parameters, and the offset in bytes at which the last group ends."""
+    """Returns the places of all parameters in the weight range, and the offset in bytes at which the last tensor group ends."""
     groups = _groups(shape)
     block_offsets = shape.block_offsets if dtype == shape.dtype else ()
     slots: list[WeightSlot] = []

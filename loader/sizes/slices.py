@@ -300,8 +300,8 @@ def _of_own_layers(shape: ModelShape, share: SplitShape, group: TensorGroup) -> 
 
 
 def _in_stage(shape: ModelShape, share: SplitShape, group: TensorGroup, is_before: bool) -> bool:
-    """Returns whether the stage of a share needs a group of tensors. is_before: whether the group comes before the first layer's,
-    as the embedding does; the last stage needs it, too, if it is also the head."""
+    """Returns whether the pipeline stage to which a share belongs needs a group of tensors. is_before: whether the group comes
+    before the first layer's, as the embedding does; the last stage needs such a group, too, if the embedding is also the head."""
     if group.layer is not None:
         return group.layer in share.layers_of(share.stage)
     if group.by_layer:

@@ -1,9 +1,10 @@
 """Tracks the LoRA adapters of one model: which are in device memory, under which number and in which chunks, and which requests
 wait for one.
 
-An adapter takes a run of adjacent chunks, drawn from the lease as KV is, so adapters and KV share one pool without a part being set
-aside for either (the idea is S-LoRA's, https://arxiv.org/abs/2311.03285). An adapter that no running sequence uses is idle: it
-leaves when KV or another adapter needs its chunks, the least recently used first. No memory is touched here.
+An adapter takes a run of adjacent chunks out of the lease, the chunks that all models share for KV, so adapters and KV share one
+pool without a part being set aside for either (the idea is S-LoRA's, https://arxiv.org/abs/2311.03285). An adapter that no running
+sequence uses is idle: it leaves when KV or another adapter needs its chunks, the least recently used first. No memory is touched
+here.
 """
 
 from __future__ import annotations

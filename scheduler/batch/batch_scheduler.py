@@ -333,8 +333,8 @@ class BatchScheduler:
     # ---- inside a step
 
     def _drafted(self, plan: BatchPlan, drafts: Drafts, room: StepRoom) -> BatchPlan:
-        """Adds drafted tokens to a plan of decode rows, where they are worth the time of their rows, and returns the plan. Raises
-        TokensNeeded if that depends on tokens that a started step has not reported yet."""
+        """Returns a plan of decode rows with drafted tokens added, as further rows, where they are worth the time that these rows
+        take. Raises TokensNeeded if that depends on tokens that a started step has not reported yet."""
         slots, first = plan.slots, plan.num_computed
         if drafts.are_none:
             return plan
@@ -386,8 +386,8 @@ class BatchScheduler:
             decode = decode[self.table.request_id[decode] != 0]
 
     def _cover(self, slot: int, num_tokens: int) -> bool:
-        """Allocates the window and state blocks that a slot needs for its first num_tokens tokens, and preempts sequences until
-        there are enough. Returns False if it had to preempt the slot itself."""
+        """Allocates the blocks that a slot's first num_tokens tokens need in window and state groups, and preempts sequences until
+        there are enough blocks. Returns False if the slot's own sequence had to be preempted."""
         self.blocks.free_behind(slot, int(self.table.num_computed[slot]))
         while not self.blocks.cover(slot, num_tokens):
             victim = self.running.victim(self.waiting.shares.crowding())

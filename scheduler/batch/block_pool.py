@@ -364,16 +364,16 @@ class BlockPool:
         return np.flatnonzero(self._usable & ~self._is_free).astype(np.int32)
 
     def _num_busy_blocks(self) -> IntArray:
-        """Returns [num_chunks]: for each chunk, the number of blocks that lie in it, at least partly, and that a sequence uses or
-        that hold a cached prefix."""
+        """Returns [num_chunks]: how many blocks that are in use by a sequence, or hold a cached prefix, lie in each chunk, at least
+        partly."""
         blocks = self._busy_blocks()
         edges = np.bincount(self._first_chunk[blocks], minlength=self.chunks.num_chunks + 1)
         edges -= np.bincount(self._last_chunk[blocks] + 1, minlength=self.chunks.num_chunks + 1)
         return np.cumsum(edges[: self.chunks.num_chunks]).astype(np.int32)
 
     def _busy_chunks(self) -> BoolArray:
-        """Returns [num_chunks]: whether a block that a sequence uses or that holds a cached prefix lies in the chunk, at least
-        partly."""
+        """Returns [num_chunks] bool: whether a block that is in use by a sequence, or holds a cached prefix, lies in the chunk, at
+        least partly."""
         return self._num_busy_blocks() > 0
 
     def _sort_stack(self) -> None:

@@ -60,7 +60,7 @@ class GroupCache:
         return int(self.first_blocks(np.int32(num_computed)))
 
     def first_blocks(self, positions: IntArray | np.int32) -> IntArray:
-        """Returns for each position the index of the first block that a query there attends to."""
+        """Returns, for a query at each of these positions of a sequence, the index of the first block that it attends to."""
         if self.is_chunked:
             first = positions // self.window_tokens * self.window_tokens
         else:
@@ -85,8 +85,8 @@ class GroupCache:
         return blocks[passed | (blocks >= end - 2)]
 
     def allocate(self, num: int) -> IntArray | None:
-        """Returns [num] int32 blocks with a reference count of 1, dropping cached prefixes where needed; None if even that does not
-        free enough."""
+        """Returns [num] int32 newly allocated blocks, each with a reference count of 1. Cached prefixes are dropped where that is
+        needed; None if even then there are too few blocks."""
         blocks = self.pool.allocate(num)
         if blocks is not None:
             return blocks

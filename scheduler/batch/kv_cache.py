@@ -24,8 +24,8 @@ class Tail:
 
 
 class KVCache:
-    """The groups of one model. All of them take their blocks from one chunk pool and have the same block_tokens, so one chain of
-    keys identifies the blocks of every group.
+    """The KV groups of one model (layers that share block tables). All of them take their blocks from one chunk pool and have the
+    same block_tokens, so one chain of keys identifies the blocks of every group.
 
     `reclaim(num_chunks)` asks the engine to make other models drop cached prefixes and returns how many chunks came back. Raises
     ValueError if there is no group, or if block_tokens of the groups differ."""

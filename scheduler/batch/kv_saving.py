@@ -71,9 +71,9 @@ class _Selection:
 
 
 def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
-    """Selects blocks of a model that is about to leave, up to room_bytes: those of running sequences, the oldest first, then
-    those of preempted ones, then cached prefixes, the most recently used first. Called between steps; selected blocks stay in
-    place until `close`."""
+    """Returns the blocks to save of a model that is about to leave its device, at most room_bytes of them: first those of running
+    sequences, the oldest first, then those of preempted ones, then cached prefixes, the most recently used first. Must be called
+    between steps; the selected blocks stay in place until `close`."""
     kv, table = scheduler.kv, scheduler.table
     selection = _Selection(kv, room_bytes)
     lost = 0

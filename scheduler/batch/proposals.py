@@ -61,8 +61,9 @@ class Proposals:
         self._counts[slot], self._asked[slot] = 0, False
 
     def learned(self, slot: int, first: int, keys: Sequence[bytes], owned: Sequence[bool]) -> None:
-        """Records that a sequence's blocks from index `first` on were added to the prefix cache under these keys. owned: for each
-        key, whether the cache keeps this sequence's block; False: it has another block of this key already."""
+        """Notes which blocks of the prefix cache have positions that the predictor has not seen, after a sequence's blocks from
+        index `first` on were added to that cache under `keys`. owned: for each key, whether the cache keeps this sequence's block;
+        False: it has another block of this key already."""
         for at, (key, is_owned) in enumerate(zip(keys, owned, strict=True), first):
             if not is_owned:
                 continue
@@ -119,8 +120,9 @@ class Proposals:
         return replace(plan, to_propose=to_propose)
 
     def _is_too_slow(self, plan: BatchPlan, room: StepRoom) -> bool:
-        """Returns whether the predictor takes so long that drafts would not pay even if all drafted tokens were right and cost no
-        rows. After RETRY_PLANS such plans its costs are forgotten, so that they are measured anew."""
+        """Returns whether drafting cannot pay because the predictor is too slow, even if every drafted token were right and
+        verifying it cost nothing. After RETRY_PLANS plans with this result the predictor's costs are forgotten, so that they are
+        measured anew."""
         num_rows = len(np.unique(plan.slots))
         if not room.predictor_is_too_slow(num_rows, float(plan.num_computed.mean()), MOST_PROPOSED):
             return False

@@ -27,7 +27,8 @@ class ProposingCosts:
         return num_sequences.bit_length() in self._drafting
 
     def seconds(self, num_sequences: int, num_drafted: int) -> float:
-        """Returns the seconds that the predictor takes after a step to draft num_drafted tokens for each sequence."""
+        """Returns how many seconds the predictor takes to process a step of num_sequences sequences and then to draft num_drafted
+        tokens for each of them."""
         size = num_sequences.bit_length()
         return self._seen.get(size, 0.0) + num_drafted * self._drafting.get(size, 0.0)
 

@@ -45,7 +45,7 @@ class Running:
         return slots[decodes], slots[~decodes]
 
     def requests(self) -> list[tuple[int, BatchRequest]]:
-        """Returns (slot, request) of each running sequence, the oldest first."""
+        """Returns a pair (slot, request) for each running sequence, the oldest first."""
         return [(slot, request) for slot in self.slots.tolist() if (request := self._requests[slot]) is not None]
 
     def victim(self, tenant: str | None) -> int:

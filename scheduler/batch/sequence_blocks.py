@@ -29,9 +29,9 @@ class Admission:
 
 
 class SequenceBlocks:
-    """The KV blocks that the sequences in the S slots of a sequence table hold. block_tables[g] [S, B]: the block table of group g,
-    with at most B blocks for each slot, an array of the sequence table that is written here. chunk_tokens: the most tokens that a
-    step computes for one row."""
+    """The KV blocks of all running sequences of a model, whose sequence table has S slots. block_tables[g] [S, B]: the block table
+    of KV group g, with at most B blocks for each slot; these are arrays of the sequence table, and written here. chunk_tokens: the
+    most tokens that a step computes for one sequence."""
 
     def __init__(self, kv: KVCache, block_tables: list[IntArray], chunk_tokens: int) -> None:
         num_slots = len(block_tables[0])

@@ -1,5 +1,5 @@
-"""Keeps account of what still fits into one step of a model: how many rows may decode and how many tokens of prompts are computed,
-each at the cost of its own context."""
+"""Keeps account of what still fits into one step of a model: how many sequences may decode, and how many tokens of prompts may be
+computed. What a sequence or token costs depends on its context, the number of positions that it attends to."""
 
 from __future__ import annotations
 

@@ -107,5 +107,5 @@ class Rate:
         return (self._short * 2.0 ** (-passed / self.SHORT_S) + self._long * 2.0 ** (-passed / self.LONG_S)) / 2
 
     def recent_per_s(self, now: float) -> float:
-        """Returns the average with the half-life of 1 minute alone, in events per second."""
+        """Returns the rate of the last minutes, in events per second: the average with the half-life of 1 minute alone."""
         return self._short * 2.0 ** (-max(0.0, now - self._at) / self.SHORT_S)

@@ -40,7 +40,8 @@ def load(node: Node, model: Model) -> LoadPlan:
 
 
 def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
-    """Returns which idle models would leave the device to free num_bytes beside its work space; busy ones are not forced out."""
+    """Returns which idle models would have to leave the device so that num_bytes become free there, in addition to its work space.
+    Busy models are not forced out."""
     chunks = -(-num_bytes // node.settings.chunk_bytes)
     room_chunks = device.ledger.room_for(0)
     residents = [
@@ -94,7 +95,8 @@ def _device_plan(node: Node, device: Device, option: Option | None, chunks: int,
 
 
 def _verdict(node: Node, option: Option) -> tuple[str, str]:
-    """Returns the verdict on an option (FITS, EVICTS or FORCES) and a sentence for operators that explains it."""
+    """Returns what carrying out an option to place a model would take (FITS, EVICTS or FORCES), and a sentence for operators that
+    explains it."""
     where, names = joined(option.devices), ", ".join(victim.name for victim in option.victims)
     if option.forced:
         overdue_s = node.settings.overdue_after_s

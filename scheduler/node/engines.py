@@ -62,8 +62,8 @@ def down(node: Node, event: EngineDown) -> None:
 
 def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> None:
     """Handles the death of a device's engine: models there lose their copies, and their requests wait again. running: ids of the
-    requests of the step that was running, each of which counts a crash; if there are none, a load that was under way counts as
-    failed. reason: what happened, for operators."""
+    requests of the step that was running when it died. For each of them one more crash is counted; if there are none, a load that
+    was under way counts as failed. reason: what happened, for operators."""
     device.up, device.held_for, device.lost_at = False, "", node.now
     reason = f"the engine of {device.name} {reason}"
     for placement in list(device.placements.values()):

@@ -231,8 +231,8 @@ class StepLasts(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PrefillMeasured(Event):
-    """Reports a measurement of a model's speed of computing prompts: a request's first token came `seconds` after the engine had
-    begun its prompt, of which num_tokens had to be computed. Waits in the engine for a place in the batch are no part of them."""
+    """Reports how fast a model has computed a prompt: a request's first token came `seconds` after the engine had begun its prompt,
+    of which num_tokens had to be computed. Time in which the request waited for a place in the engine's batch is not included."""
 
     model: str
     device: str
@@ -260,8 +260,8 @@ class RequestExpected(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ExpectationOver(Event):
-    """A request announced by RequestExpected has arrived, or will not. expectation: the cause of that event; an unknown one is
-    ignored."""
+    """Reports that a request announced by RequestExpected has arrived, or will not arrive. expectation: the cause of that
+    RequestExpected event; an unknown one is ignored."""
 
     model: str
     expectation: str

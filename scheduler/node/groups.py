@@ -77,9 +77,9 @@ def _usable(devices: Sequence[str], stage_size: int, num_stages: int) -> tuple[s
 
 
 def groups(preferred: Sequence[str], num_ranks: int, num_stages: int = 1) -> list[tuple[str, ...]]:
-    """Returns the groups of num_ranks devices that may hold a split model together, as this module's docstring says; [] if there
-    are too few devices. A group is sorted by rank: the devices of this machine come first, then those of other hosts by the host's
-    name; those of one host are in the order of their numbers (`by_rank`).
+    """Returns the groups of num_ranks devices that may hold a split model together: on each host whole pipeline stages, at least
+    one of them on this machine; [] if there are too few devices. A group is sorted by rank: the devices of this machine come first,
+    then those of other hosts by the host's name; those of one host are in the order of their numbers (`by_rank`).
 
     preferred: the devices that could hold a share, the best first. num_stages: the model's pipeline stages. The groups of the best
     devices come first: of three devices these are (1, 2), (1, 3) and (2, 3). At most MAX_GROUPS groups are returned for each kind

@@ -15,7 +15,7 @@ _PLACEMENTS = 256
 
 
 class _Placement(Protocol):
-    """The part of scheduler.node.node.Placement, as a protocol, that the history reads."""
+    """The attributes of a placement (scheduler.node.node.Placement) that the history reads."""
 
     id: int
     model: str

@@ -70,12 +70,13 @@ class HostTierAccount:
         }
 
     def copies(self) -> list[tuple[str, HostCopy]]:
-        """Returns (model, copy) for each copy of weights or KV, also for void ones."""
+        """Returns (model, copy) for each copy of weights or KV in host memory. Void copies, which were dropped while a load reads
+        them, are included."""
         return [*self.weights.items(), *self.kv.items()]
 
     def grant(self, placement_id: int, model: str, num_slots: int) -> Slots:
-        """Takes num_slots free slots, lowest first, for a placement's load or eviction of the model, which may write them, and
-        returns them. Raises ValueError if there are too few, or if the placement has slots already."""
+        """Takes num_slots free slots, lowest first, and returns them. The load or eviction of the model that the placement stands
+        for may write them until `end_grant`. Raises ValueError if there are too few, or if the placement has slots already."""
         if num_slots > len(self._free):
             raise ValueError(f"{num_slots} slots asked for {model}, {len(self._free)} are free")
         if placement_id in self.transit:
@@ -106,7 +107,7 @@ class HostTierAccount:
             self.weights[model] = copy
 
     def found(self, model: str, copy: HostCopy) -> bool:
-        """Records a copy that an earlier process left in the slots. Returns False, and records nothing, if its slots do not exist
+        """Records a copy that an earlier daemon left in host memory. Returns False, and records nothing, if its slots do not exist
         or are not free, or if the model has a copy of this kind already."""
         if not copy.slots or model in (self.kv if isinstance(copy, SavedKV) else self.weights):
             return False
@@ -161,7 +162,7 @@ class HostTierAccount:
         self._free.extend(reversed(slots))
 
     def validate(self) -> None:
-        """Raises AssertionError unless each slot is in exactly one place."""
+        """Raises AssertionError unless each slot is recorded exactly once: as free, granted, or part of one copy."""
         places = [*self._free, *(slot for one in self.transit.values() for slot in one.slots)]
         places += [slot for _, copy in self.copies() for slot in copy.slots]
         assert len(places) == len(set(places)), "host tier: a slot is in two places"

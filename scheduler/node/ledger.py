@@ -108,8 +108,8 @@ class DeviceLedger:
 
     @property
     def lease_chunks(self) -> int:
-        """The chunks that the engine may use as KV beyond the models' reserves. 0 if promises and copies together take more than
-        there is, because a promise may count on chunks that its victims still hold."""
+        """The device's lease: how many chunks the engine may use as KV beyond the models' reserves. It is 0 if promises and copies
+        together take more than there is, because a promise may count on chunks that its victims still hold."""
         return max(0, self.total_chunks - self.work_space_chunks - self.held_chunks - self.promised_chunks)
 
     @property
@@ -117,8 +117,8 @@ class DeviceLedger:
         return sum(chunks for chunks, _ in self.promised.values())
 
     def room_for(self, placement_id: int) -> int:
-        """Returns how many chunks the copies and the work space may take together if this placement is carried out: all but those
-        promised to other placements. placement_id 0: no placement."""
+        """Returns how many chunks all copies and the work space may take together if a given placement is carried out: the device's
+        total minus what is promised to other placements. placement_id: 0 for no placement."""
         return self.total_chunks - sum(chunks for other, (chunks, _) in self.promised.items() if other != placement_id)
 
     def promise(self, placement_id: int, chunks: int, work_space_chunks: int) -> None:
@@ -135,8 +135,8 @@ class DeviceLedger:
         )
 
     def raise_work_space(self, chunks: int) -> bool:
-        """Enlarges the work space to `chunks`, for a model that was registered or placed, out of chunks that nothing uses. Returns
-        False if it stays as it is, because it is large enough or there is no room now."""
+        """Enlarges the work space to `chunks`, out of chunks that nothing uses, for a model that was registered or placed. Returns
+        False if the work space stays as it is, because it is large enough or there is no room now."""
         extra = chunks - self.work_space_chunks
         if extra <= 0 or extra > self.lease_chunks:
             return False

@@ -488,5 +488,5 @@ class Node:
         return self.waits_since(model) + reload_s + self.settings.overdue_after_s
 
     def resting(self, model: Model) -> bool:
-        """Returns whether the model is cold, warm or paused and no placement is under way for it, so that one may begin."""
+        """Returns whether a placement of the model may begin: it is cold, warm or paused, and no placement is under way for it."""
         return model.state in residency.PLACEABLE and model.placement is None

@@ -64,8 +64,9 @@ def unpin(node: Node, model: Model) -> None:
 
 
 def check_home(node: Node, model: Model) -> None:
-    """Checks whether a pinned model without a whole copy, whose size or devices may have changed, still fits on its home, the
-    devices that keep room for it. If not, it gets another home or is unpinned."""
+    """Checks that a pinned model still fits on its home, the devices that keep room for it, after its size or devices may have
+    changed. If it does not, it gets another home or is unpinned. Must be called only for a model without a whole copy; does nothing
+    if the model is not pinned."""
     if not model.pinned:
         return
     home = [node.devices[name] for name in model.home]

@@ -24,8 +24,8 @@ from scheduler.node.node import LOADS, VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_L
 
 
 def place_next(node: Node, device: Device) -> None:
-    """Begins every placement that can begin on a device whose room or demand has changed, and continues those that wait there.
-    Tells the engine its lease if that has grown."""
+    """Begins every placement that can begin on a device where room or demand has changed, and moves on the placements that wait
+    there. Sends the engine its new lease if that has grown."""
     if not device.up:
         return
     device.held_for = ""  # until next_option below finds that it is still held
@@ -107,8 +107,8 @@ def promise(node: Node, placement: Placement) -> None:
 
 
 def advance(node: Node, placement: Placement) -> None:
-    """Takes a placement through all stages that are over by now: its victims have drained, its victims have left, the loaders are
-    free. Then it begins to load."""
+    """Moves a placement on to the stage that it has reached, past all that it need not wait for any more: busy victims to drain,
+    victims to leave, the devices' loaders to be free. If none of these is left, it begins to load."""
     if placement.stage == VICTIMS_DRAIN:
         if any(node.models[name].running for name in placement.victims):
             return
@@ -127,7 +127,7 @@ def may_load(device: Device, placement: Placement) -> bool:
 
 
 def drained_too_long(node: Node, model: Model) -> None:
-    """Pauses the busy victims of the model's placement, whose time to drain is up, and lets the placement go on."""
+    """Pauses the busy victims that a model's placement waits for, because their time to drain is up, and moves the placement on."""
     placement = model.placement
     if placement is not None and placement.stage == VICTIMS_DRAIN:
         preemption.pause_victims(node, placement)
@@ -135,8 +135,8 @@ def drained_too_long(node: Node, model: Model) -> None:
 
 
 def set_load_deadline(node: Node, copy: Copy) -> float:
-    """Sets the deadline of a copy's load, and returns the seconds until then: the setting load_deadline_s; if that is None, the
-    larger of 20 s and four times the predicted seconds of the load."""
+    """Sets the deadline of the load that is to bring a copy to its devices, and returns the seconds until then: the setting
+    load_deadline_s; if that is None, the larger of 20 s and four times the predicted seconds of the load."""
     facts, deadline_s = copy.facts, node.settings.load_deadline_s
     if deadline_s is None:
         predicted_s = max(node.devices[name].costs.predict_s(facts.costs_name, facts.weights_bytes) for name in copy.devices)
@@ -218,8 +218,9 @@ def _why_loaded(model: Model) -> str:
 
 
 def drop(node: Node, placement: Placement, reason: str = "") -> None:
-    """Drops a placement before it loads. Victims without an Evict action become ready again, and what was promised to the placement
-    goes back to the lease. reason: the outcome to record in the history; "": the name of the stage that the placement was in."""
+    """Gives up a placement before it loads. Victims for which no Evict action was sent become ready again, and the memory promised
+    to the placement goes back to the lease. reason: the outcome to record in the history; "": the name of the stage that the
+    placement was in."""
     model = node.models[placement.model]
     undo(node, placement)
     outcome = f"dropped while its {placement.stage}" if placement.victims else "dropped"

@@ -38,8 +38,8 @@ def _has_room_elsewhere(node: Node, victim: Model) -> bool:
 
 
 def pause_cost_s(node: Node, model: Model) -> float:
-    """Returns the seconds that pausing a model costs: loading its weights again, and copying its running KV out and in or computing
-    it again, whichever is faster."""
+    """Returns how many seconds it costs to pause a model: its weights must be loaded again, and its running KV copied out and in or
+    computed again, whichever is faster."""
     copy = model.copy
     assert copy is not None
     device = node.devices[copy.leader]

@@ -10,8 +10,8 @@ from scheduler.node.placements import drop, unlist
 
 
 def registered(node: Node, event: ModelRegistered) -> None:
-    """Handles a new model, or new files or settings of a known one: a copy on a device stays as it is, and the new facts apply from
-    the next load on. Raises KeyError for a further replica whose model is not registered yet."""
+    """Handles the event that a model is new, or has new files or settings. A copy of it on a device stays as it is; the new facts
+    apply from the next load on. Raises KeyError for a further replica whose model is not registered yet."""
     facts = event.facts
     model = node.models.get(facts.name)
     if model is None:
@@ -52,8 +52,8 @@ def registered(node: Node, event: ModelRegistered) -> None:
 
 
 def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
-    """Pins or unpins the model if its configured pin differs from that in its old facts; otherwise the operator's last command
-    stays in force. old: None for a new model."""
+    """Pins or unpins a model whose setting `pin` has changed since it was registered before; if it has not, the operator's last
+    command stays in force. old: the model's facts before; None: it is new."""
     if old is not None and old.pinned == model.facts.pinned:
         return
     if not model.facts.pinned:
@@ -66,8 +66,8 @@ def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
 
 
 def removed(node: Node, event: ModelRemoved) -> None:
-    """Handles a removed folder: waiting requests are refused for good, running ones go on to their ends or until overdue work ends
-    them (preemption.py), and then the model is evicted and forgotten."""
+    """Handles the event that a model's folder is gone. Its waiting requests are refused for good; running ones go on to their ends,
+    or until overdue work ends them (preemption.py). Then the model is evicted and forgotten."""
     model = node.models.get(event.model)
     if model is None:
         return

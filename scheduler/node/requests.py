@@ -120,8 +120,8 @@ def leave(node: Node, request_id: int, how: str) -> Request | None:
 
 
 def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
-    """Queues again the requests that ran on a copy which is gone: at the front, in their order of arrival. They wait without limit,
-    because their clients have been promised an answer. model: the replica that ran them."""
+    """Puts back into the queue, at the front and in their order of arrival, the requests that ran on a copy which is gone. They
+    wait without limit, because their clients have been promised an answer. model: the replica that ran them."""
     for request in reversed(list(running)):
         model.stop(request.facts.request_id)
         request.device, request.resubmission = "", True
@@ -130,8 +130,8 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
 
 
 def recall(node: Node, model: Model) -> None:
-    """Queues again the requests that were submitted to a load which has failed: they have had no token, and wait as if they had
-    never been submitted."""
+    """Puts back into the queue the requests that were submitted to a load which has failed. They have had no token, and wait as if
+    they had never been submitted."""
     for request in reversed(list(model.running.values())):
         model.stop(request.facts.request_id)
         request.device = ""
@@ -153,7 +153,7 @@ def pause(node: Node, model: Model) -> None:
 
 
 def crashed(node: Node, model: Model, request: Request) -> None:
-    """Rejects a request that was running in max_crashes crashes of engines."""
+    """Rejects a request because it was running in max_crashes crashes of engines, so that it may be their cause."""
     model.stop(request.facts.request_id)
     message = f"the engine of {model.name} died {request.crashes} times while this request was running"
     node.reject(request, Refusal("crashed_twice", message))

@@ -32,8 +32,8 @@ class ModelView:
 
     @property
     def num_shares(self) -> int:
-        """The number of devices that hold the model, or would if it were loaded. The model's bytes in all are those of a share
-        times this number."""
+        """The number of devices that hold a share of the model, or would if it were loaded; 1 for a model that is not split. The
+        model's bytes in all are those of one share times this number."""
         return len(self.devices) or self.num_ranks
 
 

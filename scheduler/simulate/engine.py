@@ -28,8 +28,8 @@ NOTHING_RESTORED: Mapping[int, int] = MappingProxyType({})
 
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
-    """A request's sequence in the engine. prompt_left: tokens to be computed before it decodes, without those whose KV was restored
-    with the model."""
+    """A request's sequence in the simulated engine. prompt_left: how many tokens must still be computed before the sequence
+    decodes; tokens whose KV was restored with the model need not be."""
 
     outcome: RequestOutcome
     kv_bytes: int
@@ -233,7 +233,7 @@ class SimulatedEngine:
         return [sequence.outcome for sequence in hosted.sequences.values()]
 
     def kv_bytes(self) -> dict[str, int]:
-        """Returns the KV bytes of running sequences, by model."""
+        """Returns model -> bytes of the KV of its running sequences."""
         return {name: hosted.kv_bytes for name, hosted in self.hosted.items()}
 
     def waiting(self) -> dict[str, int]:
@@ -342,8 +342,8 @@ class SimulatedEngine:
         return _Step(hosted, part, chunks, seconds, wait_s, turns)
 
     def _chunks(self, hosted: Hosted, turns: int, rows: int, strict: bool, now: float) -> list[tuple[SimulatedSequence, int]]:
-        """Returns the chunks of prompts in a step: prompts that have begun continue in order, then waiting ones are admitted,
-        until the step is full."""
+        """Returns which chunks of prompts a step computes: prompts that have begun continue in order, then waiting requests are
+        admitted, until the step is full. turns: how many turns the step may take. rows: how many sequences decode in it."""
         if not (hosted.prompts or hosted.waiting):
             return []
         costs, num_prompts = hosted.costs, len(hosted.prompts) + len(hosted.waiting)

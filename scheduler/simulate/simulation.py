@@ -259,8 +259,8 @@ class Simulation:
         self._later(seconds, finished)
 
     def _evict(self, action: actions.Evict) -> None:
-        """Starts an eviction and schedules its end. KV of running requests is saved as far as the slots reach: whole requests, in
-        the order of their submission."""
+        """Starts an eviction and schedules its end. As much KV of running requests is saved as fits into the granted slots of host
+        memory: that of whole requests, in the order of their submission."""
         copy = self._copies.pop(action.placement_id)
         engine, facts, chunk_bytes = self.engines[action.device], self.node.models[action.model], self.node.chunk_bytes
         self._set_leases(action)

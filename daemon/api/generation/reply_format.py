@@ -124,8 +124,8 @@ class ReplyFormat:
         return ParsedReply(reply, list(ids.values()), finish_reason(reason, parser.num_calls), self.reasoning, pieces, end)
 
     def call_ids(self, drawn: Callable[[str], bytes], index: int) -> Callable[[Piece], str]:
-        """Returns a function that makes the ids of a sequence's calls, in order, each from the call's CALL piece. drawn:
-        Progress.drawn, the source of random ids. index: the sequence's index in the answer."""
+        """Returns a function that makes the id of each tool call of a sequence, in order; it is called with the call's CALL piece.
+        drawn: Progress.drawn, the source of random ids. index: the sequence's index in the answer."""
         if self.dialect == KIMI_K2:
             counted = CallNumbers(self.next_call)
             return lambda piece: counted.id_of(piece.text, piece.call_id)
@@ -241,9 +241,9 @@ async def _grammar(
     markers: Mapping[int, str],
     write: Callable[[Mapping[int, str], Sequence[str], str], str],
 ) -> str:
-    """Returns the grammar that the reply must follow; "" if the tools require none. markers: token id -> text, of the special
-    tokens in it. write: makes the grammar from markers, schemas of arguments, and a schema of the answer or "". Raises BadRequest
-    if it is invalid or too long."""
+    """Returns the grammar that the reply must follow; "" if the tools require none. markers: the special tokens in the grammar,
+    token id -> text. write: makes the grammar from markers, schemas of arguments, and a schema of the answer or "". Raises
+    BadRequest if it is invalid or too long."""
     answer = head.grammar
     if tools.choice == AUTO and True not in tools.strict and not answer:
         return ""

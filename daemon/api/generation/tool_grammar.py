@@ -60,9 +60,9 @@ SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}",
 
 
 def argument_schemas(tools: ToolRequest) -> list[str]:
-    """Returns the JSON schema of each tool's arguments, as text. If calls are forced or the tool is strict, that is the tool's
-    schema, for JSON without blanks and closed against undeclared properties; otherwise it allows any object. Raises BadRequest
-    naming the tool."""
+    """Returns for each tool the JSON schema, as text, that the arguments of its calls must follow. If calls are forced or the tool
+    is strict, that is the tool's own schema, for JSON without blanks and closed against undeclared properties; otherwise a schema
+    that allows any object. Raises BadRequest naming the tool."""
     schemas = []
     for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
         if not strict and tools.choice == AUTO:
@@ -174,8 +174,9 @@ def _in_deepseek(name: str, arguments: str, dialect: str, special: Mapping[str, 
 
 
 def _in_kimi_k2(name: str, arguments: str, special: Mapping[str, str]) -> str:
-    """Returns the right side of the rule for a call in Kimi K2's syntax. name: the tool. arguments: the name of the rule for the
-    arguments. The model chooses the number in the call's id, because it counts the calls."""
+    """Returns the right side of the grammar rule for a call in Kimi K2's syntax. name: the tool. arguments: the name of the rule
+    for the arguments. special: marker -> its form in the grammar, for markers that are special tokens. The rule leaves the number
+    in the call's id to the model, because the model counts its calls."""
     begin, separator, end = (_marker(text, special) for text in (kimi_k2.BEGIN, kimi_k2.ARGUMENTS, kimi_k2.END))
     return f"{begin} {json.dumps(f'{PREFIX}{name}:')} /[0-9]{{1,4}}/ {separator} {arguments} {end}"
 
