@@ -124,7 +124,7 @@ def load(path: str | None, flags: Mapping[str, Any] | None = None, environment: 
 
     In the result `chunk_bytes`, `max_body_bytes` and `stored_responses_bytes` are numbers of bytes, and the sockets and folders
     have their defaults filled in. Paths are absolute, because engines run in another folder: a flag's is relative to the current
-    folder, a file's to the folder of the file. Raises ConfigError."""
+    folder, a file's to the folder of the file. Raises ConfigError for the first file, key or value that cannot be used."""
     try:
         return _load(path, flags, environment)
     except ConfigError as error:
@@ -301,7 +301,7 @@ def _hosts_values(source: str, table: Any) -> dict[str, dict[str, Any]]:
 
 def _names(source: str, table: Any) -> dict[str, list[str]]:
     """Returns the content of the table `[names]`: for each name or pattern the list of models that it leads to, also where the file
-    gives a single model. Raises ConfigError."""
+    gives a single model. Raises ConfigError for an entry that cannot be used."""
     if not isinstance(table, dict):
         raise ConfigError(source, "names", 'must be a table: [names], and below it lines such as "gpt-4*" = "org/name"')
     for name, value in table.items():
@@ -519,8 +519,8 @@ def _not_empty(value: Any) -> None:
 
 
 def _device_specs(value: Any) -> None:
-    """Checks the form of the entries of the setting `device`: NAME=BUDGET, or a cuda device's name alone. Raises ValueError.
-    Whether the budgets fit into the memory is checked later."""
+    """Checks the form of the entries of the setting `device`: NAME=BUDGET, or a cuda device's name alone. Raises ValueError for an
+    entry of another form. Whether the budgets fit into the memory is checked later."""
     for text in value:
         _, amount = units.parse_device(text)
         if amount:

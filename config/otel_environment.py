@@ -37,7 +37,7 @@ class BadVariable(Exception):
 
 def given(environment: Mapping[str, str]) -> dict[str, Given]:
     """Returns the values that the environment variables set, by key of `[traces]`; {} if they switch tracing off. An empty variable
-    counts as unset. Raises BadVariable."""
+    counts as unset. Raises BadVariable for a variable whose value cannot be used."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return {}
     if environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() not in ("", "otlp"):

@@ -110,9 +110,9 @@ def parse_size_or_share(value: int | str, memory_bytes: int) -> int:
 
 
 def parse_device(text: str) -> tuple[str, str]:
-    """Splits a device entry into its name and budget: `cpu=512MiB` -> ("cpu:0", "512MiB"), `cuda:1` -> ("cuda:1", ""),
-    `cpu@b=8GiB` -> ("cpu:0@b", "8GiB"). Only a cuda device of this machine may have no budget; that of another host's device may be
-    no percentage. Raises ValueError."""
+    """Splits a device entry into its name and budget: `cpu=512MiB` -> ("cpu:0", "512MiB"), `cuda:1` -> ("cuda:1", ""), `cpu@b=8GiB`
+    -> ("cpu:0@b", "8GiB"). Only a cuda device of this machine may have no budget; that of another host's device may be no
+    percentage. Raises ValueError for an entry of another form."""
     name, equals, budget = text.partition("=")
     match = _DEVICE.match(name.strip())
     is_cpu = match is not None and match[1] == "cpu"

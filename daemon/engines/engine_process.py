@@ -17,7 +17,7 @@ from engine.protocol import JOURNAL_BYTES
 
 def make_journal(device: str) -> tuple[int, mmap.mmap]:
     """Returns a new step journal as its descriptor and its mapped memory. The caller passes the descriptor on to an engine, and
-    then closes its own. Raises OSError."""
+    then closes its own. Raises OSError if the system has no descriptor or no memory left."""
     fd = os.memfd_create(f"journal-{device[:64]}")  # a memfd's name may have at most some 240 characters
     try:
         os.ftruncate(fd, JOURNAL_BYTES)

@@ -80,7 +80,8 @@ def _old_driver() -> str:
 
 
 def _watched() -> Any:
-    """Returns an event set of NVML that receives the faults (Xids) of all GPUs that can report them. Raises NoGpus."""
+    """Returns an event set of NVML that receives the faults (Xids) of all GPUs that can report them. Raises NoGpus if the driver
+    does not let hearthd ask for faults."""
     try:
         events = pynvml.nvmlEventSetCreate()
         for index in range(pynvml.nvmlDeviceGetCount()):

@@ -23,7 +23,8 @@ class Account:
 
     @classmethod
     def make(cls, name: str) -> Account:
-        """Returns a new, empty account. name: the memfd's name in /proc. Raises OSError."""
+        """Returns a new, empty account. name: the memfd's name in /proc. Raises OSError if the system has no descriptor left for
+        it."""
         return cls(os.memfd_create(name, os.MFD_CLOEXEC))
 
     def write(self, data: bytes) -> None:
@@ -58,7 +59,7 @@ class Account:
 
 
 def write_at(fd: int, data: bytes, offset: int) -> None:
-    """Writes all of `data` to a file, from byte `offset` on. Raises OSError."""
+    """Writes all of `data` to a file, from byte `offset` on. Raises OSError if the file cannot be written."""
     left = memoryview(data)
     while left:
         written = os.pwrite(fd, left, offset)

@@ -20,7 +20,8 @@ class FullHeads:
 
     def parse(self, fields: Fields, sliding: Sequence[bool], usual: HeadShape, num_heads: int) -> HeadShape | None:
         """Returns the heads of layers without windows; None if they are the same as `usual`, those of layers with windows. sliding:
-        by layer, whether it has a window. num_heads: number of heads of queries. Raises UnsupportedModel or CheckpointError.
+        by layer, whether it has a window. num_heads: number of heads of queries. Raises UnsupportedModel for heads that are not
+        served, and CheckpointError for a wrong value.
 
         The key `per_layer_config`, which later versions of transformers write, has an object for each layer that differs, by its
         number. Files without it have `global_head_dim` and `num_global_key_value_heads`, which is used if one projection makes keys

@@ -23,7 +23,8 @@ def repo_name(folder_name: str) -> str | None:
 
 def snapshot(folder: Path) -> Path | None:
     """Returns the folder of a cached repository that holds the model: the snapshot of the commit that `refs/main` names, else the
-    most recently written snapshot; None if there is none. folder: the repository's `models--org--name`. Raises OSError."""
+    most recently written snapshot; None if there is none. folder: the repository's `models--org--name`. Raises OSError if it cannot
+    be read."""
     snapshots = folder / "snapshots"
     try:
         commit = read_regular(folder / "refs" / "main", MAX_REF_BYTES).decode("ascii").strip()

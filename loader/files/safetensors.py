@@ -147,7 +147,7 @@ def parse_header(raw: bytes, file: str) -> Header:
 
 def _packing(metadata: msgspec.Raw | None, file: str) -> packed.Record | None:
     """Returns the description of packed tensors in the header's metadata; None for a plain file. metadata: the value of
-    `__metadata__`; None: the header has none. Raises CheckpointError."""
+    `__metadata__`; None: the header has none. Raises CheckpointError for a description that is not valid."""
     if metadata is None or packed.METADATA_KEY.encode() not in bytes(metadata):
         return None
     try:

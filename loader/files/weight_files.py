@@ -36,7 +36,8 @@ class FileInfo:
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """Returns the names of a folder's weight files, sorted, and the index that lists them, tensor name -> file name. None: there is
-    no index, and the only file is model.safetensors, which may be missing. Raises CheckpointError, OSError."""
+    no index, and the only file is model.safetensors, which may be missing. Raises CheckpointError for an index that is not valid,
+    and OSError if it cannot be read."""
     if (folder / INDEX_NAME).exists():
         weight_map = read_index(folder)
         return sorted(set(weight_map.values())), weight_map
@@ -45,7 +46,8 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 def read_headers(folder: Path, below: str = "") -> dict[str, Header]:
     """Reads and checks the headers of all weight files, and returns them by the files' paths below the folder. below: "" for the
-    plain files, PACKED_DIR for the packed ones. Raises MissingFile, CheckpointError, OSError."""
+    plain files, PACKED_DIR for the packed ones. Raises MissingFile for a file that does not exist yet, CheckpointError for a file
+    or index that is not valid, and OSError for one that cannot be read."""
     names, weight_map = weight_files(folder / below)
     headers: dict[str, Header] = {}
     num_tensors = 0

@@ -50,15 +50,17 @@ class _Begun(msgspec.Struct, frozen=True):
 
 
 def pack_file(fd: int, header: Header, source: packed.Source, target: Path, on_bytes: OnBytes) -> None:
-    """Packs a plain weight file into `target`, continuing an earlier run that was interrupted. fd, header: the open plain file and
-    its header. source: its size, time and hash, which the new file records. on_bytes: called with the number of unpacked bytes done
-    since the last call. Raises CheckpointError, OSError."""
+    """Packs a plain weight file into `target`, continuing an earlier run that was interrupted. fd, header: the open plain file
+    and its header. source: its size, time and hash, which the new file records. on_bytes: called with the number of unpacked
+    bytes done since the last call. Raises CheckpointError if the plain file ends too early, and OSError if a file cannot be read
+    or written."""
     _Packing(fd, header, source, target, on_bytes).run()
 
 
 def expected_bytes(fd: int, tensor: TensorRef) -> int:
     """Estimates the packed size of a tensor in bytes, from a few samples of its values. Returns its full size if it is to be stored
-    unchanged: it is not bfloat16, has few values, or would hardly become smaller. Raises CheckpointError, OSError."""
+    unchanged: it is not bfloat16, has few values, or would hardly become smaller. Raises CheckpointError if the file ends too
+    early, and OSError if it cannot be read."""
     num_values = math.prod(tensor.shape)
     if tensor.dtype != packed.PACKED_DTYPE or num_values < MIN_PACKED_VALUES:
         return tensor.num_bytes

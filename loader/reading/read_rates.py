@@ -49,13 +49,14 @@ class ReadRates:
 
     def read_bytes_per_s(self, fd: int, ring: StagingRing) -> float:
         """Returns how many bytes per second the drive with this file delivers. If the drive was not measured before, reads the file
-        through the slots of `ring` for that. fd: descriptor of the file. Raises OSError."""
+        through the slots of `ring` for that. fd: descriptor of the file. Raises OSError if the file cannot be read."""
         return self._known("read_bytes_per_s", _drive(fd), lambda: _measured(fd, ring, lambda thread, num_bytes: num_bytes))
 
     def packed_bytes_per_s(self, fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
         """Returns how many bytes of weights per second come from packed files on the drive with this file. They are measured by
         reading and decoding at the same time, because on few cores that takes longer than either alone. fd: descriptor of a packed
-        file. frame: any packed frame of the file. ring: the slots that the reads use. Raises OSError, ValueError."""
+        file. frame: any packed frame of the file. ring: the slots that the reads use. Raises OSError if the file cannot be read,
+        and ValueError if it ends before `frame`."""
         key = f"{_drive(fd)} {decoder.name}"
         return self._known("packed_bytes_per_s", key, lambda: _measured_packed(fd, frame, decoder, ring))
 

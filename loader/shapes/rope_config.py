@@ -81,7 +81,7 @@ def parse_rope(
     """Returns the rotary settings of layers with full attention, and those of layers with windows; None: these have none of their
     own. fields: config.json. name: the architecture, for errors. head_dim: dimensions of a head; full_head_dim: the same in layers
     with full attention, if both kinds of layers have settings of their own. max_position_embeddings: the longest context by
-    config.json. Raises UnsupportedModel or CheckpointError."""
+    config.json. Raises UnsupportedModel for settings that are not served, and CheckpointError for a wrong value."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     nothing = Fields({}, fields.file)
     has_kinds = new is not None and any(isinstance(new.values.get(kind), dict) for kind in _LAYER_KINDS)

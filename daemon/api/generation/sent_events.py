@@ -81,6 +81,6 @@ async def _send(call: Call, response: web.StreamResponse, source: EventSource, b
 
 
 async def _write(response: web.StreamResponse, data: bytes, limit_s: float) -> None:
-    """Writes to a client that may read slowly, for at most limit_s seconds. Raises TimeoutError."""
+    """Writes `data` to a client that may read slowly. Raises TimeoutError if that takes longer than limit_s seconds."""
     async with asyncio.timeout(limit_s):
         await response.write(data)

@@ -106,7 +106,8 @@ class _Rules:
 
     def _value(self, rule: str, path: str, schema: Any) -> list[str]:
         """Returns the rules for a parameter's value and the tag that ends it. rule: the name of the first rule. path: the value's
-        path in the tool's schema, for errors. schema: the value's schema. Raises Inexpressible."""
+        path in the tool's schema, for errors. schema: the value's schema. Raises Inexpressible for a schema that cannot be
+        enforced."""
         form, root = self._form, self._schema
         end = self._written(form.before_end + form.end_value + form.after_value)
         types = types_of(schema, root)
