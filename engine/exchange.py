@@ -1,13 +1,12 @@
 """Defines the memory through which the engines of a node run models that are split over several devices.
 
 It is one memfd that the daemon makes: a queue for each engine, then regions, one for each group of devices that shares a model. To
-start a step, a group's leader appends the group's region to the queues of all members, its own included, while it holds a lock of
-the node. Every engine runs its queue strictly in order. So all engines run the steps that they share in the same order, and
-overlapping groups cannot wait for each other.
+start a step, the engine that leads a group (rank 0) appends the offset of the group's region as an entry to the queues of all
+members, its own included, while it holds a lock of the node. Every engine runs the steps in its queue strictly in order. So all
+engines run the steps that they share in the same order, and overlapping groups cannot wait for each other.
 
-Readers need no lock. The kernel frees the lock when its holder dies, and entries that a dead leader has posted only in part are not
-seen.
-"""
+Readers need no lock. The kernel frees the lock when its holder dies. A leader that dies while it appends has not raised the queues'
+counts yet, so readers do not see its entries."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ _QUEUE_BYTES = _pages(8 * (_RING + QUEUE_ENTRIES))
 
 
 def first_region(num_engines: int) -> int:
-    """Returns the first offset (bytes) at which a region may begin, behind the queues of num_engines engines. Each region begins at
-    a multiple of PAGE_BYTES."""
+    """Returns the first offset (bytes) in the exchange memory at which a region may begin, behind the queues of num_engines
+    engines. Each region begins at a multiple of PAGE_BYTES."""
     return PAGE_BYTES + num_engines * _QUEUE_BYTES
 
 
@@ -65,8 +64,8 @@ def make_exchange(num_engines: int) -> int:
 
 
 class RegionArray(NamedTuple):
-    """The place of one array in a region. begin: its first byte in the region. code: its item type, as a code of the struct module,
-    which numpy understands as well."""
+    """The place of one array in a group's region of the exchange memory. begin: the offset of its first byte in the region. code:
+    its item type, as a code of the struct module, which numpy understands as well."""
 
     begin: int
     code: str
@@ -101,8 +100,11 @@ TABLE_COLUMNS = {
 
 
 class GroupForm(NamedTuple):
-    """The facts about a group's split model that its engines need besides the LoadModel. division: how the model is divided among
-    the devices. num_kv_groups, handed_bytes: as in RegionSizes. files_id: as in loader.models.catalog.Checkpoint."""
+    """The facts about a group's split model that its engines need besides the LoadModel.
+    division: how the model is divided among the devices.
+    num_kv_groups: number of the model's KV groups.
+    handed_bytes: bytes of the states that a step passes from one pipeline stage to the next.
+    files_id: identifies the model's files on every host, as in loader.models.catalog.Checkpoint."""
 
     division: Division
     num_kv_groups: int = 1
@@ -111,10 +113,14 @@ class GroupForm(NamedTuple):
 
 
 class RegionSizes(NamedTuple):
-    """The numbers that determine the size of a group's region. num_ranks: number of devices. max_sequences, max_model_len: the
-    model's limits, as in LoadModel. block_tokens: as in Configure. num_kv_groups: number of KV groups of the model
-    (loader/shapes/kv_layout.py). num_stages: number of stages into which the model's layers are divided. handed_bytes: bytes of the
-    states that a step passes from stage to stage (loader/sizes/work_space.py). expert_parts: as in Division."""
+    """The numbers that determine the size of a group's region.
+    num_ranks: number of devices.
+    max_sequences, max_model_len: the model's limits, as in LoadModel.
+    block_tokens: number of tokens in a KV block.
+    num_kv_groups: number of KV groups of the model (loader/shapes/kv_layout.py).
+    num_stages: number of pipeline stages into which the model's layers are divided.
+    handed_bytes: bytes of the states that a step passes from one pipeline stage to the next (loader/sizes/work_space.py).
+    expert_parts: number of parts into which a layer's experts are divided, as in Division."""
 
     num_ranks: int
     max_sequences: int
@@ -127,12 +133,13 @@ class RegionSizes(NamedTuple):
 
 
 def plan_bytes(num_rows: int) -> int:
-    """Returns the bytes that the plan of a step of up to num_rows rows has in a region (engine/memory/shared_plans.py)."""
+    """Returns how many bytes of a region the plan of a step takes, for at most num_rows rows (engine/memory/shared_plans.py)."""
     return -(-(PLAN_HEAD_BYTES + num_rows * PLAN_ROW_BYTES) // LINE_BYTES) * LINE_BYTES
 
 
 def region_layout(sizes: RegionSizes) -> tuple[dict[str, RegionArray], int]:
-    """Returns the places of a region's arrays by name, and the size of the whole region in bytes, a multiple of PAGE_BYTES."""
+    """Returns the places of a region's arrays by name, and the size of the whole region in bytes, which is a multiple of
+    PAGE_BYTES."""
     rows, blocks, num_stages = sizes.max_sequences, -(-sizes.max_model_len // sizes.block_tokens), sizes.num_stages
     stage_size = sizes.num_ranks // num_stages
     arrays: list[tuple[str, str, tuple[int, ...]]] = [
@@ -167,7 +174,7 @@ def region_bytes(sizes: RegionSizes) -> int:
 
 class Membership(NamedTuple):
     """One engine's access to the exchange memory. number: the engine's number among the engines of the node. doorbell: the eventfd
-    that wakes it."""
+    that wakes this engine."""
 
     exchange: Exchange
     number: int
@@ -175,14 +182,15 @@ class Membership(NamedTuple):
 
 
 class ExchangeFull(Exception):
-    """Raised by Exchange.post if a member's queue is full, because its engine has not taken the last QUEUE_ENTRIES entries. Nothing
-    was posted to any queue."""
+    """Raised by Exchange.post and Poster.post if a member's queue is full: its engine has not taken any of the last QUEUE_ENTRIES
+    entries. Nothing was posted to any queue."""
 
 
 class Exchange:
-    """One process's view of the exchange memory. fd: the memfd, which the caller goes on owning. doorbells: for each engine the
-    eventfd that wakes it; () for a process that posts nothing. Raises ValueError if fd is not an exchange memory. Methods name an
-    engine by its number, and a region by its offset in bytes.
+    """One process's view of the exchange memory. Methods name an engine by its number, and a group's region by its offset in bytes.
+    fd: the memfd; the caller still owns it and closes it.
+    doorbells: for each engine the eventfd that wakes it; () for a process that posts nothing.
+    Raises ValueError if fd is not an exchange memory, or if the doorbells are not one for each engine.
 
     Any thread may call any method. Only one thread of the whole node, in the queue's own engine, takes entries from a queue."""
 
@@ -210,16 +218,18 @@ class Exchange:
         return self._lock
 
     def post(self, members: Sequence[int], region: int) -> bool:
-        """Appends a region to the queues of a group's members once, as Poster.post does."""
+        """Appends a region to the queues of a group's members once, so that all of them run the group's next step. Returns False,
+        and posts nothing, if the group is broken. Raises ExchangeFull if a queue is full. members: the engines' numbers, the
+        caller's first."""
         return Poster(self, members, region).post()
 
     def queue(self, number: int) -> EngineQueue:
-        """Returns the queue of an engine, to take entries from. Raises ValueError for an unknown engine."""
+        """Returns the queue of an engine, for the thread that takes entries from it. Raises ValueError for an unknown engine."""
         return EngineQueue(self, number)
 
     def leave(self, number: int, region: int) -> None:
-        """Ends an engine's part in a group: breaks the group, so that nobody posts to it any more, and removes the group's entries
-        from the engine's queue. Once all members have left or died, another group may get the region."""
+        """Ends an engine's membership in a group: breaks the group, so that nobody posts to it any more, and removes the group's
+        entries from the engine's queue. Once all members have left or died, another group may get the region."""
         words, queue = self._words, self._queue(number)
         with self.locked():
             self.break_group(region)
@@ -228,29 +238,29 @@ class Exchange:
                     words[self._entry(number, at)] = NOTHING
 
     def reset(self, number: int) -> None:
-        """Removes all entries of an engine's queue. A new engine calls it before its first message, because entries may be its
-        predecessor's."""
+        """Removes all entries from an engine's queue. A new engine calls it before its first message, because an earlier engine
+        with the same number may have left entries there."""
         words, queue = self._words, self._queue(number)
         with self.locked():
             words[queue + _TAKEN] = words[queue]
 
     def ring(self, number: int) -> None:
-        """Wakes an engine, if it sleeps, by its doorbell."""
+        """Wakes an engine, if it sleeps, by writing to its doorbell."""
         with contextlib.suppress(BlockingIOError):  # it has been rung already
             os.eventfd_write(self._doorbells[number], 1)
 
     def break_group(self, region: int) -> None:
-        """Marks the group of a region as broken, because it has lost a device or a member leaves. Members that wait in one of its
-        steps stop waiting. Only `clear` undoes it."""
+        """Marks the group of a region as broken, because it has lost a device or a member leaves. Members that wait in one of the
+        group's steps stop waiting. Only `clear` ends this state."""
         os.pwrite(self.fd, _word.pack(1), region)
 
     def is_broken(self, region: int) -> bool:
         return any(os.pread(self.fd, _word.size, region))
 
     def clear(self, region: int, num_bytes: int) -> None:
-        """Gives a region's memory back to the system, so that it reads as zeros afterwards; extends the exchange memory to the
-        region's end if it is shorter. The daemon calls it before it gives the region to a group, and when all members have left.
-        Raises ValueError if no region can begin at this offset or have this size."""
+        """Returns a region's memory to the system, so that the region reads as zeros afterwards; extends the exchange memory to the
+        region's end if it is shorter. The daemon calls it before a group gets the region, and when all members have left. Raises
+        ValueError if no region can begin at this offset or have this size."""
         if region < first_region(self.num_engines) or region % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
             raise ValueError(f"region {region} of {num_bytes} bytes is none of the exchange memory's")
         if os.fstat(self.fd).st_size < region + num_bytes:
@@ -270,7 +280,8 @@ class Exchange:
 
 
 class EngineQueue:
-    """The queue of the engine with this number, for the thread that takes entries from it."""
+    """The queue of one engine in the exchange memory, for the thread that takes entries from it. number: the engine's number. An
+    entry is the offset of a group's region: the engine is to run that group's next step."""
 
     def __init__(self, exchange: Exchange, number: int) -> None:
         self.number, self._words, self._fence = number, exchange._words, MemoryFence()
@@ -278,8 +289,8 @@ class EngineQueue:
         self._taken, self._ring = begin + _TAKEN, begin + _RING
 
     def take(self, but: Container[int] = ()) -> int | None:
-        """Removes the next entry, and returns its region. Returns None if there is none, or if its region is in `but`: then it
-        stays."""
+        """Removes the next entry, and returns its region. Returns None if there is no entry, or if the entry's region is in `but`;
+        such an entry stays in the queue."""
         words = self._words
         while (tail := words[self._taken]) < words[self._posted]:
             self._fence.order()
@@ -292,7 +303,8 @@ class EngineQueue:
         return None
 
     def first(self) -> int | None:
-        """Returns the region of the next entry that `take` would remove, which stays; None if there is none."""
+        """Returns the region of the queue's next entry, and leaves the entry in the queue. Returns None if there is none. Entries
+        of groups that the engine has left are skipped."""
         words, at = self._words, self._words[self._taken]
         while at < words[self._posted]:
             self._fence.order()
@@ -303,12 +315,12 @@ class EngineQueue:
         return None
 
     def has_entries(self) -> bool:
-        """Returns whether the queue has entries. `take` may find none, if all of them are of groups that the engine has left."""
+        """Returns whether the queue has entries, including those of groups that the engine has left, which `take` skips."""
         return bool(self._words[self._taken] != self._words[self._posted])
 
     def comes_within(self, most_s: float) -> bool:
-        """Waits until the queue has entries, for most_s seconds at most, without sleeping. Returns whether it has any
-        (has_entries)."""
+        """Waits for an entry in the queue, for most_s seconds at most, without sleeping. Returns whether the queue has any, as
+        has_entries does."""
         words, posted, now = self._words, self._posted, time.perf_counter
         taken, until_s = words[self._taken], now() + most_s
         while words[posted] == taken:
@@ -318,8 +330,9 @@ class EngineQueue:
 
 
 class Poster:
-    """Posts the steps of one group. members: the numbers of its engines, of which the caller is the first. region: its region.
-    broken: the region's first word, if the caller has mapped it, so that it is read without a system call.
+    """Posts the steps of one group to its members' queues. members: the numbers of its engines, of which the caller is the first.
+    region: the offset of its region. broken: the region's first word, if the caller has mapped it, so that it is read without a
+    system call; None: it is read from the memfd.
 
     What depends on the group alone is computed once, because a leader's next step waits for each of its posts."""
 
@@ -330,8 +343,8 @@ class Poster:
         self._taken = [0] * len(self._queues)  # by member: number of entries that it had taken when last asked
 
     def post(self) -> bool:
-        """Appends the region to the queues of the group's members and rings the doorbells of all but the caller. Whatever this
-        thread wrote before is visible to an engine that takes the entry. Returns False, and posts nothing, if the group is broken.
+        """Appends the region to the queues of the group's members and rings the doorbells of all but the caller. An engine that
+        takes the entry sees everything that this thread wrote before. Returns False, and posts nothing, if the group is broken.
         Raises ExchangeFull if a queue is full."""
         words, queues = self._words, self._queues
         with self._lock:
@@ -354,7 +367,8 @@ class Poster:
 
 
 class _NodeLock:
-    """A context manager that holds the lock of the node, for the exchange memory `fd`."""
+    """A context manager that holds the node's lock, which excludes all other threads and processes that use the exchange memory
+    `fd`."""
 
     def __init__(self, fd: int) -> None:
         # flock belongs to the open file description, and all processes share that of `fd`

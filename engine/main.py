@@ -38,8 +38,9 @@ TELL_LIMIT_S = 1.0  # limit for handing a fault message to the daemon
 
 
 def preload(runner: str, cache_dir: str) -> None:
-    """Imports the modules that engines of cpu devices need, so that processes forked afterwards need not import them. runner,
-    cache_dir: as in Configure."""
+    """Imports the modules that engines of cpu devices need, so that processes forked afterwards need not import them.
+    runner: which implementation runs the models, torch or null (Configure.runner).
+    cache_dir: the folder of compiled kernels (Configure.cache_dir)."""
     if runner != "torch":
         importlib.import_module("engine.null.runner")
         return
@@ -53,8 +54,9 @@ def preload(runner: str, cache_dir: str) -> None:
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
-    """Opens the device that configure.device names. Imports torch. handover: the way in which the device's memory passes to the
-    next engine; None: the memory ends with this process. Raises the device's errors, such as MemoryError."""
+    """Opens the device that configure.device names, and returns it. Imports torch. handover: the exchange with the daemon by which
+    the device's memory outlives this engine and passes to the next one; None: the memory ends with this process. Raises the
+    device's errors, such as MemoryError."""
     prepare_process()
     if configure.device.startswith("cuda"):
         from engine.cuda import backend as cuda
@@ -73,9 +75,12 @@ def make_engine(
     handover: Handover | None,
     membership: Membership | None = None,
 ) -> Engine:
-    """Makes the engine with the runner that configure.runner names. tier: None if there is no host tier. handover: as in
-    open_device. membership: None if no memory is shared with other engines. Raises ValueError for an unknown runner, and the errors
-    of open_device."""
+    """Returns a new engine, which runs models with the implementation that configure.runner names.
+    tier: the host tier; None: there is none.
+    handover: the exchange with the daemon by which the device's memory passes to the next engine; None: the memory ends with this
+    process.
+    membership: the engine's access to the memory that it shares with other engines; None: it shares none.
+    Raises ValueError for an unknown runner, and the errors of open_device."""
     exchange = None if membership is None else membership.exchange
     if configure.runner == "null":
         from engine.null.runner import NullRunner
@@ -140,8 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fault(channel: Channel, kind: str, error: Exception) -> int:
     """Reports a fault to the daemon and the log, and returns the process's exit code. kind: EngineFault.kind. The traceback is
-    logged only if it can tell something: a device's error is raised by any call after the one that caused it, and where memory has
-    run out any call may fail."""
+    logged unless it would mislead: any later call may raise a device's error, not only the call that caused it, and any call may
+    fail where memory has run out."""
     line = str(error).partition("\n")[0]
     is_known = isinstance(error, MemoryError) or "can't allocate memory" in line  # the latter is torch's RuntimeError
     if isinstance(error, ModuleNotFoundError):
@@ -157,8 +162,8 @@ def _fault(channel: Channel, kind: str, error: Exception) -> int:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Runs `main` and ends the process with its exit code at once, without clean-up: loader threads may be in the middle of a read,
-    and there is nothing to tidy up."""
+    """Runs the engine (`main`) and ends the process with the engine's exit code at once, without clean-up: loader threads may be in
+    the middle of a read, and nothing needs to be tidied up."""
     try:
         code = main(arguments)
     except Exception:

@@ -30,7 +30,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The settings by which one request's tokens are sampled and its output ends. Stop strings stay in the daemon, which sees text;
-    the engine matches stop ids."""
+    the engine compares token ids with the stop ids."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -60,7 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 
     @property
     def is_constrained(self) -> bool:
-        """Returns whether the request's steps need masks: it has a grammar, or rules out tokens."""
+        """Returns whether the request's steps need masks (sets of the tokens that may be sampled): it has a grammar, or rules out
+        tokens."""
         return bool(self.grammar) or self.is_limited
 
 
@@ -68,9 +69,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 
 
 class Configure(Message, frozen=True):
-    """The first message to an engine, answered by EngineReady: the device and the settings that hold for all models. num_chunks
-    covers the device's whole budget. work_space_bytes is the largest work space of the models known now; the KV leases sent later
-    leave room for it and for the weights."""
+    """The first message to an engine, answered by EngineReady: the device and the settings that hold for all models.
+    num_chunks: the number of chunks in the device's whole budget.
+    work_space_bytes: the largest work space of the models known now. The KV leases that are sent later leave room for it and for
+    the weights."""
 
     device: str  # its name, such as cpu:0
     num_chunks: int
@@ -95,12 +97,17 @@ MTP, EAGLE3 = "mtp", "eagle3"
 
 
 class Group(msgspec.Struct, frozen=True, array_like=True):
-    """One device's share of a model that is split over several devices. rank: this device's rank among them; rank 0 decides what
-    each step computes. members: the engines' numbers in the exchange memory, by rank. region_offset, region_bytes: the part of the
-    exchange memory that belongs to the group until all its members have answered EvictModel. expert_parts, num_stages: as in
-    loader.shapes.model_shape.Division. handed_bytes, num_kv_groups: as in engine.exchange.RegionSizes. hosts: by rank, the name of
-    the host that lends the device, "" for the daemon's own; empty: all are the daemon's own. files_id: identifies the model's files
-    on every host, as in loader.models.catalog.Checkpoint. copies: as in loader.shapes.model_shape.Division."""
+    """One device's share of a model that is split over several devices (tensor, expert or pipeline parallelism).
+    rank: this device's rank among them; rank 0 decides what each step computes.
+    members: by rank, the engine's number in the exchange memory (engine/exchange.py).
+    region_offset, region_bytes: the part of the exchange memory that belongs to the group until all its members have answered
+    EvictModel.
+    expert_parts, num_stages, copies: how the experts are divided, the number of pipeline stages, and the experts with several
+    copies, as in loader.shapes.model_shape.Division.
+    handed_bytes: bytes of the states that a step passes from stage to stage.
+    num_kv_groups: number of the model's KV groups.
+    hosts: by rank, the name of the host that lends the device, "" for the daemon's own; empty: all are the daemon's own.
+    files_id: identifies the model's files on every host, as in loader.models.catalog.Checkpoint."""
 
     rank: int
     members: list[int]
@@ -116,9 +123,9 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadModel(Message, frozen=True):
-    """Loads a checkpoint into the device. `lease_chunks` is the engine's KV lease with this model: before the load takes memory,
-    the engine gives up blocks until those that it keeps fit the lease (cached prefixes first, then sequences, which are preempted
-    and computed again).
+    """Loads a checkpoint into the device. `lease_chunks` is the engine's KV lease (the chunks that it may use for KV) from this
+    load on. Before the load takes memory, the engine gives up blocks until those that it keeps fit the lease: cached prefixes
+    first, then those of sequences, which are preempted and computed again.
 
     Slots are indices into the host tier; the daemon chooses them, and writes none while an engine uses them."""
 
@@ -151,7 +158,8 @@ class LoadModel(Message, frozen=True):
 
     @property
     def share(self) -> str:
-        """An identity of the part of the weights that this device holds; "" if that is all of them."""
+        """A text that identifies the part of the model's weights that this device holds: the rank and how the model is split; "" if
+        the device holds all of them."""
         group = self.group
         if group is None:
             return ""
@@ -166,9 +174,10 @@ class LoadModel(Message, frozen=True):
 
 class EvictModel(Message, frozen=True):
     """Frees a model's weights and KV at once, or cancels its load; answered by Evicted when the memory is free. The model's
-    requests are dropped without a message, between two steps: the daemon keeps them and submits them again. Their KV (including the
-    last, partial block), then cached prefixes, the most recently used first, are copied to save_slots as far as there is room. A
-    later load restores this KV, and requests submitted after it find the KV by the prefix cache's keys."""
+    requests are dropped between two steps, without a message: the daemon keeps them and submits them again. The KV of these
+    requests (including the last, partial block), then cached prefixes, the most recently used first, are copied to save_slots as
+    far as there is room. A later load restores this KV, and requests submitted after that load find the KV by the prefix cache's
+    keys."""
 
     placement_id: int
     model: str
@@ -182,8 +191,8 @@ class SetLease(Message, frozen=True):
 
 
 class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
-    """The place from which a LoRA adapter is read. path: the folder of its files. fingerprint: tells whether the files have
-    changed, as in loader.models.catalog.Checkpoint."""
+    """The folder from which a LoRA adapter is read, and which version of its files is meant. path: the folder. fingerprint: differs
+    when the files have changed, as in loader.models.catalog.Checkpoint."""
 
     name: str
     path: str
@@ -212,15 +221,15 @@ class Submit(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Drops these requests at once, wherever they are; unknown ids are ignored. Not answered."""
+    """Drops these requests at once, whether they wait or run; unknown ids are ignored. Not answered."""
 
     request_ids: list[int]
 
 
 class BringAdapter(Message, frozen=True):
     """Asks the engine to load an adapter into the device's memory before a request names it. Answered by AdapterLoaded if it was
-    loaded. Nothing happens if the model is not loaded, or if the adapter cannot be read or finds no room; the reason is reported to
-    a request that names it later."""
+    loaded. Nothing happens if the model is not loaded, or if the adapter cannot be read or finds no room; a request that names the
+    adapter later fails with the reason."""
 
     model: str
     adapter: AdapterSource
@@ -234,8 +243,8 @@ class RetireAdapter(Message, frozen=True):
 
 
 class Probe(Message, frozen=True):
-    """Tests whether the device still computes: makes it compute, between two steps, a token that is known beforehand. Answered by
-    the `Probed` of the same number."""
+    """Tests whether the device still computes: makes it compute a token that is known in advance, between two steps. Answered by
+    the `Probed` with the same number."""
 
     number: int
 
@@ -263,8 +272,8 @@ class EngineFault(Message, frozen=True):
 
 
 class LoadProgress(Message, frozen=True):
-    """Progress of a load, in bytes. bytes_total 0: the load is waiting for kernels to be compiled, and its deadline is counted anew
-    from this message."""
+    """Reports the progress of a load, in bytes. bytes_total 0: the load is waiting for kernels to be compiled; the time until its
+    deadline begins again with this message."""
 
     placement_id: int
     bytes_done: int
@@ -272,9 +281,9 @@ class LoadProgress(Message, frozen=True):
 
 
 class LoadStreams(Message, frozen=True):
-    """Sent during a load: from now on requests for the model may be submitted, and are computed layer by layer as the weights
-    arrive. No request gets a token before LoadDone; LoadFailed and Evicted drop the requests. Saved KV has been restored before
-    this message."""
+    """Tells the daemon, during a load, that requests for the model may be submitted from now on: they are computed layer by layer
+    as the weights arrive. No request gets a token before LoadDone; LoadFailed and Evicted drop the requests. Saved KV has been
+    restored before this message."""
 
     placement_id: int
     model: str
@@ -300,7 +309,7 @@ class LoadDone(Message, frozen=True):
 
 class KernelsTold(Message, frozen=True):
     """Progress of compiling kernels (once per machine), sent every second. Until compilation has ended, models are served without
-    these kernels, more slowly; if loads_wait, the load that needs them waits instead."""
+    these kernels, more slowly; if loads_wait is True, the load that needs them waits instead."""
 
     kind: str  # what is being compiled, such as "bfloat16"; empty: compilation has ended
     num_done: int
@@ -312,10 +321,10 @@ class KernelsTold(Message, frozen=True):
 
 
 class WeightsHeld(Message, frozen=True):
-    """Says where a ready model's weights are. Nothing writes there until the daemon evicts the model, so the next engine, given the
-    same memory, may take the weights over if their checksum is still `checksum`. A checksum of 0 is unknown: such a message is not
-    sent, but kept by the engine itself for weights that stay on the device (EvictModel.comes_back).
-    share: as LoadModel.share."""
+    """Says where a ready model's weights are. Nothing writes there until the daemon evicts the model. So the next engine, given the
+    same memory, may take the weights over if their checksum is still `checksum`. A checksum of 0 means that it is unknown: the
+    engine does not send such a message, but keeps it for itself, for weights that stay on the device (EvictModel.comes_back).
+    share: the part of the model's weights that these are (LoadModel.share)."""
 
     placement_id: int
     model: str
@@ -347,8 +356,11 @@ class Evicted(Message, frozen=True):
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of some of a step's tokens, by the softmax of the model's own logits (before bias, penalties and
-    temperature). The arrays are flat: token i belongs to request_ids[i] and has the next counts[i] alternatives, the most likely
-    first. Several tokens of one request follow each other in their order."""
+    temperature).
+    request_ids, chosen, counts: for each token, its request, its log-probability and its number of alternatives. The tokens of one
+    request follow each other in their order.
+    top_ids, top: the ids and log-probabilities of the alternatives, token after token, the most likely first: the first counts[0]
+    belong to the first token, the next counts[1] to the second, and so on."""
 
     request_ids: list[int]
     chosen: list[float]
@@ -358,9 +370,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokensOut(Message, frozen=True):
-    """The tokens of one step of one model. ids: the tokens of each of request_ids in turn, counts[i] for request i; `counts` is
-    empty if every request got exactly one. `ids` includes the end id that stopped a sequence. finish: FINISH_... of each request;
-    empty if none ended."""
+    """The tokens of one step of one model.
+    ids: the tokens of request_ids[0], then those of request_ids[1], and so on; the end id that stopped a sequence is among them.
+    counts: for each request, the number of its tokens in `ids`; empty if every request got exactly one.
+    finish: for each request, how it ended (FINISH_...); empty if none ended."""
 
     model: str
     step_id: int
@@ -385,7 +398,7 @@ class TokensOut(Message, frozen=True):
 
 class EmbeddingsOut(Message, frozen=True):
     """The vectors or scores of one step: the answers that end Submits of task "embed" or "score". seconds: device time of the last
-    `steps` steps, which is more than one step if a decoder computed long texts in pieces."""
+    `steps` steps, which are more than one if a decoder computed long texts in several chunks of the prompt."""
 
     model: str
     step_id: int
@@ -396,9 +409,10 @@ class EmbeddingsOut(Message, frozen=True):
 
 
 class PromptLogprobs(Message, frozen=True):
-    """Log-probabilities of the prompt's tokens from index `first` (>= 1) on, one for each entry of `chosen`, with `num_top`
-    alternatives each. All are sent before the request's first token, in order, and again from the start if the request is computed
-    again before that. ranks: for each token, how many tokens were at least as likely; empty unless SamplingParams.prompt_ranks."""
+    """Log-probabilities of the prompt's tokens from index `first` (>= 1) on, one in `chosen` for each token, with `num_top`
+    alternatives each (top_ids, top). All messages of a prompt are sent before the request's first token, in order. If the request
+    is computed again before its first token, they are sent again from the start. ranks: for each token, how many tokens were at
+    least as likely; empty unless SamplingParams.prompt_ranks."""
 
     request_id: int
     first: int
@@ -429,18 +443,22 @@ class RequestFailed(Message, frozen=True):
 
 
 class Probed(Message, frozen=True):
-    """The answer to the `Probe` of the same number: the device has computed the right token. A wrong token ends the engine with
-    EngineFault."""
+    """Answers the `Probe` with the same number: the device has computed the right token. (After a wrong token the engine sends
+    EngineFault and ends.)"""
 
     number: int
 
 
 class Stats(Message, frozen=True):
-    """The engine's state, sent when it changes, at most 4 times a second. kv_chunks_used: chunks that hold KV or adapters. models:
-    name -> [kv_bytes, active, queued, cached_bytes]. steps, preemptions: counted since the engine's start. without_room: how many
-    of a model's queued requests wait because their adapter finds no room, for models with such requests. adapter_bytes: the bytes
-    of all adapters that running requests use. share_chunks: model -> chunks with KV of a share, for split models that this engine
-    leads; each of their devices has as many, and engines that follow count none."""
+    """The engine's state, sent when it changes, at most 4 times a second.
+    kv_chunks_used: number of chunks that hold KV or adapters.
+    models: name -> [kv_bytes, active, queued, cached_bytes]: bytes of KV that sequences use, running requests, waiting requests,
+    bytes of cached prefixes that no sequence uses.
+    steps, preemptions: counted since the engine's start.
+    without_room: model -> how many of its queued requests wait because their adapter finds no room; only models with such requests.
+    adapter_bytes: the bytes of all adapters that running requests use.
+    share_chunks: split model that this engine leads -> number of chunks with KV on each of the model's devices. Engines that follow
+    report none."""
 
     kv_chunks_used: int
     models: dict[str, list[int]]
@@ -504,14 +522,14 @@ def encode_held(weights: list[WeightsHeld]) -> bytes:
 
 
 def decode_held(note: bytes) -> list[WeightsHeld]:
-    """Returns the weights in a note that encode_held made; [] for an empty note. Raises msgspec.DecodeError."""
+    """Returns the weights in a note that encode_held made; [] for an empty note. Raises msgspec.DecodeError for any other note."""
     return _held_decoder.decode(note) if note else []
 
 
 class FrameReader:
     """Cuts a byte stream back into messages. kinds: the type, or union of types, of the messages. `feed` takes the next bytes of
-    the stream, in parts of any size, and returns the messages that they complete. It raises msgspec.DecodeError for a body that is
-    not such a message."""
+    the stream, however many have come, and returns an iterator over the messages that they complete. It raises msgspec.DecodeError
+    for a body that is no message of these types."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds)
@@ -540,9 +558,9 @@ _count = struct.Struct("<I")
 
 
 def write_journal(journal: Any, request_ids: Any) -> None:
-    """Writes the requests of the steps in flight to the step journal, shared memory in a memfd that the daemon made, without a
-    system call. request_ids: int64 array, cut at 4096; empty if nothing is left to run. The count is written last, so a reader
-    never sees a half-written list."""
+    """Writes the requests of the steps that are running to the step journal (shared memory in a memfd that the daemon made),
+    without a system call. request_ids: int64 array, of which at most 4096 are written; empty if no step runs. The count is set to 0
+    first and written last, so a reader never sees a half-written list."""
     _count.pack_into(journal, 0, 0)
     num = min(len(request_ids), 4096)
     if num:
@@ -551,7 +569,7 @@ def write_journal(journal: Any, request_ids: Any) -> None:
 
 
 def read_journal(journal: Any) -> tuple[int, ...]:
-    """Returns the ids of the requests that the journal's writer wrote last, those of its steps in flight; () if nothing was left to
-    run when it died."""
+    """Returns the ids of the requests that an engine wrote to its step journal last: those of the steps that were running. Returns
+    () if none was running when it died."""
     (num,) = _count.unpack_from(journal, 0)
     return struct.unpack_from(f"<{num}q", journal, 4)
