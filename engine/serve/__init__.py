@@ -1,1 +1,2 @@
-"""The models in service on one device: the memory each owns, their requests, and the channel to the daemon."""
+"""Everything that concerns the models loaded on one device: the memory that each owns, their requests, and the channel to the
+daemon."""

@@ -1,8 +1,8 @@
-"""Loads the LoRA adapters that requests wait for, or that an operator asks for, into the device's memory.
+"""Loads LoRA adapters into the device's memory: those that requests wait for, and those that an operator asks for.
 
 A thread reads an adapter's files into host memory (engine/lifecycle/loads.py), because a file system may take any time. Then the
-engine's loop copies it, between two steps, to the chunks that the model's Adapters draw for it: some 10 ms for 100 MB.
-"""
+engine's loop copies the adapter, between two steps, to the chunks that the model's Adapters (scheduler/batch/adapters.py) take from
+the KV lease for it: some 10 ms for 100 MB."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ NO_ROOM_LIMIT_S = 5.0  # how long an adapter waits for room while nothing runs w
 
 @dataclass(slots=True)
 class AdapterRead:
-    """The reading of one adapter in a thread, and its result: `adapter` or `error`. model: name of its base model. began_s: when
-    reading the files began if is_prepared is set (the kernels are compiled), else when compiling the kernels began. seconds: how
-    long reading took. is_over: the engine's loop knows that the thread has ended. overdue: the requests that waited for it have
-    failed, while the thread may still wait for the file system."""
+    """The reading of one adapter in a thread, and its result: `adapter` or `error`.
+    model: name of its base model.
+    began_s: when reading the files began if is_prepared is True (the kernels are compiled), else when compiling the kernels began.
+    seconds: how long reading took.
+    is_over: whether the engine's loop knows that the thread has ended.
+    overdue: whether the requests that waited for the adapter have failed because reading took too long; the thread may still wait
+    for the file system."""
 
     model: str
     source: AdapterSource
@@ -47,7 +50,7 @@ class AdapterRead:
     overdue: bool = False
 
     def run(self) -> None:
-        """Prepares the kernels, then reads the files. Called in the thread."""
+        """Compiles the kernels that the adapter needs, then reads its files, and keeps the result. Called in the thread."""
         try:
             self.memory.prepare()
             self.began_s, self.is_prepared = time.monotonic(), True
@@ -68,8 +71,9 @@ Fail = Callable[[int, str, str], None]  # (request id, code, error), as in Reque
 
 @dataclass(slots=True)
 class _OfModel:
-    """The adapters of one model that are being loaded, by their keys (adapter_identity). ahead: adapters wanted before a request
-    names them, in order. reads: reads under way, or whose adapters have found no room yet, in the order in which they began."""
+    """The adapters of one model that are being loaded, by their keys (adapter_identity).
+    ahead: adapters to be loaded before a request names them, in order.
+    reads: the reads that are under way, and those whose adapters have found no room yet, in the order in which they began."""
 
     ahead: dict[str, None] = field(default_factory=dict)
     reads: dict[str, AdapterRead] = field(default_factory=dict)
@@ -77,9 +81,12 @@ class _OfModel:
 
 
 class AdapterLoads:
-    """The adapters that are being loaded into one device. No method is called while a step runs on the host. memory: the device's
-    memory; None: the device takes no adapters. reads: runs reads in threads. send: sends a message to the daemon. fail: ends a
-    request with an error. await_steps: called before device memory is written; returns when no step is under way."""
+    """The adapters that are being loaded into one device. No method is called while a step runs on the host.
+    memory: the device's memory; None: the device takes no adapters.
+    reads: runs AdapterReads in threads.
+    send: sends a message to the daemon.
+    fail: ends a request with an error.
+    await_steps: called before device memory is written; returns when no step is under way."""
 
     def __init__(
         self,
@@ -103,15 +110,15 @@ class AdapterLoads:
         return ""
 
     def expect(self, served: ServedModel) -> None:
-        """Records that requests of this model name adapters, which may have to be loaded."""
+        """Records that requests for this model name adapters, which `look_after` may have to load."""
         self._own(served)
 
     def _own(self, served: ServedModel) -> _OfModel:
         return self.by_model.setdefault(served.spec.model, _OfModel())
 
     def bring(self, served: ServedModel, source: AdapterSource) -> None:
-        """Starts to load an adapter that no request has named yet. If it cannot be read, or there is no room for it, that is only
-        logged."""
+        """Starts to load an adapter that no request has named yet; does nothing if the adapter is in the device's memory. If it
+        cannot be read, or there is no room for it, that is only logged."""
         key = adapter_identity(source)
         if served.scheduler.adapters.keep(key):
             return
@@ -129,12 +136,14 @@ class AdapterLoads:
         self._models.discard_returned()
 
     def is_wanted(self, served: ServedModel) -> bool:
-        """Returns whether any adapter of the model has yet to be loaded, for requests that wait or ahead of requests."""
+        """Returns whether any adapter of the model has yet to be loaded, because requests wait for it or because `bring` asked for
+        it."""
         own = self.by_model.get(served.spec.model)
         return bool(served.scheduler.adapters.num_waiting or (own is not None and own.ahead))
 
     def forget(self, model: str) -> None:
-        """Drops what is known about the adapters of a model that has left the device, but for the threads that read them."""
+        """Drops the records of the adapters of a model that has left the device. Reads of them whose threads still run are still
+        counted."""
         if (own := self.by_model.pop(model, None)) is not None:
             self._outlived += [read for read in own.reads.values() if not read.is_over]
 
@@ -144,16 +153,16 @@ class AdapterLoads:
         return any(own.reads for own in self.by_model.values())
 
     def ended(self, read: AdapterRead) -> None:
-        """Marks a read as ended. The next `look_after` copies the adapter to the device, or fails the requests that wait for the
-        adapter."""
+        """Marks the read of an adapter as ended. The next `look_after` copies the adapter to the device, or fails the requests that
+        wait for it."""
         read.is_over, read.overdue = True, False
         self._outlived = [each for each in self._outlived if not each.is_over]
         self._tried_version = -1
 
     def look_after(self, waiting: Collection[ServedModel], may_free_memory: bool) -> None:
-        """Copies to the device the adapters that have been read, fails requests that wait in vain, and starts reads. Its cost
-        depends on the number of reads, not on how many adapters are wanted. waiting: models whose adapters are wanted (is_wanted).
-        may_free_memory: whether something runs whose end could make room."""
+        """Continues the loads of adapters: copies those that have been read to the device, fails requests whose adapter cannot be
+        loaded, and starts reads. Its cost depends on the number of reads, not on how many adapters are wanted. waiting: models with
+        adapters that have yet to be loaded (is_wanted). may_free_memory: whether something runs whose end could make room."""
         now, retry = time.monotonic(), self._tried_version != self._models.chunks.version
         self._forget_unwanted(waiting)
         for served in waiting:
@@ -181,7 +190,7 @@ class AdapterLoads:
         self._tried_version = self._models.chunks.version
 
     def _forget_unwanted(self, waiting: Collection[ServedModel]) -> None:
-        """Drops adapters that were read for requests that have ended meanwhile."""
+        """Drops adapters that were read into host memory for requests that have ended meanwhile."""
         wanted = {served.spec.model: served.scheduler.adapters.wanted for served in waiting}
         for model, own in self.by_model.items():
             for key in [key for key, read in own.reads.items() if read.is_over]:
@@ -190,8 +199,9 @@ class AdapterLoads:
                     own.stuck_since_s.pop(key, None)
 
     def _start_reads(self, served: ServedModel, own: _OfModel, now: float) -> None:
-        """Starts reads of a model's wanted adapters while fewer than MAX_READS are under way: first of those that requests wait
-        for."""
+        """Starts reads of a model's wanted adapters while fewer than MAX_READS are under way: adapters that requests wait for come
+        first. If MAX_OVERDUE reads hang, starts none, and gives up those wanted adapters that are not being read: requests that
+        wait for them fail."""
         memory = served.hosted.adapter_memory
         assert memory is not None
         reads = [read for each in self.by_model.values() for read in each.reads.values()]
@@ -216,8 +226,8 @@ class AdapterLoads:
             self._give_up(served, key, "adapter_unavailable", f"its files do not answer: no sign of them for {READ_LIMIT_S:g} s")
 
     def _place(self, served: ServedModel, own: _OfModel, read: AdapterRead, key: str) -> bool:
-        """Copies to the device an adapter that has been read, and queues the requests that waited for it. Returns False if there is
-        no room for it now."""
+        """Copies an adapter that has been read to the device, and queues the requests that waited for it. Returns False if the
+        device has no room for it now."""
         adapter, memory = read.adapter, self._memory
         assert adapter is not None
         assert memory is not None
@@ -256,7 +266,8 @@ class AdapterLoads:
             self._give_up(served, key, "no_adapter_room", why)
 
     def _give_up(self, served: ServedModel, key: str, code: str, why: str) -> None:
-        """Fails all requests that wait for an adapter, with this code and reason, and stops loading it ahead of requests."""
+        """Fails all requests that wait for an adapter, with this code and reason (`why`), and no longer loads the adapter ahead of
+        requests."""
         own = self.by_model[served.spec.model]
         own.ahead.pop(key, None)
         name = adapter_source(key).name
@@ -266,7 +277,7 @@ class AdapterLoads:
 
 
 def _said(error: Exception, source: AdapterSource) -> str:
-    """Returns an error as text for the client, without the path of the adapter's folder, which is the operator's business; the
-    error's type comes first if it is not the loader's."""
+    """Returns an error in reading an adapter as text for the client, without the path of the adapter's folder, which concerns only
+    the operator. The error's type comes first if it is not an error of the loader."""
     text = str(error) if isinstance(error, LoaderError) else f"{type(error).__name__}: {error}"
     return text.replace(f"{source.path}/", "").replace(source.path, "its folder")

@@ -1,4 +1,5 @@
-"""Makes the message that reports a step's results to the daemon: tokens, or vectors of texts whose last piece the step computed."""
+"""Makes the message that reports a step's results to the daemon: tokens, or the vectors of texts whose last chunk the step
+computed."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from scheduler.batch.plan import BatchPlan, LongArray, StepOutcome
 def answer(
     served: ServedModel, plan: BatchPlan, result: StepResult, outcome: StepOutcome, asked: LongArray
 ) -> TokensOut | EmbeddingsOut:
-    """Returns the message to the daemon about a step: TokensOut, or EmbeddingsOut if the model embeds texts. outcome: the step's
-    outcome for its requests, as the scheduler has determined it. asked [N]: the request ids of the plan's N sampling rows; requests
-    that have ended meanwhile are among them, but not in the outcome."""
+    """Returns the message to the daemon about a step: TokensOut, or EmbeddingsOut if the model embeds texts.
+    outcome: what the scheduler has made of the step's result for each request.
+    asked [N]: the request ids of the plan's N sampling rows. Requests that have ended meanwhile are in `asked`, but not in the
+    outcome."""
     name = served.spec.model
     steps, seconds = served.take_steps()
     if result.vectors is not None:
@@ -46,8 +48,8 @@ def answer(
 
 
 def of_first_tokens(told: TokenLogprobs, counts: Mapping[int, int]) -> TokenLogprobs | None:
-    """Returns the part of `told` that is about the first counts[request_id] tokens of each request, because later drafted tokens do
-    not count. Returns None if nothing is left."""
+    """Returns the log-probabilities of only the first counts[request_id] tokens of each request. told: the log-probabilities of all
+    its tokens in the step; the further tokens follow a rejected draft and do not count. Returns None if nothing is left."""
     left, ends = dict(counts), list(accumulate(told.counts))
     kept = []
     for at, request_id in enumerate(told.request_ids):

@@ -1,5 +1,5 @@
-"""The engine's end of a socketpair, to the daemon or to a grammar process: sends and receives framed messages. Only functions named
-wait_… block."""
+"""The engine's end of a socketpair that leads to the daemon or to a grammar process: sends and receives framed messages. Only
+functions named wait_… block."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ RECV_BYTES = 1 << 18
 
 def wait_until(sock: socket.socket | int, events: int, limit_s: float | None = None) -> bool:
     """Blocks until a poll reports one of `events` (select.POLLIN, select.POLLOUT) or the end of the stream, and returns True.
-    Returns False if limit_s seconds pass first; None: no limit. sock: a socket or its descriptor. It polls because select(2)
-    refuses high descriptor numbers, which engines get from a daemon that holds a device's memory in thousands of descriptors."""
+    Returns False if limit_s seconds pass first; None: no limit. sock: a socket or its descriptor. It uses poll because select(2)
+    refuses high descriptor numbers. Engines have such numbers if the daemon that starts them holds a device's memory in thousands
+    of descriptors."""
     poller = select.poll()
     poller.register(sock, events)
     return bool(poller.poll(None if limit_s is None else limit_s * 1e3))
@@ -27,7 +28,8 @@ class ChannelClosed(Exception):
 
 class Channel:
     """The engine's end of a channel. A message goes to the kernel at once; bytes that the kernel does not take wait in a backlog of
-    `backlog_bytes` bytes. kinds: the types of the messages that come from the other end, by default the daemon's."""
+    `backlog_bytes` bytes. kinds: the type, or union of types, of the messages that come from the other end; by default the
+    daemon's."""
 
     def __init__(self, sock: socket.socket, kinds: Any = ToEngine) -> None:
         self._sock = sock
@@ -43,7 +45,8 @@ class Channel:
         return len(self._out)
 
     def send(self, message: Message) -> None:
-        """Sends a message, and adds to the backlog the bytes that the kernel does not take. Raises ChannelClosed."""
+        """Sends a message, and adds the bytes that the kernel does not take to the backlog. Raises ChannelClosed if the other end
+        is closed."""
         frame = encode(message)
         if self._out:
             self._out += frame
@@ -54,7 +57,8 @@ class Channel:
             self._out += frame[sent:]
 
     def flush(self) -> None:
-        """Hands as much of the backlog to the kernel as it takes, at most 1 MiB in one call. Raises ChannelClosed."""
+        """Hands as much of the backlog to the kernel as it takes, at most 1 MiB in one call. Raises ChannelClosed if the other end
+        is closed."""
         if self._out:
             del self._out[: self._send(bytes(memoryview(self._out)[: 1 << 20]))]
 
@@ -82,7 +86,8 @@ class Channel:
         wait_until(self._sock, select.POLLOUT, limit_s)
 
     def wait_for_message(self) -> list[Any]:
-        """Blocks until at least one message has arrived, and returns all messages that have arrived. Raises ChannelClosed."""
+        """Blocks until at least one message has arrived, and returns all messages that have arrived. Raises ChannelClosed if the
+        other end is closed."""
         while True:
             wait_until(self._sock, select.POLLIN)
             messages = self.receive()

@@ -1,15 +1,17 @@
-"""Tracks the constrained requests of an engine on their way between the batch scheduler and their models' grammar processes.
+"""Follows an engine's constrained requests between the batch scheduler and the grammar processes, which compute masks: the sets of
+tokens that a request may sample next.
 
 A request with a grammar enters the batch scheduler once its first mask is ready. After each step of the request, the scheduler
-holds the request until its next mask is ready, while rows without a grammar go on. A model's grammar process is started by the
-model's first request with a grammar and ends with the model. The engine never waits for the process to read: what the process does
-not read yet is kept, and no further grammars are sent to it meanwhile. If the process dies, it is started again and replays the
-output of every request. A request that it was working on at two deaths fails. A process that hangs is killed, which is a death
-like others. Requests that only rule out tokens by id wait for nothing: their masks are computed here.
+holds the request until its next mask is ready, while requests without a grammar go on. A model's grammar process is started by the
+model's first request with a grammar and ends with the model. The engine never waits for the process to read: messages that the
+process does not read yet are kept, and no further grammars are sent to it meanwhile.
 
-With a mask comes a draft: tokens that the grammar forces next, or guesses of the scheduler that the grammar allows, with the mask
-after each of them.
-"""
+If the process dies, it is started again and replays the output of every request. A request that it was working on at two deaths
+fails. A process that hangs is killed, which counts as a death. Requests that only rule out tokens by id wait for nothing: their
+masks are computed here.
+
+The process sends a draft together with a mask: tokens that the grammar forces next, or guesses of the scheduler that the grammar
+allows, with the mask after each of them."""
 
 from __future__ import annotations
 
@@ -52,8 +54,9 @@ NO_DRAFT = Draft([], [])
 
 @dataclass(slots=True)
 class Owed:
-    """Answers of one kind that a grammar process owes. keys: of the requests that it was asked about, in the order of asking.
-    since_s: when it came to owe the first one, or gave the last sign of life."""
+    """The answers of one kind that a grammar process has been asked for and has not given. keys: the requests that it was asked
+    about, in the order of asking. since_s: when the first of these answers was asked for, or when the process gave its last sign of
+    life."""
 
     keys: dict[int, None] = field(default_factory=dict)
     since_s: float = 0.0
@@ -61,9 +64,13 @@ class Owed:
 
 @dataclass(slots=True, eq=False)
 class Constrained:
-    """A request with a grammar. key: its name in messages to the grammar process. output: its tokens so far. started: the process
-    has received the request (until then it is parked). owed: where the answer is noted that the process has been asked for, the
-    request's next mask; None: none is outstanding. guessed: the scheduler wanted guesses with the last mask that was asked for.
+    """A request with a grammar.
+    key: its name in messages to the grammar process.
+    output: its tokens so far.
+    started: whether the process has been sent the request; until then the request is parked.
+    owed: the answers that are awaited of the process (ModelGrammars.starts or advances), if the request's next mask is among them;
+    None: no mask is awaited.
+    guessed: whether the scheduler had a guess of the next tokens when the last mask was asked for.
     deaths: how often the process died while working on this request."""
 
     key: int
@@ -81,11 +88,13 @@ class Constrained:
 
 @dataclass(slots=True)
 class ModelGrammars:
-    """The grammar process of one model, and the requests that it follows. free_rows: unused rows of its mask memory, a heap: the
-    lowest is given out first, so that the masks of a step lie close together. opened: it has loaded the model's tokenizer.
-    num_awaited: number of requests in the batch scheduler whose masks are being computed. starts, advances: the answers to Start
-    and Advance that are outstanding; the process works on both at once. since_s: when the process was started, began to leave
-    messages unread, took some of them or got its first request."""
+    """The grammar process of one model, and the requests whose grammars it follows.
+    free_rows: unused rows of the memory for masks, as a heap: the lowest is given out first, so that the masks of a step lie close
+    together.
+    opened: whether the process has loaded the model's tokenizer.
+    num_awaited: number of requests in the batch scheduler whose masks are being computed.
+    starts, advances: the answers to Start and Advance that are awaited; the process works on both at once.
+    since_s: when the process was last started, began to leave messages unread, took some of them or got its first request."""
 
     served: ServedModel
     port: GrammarPort
@@ -100,16 +109,17 @@ class ModelGrammars:
     num_awaited: int = 0
 
     def waits_since_s(self) -> float:
-        """Returns since when requests have waited for a sign of life of the process; inf: none waits."""
+        """Returns the time since which requests have waited for a sign of life of the process; inf if none waits."""
         waits = [owed.since_s for owed in (self.starts, self.advances) if owed.keys]
         if self.parked and (not self.opened or self.port.backlog_bytes):
             waits.append(self.since_s)
         return min(waits, default=inf)
 
     def suspects(self, hangs_since_s: float | None = None) -> list[Constrained]:
-        """Returns the requests that the process may have died of: those that it had been asked about, or all if it had not opened.
-        hangs_since_s: the process has not died, but has given no answer of one kind since then: it may hang at the first grammar
-        of those that it builds one after the other, and at any of those that it follows."""
+        """Returns the requests that may have made the process die: those whose next mask it had been asked for, or all if it had
+        not loaded the tokenizer yet. hangs_since_s: the process has not died, but has not answered since then. Then the requests
+        that it may hang at are returned: if it answers no Start, the first of those, because it builds grammars one after the
+        other; if it answers no Advance, all requests of these."""
         if not self.opened:
             return list(self.by_id.values())
         if hangs_since_s is None:
@@ -120,8 +130,8 @@ class ModelGrammars:
 
 @dataclass(slots=True, frozen=True)
 class End:
-    """The end of a constrained request, which the engine has to report. error: "" if its text is complete. code: as
-    RequestFailed.code."""
+    """The end of a constrained request, for the engine to report. error: why it failed; "" if its text is complete. code: the code
+    of the error (RequestFailed.code)."""
 
     model: str
     request_id: int
@@ -131,8 +141,9 @@ class End:
 
 class Constraints:
     """All constrained requests of an engine, of all models: those with a grammar, and those that rule out tokens by id. Methods are
-    called by the thread that runs steps. While steps that were launched run, a request that is in one of them is not dropped,
-    and this is not reported to `sampled`: the device may still read its mask. locks: page-locks masks; None: nobody does.
+    called by the thread that runs steps. While a launched step runs, `drop` and `sampled` are not called for its requests, because
+    the device may still read their masks.
+    locks: page-locks masks; None: masks are not page-locked.
     clock: returns monotonic seconds."""
 
     def __init__(self, locks: LocksMasks | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -145,7 +156,8 @@ class Constraints:
         self._keys = itertools.count(1)
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when `receive` has something to do."""
+        """Returns a descriptor that is readable when grammar processes have sent something, or can take more messages (see
+        `receive`)."""
         return self._poller.fileno()
 
     # ---- requests
@@ -153,9 +165,10 @@ class Constraints:
     def submit(
         self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int], text_id: str = ""
     ) -> list[End]:
-        """Takes a constrained request that is not in the batch scheduler yet. It is passed on to the scheduler at once or, if it
-        has a grammar, when its first mask is ready. output: tokens that it produced before, if it is submitted again. text_id: as
-        in protocol.Submit. Returns the request's end if its limits allow no next token, otherwise an empty list."""
+        """Takes a constrained request that is not in the batch scheduler yet, and passes it on to the scheduler: at once or, if it
+        has a grammar, when its first mask is ready. Returns the request's end if its limits allow no next token, otherwise an empty
+        list. output: tokens that it produced before, if it is submitted again. text_id: identifies the tokenizer's files
+        (Submit.text_id)."""
         name = served.spec.model
         self.concerned.add(name)
         if params.is_limited:
@@ -181,7 +194,7 @@ class Constraints:
         return []
 
     def drop(self, model: str, request_id: int) -> None:
-        """Forgets a request that has ended or was aborted. Unknown ids are ignored."""
+        """Removes all records of a request that has ended or was aborted. Unknown ids are ignored."""
         self._limits.pop(request_id, None)
         self._stuck.pop(request_id, None)
         grammars = self._models.get(model)
@@ -199,7 +212,7 @@ class Constraints:
         self._start_parked(grammars)
 
     def close(self, model: str) -> None:
-        """Forgets all requests of a model that is evicted, and ends its grammar process."""
+        """Removes all records of the requests of a model that is evicted, and ends its grammar process."""
         self.concerned.discard(model)
         for request_id in [request_id for request_id, limits in self._limits.items() if limits.model == model]:
             self.drop(model, request_id)
@@ -214,7 +227,8 @@ class Constraints:
     # ---- steps
 
     def masks(self, served: ServedModel, plan: BatchPlan) -> RowMasks | None:
-        """Returns the masks of the plan's constrained rows that sample, or None if there are no such rows."""
+        """Returns the masks of those rows of the plan that sample and have a grammar or token limits; None if there are no such
+        rows."""
         grammars = self._models.get(served.spec.model)
         if grammars is None and not self._limits:
             return None
@@ -244,10 +258,12 @@ class Constraints:
     def _mask(
         self, grammars: ModelGrammars | None, request_id: int, draft: list[int], ends: list[int], may_ban: bool
     ) -> tuple[npt.NDArray[np.uint32], int, bool]:
-        """Returns the mask [W] of the tokens that a request may sample after a draft (possibly empty), where the mask lies, and
-        whether the sampler must also rule out the ids that end the request's text. The second result is the row of the mask memory
-        whose first mask this is; -1 if the mask lies elsewhere. The mask allows at least one token and must not be written to.
-        ends: the model's end ids. may_ban: whether the sampler can rule them out."""
+        """Returns the mask [W] (a bit for each token) of the tokens that a request may sample after a draft (possibly empty), the
+        mask's place, and whether the sampler must also rule out the ids that end the request's text. The place is the request's row
+        of the grammar process's memory for masks, if the mask is the first one there; else -1. The mask allows at least one token
+        and must not be written to.
+        ends: the model's end ids.
+        may_ban: whether the sampler can rule them out."""
         mask, place = self._allowed(grammars, request_id, draft)
         held_back, is_early = self._ends_held_back(grammars, request_id, len(draft), ends)
         if not held_back or not holds_any(mask, held_back):
@@ -259,8 +275,9 @@ class Constraints:
         return mask, -1, False
 
     def _allowed(self, grammars: ModelGrammars | None, request_id: int, draft: list[int]) -> tuple[npt.NDArray[np.uint32], int]:
-        """Returns the mask [W] of the tokens that both the request's grammar and its limits allow after a draft, and where the mask
-        lies, as `_mask` does. The mask must not be written to."""
+        """Returns the mask [W] (a bit for each token) of the tokens that both the request's grammar and its limits allow after a
+        draft, and the mask's place: the request's row of the grammar process's memory for masks, if the mask is the first one
+        there; else -1. The mask must not be written to."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         limits = self._limits.get(request_id)
         if grammars is None or each is None:
@@ -275,8 +292,8 @@ class Constraints:
         self, grammars: ModelGrammars | None, request_id: int, num_drafted: int, ends: list[int]
     ) -> tuple[list[int], bool]:
         """Returns the end ids that a request may not sample yet (min_tokens, ignore_eos), and whether min_tokens is the reason. If
-        no other token is allowed, they may be sampled without ending the text (scheduler's class Endings). num_drafted: drafted
-        tokens before the mask's position. ends: the model's end ids."""
+        no other token is allowed, the request may sample them, and its text goes on (scheduler's class Endings). num_drafted:
+        number of drafted tokens before the mask's position. ends: the model's end ids."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         if each is not None:
             params, num_output = each.params, len(each.output)
@@ -290,7 +307,8 @@ class Constraints:
         return [], False
 
     def sampled(self, served: ServedModel, masks: RowMasks, outcome: StepOutcome) -> None:
-        """Records the tokens that a step with these masks has sampled, and asks for the masks that follow them."""
+        """Records the tokens that a step has sampled, and asks for the masks of the tokens after them. masks: those that the step
+        used. outcome: the step's tokens, by request."""
         model, scheduler = served.spec.model, served.scheduler
         grammars = self._models.get(model)
         keys, told, counts = [], [], []
@@ -326,8 +344,8 @@ class Constraints:
             self._send(grammars, Advance(keys, told, counts if len(told) > len(keys) else [], guesses))
 
     def ready(self, served: ServedModel) -> list[End]:
-        """Prepares the model's next step: waits up to GRACE_S for masks that are nearly ready, and takes out of the scheduler the
-        requests for which no token is left. Returns the ends of requests, for the engine to report."""
+        """Prepares the model's next step: waits up to GRACE_S for masks that are nearly ready, and removes the requests that have
+        no token left from the scheduler. Returns the ends of requests, for the engine to report."""
         model = served.spec.model
         grammars = self._models.get(model)
         ends: list[End] = []
@@ -344,9 +362,9 @@ class Constraints:
         return ends
 
     def receive(self) -> list[End]:
-        """Processes the answers of all grammar processes that have arrived, and hands messages on to those that did not read for a
-        while. A request whose mask is ready is submitted to the scheduler, or released if the scheduler holds it; a request that
-        has ended is removed from it. Returns the ends of requests, for the engine to report."""
+        """Processes the answers of all grammar processes that have arrived, and sends messages that were kept for processes that
+        read again. A request whose mask is ready is submitted to the scheduler, or released if the scheduler holds it; a request
+        that has ended is removed from the scheduler. Returns the ends of requests, for the engine to report."""
         ends: list[End] = []
         ready = dict(self._poller.poll(0))
         for model, grammars in list(self._models.items()):
@@ -358,16 +376,16 @@ class Constraints:
         return ends
 
     def stalled(self) -> list[str]:
-        """Returns the models whose grammar processes have given no sign of life for STALL_S while requests wait for one. What has
-        arrived must have been received before."""
+        """Returns the models whose grammar processes have given no sign of life for STALL_S while requests wait for one. The caller
+        must have processed all answers that have arrived (`receive`)."""
         if not self._models:
             return []
         begun_by_s = self._clock() - STALL_S
         return [model for model, grammars in self._models.items() if grammars.waits_since_s() <= begun_by_s]
 
     def restart_stalled(self) -> list[End]:
-        """Kills the grammar processes of `stalled` models and starts them again, as after a death. Returns the ends of requests,
-        for the engine to report."""
+        """Kills the grammar processes that have given no sign of life for STALL_S while requests wait, and starts them again, as
+        after a death. Returns the ends of requests, for the engine to report."""
         ends: list[End] = []
         for model in self.stalled():
             grammars = self._models[model]
@@ -387,8 +405,9 @@ class Constraints:
         return port
 
     def _start_parked(self, grammars: ModelGrammars) -> None:
-        """Passes parked requests on to the process: while it has opened, has rows and reads what it is sent. A process that does
-        not read is sent no more grammars, so that its backlog stays short however many requests come and go."""
+        """Sends parked requests to the grammar process, as long as the process has loaded the tokenizer, has rows for masks and
+        reads its messages. A process that does not read is sent no more grammars, so that its backlog stays short however many
+        requests come and go."""
         while grammars.opened and grammars.parked and not grammars.port.backlog_bytes:
             each = grammars.parked[0]
             if each.row < 0:
@@ -455,8 +474,8 @@ class Constraints:
     def _fail(
         self, model: str, grammars: ModelGrammars, those: list[Constrained], error: str, code: str = "unsupported_grammar"
     ) -> list[End]:
-        """Removes requests from the scheduler and from the records. Returns their ends, with this error and code. error: "" if
-        their texts are complete."""
+        """Removes requests from the scheduler and from the records. Returns their ends, with this error and code. error: why they
+        fail; "" if their texts are complete."""
         ends = []
         for each in those:
             request_id = each.request.request_id
@@ -466,9 +485,10 @@ class Constraints:
         return ends
 
     def _restart(self, model: str, grammars: ModelGrammars, suspects: list[Constrained], reason: str) -> list[End]:
-        """Starts a model's grammar process again after its death, or in place of one that hangs, and parks its requests until it
-        has opened. suspects: the requests that it may have died of or hang at. Returns the ends of those that fail, because this
-        was so MAX_DEATHS times. reason: of the death, for the log."""
+        """Starts a model's grammar process again after its death, or in place of one that hangs, and parks the requests until the
+        new process has loaded the tokenizer. Returns the ends of the requests that fail: those that have been among the suspects
+        MAX_DEATHS times. suspects: the requests that may have made the process die or hang. reason: why it is started again, for
+        the log."""
         for each in suspects:
             each.deaths += 1
         hopeless = [each for each in suspects if each.deaths >= MAX_DEATHS]
@@ -491,7 +511,7 @@ class Constraints:
         return ends
 
     def _owe(self, grammars: ModelGrammars, each: Constrained, owed: Owed) -> None:
-        """Notes that the process is being asked for the request's next mask."""
+        """Notes that the grammar process is being asked for a request's next mask. owed: the awaited answers of this kind."""
         if not owed.keys:
             owed.since_s = self._clock()
         owed.keys[each.key] = None
@@ -500,7 +520,7 @@ class Constraints:
 
     @staticmethod
     def _settle(grammars: ModelGrammars, each: Constrained) -> None:
-        """Notes that no answer about the request is outstanding any more."""
+        """Notes that the request awaits no mask of the grammar process any more."""
         if each.owed is not None:
             del each.owed.keys[each.key]
             each.owed = None
@@ -533,7 +553,7 @@ class Constraints:
 
 
 def _tokens_of(outcome: StepOutcome) -> dict[int, list[int]]:
-    """Returns each request's tokens of a step: request id -> token ids."""
+    """Returns the tokens that each request got in a step: request id -> token ids."""
     told = iter(outcome.ids)
     counts = outcome.counts or [1] * len(outcome.request_ids)
     return {request_id: list(islice(told, count)) for request_id, count in zip(outcome.request_ids, counts, strict=True)}

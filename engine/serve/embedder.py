@@ -23,7 +23,7 @@ MAX_TEXTS = 4096  # most texts in one step: as many requests as the step journal
 @dataclass(slots=True)
 class Embedder:
     """A loaded encoder and the requests that wait for it. max_tokens: most tokens of one step; a step of a single text may have
-    more. turn_s: length of a turn in device seconds."""
+    more. turn_s: length of a turn (a model's time slice) in device seconds."""
 
     spec: LoadModel
     hosted: HostedEncoder
@@ -55,8 +55,9 @@ class Embedder:
         return ""
 
     def next_texts(self, others_busy: bool) -> list[int]:
-        """Takes the next step's requests out of the queue and returns their ids, to be given to `step`. others_busy: whether other
-        models on the device have steps to run, so that the step keeps within a turn, unless its first text alone takes longer."""
+        """Takes the next step's requests out of the queue and returns their ids, for `step`. others_busy: whether other models on
+        the device have steps to run. Then the step takes no longer than a turn (a model's time slice), unless its first text alone
+        takes longer."""
         chosen: list[int] = []
         room = 0
         while len(chosen) < MAX_TEXTS and (request_id := self._queue.first()) is not None:
@@ -71,8 +72,9 @@ class Embedder:
         return chosen
 
     def _tokens_of_turn(self, first: int) -> int:
-        """Returns the most tokens of a step that takes no longer than a turn, or than a little more than the model's cheapest step
-        if that is longer; 0 if no step has run yet. first: number of tokens of the step's first text."""
+        """Returns the most tokens of a step that takes no longer than a turn (a model's time slice); if the model's cheapest step
+        takes longer, of one that takes little more than that. Returns 0 if no step has run yet. first: number of tokens of the
+        step's first text."""
         costs = self._costs
         fewest, least_s = costs.fewest_tokens, costs.least()
         if least_s > self.turn_s and costs.filled(first) < fewest:  # whether fewer tokens take less time has not been measured yet
@@ -80,20 +82,20 @@ class Embedder:
         return costs.tokens_within(max(self.turn_s, NEARLY_FREE * least_s), self.max_tokens, one_more=True)
 
     def expected_s(self, request_ids: list[int]) -> float:
-        """Returns the usual device seconds of a step that computes these waiting requests; 0.0 if too few steps of that size have
-        run."""
+        """Returns the usual device seconds of a step that computes these waiting requests; 0.0 if too few steps of about as many
+        tokens have run."""
         return self._costs.firm_seconds(self._num_tokens(request_ids))
 
     def forget_costs(self) -> None:
-        """Drops the learned step costs, because steps will cost something else from now on."""
+        """Drops the costs of steps that were learned from earlier steps, because steps will take another time from now on."""
         self._costs = StepCosts()
 
     def _num_tokens(self, request_ids: list[int]) -> int:
         return sum(len(self.waiting[request_id]) for request_id in request_ids)
 
     def step(self, request_ids: list[int], step_id: int) -> tuple[EmbeddingsOut, list[RequestFailed]]:
-        """Computes the requests that `next_texts` returned. Returns the message with the vectors or scores, and the failures: of
-        requests whose result is not finite. Each request is in one of the two."""
+        """Computes requests that were taken out of the queue (next_texts). Returns the message with the vectors or scores, and the
+        failures: requests whose result is not finite. Each request is in one of the two."""
         num_tokens = self._num_tokens(request_ids)
         second_at = [self._second_at.pop(request_id, 0) for request_id in request_ids]
         vectors, seconds = self.hosted.embed([self.waiting.pop(request_id) for request_id in request_ids], second_at)

@@ -1,6 +1,5 @@
-"""The engine's end of one model's grammar process: starts and ends it, exchanges messages with it, and holds the memory that its
-masks are written to.
-"""
+"""The engine's end of one model's grammar process: starts and ends the process, exchanges messages with it, and holds the memory to
+which it writes masks (the tokens that requests may sample next)."""
 
 from __future__ import annotations
 
@@ -26,13 +25,15 @@ MOST_LOCKED = 256
 
 
 class ProcessDied(Exception):
-    """Raised when a model's grammar process has ended. The caller closes this GrammarPort and opens another."""
+    """Raised when a model's grammar process has ended. The caller closes the GrammarPort and makes a new one."""
 
 
 class GrammarPort:
-    """A running grammar process of one model. masks [num_rows, rows_each, W] uint32: written by the process, one row for each
-    request (engine/grammar/messages.py, Open); readable after the process's death. locked: the masks [masks, 0] of the first rows,
-    page-locked; None: they are not. locks: page-locks them, until `close`; None: nobody does."""
+    """A running grammar process of one model.
+    masks [num_rows, rows_each, W] uint32: written by the process, one row for each request, with rows_each masks of W words: those
+    after 0, 1, … drafted tokens (engine/grammar/messages.py, Open). Readable after the process's death.
+    locks: page-locks masks until `close`; None: masks are not page-locked.
+    locked: the first mask of each of the first rows, page-locked; None: no mask is."""
 
     def __init__(self, vocab_size: int, num_rows: int, rows_each: int = 1, locks: LocksMasks | None = None) -> None:
         num_bytes = num_rows * rows_each * row_bytes(vocab_size)
@@ -57,8 +58,8 @@ class GrammarPort:
         return self._process.pid
 
     def send(self, message: Message) -> None:
-        """Sends a message without blocking. What the kernel does not take, because the process does not read, waits in the backlog
-        for `flush`. Raises ProcessDied."""
+        """Sends a message without blocking. Bytes that the kernel does not take, because the process does not read, wait in the
+        backlog for `flush`. Raises ProcessDied if the process has ended."""
         try:
             self._channel.send(message)
         except ChannelClosed as closed:
@@ -69,18 +70,18 @@ class GrammarPort:
         return self._channel.backlog_bytes
 
     def flush(self) -> None:
-        """Hands as much of the backlog to the kernel as it takes. Raises ProcessDied."""
+        """Hands as much of the backlog to the kernel as it takes. Raises ProcessDied if the process has ended."""
         try:
             self._channel.flush()
         except ChannelClosed as closed:
             raise self._died() from closed
 
     def wait(self, seconds: float) -> bool:
-        """Waits for at most `seconds` and returns whether there is something to receive."""
+        """Waits for a message of the grammar process, for at most `seconds`, and returns whether one can be received."""
         return wait_until(self._socket, select.POLLIN, seconds)
 
     def receive(self) -> list[object]:
-        """Returns the messages that have arrived, without blocking. Raises ProcessDied."""
+        """Returns the messages that have arrived, without blocking. Raises ProcessDied if the process has ended."""
         try:
             return self._channel.receive()
         except ChannelClosed as closed:
@@ -90,7 +91,8 @@ class GrammarPort:
         return ProcessDied(f"process {self._process.pid} ended")
 
     def close(self) -> None:
-        """Kills the process, even in the middle of its work, and gives up its memory: that is unmapped once nothing reads it."""
+        """Kills the process, even in the middle of its work, and ends the page-locking of the masks. The masks' memory is unmapped
+        once nothing reads it."""
         self._socket.close()
         self._process.kill()
         self._process.wait()

@@ -1,5 +1,5 @@
-"""Computes the identities of keys and values: KV of one load of a model may be used in another load only if the identities are the
-same."""
+"""Makes texts that are a part of the keys of cached KV. KV that one load of a model has computed may be used in another load only
+if these texts are the same."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from engine.protocol import AdapterSource, LoadModel
 
 
 def weights_identity(spec: LoadModel) -> str:
-    """Returns a text that is the same for two loads if the model's files and weight format are: weights in another format give
-    other keys and values."""
+    """Returns a text that is the same for two loads of a model if its files and its weight format are the same: weights in another
+    format give other keys and values."""
     return spec.fingerprint + spec.quantize
 
 
 def kv_identity(spec: LoadModel) -> str:
-    """Returns a text that is the same for two loads if the dtypes in which keys and values are computed and stored are, and if both
-    or neither have the predictor's keys and values among them."""
+    """Returns a text that tells kinds of KV apart. It is the same for two loads of a model if both compute keys and values in the
+    same dtype and store them in the same dtype, and if both have the same predictor, whose keys and values are stored too, or both
+    have none."""
     return spec.dtype + spec.kv_cache_dtype + (spec.speculator if spec.predicts else "")
 
 
 def adapter_identity(source: AdapterSource) -> str:
-    """Returns an adapter's name, fingerprint and folder as one text, the key of the adapter. It is a part of the keys of cached
-    prefixes, because the same tokens have other keys and values with another adapter."""
+    """Returns an adapter's name, fingerprint and folder as one text, which is the adapter's key in the engine. The text is also a
+    part of the keys of cached prefixes, because the same tokens have other keys and values with another adapter."""
     return f"{source.name}\0{source.fingerprint}\0{source.path}"
 
 
 def adapter_source(identity: str) -> AdapterSource:
-    """Returns the adapter's name, folder and fingerprint that adapter_identity has made into `identity`."""
+    """Returns the name, folder and fingerprint of the adapter whose key, made by adapter_identity, is `identity`."""
     name, fingerprint, path = identity.rsplit("\0", 2)  # neither a path nor a fingerprint contains a zero
     return AdapterSource(name, path, fingerprint)

@@ -1,4 +1,5 @@
-"""Makes the KV cache of one model: a block pool for each KV group, with the group's share of the chunks reserved for the model."""
+"""Makes the KV cache of one model: a block pool for each KV group, with the group's part of the chunks that are reserved for the
+model."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ _BOUNDED = ("window", "chunked", "state")
 
 
 def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkPool, max_num_batched_tokens: int) -> KVCache:
-    """Makes a model's KV cache, which draws from `chunks`. groups: the model's KV groups; each gets its part of the reserved chunks
-    (split_reserve). Raises MemoryError if the reserved chunks are not free, ValueError for KV groups that this engine cannot
-    hold."""
+    """Returns a new KV cache of a model, which takes chunks from `chunks`. groups: the model's KV groups, among which the chunks
+    reserved for the model are divided (split_reserve). Raises MemoryError if the reserved chunks are not free, ValueError for KV
+    groups that this engine cannot hold."""
     for group in groups:
         if group.kind not in KINDS or (group.kind in _BOUNDED) != (group.window_tokens > 0):
             raise ValueError(
@@ -41,9 +42,9 @@ def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkP
 
 
 def split_reserve(num_chunks: int, needs: Sequence[int]) -> list[int]:
-    """Divides num_chunks reserved chunks among a model's KV groups, and returns each group's number. needs: the chunks that a
-    sequence of full length needs in each group. Each group gets its need, or, if there are fewer chunks, a proportional part. The
-    first group gets the chunks left over."""
+    """Divides num_chunks reserved chunks among a model's KV groups, and returns the number of each group's chunks. needs: the
+    chunks that a sequence of full length needs in each group. Each group gets as many as it needs or, if there are too few, a
+    number in proportion. The first group also gets all chunks left over."""
     total = sum(needs)
     parts = list(needs) if num_chunks >= total else [num_chunks * need // total for need in needs]
     parts[0] += num_chunks - sum(parts)

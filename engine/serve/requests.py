@@ -1,4 +1,4 @@
-"""Turns a request from the daemon into one for the batch scheduler, or says why it cannot be served."""
+"""Turns a request from the daemon into one for the batch scheduler, or into the reason why it cannot be served."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ VECTOR_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)  
 
 
 def batch_request(message: Submit, spec: LoadModel, vocab_size: int) -> BatchRequest | RequestFailed | None:
-    """Returns the batch scheduler's form of a request. Returns RequestFailed if the request is not valid, None if its `output`
-    already has all the tokens it may have. A text to be embedded (its params are VECTOR_PARAMS) may have max_model_len tokens,
-    since no token follows it."""
+    """Returns the batch scheduler's form of a request, a BatchRequest. Returns RequestFailed if the request is not valid, and None
+    if the tokens that it has already (`output`) are all that it may have. A text to be embedded (its params are VECTOR_PARAMS) may
+    have max_model_len tokens, since no token follows it."""
     embeds = message.task == "embed"
     request_id, params, limit = message.request_id, message.params, spec.max_model_len + embeds
     try:

@@ -40,21 +40,22 @@ DRAFTERS: dict[str, Drafter | None] = {"none": None, "prompt-lookup": looked_up,
 
 
 class Arena(Protocol):
-    """The interface to the device memory of all chunks, as one range of addresses."""
+    """The interface to the arena: the device memory of all chunks, as one range of addresses."""
 
     def discard(self, chunk: int, num_chunks: int, /) -> None:
-        """Gives back to the system the memory of a run of chunks; its content is lost."""
+        """Returns the memory of num_chunks chunks, from `chunk` on, to the system; their content is lost."""
         ...
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray, /) -> None:
-        """Copies piece sources[i] to targets[i]; piece p is bytes [p * piece_bytes, (p + 1) * piece_bytes)."""
+        """Copies piece sources[i] of the arena to piece targets[i], for all i; piece p is bytes [p * piece_bytes, (p + 1) *
+        piece_bytes)."""
         ...
 
 
 @dataclass(slots=True)
 class Place:
-    """The chunks of one model: those of its weights and, while it loads, those held for its reserved KV. owns_kv: True for a share
-    of a split model, whose KV chunks belong to it until it is evicted instead of going to a BlockPool."""
+    """The chunks of one model: those of its weights and, while it loads, those held for its reserved KV. owns_kv: whether the model
+    owns its KV chunks until it is evicted, as a device's share of a split model does; otherwise they go to a BlockPool."""
 
     weights: IntArray
     kv: IntArray
@@ -83,8 +84,8 @@ class ServedModel:
 
     @property
     def most_under_way(self) -> int:
-        """The most steps of this model that may be under way while the engine does other work: 1 if the device runs a step by
-        itself, the number of stages less 1 if the model is split, else 0."""
+        """The most steps of this model that may be under way (started, without a result yet) while the engine does other work: 1 if
+        the device runs a step by itself, the number of stages less 1 if the model is split, else 0."""
         if self.share is not None:
             return self.share.num_stages - 1
         return int(self.ahead is not None)
@@ -96,7 +97,7 @@ class ServedModel:
         return self.share is not None and self.share.is_broken
 
     def take_steps(self) -> tuple[int, float]:
-        """Returns the number of steps since the last call, and the device seconds they took."""
+        """Returns the number of the model's steps since the last call, and the device seconds they took."""
         taken = self.unreported_steps, self.unreported_s
         self.unreported_steps, self.unreported_s = 0, 0.0
         return taken
@@ -108,8 +109,10 @@ class ServedModels:
     def __init__(
         self, configure: Configure, arena: Arena | None, left: Sequence[WeightsHeld] = (), compute_threads: int = 1
     ) -> None:
-        """compute_threads: Runner.compute_threads. left: weights that an earlier engine left in the arena. arena: None if the
-        models have no device memory (null models)."""
+        """configure: the settings of the device.
+        arena: the device's memory; None if the models have none (null models).
+        left: weights that an earlier engine left in the arena.
+        compute_threads: number of threads that compute in this engine."""
         self.by_name: dict[str, ServedModel] = {}
         self.embedders: dict[str, Embedder] = {}
         self.followed: dict[str, GroupShare] = {}  # shares of models that other engines lead; they have no turns here
@@ -140,17 +143,19 @@ class ServedModels:
         return busy + [name for name, embedder in self.embedders.items() if embedder.waiting]
 
     def next(self, busy: Sequence[str]) -> str | None:
-        """Returns the busy model that runs the next step, by turns; None if none is busy. busy: names, as `busy` returns them."""
+        """Returns the name of the busy model that runs the next step, by turns (time slices of models); None if none is busy. busy:
+        the names of the models that may have a step to run."""
         return self.turns.next(busy, self._backlogged(busy))
 
     def num_sharing(self, busy: Sequence[str]) -> int:
-        """Returns how many models share the device's time: those in `busy`, as `busy` returns them, and the models of which
-        sequences run that other engines lead. The streams of these wait for each step of the device, too."""
+        """Returns how many models share the device's time: the busy ones, and the split models with sequences that other engines
+        lead, because the streams of these wait for each step of the device, too. busy: the names of the models that may have a step
+        to run."""
         return len(busy) + sum(share.has_sequences for share in self.followed.values())
 
     def room_of(self, served: ServedModel, busy: Sequence[str]) -> StepRoom:
-        """Returns the room (rows, tokens and time) that a model's next step may take. busy: all models of this engine that may have
-        a step to run."""
+        """Returns the limits (rows, tokens and time) of a model's next step. busy: the names of all models of this engine that may
+        have a step to run."""
         served.turns = turns_of_step(self.num_sharing(busy), len(self._backlogged(busy)), served.backlogged)
         return StepRoom(served.limits, served.turns, strict=self.turns.is_over)
 
@@ -158,12 +163,14 @@ class ServedModels:
         return [name for name in busy if name in self.by_name and self.by_name[name].backlogged]
 
     def uncaptured(self) -> CapturesSteps | None:
-        """Returns a model with step sizes to capture in idle time; None if there is none."""
+        """Returns a model with sizes of steps that have yet to be captured (recorded, so that steps of that size start faster);
+        None if there is none."""
         scheduled = (one.captures for one in self.by_name.values() if one.captures is not None)
         return next((one for one in (*scheduled, *self.followed.values()) if one.num_uncaptured), None)
 
     def capture_next(self) -> None:
-        """Captures one step size of the model that `uncaptured` returns, if there is one."""
+        """Captures steps of one further size (records them, so that they start faster), of a model that has such sizes; does
+        nothing if no model has."""
         model = self.uncaptured()
         if model is not None:
             model.capture_next()
@@ -171,10 +178,10 @@ class ServedModels:
                 log.info("%s: steps of every size are captured", model.name)
 
     def to_capture_between(self, served: ServedModel, plan: BatchPlan) -> CapturesSteps | None:
-        """Returns the model, if one of its step sizes is to be captured after this step; else None. A size is captured after every
-        16th step that only decoded (CAPTURE_EVERY_DECODES), if capturing takes only the interpreter and no other model is busy.
-        Without this, a model that always has requests would never be idle, and no size would be captured when a prompt arrives
-        beside its streams."""
+        """Returns the model, if steps of one further size are to be captured (recorded) after this step; else None. A size is
+        captured after every 16th step that only decoded (CAPTURE_EVERY_DECODES), if capturing takes only the interpreter and no
+        other model is busy. Without this, a model that always has requests would never be idle, and nothing would be captured by
+        the time a prompt arrives beside its streams."""
         if served.captures is None or served.ahead is not None or not plan.all_decode:
             return None
         served.num_decodes += 1
@@ -185,8 +192,9 @@ class ServedModels:
     def charge(
         self, served: ServedModel, plan: BatchPlan, seconds: float, proposed: Proposed | None = None, waited_s: float = 0.0
     ) -> None:
-        """Charges a step's device time to the model's turn and its tenants, and learns the costs of such steps. The time is
-        `seconds` plus the predictor's, which is in `proposed`. waited_s: as in StepResult."""
+        """Charges a step's device time to the model's turn and its tenants, and learns the costs of such steps from it. The time is
+        `seconds` plus the time of the predictor (in `proposed`). waited_s: how many of these seconds passed until the other devices
+        of a split model had begun the step."""
         served.limits.note(plan, seconds - waited_s)
         if served.share is not None:
             served.limits.note_wait(waited_s)
@@ -203,7 +211,8 @@ class ServedModels:
         return name in self.by_name or name in self.embedders or name in self.followed
 
     def take_place(self, spec: LoadModel) -> Place:
-        """Takes the chunks that a model will own, before its load. Raises MemoryError, and takes none, if there are too few."""
+        """Takes the chunks that a model will own, before its load, and returns them. Raises MemoryError, and takes none, if there
+        are too few."""
         left = self._left_of(spec)
         weights = self.chunks.take_left(spec.model) if left is not None else np.zeros(0, np.int32)
         kv = weights[:0]
@@ -219,7 +228,8 @@ class ServedModels:
 
     def give_up_place(self, place: Place, left: WeightsHeld | None = None) -> None:
         """Frees the chunks of a failed load, or of a model whose sequences are closed and whose weights are unmapped. left: the
-        weights that stay in these chunks for the model's next load, until the chunks are taken; None: none do."""
+        weights that stay in these free chunks for the model's next load, until something else takes the chunks; None: no weights
+        stay."""
         if place.owns_kv:
             self.chunks.give_back(place.kv, reserved=True)
         else:
@@ -232,15 +242,15 @@ class ServedModels:
         self.discard_returned()
 
     def _own_kv(self, place: Place) -> None:
-        """Makes a split model's share the owner of the chunks that are held for its reserved KV."""
+        """Makes a device's share of a split model the owner of the chunks that are held for its reserved KV."""
         self.chunks.release_hold(place.kv)
         self.chunks.take(place.kv, reserved=True)
         place.owns_kv = True
 
     def make(self, spec: LoadModel, hosted: HostedModel, place: Place) -> ServedModel:
-        """Makes a ServedModel of a loaded model; it is not in service before `add`. A split model has only its reserved chunks for
-        KV, in which blocks have the same numbers on all ranks. Raises MemoryError if the reserved chunks are not free, ValueError
-        for KV groups that this engine cannot hold."""
+        """Returns a ServedModel of a loaded model; it is not in service before `add`. A split model has only its reserved chunks
+        for KV, because its blocks must have the same numbers on all its devices. Raises MemoryError if the reserved chunks are not
+        free, ValueError for KV groups that this engine cannot hold."""
         share = hosted if isinstance(hosted, GroupShare) else None
         max_tokens, num_stages = self._configure.max_num_batched_tokens, 1 if share is None else share.num_stages
         if num_stages > 1:
@@ -277,8 +287,9 @@ class ServedModels:
         return ServedModel(spec, hosted, scheduler, place, pace, ahead, captures, share)
 
     def place_adapter(self, served: ServedModel, key: str, num_chunks: int) -> ResidentAdapter | None:
-        """Draws num_chunks adjacent chunks for an adapter of this model that is not resident, as Adapters.place does. For one that
-        has waited for long, chunks are kept and emptied. Returns None if there is no room now."""
+        """Takes num_chunks adjacent chunks from the KV lease for an adapter of this model that is not in memory, and returns the
+        adapter with its chunks. Returns None if there is no room now. If the adapter has waited for long, a run of chunks is set
+        aside for it and emptied."""
         scheduler = served.scheduler
         placed = scheduler.adapters.place(key, num_chunks, lambda num: self._make_room(served, num))
         if placed is None and scheduler.adapters.is_overdue(key):
@@ -290,33 +301,34 @@ class ServedModels:
 
     def _make_room(self, served: ServedModel, num_chunks: int) -> int:
         """Frees up to num_chunks chunks for an adapter of this model: first those of idle adapters and of other models; then, if
-        that gave none, the model's own, whose cached prefixes are dropped. Returns how many chunks came back to the KV lease."""
+        that gave none, the model's own, whose cached prefixes are dropped. Returns how many chunks became free for the KV lease."""
         given = self._reclaim(served.spec.model, num_chunks, for_kv=False)
         return given or self.compaction.give_up_prefixes(served.scheduler, num_chunks)
 
     @property
     def may_free_memory(self) -> bool:
-        """Returns whether memory may become free before long, because a model is leaving or sequences run, also those of a split
-        model that another engine leads."""
+        """Returns whether memory may become free before long: because a model is leaving, or because sequences run, on this engine
+        or in a split model that another engine leads."""
         if self.chunks.num_leaving or any(served.scheduler.num_running for served in self.by_name.values()):
             return True
         return any(share.has_sequences for share in self.followed.values())
 
     def forget_costs(self) -> None:
-        """Drops all learned step costs, because steps will cost something else from now on."""
+        """Drops the costs of steps that were learned from earlier steps, because steps will take another time from now on."""
         for limits in self._limits.values():
             limits.forget()
         for embedder in self.embedders.values():
             embedder.forget_costs()
 
     def add(self, served: ServedModel) -> None:
-        """Puts a model into service. It may have drawn more chunks than the lease has, so `keep_lease` must be called, but not
-        before the result of its first step was processed: a sequence of that step must not be preempted."""
+        """Puts a model into service. The model may use more chunks than the KV lease allows. So `keep_lease` must be called, but
+        not before the result of the model's first step was processed: a sequence of that step must not be preempted."""
         self.by_name[served.spec.model] = served
         self.turns.add(served.spec.model)
 
     def keep_lease(self) -> None:
-        """Gives chunks back as `set_lease` does, until the lease is kept."""
+        """Frees chunks until no more are in use than the KV lease allows: adapters leave, prefixes are dropped, sequences are
+        preempted."""
         self.set_lease(self.chunks.lease_chunks)
 
     def add_encoder(self, spec: LoadModel, hosted: HostedEncoder, place: Place) -> None:
@@ -331,8 +343,9 @@ class ServedModels:
         self._unscheduled_places[share.name] = place
 
     def remove_unscheduled(self, name: str, left: WeightsHeld | None = None) -> bool:
-        """Removes an encoder, whose requests are dropped, or a share that another engine leads, and frees its memory. left: as in
-        give_up_place. Returns False if there is none of this name."""
+        """Removes an encoder, whose requests are dropped, or a share of a split model that another engine leads, and frees its
+        memory. left: the weights that stay in the freed chunks for the next load; None: none do. Returns False if there is no such
+        model of this name."""
         embedder, share = self.embedders.pop(name, None), self.followed.pop(name, None)
         if embedder is not None:
             self.turns.remove(name)
@@ -357,16 +370,17 @@ class ServedModels:
         return served
 
     def free(self, served: ServedModel, left: WeightsHeld | None = None) -> None:
-        """Frees the memory of a model that `detach` returned, or that was made but never added. left: as in give_up_place."""
+        """Frees the memory of a model that `detach` returned, or that `make` made and `add` never put into service. left: the
+        weights that stay in the freed chunks for the model's next load; None: none do."""
         self.chunks.num_leaving -= served.num_leaving_chunks
         served.scheduler.close()
         served.hosted.release()
         self.give_up_place(served.place, left)
 
     def set_lease(self, lease_chunks: int) -> None:
-        """Sets the KV lease, in chunks. If more chunks are in use than that, chunks are given back until it is kept: idle adapters
-        leave, sparse chunks are emptied, then cached prefixes are dropped, then the newest sequences are preempted, whose adapters
-        become idle and leave, too."""
+        """Sets the KV lease: how many chunks all models together may use beyond what is reserved for them. If more are in use,
+        chunks are freed until it is kept: idle adapters leave, sparse chunks are emptied, then cached prefixes are dropped, then
+        the newest sequences are preempted, whose adapters become idle and leave, too."""
         self.chunks.set_lease(lease_chunks)
         self._give_up_idle_adapters(-self.chunks.room_chunks)
         drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.num_drawn_chunks]
@@ -385,7 +399,7 @@ class ServedModels:
         self.discard_returned()
 
     def discard_returned(self) -> None:
-        """Gives back to the system the memory of freed chunks, if more chunks have physical memory than the device's budget allows
+        """Returns the memory of freed chunks to the system, if more chunks have physical memory than the device's budget allows
         beside the work space."""
         for first_chunk, num_chunks in self.chunks.take_discards():
             if self._arena is not None:
@@ -421,8 +435,8 @@ class ServedModels:
     # ---- weights that an earlier engine, or an earlier load of a model that comes back, left
 
     def _take_over(self, left: Sequence[WeightsHeld]) -> None:
-        """Keeps the chunks that hold weights which an earlier engine left on the device, and gives back to the system the memory of
-        all other chunks."""
+        """Keeps the chunks that hold weights which an earlier engine left on the device, and returns the memory of all other chunks
+        to the system."""
         for weights in left:
             try:
                 self.chunks.leave(weights.model, np.array(weights.chunks, np.int32))
@@ -437,8 +451,9 @@ class ServedModels:
         log.info("an engine before this one has left %.2f GiB of weights: %s", num_bytes / 2**30, ", ".join(self._left))
 
     def _left_of(self, spec: LoadModel) -> WeightsHeld | None:
-        """Returns the weights that this load needs, if they were left on the device, else None. Frees the chunks of weights of the
-        same name that do not fit the load (other files, dtype, format or share)."""
+        """Returns the weights that this load needs, if an earlier engine or load left them on the device, else None. If weights of
+        the same model were left that do not fit the load (other files, dtype, format or part of the model), their chunks count as
+        empty from now on."""
         left = self._left.pop(spec.model, None)
         if left is None or spec.model not in self.chunks.left:
             return None
@@ -450,9 +465,9 @@ class ServedModels:
         return left
 
     def _reclaim(self, wanting: str, num_chunks: int, for_kv: bool = True) -> int:
-        """Frees up to num_chunks chunks for the model `wanting`: idle adapters of any model leave, then sparse chunks of other
-        models are emptied, then other models' cached prefixes are dropped. for_kv: whether adapters that no request has used yet
-        leave, too, after all that. Returns how many chunks came back to the KV lease."""
+        """Frees up to num_chunks chunks for the model `wanting`: drops idle adapters of any model, then empties sparse chunks of
+        other models, then drops other models' cached prefixes. for_kv: whether adapters that no request has used yet are dropped,
+        too, after all that. Returns how many chunks became free for the KV lease."""
         given = self._give_up_idle_adapters(num_chunks, new_ones=False)
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):
             for name, served in self.by_name.items():

@@ -1,4 +1,4 @@
-"""Determines which loads of a share of a split model an engine refuses."""
+"""Determines whether an engine refuses to load its share of a split model, and why."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from engine.protocol import LoadModel
 
 
 def why_not_split(spec: LoadModel) -> str:
-    """Returns why this engine cannot load a share of a split model as the message asks, or "" if it can or the model is not split.
-    The daemon never sends a load that is refused here."""
+    """Returns why this engine cannot load a device's share of a split model as the message asks; "" if it can, or if the model is
+    not split. The daemon never sends a load that is refused here."""
     group = spec.group
     if group is None:
         return ""
