@@ -1,4 +1,4 @@
-"""Tells the daemon what the experts of models have computed."""
+"""Reports to the daemon how many tokens the experts of models have computed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ TELL_EVERY_S = 2.0
 
 
 class ExpertNews:
-    """Tells the daemon how many pairs of a token and an expert each expert has computed, at most every TELL_EVERY_S seconds, for
-    the models that have run steps since. send: sends a message to the daemon."""
+    """Reports to the daemon how many pairs of a token and an expert each expert has computed, at most every TELL_EVERY_S seconds,
+    for the models that have run steps since the last report. send: sends a message to the daemon."""
 
     def __init__(self, models: ServedModels, send: Callable[[Message], None]) -> None:
         self._models, self._send = models, send
@@ -21,17 +21,17 @@ class ExpertNews:
         self._told_s = 0.0
 
     def stepped(self, model: str) -> None:
-        """Notes that a model has run a step."""
+        """Notes that a model has run a step, so that the counts of its experts are due for a report."""
         if self._counts(model) is not None:
             self._stepped.add(model)
 
     def wait_s(self, now: float) -> float | None:
-        """Returns how many seconds it is until there is something to tell; None: nothing until another step has run."""
+        """Returns how many seconds it is until the next report is due; None if none is due before another step has run."""
         return max(0.0, self._told_s + TELL_EVERY_S - now) if self._stepped else None
 
     def tell(self, now: float, wait: bool) -> None:
-        """Sends what is due. wait: waits for the device, because nothing runs on it; otherwise what the device has not reported yet
-        is asked for again at the next call."""
+        """Sends the experts' counts to the daemon, if a report is due. wait: whether to wait until the device has copied the
+        counts, because nothing runs on it; if False, counts that have not come yet are asked for again at the next call."""
         if self.wait_s(now) != 0.0:
             return
         told = [self._tell(model, wait) for model in self._stepped]
@@ -41,13 +41,15 @@ class ExpertNews:
             self._told_s = now
 
     def tell_last(self, model: str) -> None:
-        """Sends what a model's experts have computed, because the model is about to leave. Called while no step runs."""
+        """Sends what a model's experts have computed since the last report, because the model is about to leave. Called while no
+        step runs."""
         if model in self._stepped:
             self._stepped.discard(model)
             self._tell(model, wait=True)
 
     def _tell(self, model: str, wait: bool) -> bool:
-        """Sends a model's news, if there are any, and returns whether there were. The model may have left meanwhile."""
+        """Sends the counts of a model's experts, if there are new ones, and returns whether there were. The model may have left
+        meanwhile."""
         counts = self._counts(model)
         new = None if counts is None else counts.news(wait)
         if counts is None or new is None:

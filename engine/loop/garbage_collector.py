@@ -17,7 +17,7 @@ class GarbageCollector:
         self._must_thaw = False
 
     def start(self) -> None:
-        """Turns automatic collection off: from now on only `collect` collects."""
+        """Turns Python's automatic garbage collection off: from now on garbage is collected only by `collect`."""
         gc.disable()
         gc.freeze()
 

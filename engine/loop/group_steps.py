@@ -1,5 +1,6 @@
-"""Runs the steps of split models on one engine. The exchange memory, which all engines share, puts the steps of all groups into one
-queue for each engine, so that all engines run them in the same order."""
+"""Runs the steps of split models on one engine. In the exchange memory (engine/exchange.py), which all engines share, each engine
+has one queue for the steps of all groups, so that all engines run the steps that they share in the same order. A group consists of
+the engines that hold the shares of one split model; the engine of rank 0 leads it: it plans the steps."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ ASK_EVERY_S = 0.02
 
 
 class GroupSteps:
-    """Runs the steps in one engine's queue in the exchange memory. number: the engine's number. doorbell: an eventfd that other
-    engines ring when they have added to the queue. stepped(model): called after each step that another engine leads."""
+    """Runs the steps of split models in one engine's queue in the exchange memory.
+    number: the engine's number.
+    doorbell: an eventfd that other engines write to when they have added to the queue.
+    models, journal: the engine's models and step journal.
+    stepped(model): called after each step that another engine leads."""
 
     def __init__(
         self,
@@ -57,18 +61,19 @@ class GroupSteps:
         exchange.reset(number)
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when the queue has something new."""
+        """Returns a descriptor that is readable when another engine has added steps to this engine's queue."""
         return self._doorbell
 
     def awake(self) -> None:
-        """Makes the descriptor unreadable until another engine adds to the queue again."""
+        """Makes the descriptor (fileno) unreadable until another engine adds to the queue again."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._doorbell)
 
     def run_queue(self) -> bool:
-        """Runs the steps in the queue that other engines lead, up to the first one that this engine leads, which is run when its
-        result is asked for, and at most one of each model: with several steps under way, or several models, the queue may never
-        be empty, and messages and this engine's own models must have their turn between them. Returns whether it ran any."""
+        """Runs steps of the queue that other engines lead, at most one of each model, and returns whether it ran any. It stops at
+        the first step that this engine leads, because such a step is run when its result is asked for. With several steps under
+        way, or several models, the queue may never be empty, and the engine must process messages and its own models' steps in
+        between."""
         ran: set[int] = set()
         while (region := self._queue.take(self._posted.keys() | ran)) is not None:
             self._follow(region)
@@ -77,17 +82,17 @@ class GroupSteps:
 
     @property
     def is_waiting(self) -> bool:
-        """Returns whether the queue has an entry."""
+        """Returns whether this engine's queue has an entry."""
         return self._queue.has_entries()
 
     def comes_soon(self) -> bool:
         """Waits for an entry in the queue, for LINGER_S at most, without sleeping, because going to sleep and waking up takes as
-        long. Returns whether there is one."""
+        long. Returns whether the queue has an entry."""
         return self._queue.comes_within(LINGER_S)
 
     def has_ended(self) -> bool:
-        """Returns whether this engine's device has ended all steps that other engines lead. Does not wait. Raises the device's
-        error, which ends this engine as the error of a step of its own does. Nobody reads a result of these steps, so an engine
+        """Returns whether this engine's device has ended all steps that other engines lead; does not wait. Raises the device's
+        error, which ends this engine, as an error in one of its own steps does. Nobody reads a result of these steps, so an engine
         that runs nothing else learns of the error only by asking."""
         if self._followed:
             held = self._models.followed
@@ -95,8 +100,8 @@ class GroupSteps:
         return not self._followed
 
     def post(self, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> PostedStep:
-        """Adds a step of a split model that this engine leads to the queues of all engines of its group. This engine runs its own
-        part when the result is asked for. Raises GroupBroken."""
+        """Adds a step of a split model that this engine leads to the queues of all engines of its group, and returns it. This
+        engine computes its own part of the step when the result is asked for. Raises GroupBroken if the group has lost a device."""
         if not share.region.post(plan):
             raise GroupBroken(f"model {share.name}: its group has lost a device")
         step = PostedStep(self, share, plan, table)
@@ -122,24 +127,25 @@ class GroupSteps:
         return posted is not None and posted[0] is step
 
     def run_part(self, share: GroupShare, work: Callable[[], Result]) -> Result:
-        """Runs `work`, this engine's part of a step, on the threads meant for it, and returns its result."""
+        """Runs `work`, which computes this engine's part of a step, and returns its result: on a core of its own if the model has
+        several pipeline stages and the engine computes with one thread, else on the threads that compute steps."""
         if share.num_stages > 1 and self._own_core is not None:
             return self._own_core.run(work)
         return self._models.threads.run(work)
 
     def forget(self, share: GroupShare) -> None:
-        """Drops the steps that this engine has posted (`post`) for a broken group, so that it never runs its part of them. The
-        steps' entries stay in the engine's queue until the share is evicted."""
+        """Drops the steps that this engine has posted for a broken group, so that it never computes its part of them. The steps'
+        entries stay in the engine's queue until the share is evicted."""
         self._posted.pop(share.region.offset, None)
 
     def leave_all(self) -> None:
-        """Leaves all groups, because this engine ends and no other engine may wait for it."""
+        """Leaves all groups, which breaks them, because this engine ends and no other engine may wait for it."""
         for share in self._shares():
             share.region.leave()
 
     def watch(self, channel_fd: int) -> None:
-        """Starts a thread that breaks all groups when the daemon has closed its end of the channel. The loop would not see that
-        while it waits in a step for an engine that has also died, and nobody else is left to break the group."""
+        """Starts a thread that breaks all groups when the daemon has closed its end of the channel. The engine's loop would not
+        notice that while it waits in a step for another engine that has died, and nobody else is left to break the group."""
 
         def work() -> None:
             poller = select.poll()
@@ -151,7 +157,8 @@ class GroupSteps:
         Thread(target=work, name="end of the channel").start()
 
     def _shares(self) -> Iterator[GroupShare]:
-        """Yields all shares of split models on this engine, those whose steps other engines lead first."""
+        """Yields this engine's shares of split models: those whose steps other engines lead, then those whose steps this engine
+        leads."""
         yield from list(self._models.followed.values())
         yield from (served.share for served in list(self._models.by_name.values()) if served.share is not None)
 
@@ -177,8 +184,8 @@ class GroupSteps:
 
 
 class PostedStep:
-    """A step of a split model that this engine leads and has posted to its group (an engine.contracts.steps.Launched). masks: as in
-    HostedModel.execute; set before the step runs."""
+    """A step of a split model that this engine leads and has posted to its group (an engine.contracts.steps.Launched). masks: for
+    the rows with a grammar, the tokens that they may sample (RowMasks); set before the step runs; None: no row has one."""
 
     def __init__(self, steps: GroupSteps, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> None:
         self._steps, self._share, self._plan, self._table = steps, share, plan, table
@@ -188,21 +195,22 @@ class PostedStep:
 
     @property
     def waits(self) -> bool:
-        """Returns whether `wait` would wait for another stage of a pipeline, or run other steps of the queue first. A step of a
-        model with one stage never counts as waiting: its other devices cannot go on without this one."""
+        """Returns whether a call of `wait` would have to wait for another stage of a pipeline, or to run other steps of the queue
+        first. False for a model with one stage: its other devices cannot go on without this one."""
         if self._share.num_stages == 1 or self._share.region.is_broken or self._result is not None or self._error is not None:
             return False
         return self._share.waits_for_stage or not self._steps.is_first(self)
 
     def run(self) -> None:
-        """Runs this engine's part of the step, and keeps the result, or the GroupBroken that it raised, for `wait`."""
+        """Computes this engine's part of the step, and keeps the result, or the GroupBroken that was raised, for `wait`."""
         try:
             self._result = self._steps.run_part(self._share, lambda: self._share.execute(self._plan, self._table, self.masks))
         except GroupBroken as error:
             self._error = error
 
     def wait(self) -> StepResult:
-        """Runs the engine's queue up to this step, and returns the step's result. Raises GroupBroken."""
+        """Runs the steps in the engine's queue up to this one, and returns this step's result. Raises GroupBroken if the group has
+        lost a device."""
         while self._error is None:
             if self._result is not None:
                 return self._result
@@ -211,8 +219,8 @@ class PostedStep:
 
 
 def broke(share: GroupShare, error: GroupBroken) -> None:
-    """Marks a share as part of a broken group, so that no more steps of it are run, and logs the error. The share stays in memory
-    until the daemon evicts it."""
+    """Marks an engine's share of a split model as part of a broken group, so that no more steps of it are run, and logs the error.
+    The share stays in memory until the daemon evicts it."""
     share.is_broken = True
     # Not a warning: an eviction of a busy model reaches its devices one after the other, and the daemon reports a lost device.
     log.info("%s: no more steps: another of its devices has evicted its share or has failed (%s)", share.name, error)

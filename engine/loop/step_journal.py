@@ -15,15 +15,17 @@ from scheduler.batch.plan import LongArray
 
 
 class StepJournal:
-    """The writer of one engine's step journal. page: the shared memory that protocol.write_journal writes. first: the models' first
-    steps, by model, which run in threads of their own; the requests of running ones are in every entry."""
+    """The writer of one engine's step journal. page: the journal's shared memory (engine.protocol.write_journal). first: model ->
+    its first step, which runs in a thread of its own while weights arrive; the journal names the requests of these steps at all
+    times."""
 
     def __init__(self, page: Any, first: Mapping[str, FirstStep]) -> None:
         self._page, self._first = page, first
         self._names_a_step = False
 
     def beat(self, doing: Doing, expected_s: float = 0.0) -> None:
-        """Records that the loop is alive and what it does from now on. expected_s: usual seconds of a step; 0.0 if not known."""
+        """Records that the loop is alive and what it does from now on. expected_s: usual seconds of the step that begins; 0.0 if
+        there is none or they are not known."""
         first_since_s = 0.0
         if self._first:
             behind_weights = (first.loaded_s for first in self._first.values() if first.loaded and first.running)
@@ -31,14 +33,14 @@ class StepJournal:
         write_pulse(self._page, time.monotonic(), expected_s, first_since_s, doing)
 
     def note(self, request_ids: LongArray, expected_s: float = 0.0) -> None:
-        """Records that the loop runs a step of these requests from now on. expected_s: usual seconds of the step; 0.0 if not
+        """Records that the loop runs a step with these requests from now on. expected_s: usual seconds of the step; 0.0 if not
         known."""
         self.beat(Doing.STEP, expected_s)
         self.name(request_ids)
 
     def name(self, request_ids: LongArray) -> None:
-        """Writes the requests that a fault of the engine would be blamed on: `request_ids`, and those of the first steps that run
-        in threads."""
+        """Writes to the journal the requests that a fault of the engine would be blamed on: `request_ids`, and those of the first
+        steps that run in threads."""
         if self._first:
             request_ids = np.concatenate((request_ids, *(first.request_ids for first in self._first.values())))
         write_journal(self._page, request_ids)

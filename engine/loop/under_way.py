@@ -1,4 +1,4 @@
-"""A step that was launched and whose tokens have not been read yet."""
+"""Holds a step that was launched and whose result has not been read yet."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from scheduler.batch.plan import BatchPlan, LongArray
 
 @dataclass(slots=True, frozen=True)
 class StepUnderWay:
-    """A launched step whose result has not been read. request_ids [R]: the requests of the plan's rows at the time of the launch.
-    masks: those of its constrained rows; None: there are none. expected_s: the seconds that it usually takes, 0.0 if that is not
-    known."""
+    """A launched step whose result has not been read.
+    request_ids [R]: the requests of the plan's R rows at the time of the launch.
+    masks: for the rows with a grammar or token limits, the tokens that they may sample; None: there are no such rows.
+    expected_s: the seconds that the step usually takes; 0.0 if that is not known."""
 
     served: ServedModel
     plan: BatchPlan

@@ -1,9 +1,9 @@
 """The engine's loop: receives the daemon's messages, runs the next model's step, and sends one message with the step's tokens.
 
-It blocks in epoll while nothing runs. A step is journalled in shared memory before it starts, so the daemon knows what was running
-if the process dies in it. Any exception in a step ends the process: the daemon starts a new one and submits the requests again.
-Only a step that lacks memory to compute does not end the process: its own requests fail, and all others go on.
-"""
+The loop blocks in epoll while nothing runs. Before a step starts, its requests are written to the step journal in shared memory, so
+the daemon knows what was running if the process dies in the step. Any exception in a step ends the process: the daemon starts a new
+one and submits the requests again. Only a step that lacks memory to compute does not end the process: its own requests fail, and
+all others go on."""
 
 from __future__ import annotations
 
@@ -80,8 +80,11 @@ MAX_BACKLOG_BYTES = 8 << 20
 
 class Engine:
     """The engine of one device: its models, their requests and the loop that runs their steps. `run` returns when the channel to
-    the daemon is closed or on Shutdown. left: weights that an earlier engine left in device memory; None: the memory ends with this
-    process. membership: its access to the exchange memory; None: it shares no models with other engines."""
+    the daemon is closed or on Shutdown.
+    runner, memory: what loads and runs models on the device, and the device's memory; memory is None for null models.
+    tier: the host tier; None: there is none.
+    left: weights that an earlier engine left in device memory; None: the memory ends with this process.
+    membership: the engine's access to the exchange memory; None: it shares no models with other engines."""
 
     def __init__(
         self,
@@ -211,9 +214,11 @@ class Engine:
     # ---- steps
 
     def _turn(self, busy: list[str]) -> None:
-        """Starts one step of the busy model whose turn (time slice) it is. If that one finds no step to run, the turn passes to the
-        next: it is charged nothing and would be chosen again and again. So it does if other stages of a pipeline have all its
-        steps, but then the others keep within their turns, because it is asked again after each of their steps."""
+        """Starts one step of the busy model whose turn (time slice) it is. If that model has no step to run, the next model is
+        asked: the first is charged nothing and would be chosen again and again. The same holds if other stages of a pipeline have
+        all steps of that model. But then the other models still keep within their turns, because the pipelined model is asked again
+        after each of their steps. If no model has a step to run, the result of the oldest step under way is waited for. busy: the
+        models that may have a step to run."""
         asked = busy
         while asked and (name := self.models.next(asked)) is not None:
             if self._step(name, busy):
@@ -225,9 +230,10 @@ class Engine:
             self._end_oldest()
 
     def _step(self, name: str, busy: list[str]) -> bool:
-        """Starts one step of a model. While the model then has more steps under way than most_under_way, results are waited for,
-        the oldest first. Returns False if the model has no step to run and none under way whose results could change that, or if
-        other models are busy and its steps are in other stages of a pipeline. busy: the models that share the device's time."""
+        """Starts one step of a model, then waits for results, the oldest first, while more steps of the model are under way
+        (launched, without a result yet) than most_under_way. Returns False if the model has no step to run and no step under way
+        whose result could change that, or if other models are busy and the model's steps are in other stages of a pipeline. busy:
+        the models that share the device's time."""
         embedder = self.models.embedders.get(name)
         if embedder is not None:
             self._end_on_device()
@@ -256,8 +262,8 @@ class Engine:
         return True
 
     def _plan(self, name: str, served: ServedModel, busy: list[str]) -> BatchPlan | None:
-        """Returns a model's next step; None if it has none, or if that depends on results of steps under way. busy: the models that
-        share the device's time."""
+        """Returns the plan of a model's next step; None if the model has no step to run, or if what it runs next depends on results
+        of steps under way. busy: the models that share the device's time."""
         if served.is_broken:  # it may have lost a device since it was found busy
             return None
         scheduler = served.scheduler
@@ -276,7 +282,8 @@ class Engine:
         return plan
 
     def _start(self, name: str, served: ServedModel, plan: BatchPlan) -> bool:
-        """Starts a planned step. Returns False if it has no result to wait for: it has ended, or could not be started."""
+        """Starts a planned step. Returns whether the step is now under way and its result has to be waited for; False if it has
+        ended already, or could not be started."""
         scheduler, constrained = served.scheduler, name in self.constraints.concerned
         self.num_steps += 1
         posted: PostedStep | None = None
@@ -311,9 +318,9 @@ class Engine:
         return True
 
     def _note_with_those_under_way(self, request_ids: LongArray, expected_s: float) -> None:
-        """Writes a step's requests, and those of all steps that the device runs by itself, to the journal: a fault may come from
-        any of these steps, because devices report faults late. Steps of split models are noted once this device runs its part.
-        expected_s: usual seconds of the step; 0.0 if not known."""
+        """Writes a step's requests to the journal, together with those of all steps that the device runs by itself: a fault may
+        come from any of these steps, because devices report faults late. Steps of split models are noted once this device computes
+        its part. expected_s: usual seconds of the step; 0.0 if not known."""
         known = expected_s > 0.0
         for step in self._under_way:
             if step.served.share is not None:
@@ -323,8 +330,8 @@ class Engine:
         self.journal.note(request_ids, expected_s if known else 0.0)
 
     def _broke(self, share: GroupShare, error: GroupBroken) -> None:
-        """Drops the requests of a split model that has lost one of its devices. No message is sent, as none is for the requests of
-        an evicted model: the daemon keeps the requests."""
+        """Drops the requests of a split model that has lost one of its devices (`error`). No message is sent for them, as for the
+        requests of an evicted model: the daemon keeps the requests."""
         broke(share, error)
         self._under_way = deque(step for step in self._under_way if step.served.share is not share)
         if self.groups is not None:
@@ -346,20 +353,21 @@ class Engine:
         self._stats_dirty = True
 
     def _finish_launched(self) -> None:
-        """Waits for all steps under way and processes their results; afterwards nothing runs on the device."""
+        """Waits for all launched steps and processes their results; afterwards no step that this engine leads runs."""
         while self._under_way:
             self._end_oldest()
 
     def _end_on_device(self) -> None:
-        """Waits for all steps that this device runs by itself, and processes their results. Afterwards nothing runs on the device,
-        but for steps that other engines lead."""
+        """Waits for all steps that only this device computes, and processes their results. Afterwards nothing runs on the device,
+        except steps of split models that other engines lead."""
         while steps := [step for step in self._under_way if step.served.share is None]:
             self._end(steps[0])
 
     def _end_up_to(self, last: StepUnderWay, busy: list[str], noted: bool = False) -> bool:
-        """Waits for a step under way and those before it, the oldest first, and processes their results. For the results of a step
-        of this device alone, those of split models are not waited for. Returns False, and waits for nothing, if the step has not
-        come to this device yet and other models are busy, which may run meanwhile. noted: as in _end."""
+        """Waits for the step under way `last` and those before it, the oldest first, and processes their results. If `last` is a
+        step that only this device computes, steps of split models are skipped. Returns False, and waits for nothing, if `last` has
+        not come to this device yet and other models are busy, which may run meanwhile. busy: the models that share the device's
+        time. noted: whether the journal already has the requests and the expected time of these steps."""
         if len(busy) > 1 and last.waits:
             return False
         step: StepUnderWay | None = None
@@ -373,8 +381,8 @@ class Engine:
         self._end(self._under_way[0])
 
     def _end(self, step: StepUnderWay, noted: bool = False) -> None:
-        """Waits for a step under way and processes its result. noted: whether the journal already has the expected time of this
-        step and those after it."""
+        """Waits for a step under way and processes its result. noted: whether the journal already has the requests and the expected
+        time of this step and those after it."""
         self._under_way = deque(each for each in self._under_way if each is not step)
         if step.served.share is not None and (self._under_way or not noted):  # this device's part of it begins now
             self._note_with_those_under_way(step.request_ids, step.expected_s)
@@ -389,7 +397,8 @@ class Engine:
         self._take_in(step.served, step.plan, step.masks, result)
 
     def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
-        """Passes the result of a step that has ended to the scheduler, and its tokens to the daemon."""
+        """Passes the result of a step that has ended to the scheduler, and the step's tokens to the daemon. masks: those that the
+        step was computed with; None: none."""
         name, scheduler = served.spec.model, served.scheduler
         self.models.charge(served, plan, result.seconds, result.proposed, result.waited_s)
         for told in result.prompt_logprobs:
@@ -415,7 +424,7 @@ class Engine:
             captures.capture_next()
 
     def _start_first_steps(self) -> None:
-        """Starts the first steps that can begin, of models whose weights are still arriving."""
+        """Starts those first steps (of models whose weights are still arriving) that can begin now."""
         for first in self.lifecycle.first_steps.values():
             if first.can_start and self.lifecycle.start(first, self.num_steps + 1) is not None:
                 self.num_steps += 1
@@ -424,8 +433,8 @@ class Engine:
                 self._fail_hopeless(first.served.scheduler)
 
     def _resume(self, first: FirstStep) -> None:
-        """Processes the result of a first step that has ended, if it has one (there is none if its weights are read again). Then
-        processes the messages that were deferred while it ran."""
+        """Processes the result of a model's first step that has ended; there is none if the weights had to be read again. Then
+        processes the messages that were deferred while the step ran."""
         deferred, first.deferred = first.deferred, []
         if first.plan is not None and first.result is not None:
             self._take_in(first.served, first.plan, None, first.result)
@@ -433,8 +442,8 @@ class Engine:
             self._handle(message)
 
     def _look_after_adapters(self) -> None:
-        """Continues the loads of adapters that requests or an operator wait for. Models whose first step runs are left out, because
-        that step uses their adapters in its own thread."""
+        """Continues the loads of adapters that requests or an operator wait for. A model whose first step runs is left out, because
+        that step uses the model's adapters in its own thread."""
         first_steps = self.lifecycle.first_steps.values()
         held = (first.served for first in first_steps if not first.running)
         waiting = [served for served in (*self.models.by_name.values(), *held) if self.adapters.is_wanted(served)]
@@ -455,7 +464,8 @@ class Engine:
         self._stepped(name)
 
     def _stepped(self, name: str) -> None:
-        """Called after each step, with the model's name."""
+        """Reports after each step what is due: statistics, and what experts have computed. Collects garbage if that is overdue.
+        name: the step's model."""
         self._stats_dirty = True
         self.expert_news.stepped(name)
         now = time.monotonic()
@@ -474,7 +484,7 @@ class Engine:
             self._stats_dirty = True
 
     def _fail_request(self, request_id: int, code: str, error: str) -> None:
-        """Ends a request that is no longer in the batch scheduler, and tells the daemon the code and the error."""
+        """Ends a request that is no longer in the batch scheduler, and sends the code and the error to the daemon."""
         self.constraints.drop(self._model_of.pop(request_id), request_id)
         self.channel.send(RequestFailed(request_id, code, error))
         self._stats_dirty = True
@@ -488,8 +498,8 @@ class Engine:
     # ---- idle
 
     def _idle_wait_s(self) -> float | None:
-        """Returns how many seconds the loop sleeps, if no message arrives, before there are statistics to send or idle work to do;
-        None: there is neither."""
+        """Returns how many seconds the loop may sleep, if no message arrives, before there are statistics to send or idle work to
+        do; None if there is neither."""
         now = time.monotonic()
         if self._stats_dirty:
             return max(0.0, self._stats_sent_s + STATS_EVERY_S - now)
@@ -497,8 +507,8 @@ class Engine:
         return min(waits_s, default=None)
 
     def _idle(self) -> None:
-        """Does the first of what is due while nothing runs: sends statistics, then what experts have computed, then does a part of
-        the idle work."""
+        """Does the first of these that is due while nothing runs: sends statistics, sends what experts have computed, or does a
+        part of the idle work."""
         now = time.monotonic()
         if self._stats_dirty:
             self._send_stats(now)
@@ -614,7 +624,7 @@ class Engine:
             served.scheduler.submit(request)
 
     def _forget(self, name: str) -> None:
-        """Drops what the loop knows about the requests and adapters of a model that is evicted."""
+        """Drops the loop's records of the requests and adapters of a model that is evicted."""
         self._model_of = {request: model for request, model in self._model_of.items() if model != name}
         self.constraints.close(name)
         self.adapters.forget(name)
