@@ -1,9 +1,8 @@
-"""Returns a KV group's view of the arena: all chunks of a device in one address range, mapped once. Which model owns which chunk is
-decided in scheduler/batch.
+"""Makes tensors that show the arena as a KV group sees it. The arena is all chunks of a device in one address range, mapped once.
+Which model owns which chunk is decided in scheduler/batch.
 
 A KV group whose blocks take B bytes sees the whole arena as blocks of B: block b is bytes [b*B, (b+1)*B). It may use the blocks
-that lie wholly inside chunks it owns.
-"""
+that lie wholly inside chunks it owns."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from scheduler.batch.plan import IntArray
 
 def kv_views(arena: Tensor, group: KVGroupSpec, token_dims: tuple[int, int, int], kv_dtype: str) -> tuple[Tensor, Tensor | None]:
     """Returns the arena (uint8) as one KV group sees it: keys and values [num_blocks, layers, 2, kv_heads, block_tokens, head_dim],
-    and their scales [num_blocks, layers, 2, kv_heads, block_tokens] (None if kv_dtype has none). token_dims: 2, kv_heads and
-    head_dim (kv_layout.group_token_dims). kv_dtype: fp8, or the name of a torch dtype.
+    and their scales [num_blocks, layers, 2, kv_heads, block_tokens] (None if kv_dtype has none). token_dims: the sizes 2, kv_heads
+    and head_dim of these shapes (kv_layout.group_token_dims). kv_dtype: fp8, or the name of a torch dtype.
 
     For fp8 both are uint8: codes of float8_e4m3fn, and codes of the scales, which are powers of two. A block holds its scales after
     its values, so a copied, saved or shared block has everything needed to read it."""
@@ -35,15 +34,15 @@ def kv_views(arena: Tensor, group: KVGroupSpec, token_dims: tuple[int, int, int]
 
 
 def state_view(arena: Tensor, group: KVGroupSpec) -> Tensor:
-    """Returns the arena (uint8) as a KV group of states (layers that keep a state of a sequence, not its tokens) sees it: float32
-    [num_blocks, layers, numbers in a layer's state]."""
+    """Returns the arena (uint8) as a KV group of states sees it: float32 [num_blocks, layers, numbers in a layer's state]. The
+    layers of such a group (linear attention) keep one state of a sequence instead of keys and values of its tokens."""
     num_blocks = len(arena) // group.block_bytes
     return arena[: num_blocks * group.block_bytes].view(torch.float32).view(num_blocks, len(group.layers), -1)
 
 
 def copy_pieces(arena: torch.Tensor, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
     """Copies piece sources[i] of an arena to piece targets[i], for all i; piece p is bytes [p * piece_bytes, (p + 1) *
-    piece_bytes). No piece may be in both arrays. On a GPU the copies run after everything launched before."""
+    piece_bytes). No piece may be in both arrays. On a GPU the copies run after all work that was launched before."""
     pieces = arena[: len(arena) // piece_bytes * piece_bytes].view(-1, piece_bytes)
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
         pieces[target].copy_(pieces[source])

@@ -1,4 +1,5 @@
-"""Defines the interface between code that counts in chunks and the memory of one kind of device."""
+"""Defines the interface (ChunkMemory) through which code that counts in chunks uses the memory of a device, of whatever kind it
+is."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ if TYPE_CHECKING:  # engines of null models do not need torch
 
 
 class DeviceCopy(Protocol):
-    """A copy between the host and a device that is under way. Until `wait` has returned or raised, the memory it reads must not
-    change and the memory it writes must not be read."""
+    """A copy between the host and a device that is under way. Until `wait` has returned or raised an error, the source of the copy
+    must not change and its target must not be read."""
 
     def done(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
+        """Returns whether the copy has ended, or failed, so that `wait` does not block."""
         ...
 
     def wait(self) -> int:
-        """Waits for the copy and returns the checksum of the copied bytes (host/checksum.py). Raises RuntimeError if the device
-        failed."""
+        """Waits for the copy and returns the checksum of the copied bytes (engine/host/checksum.py). Raises RuntimeError if the
+        device failed."""
         ...
 
 
@@ -48,8 +49,8 @@ Piece = tuple[int, Any]
 
 
 class DeviceCopies(Protocol):
-    """Copies of several pieces that were started together. Until `wait` has returned or raised, the rules of DeviceCopy hold for
-    each piece."""
+    """Copies of several pieces (each an address on the device and an array of the host) that were started together. Until `wait`
+    has returned or raised an error, no source may change and no target may be read."""
 
     def done(self) -> bool: ...
 
@@ -98,23 +99,24 @@ class ChunkMemory(Protocol):
         ...
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserves an address range without memory and returns its address. num_bytes: a whole number of chunks. Raises
-        MemoryError."""
+        """Reserves an address range without memory and returns its address. num_bytes: a whole number of chunks. Raises MemoryError
+        if there is no address space."""
         ...
 
     def map(self, address: int, chunks: Sequence[int]) -> None:
-        """Maps the chunks one after the other, from `address` on, which lies in a range that `reserve` returned. Raises
-        MemoryError."""
+        """Maps the chunks one after the other into a range that `reserve` returned, from `address` on. Raises MemoryError if the
+        device refuses."""
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Unmaps the chunks in num_bytes bytes of a reserved range, which itself stays reserved. No step may be using them. They
-        may be mapped elsewhere as soon as this returns; a device may still show them at the old address for some milliseconds, but
-        no longer than until that address is mapped again. Raises RuntimeError if the device failed."""
+        """Unmaps the chunks in num_bytes bytes of a reserved range, from `address` on; the range itself stays reserved. No step may
+        be using them. They may be mapped elsewhere as soon as this returns. A device may still show them at the old address for
+        some milliseconds, but no longer than until something is mapped there again. Raises RuntimeError if the device failed."""
         ...
 
     def release(self, address: int, num_bytes: int) -> None:
-        """Gives up a range that `reserve` returned and in which nothing is mapped. num_bytes: its size, as reserved."""
+        """Returns a range of addresses that `reserve` returned, and in which nothing is mapped, to the system. num_bytes: its size,
+        as reserved."""
         ...
 
     def tensor(self, address: int, num_bytes: int) -> Tensor:
@@ -124,36 +126,38 @@ class ChunkMemory(Protocol):
 
     def copy_in(self, address: int, source: Any) -> DeviceCopy:
         """Starts copying host memory (`source`, a uint8 array) to the device's memory at `address`, which must be a multiple of 8.
-        Returns the copy, for which the caller waits."""
+        Returns the DeviceCopy, for which the caller must wait."""
         ...
 
     def copy_out(self, address: int, target: Any) -> DeviceCopy:
-        """Starts copying the device's memory at `address`, as the steps launched so far leave it, to host memory (`target`, a uint8
-        array that determines the size). Returns the copy, for which the caller waits."""
+        """Starts copying the device's memory from `address` on to host memory (`target`, a uint8 array, which is filled). The
+        copied bytes are those that the steps launched so far leave there. Returns the DeviceCopy, for which the caller must
+        wait."""
         ...
 
     def write(self, address: int, source: Any) -> None:
         """Starts copying `source` (uint8 array) to the device's memory at `address`, without a checksum. The copy has ended once a
-        fence taken afterwards is passed."""
+        fence that `fence` returns afterwards is passed."""
         ...
 
     def copying(self) -> AbstractContextManager[object]:
-        """Returns a context manager for a thread that launches work on the device, such as decoding weights. What it launches in
-        the context runs after every earlier `write`, and fences wait for it as for a `write`."""
+        """Returns a context manager for a thread that launches work on the device, such as decoding weights. Work launched in the
+        context runs after every earlier `write`, and a fence (see `fence`) covers it like a `write`."""
         ...
 
     def fence(self) -> Fence | None:
-        """Returns a fence that is passed when every `write` so far has ended; None if they have all ended."""
+        """Returns a fence (an object that can be waited for) that is passed when every `write` so far has ended; None if they have
+        all ended."""
         ...
 
     def prepare(self, chunk: int) -> int:
-        """Makes the system provide a chunk's physical memory, in huge pages where possible; the chunk's content stays. Returns how
-        many bytes of the chunk are in huge pages now."""
+        """Makes the system provide a chunk's physical memory, in huge pages where possible; the chunk's content is kept. Returns
+        how many bytes of the chunk are in huge pages now."""
         ...
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """Gives back to the system the memory of num_chunks free chunks, from first_chunk on; their content is lost. Does nothing
-        for a device whose memory is not the system's."""
+        """Returns the memory of num_chunks free chunks, from first_chunk on, to the system; their content is lost. Does nothing for
+        a device whose memory is not the system's."""
         ...
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
@@ -162,16 +166,16 @@ class ChunkMemory(Protocol):
         ...
 
     def checksum(self, address: int, num_bytes: int) -> int:
-        """Returns the checksum (host/checksum.py) of num_bytes bytes of the device's memory, as the steps launched so far leave
-        them. address: a multiple of 8."""
+        """Returns the checksum (engine/host/checksum.py) of num_bytes bytes of the device's memory, from `address` (a multiple of
+        8) on, as the steps launched so far leave them."""
         ...
 
     def export(self) -> list[int]:
-        """Returns file descriptors that together stand for all chunks; the caller closes them (memory/handles.py). A ChunkMemory
-        made of these descriptors has the same chunks with their content, in this process or another, even after this process has
-        died."""
+        """Returns file descriptors that together stand for all chunks; the caller closes them (engine/memory/handles.py). A
+        ChunkMemory made from these descriptors has the same chunks with their content, in this process or another, even after this
+        process has died."""
         ...
 
     def close(self) -> None:
-        """Ends all mappings; no tensor of this memory may be touched afterwards."""
+        """Ends this object's use of the memory and unmaps the arena. No tensor of this memory may be touched afterwards."""
         ...

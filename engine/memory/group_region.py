@@ -1,8 +1,8 @@
-"""Gives access to one group's region of the exchange memory: the arrays that the devices of a split model share.
+"""Gives access to one group's region of the exchange memory (engine/exchange.py): the arrays that the engines of a split model
+share.
 
-The leader, rank 0, writes the plan of each step and the model's sequence table. The other members read both, but not after the last
-exchange of the step, because the leader may write again then.
-"""
+The leader, rank 0, writes the plan of each step and the model's sequence table. The other members read both, but only until the
+last exchange of results in the step, because the leader may write again after it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ from scheduler.batch.plan import BatchPlan, LongArray, SequenceTable, make_seque
 class GroupRegion:
     """One member's view of a group's region of the exchange memory. Raises ValueError if the region is too small for `sizes`.
 
-    broken [1] int64: not 0 once the group is broken. rank: the member's rank. stage: its pipeline stage. stage_rank: the member's
-    index among the members of its stage. stage_size: how many members its stage has. ranks uint8: the memory through which the
-    members of its stage exchange their parts (engine/host/rank_memory.py). rendezvous: where the members of its stage meet. link:
-    the member's connection to the other stages; None: there is one stage. table: the model's sequences, without `params`, which
-    only the leader has."""
+    broken [1] int64: not 0 once the group is broken.
+    rank, stage: the member's rank and its pipeline stage.
+    stage_rank, stage_size: the member's index among the members of its stage, and how many these are.
+    ranks uint8: the memory through which the members of its stage exchange partial results (engine/host/rank_memory.py).
+    rendezvous: the point at which the members of its stage wait for each other.
+    link: the member's connection to the other stages; None: there is only one stage.
+    table: the model's sequences, without `params`, which only the leader has."""
 
     def __init__(self, exchange: Exchange, group: Group, sizes: RegionSizes) -> None:
         parts, num_bytes = region_layout(sizes)
@@ -68,8 +70,8 @@ class GroupRegion:
         self.table = SequenceTable(tokens=arrays["tokens"], **columns)
 
     def empty_table(self) -> SequenceTable:
-        """Empties the region's sequence table, as make_sequence_table would make it, and returns it. Only the leader calls it,
-        before the first step."""
+        """Empties the region's sequence table (no sequences, default values) and returns it. Only the leader calls it, before the
+        first step."""
         one_block = make_sequence_table(len(self.table.request_id), 1, 1, len(self.table.block_tables))
         for column in fields(SequenceTable):
             value = getattr(one_block, column.name)
@@ -78,15 +80,16 @@ class GroupRegion:
         return self.table
 
     def new_link(self, stage: int | None = None) -> StageLink:
-        """Returns a new connection to the neighbours of this member's stage, or of the stage with the number `stage`."""
+        """Returns a new connection to the neighbours of a pipeline stage: this member's stage, or the one with the index
+        `stage`."""
         of_stage = self.stage if stage is None else stage
         return StageLink(self._stages, of_stage, self.num_stages, self._handed_bytes, self.broken)
 
     @contextmanager
     def sharing_reads(self) -> Iterator[Sequence[SharedReads]]:
-        """Returns a context with the memory through which the members of this member's stage share reads (shared_by); () if they
-        are on several hosts, or if there is only this one. The last member to leave the context gives the memory back to the
-        system."""
+        """Returns a context manager whose value is the memory through which the members of this member's stage share what they read
+        from files; () if they are on several hosts, or if the stage has one member. The last member to leave the context returns
+        the memory to the system."""
         first = self.rank - self.stage_rank
         hosts = self._hosts[first : first + self.stage_size]
         if self.stage_size == 1 or len(set(hosts)) > 1:
@@ -105,13 +108,14 @@ class GroupRegion:
         return bool(self.broken[0])
 
     def leave(self) -> None:
-        """Ends this member's part in the group, which breaks the group. No steps are posted to it any more."""
+        """Ends this member's membership in the group, which breaks the group. No steps are posted to it any more."""
         self._exchange.leave(self._members[self.rank], self.offset)
 
     def post(self, plan: BatchPlan) -> bool:
-        """Posts the next step of the group, which all members run after all steps posted before. Only the leader calls it. Returns
-        False if the group is broken. Raises ValueError for a plan with too many rows, or with drafts of a predictor, which
-        followers cannot run, and ExchangeFull if a member is too far behind."""
+        """Writes the plan of the group's next step, and adds the step to the queues of all members, which run it after all steps
+        posted before. Only the leader calls it. Returns False if the group is broken. Raises ValueError for a plan with too many
+        rows, or one whose step uses a predictor, which the other members cannot run, and ExchangeFull if a member has too many
+        steps in its queue."""
         self.write_plan(plan)
         return self._poster.post()
 
@@ -120,13 +124,14 @@ class GroupRegion:
         return Poster(self._exchange, self._members, self.offset, self._broken_word)
 
     def write_plan(self, plan: BatchPlan) -> None:
-        """Writes the plan of the next step, without reporting it to any member. Raises ValueError as `post` does."""
+        """Writes the plan of the group's next step, without adding the step to any member's queue. Raises ValueError for a plan
+        with too many rows, or one whose step uses a predictor, which the other members cannot run."""
         self._plans.write(self._num_plans % self.num_stages, plan)
         self._num_plans += 1
 
     def read_plan(self, model: str) -> BatchPlan:
-        """Returns a copy of the plan of the next step that the leader has posted and this member has not read. model: the name that
-        the plan gets."""
+        """Returns a copy of the plan of the next step: the oldest one that the leader has posted and this member has not read.
+        model: the model's name, which is put into the copy."""
         plan = self._plans.read(self._num_plans % self.num_stages, model)
         self._num_plans += 1
         return plan
@@ -134,9 +139,9 @@ class GroupRegion:
 
 def _mapped(fd: int, offset: int, num_bytes: int) -> Any:
     """Maps num_bytes of a file, from `offset` on, and returns them as an object that supports the buffer protocol and is unmapped
-    with its last view. Raises ValueError if the file ends before, MemoryError if it cannot be mapped. Unlike Python's mmap it holds
-    no descriptor: what an evicted model leaves to the garbage collector stays until the engine is idle, and on one that is always
-    busy each load would take a descriptor."""
+    with its last view. Raises ValueError if the file ends before that, MemoryError if it cannot be mapped. Unlike Python's mmap,
+    the object holds no descriptor: what an evicted model leaves to the garbage collector stays until the engine is idle, so in an
+    engine that is always busy each load would cost a descriptor."""
     if os.fstat(fd).st_size < offset + num_bytes:
         raise ValueError(f"parallel: region {offset} of {num_bytes} bytes ends behind the exchange memory")
     address = mappings.reserve(num_bytes)
@@ -151,8 +156,8 @@ def _mapped(fd: int, offset: int, num_bytes: int) -> Any:
 
 
 def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int) -> GroupRegion:
-    """Opens the region of the group for which a model is being loaded. block_tokens: as in Configure. Raises ValueError if the load
-    is for no group, if exchange is None, or if the region is too small for the model."""
+    """Returns this engine's view of the region of the group for which a model is being loaded. block_tokens: number of tokens in a
+    KV block. Raises ValueError if the load is for no group, if exchange is None, or if the region is too small for the model."""
     if exchange is None or spec.group is None:
         raise ValueError(f"model {spec.model}: parallel: this engine shares no memory with others")
     group = spec.group

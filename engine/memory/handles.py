@@ -1,12 +1,12 @@
 """Passes a device's chunks between processes, as file descriptors over a Unix socket. Memory exists as long as any process holds
 its descriptors, even if the process that made it has died.
 
-An engine first sends no descriptors, only the shape of the memory it is to have. If an earlier engine left such memory, the daemon
-answers with its descriptors and with what is in it; if not, the engine makes its own memory and sends the descriptors.
+An engine first sends no descriptors, only the shape of the memory it is to have. If an earlier engine left memory of this shape,
+the daemon answers with the memory's descriptors and a note on its content; if not, the engine makes its own memory and sends the
+descriptors.
 
 Source: unix(7), SCM_RIGHTS; CUDA driver API, cuMemExportToShareableHandle ("once all shareable handles are closed and the
-allocation is released, the memory is released").
-"""
+allocation is released, the memory is released")."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _header = struct.Struct("<IIQI")  # descriptors, chunks, bytes of a chunk, bytes
 
 
 class Received(NamedTuple):
-    """The memory that `receive` got from another process. handles: the descriptors of the memory, which the receiver must close.
+    """Memory that another process has sent by `send`. handles: the descriptors of the memory, which the receiver must close.
     num_chunks, chunk_bytes: the memory's shape. note: bytes that describe its content."""
 
     handles: list[int]
@@ -36,7 +36,7 @@ class Received(NamedTuple):
 
 def allow_many_files(num_files: int = 0) -> None:
     """Raises this process's limit of open files as far as the system allows: a device of 140 GiB in chunks of 16 MiB has 9,000
-    descriptors. Raises OSError if the limit does not suffice for num_files files besides those that a process opens otherwise."""
+    descriptors. Raises OSError if the limit is too low for num_files files besides the OTHER_FILES that a process may need."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < num_files + OTHER_FILES:
@@ -45,15 +45,15 @@ def allow_many_files(num_files: int = 0) -> None:
 
 def send(sock: socket.socket, handles: Sequence[int], num_chunks: int, chunk_bytes: int, note: bytes = b"") -> None:
     """Sends descriptors, the shape of the memory that they stand for, and a note on its content. The descriptors stay open in this
-    process. sock: a blocking stream socket. Raises OSError."""
+    process. sock: a blocking stream socket. Raises OSError if sending fails."""
     sock.sendall(_header.pack(len(handles), num_chunks, chunk_bytes, len(note)) + note)
     for first in range(0, len(handles), MAX_FDS):
         socket.send_fds(sock, [b"h"], list(handles[first : first + MAX_FDS]))
 
 
 def receive(sock: socket.socket) -> Received:
-    """Waits for what another process passes to `send`, and returns it. Raises OSError if not all of it arrives; no descriptor is
-    left open then."""
+    """Waits until another process has sent descriptors by `send`, and returns them with the memory's shape and the note. Raises
+    OSError if not all of them arrive; no descriptor is left open then."""
     count, num_chunks, chunk_bytes, note_bytes = _header.unpack(_exactly(sock, _header.size))
     note = _exactly(sock, note_bytes)
     handles: list[int] = []

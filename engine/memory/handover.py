@@ -1,5 +1,5 @@
-"""Hands device memory over from engine to engine, by way of the daemon: takes over the memory that an earlier engine left, and
-gives descriptors of this engine's own memory to the daemon."""
+"""Passes device memory from one engine to the next, by way of the daemon: takes over the memory that an earlier engine left, and
+sends the descriptors of this engine's own memory to the daemon."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Handover:
         return given.handles, decode_held(given.note)
 
     def give(self, memory: ChunkMemory) -> None:
-        """Sends the descriptors of this engine's memory to the daemon, in a background thread because there may be thousands. An
-        error is only logged; the memory then ends with this process."""
+        """Sends the descriptors of this engine's memory to the daemon, so that the memory outlives this process; in a background
+        thread, because there may be thousands. An error is only logged; the memory then ends with this process."""
 
         def work() -> None:
             exported: list[int] = []

@@ -1,9 +1,8 @@
-"""Registers host memory with a device's driver (page-locks it), so that the copy engines read and write it by themselves. Without
-that, every copy passes through the driver's own small buffers.
+"""Registers host memory with a device's driver (page-locks it), so that the device's copy engines can read and write it directly.
+Without that, every copy passes through small buffers of the driver.
 
-While the driver registers a range, calls of other threads to it wait. Most of that time would go to page faults (0.6 s a GiB of
-untouched memory on an H100's host, 0.115 s where its pages exist), so pages are made before, by another system call.
-"""
+While the driver registers a range, calls of other threads to the driver wait. Most of that time would be spent on page faults (0.6
+s a GiB of untouched memory on an H100's host, 0.115 s where its pages exist), so pages are made before, by another system call."""
 
 from __future__ import annotations
 
@@ -26,26 +25,29 @@ Span = tuple[int, int]
 
 @runtime_checkable
 class RegistersHost(Protocol):
-    """A ChunkMemory whose device copies faster to and from registered host memory."""
+    """A ChunkMemory whose device copies faster to and from host memory that is registered with its driver."""
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Registers the host memory from `address` on with the device's driver, for the life of the process or until
-        `unregister_host`. Raises MemoryError or RuntimeError."""
+        """Registers num_bytes of host memory, from `address` on, with the device's driver, for the life of the process or until
+        `unregister_host`. Raises MemoryError or RuntimeError if the driver refuses."""
         ...
 
     def unregister_host(self, address: int, memory: object) -> None:
-        """Ends the registration that begins at `address`, but not before all steps launched so far have ended; returns without
-        waiting for that. memory: the object that keeps the memory mapped, which is held until then. If the driver refuses, which is
-        logged, it is held for the life of the process."""
+        """Ends the registration of the memory that begins at `address`. Returns at once, but the registration stays until all steps
+        launched so far have ended. memory: the object that keeps the memory mapped, which is kept until then. If the driver
+        refuses, which is logged, it is kept for the life of the process."""
         ...
 
 
 def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes: int, share: float = 1.0) -> int:
     """Registers host memory with the device's driver, range by range; logs how long it took, and returns how many bytes are
-    registered. The memory's content stays. Memory that cannot be registered can still be used, but copies of it are slower; the log
-    says so. what: the memory's name in the log. spans: (address, bytes) of each part. unit_bytes: no copy crosses a multiple of it,
-    counted from a span's beginning (the driver refuses a copy that crosses the border of a range). share: at most this share of the
-    time is spent in the driver."""
+    registered. The memory's content is kept. Memory that cannot be registered can still be used, but copies of it are slower; the
+    log says so.
+    what: the memory's name in the log.
+    spans: (address, bytes) of each stretch of memory.
+    unit_bytes: the caller promises that no copy crosses a multiple of it, counted from a span's beginning (the driver refuses a
+    copy that crosses the border of a range).
+    share: the largest fraction of the time that may be spent in the driver."""
     range_bytes = max(1, RANGE_BYTES // unit_bytes) * unit_bytes
     ranges = [
         (address + at, min(range_bytes, num_bytes - at)) for address, num_bytes in spans for at in range(0, num_bytes, range_bytes)
@@ -83,8 +85,8 @@ def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes
 
 
 def register_whole(memory: RegistersHost, what: str, address: int, num_bytes: int) -> bool:
-    """Registers a small piece of host memory in one call, and returns whether it is registered. If not, the log says why. what: the
-    memory's name in the log."""
+    """Registers num_bytes of host memory in one call (the memory is small), and returns whether it is registered. If not, the log
+    says why. what: the memory's name in the log."""
     try:
         _populate(address, num_bytes)
         memory.register_host(address, num_bytes)
@@ -95,7 +97,7 @@ def register_whole(memory: RegistersHost, what: str, address: int, num_bytes: in
 
 
 def _populate(address: int, num_bytes: int) -> bool:
-    """Makes the system provide memory for every page of a range, in several calls; the pages' content stays. Returns False if the
-    system refuses, so that the driver has to do it."""
+    """Makes the system provide memory for every page of a range, in several calls; the pages' content is kept. Returns False if the
+    system refuses; registration then takes longer, because the driver makes the pages."""
     pieces = range(address, address + num_bytes, POPULATED_BYTES)
     return all(mappings.populate(at, min(POPULATED_BYTES, address + num_bytes - at)) for at in pieces)

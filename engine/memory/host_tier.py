@@ -13,7 +13,7 @@ from engine.memory import mappings
 
 class HostTier:
     """The host tier as an engine sees it: num_slots slots of slot_bytes each, mapped from the memfd `fd`, which is closed. The
-    daemon decides which slot holds what. Raises ValueError if the file is too small, MemoryError if it can't be mapped."""
+    daemon decides which slot holds what. Raises ValueError if the file is too small, MemoryError if it cannot be mapped."""
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
@@ -31,7 +31,7 @@ class HostTier:
         return self._address, self.num_slots * self.slot_bytes
 
     def slot(self, index: int) -> Any:
-        """Returns the memory of a slot, uint8 [slot_bytes]. Raises IndexError."""
+        """Returns the memory of a slot, uint8 [slot_bytes]. Raises IndexError if there is no slot of this index."""
         if not 0 <= index < self.num_slots:
             raise IndexError(f"host tier: slot {index} is not among the {self.num_slots}")
         return np.frombuffer(mappings.bytes_at(self._address + index * self.slot_bytes, self.slot_bytes), np.uint8)
@@ -46,8 +46,8 @@ class HostTier:
         return [self.slot(slot)[: num_bytes - at] for at, slot in zip(range(0, num_bytes, size), slots, strict=False)]
 
     def prepare(self, index: int) -> int:
-        """Makes the system provide a slot's memory, in huge pages where possible; the slot's content stays. Returns how many bytes
-        of the slot are in huge pages now."""
+        """Makes the system provide a slot's memory, in huge pages where possible; the slot's content is kept. Returns how many
+        bytes of the slot are in huge pages now."""
         address = self._address + index * self.slot_bytes
         huge = mappings.HUGE_PAGE_BYTES
         if self.slot_bytes % huge:

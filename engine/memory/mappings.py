@@ -1,9 +1,8 @@
-"""Manages address space by system call, for what Python's mmap cannot do (fixed places, ranges without access, huge pages on
+"""Maps and unmaps memory by system calls, for what Python's mmap cannot do (fixed places, ranges without access, huge pages on
 demand).
 
-Addresses and lengths are bytes. Functions raise MemoryError if the system refuses, except those whose result tells it. All release
-the GIL.
-"""
+Addresses and lengths are bytes. Functions raise MemoryError if the system refuses, except those whose result reports it. All
+release the GIL."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ def _map(address: int | None, num_bytes: int, protection: int, flags: int, fd: i
 
 
 def reserve(num_bytes: int) -> int:
-    """Reserves num_bytes bytes of address space without memory, aligned to a huge page, and returns the address. Touching the space
-    before something is mapped there is a segmentation fault."""
+    """Reserves num_bytes bytes of address space without memory, aligned to a huge page, and returns their address. An access to the
+    space before something is mapped there is a segmentation fault."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     begin = _map(None, num_bytes + HUGE_PAGE_BYTES, _PROT_NONE, flags, -1, 0, "reserve")
     address = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -55,44 +54,47 @@ def reserve(num_bytes: int) -> int:
 
 
 def map_file(address: int, num_bytes: int, fd: int, offset_bytes: int) -> None:
-    """Maps num_bytes bytes of a file, from offset_bytes on, to an address inside a reserved range, for reading and writing. Changes
+    """Maps num_bytes bytes of a file, from offset_bytes on, at an address inside a reserved range, for reading and writing. Changes
     go to the file and are seen by all who map it."""
     _map(address, num_bytes, _PROT_READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, offset_bytes, "map")
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """Unmaps whatever is mapped in num_bytes bytes from `address` on; the addresses stay reserved."""
+    """Unmaps whatever is mapped in num_bytes bytes from `address` on, which are in a reserved range; the addresses stay
+    reserved."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
     _map(address, num_bytes, _PROT_NONE, flags, -1, 0, "unmap")
 
 
 def release(address: int, num_bytes: int) -> None:
-    """Gives up a reserved address range, and unmaps whatever is mapped there."""
+    """Returns a reserved address range to the system, and unmaps whatever is mapped there."""
     if num_bytes and _libc().munmap(address, num_bytes):
         raise MemoryError(f"can't release {num_bytes} bytes: {os.strerror(ctypes.get_errno())}")
 
 
 def populate(address: int, num_bytes: int) -> bool:
-    """Makes the system provide memory for every page of a mapped range; content stays. Returns False if the system refuses."""
+    """Makes the system provide memory for every page of a mapped range; the pages' content is kept. Returns False if the system
+    refuses."""
     return not _libc().madvise(address, num_bytes, _MADV_POPULATE_WRITE)
 
 
 def collapse(address: int, num_bytes: int) -> int:
     """Moves mapped memory into huge pages, content included, and returns how many bytes are in huge pages now. At least one page in
-    every 2 MiB must have been touched. It needs no setting of the system, but several milliseconds per huge page. address,
-    num_bytes: whole huge pages."""
+    every 2 MiB must have been touched. This works whatever the system's setting for huge pages is, but takes several milliseconds
+    per huge page. address, num_bytes: multiples of a huge page."""
     madvise = _libc().madvise
     places = range(address, address + num_bytes, HUGE_PAGE_BYTES)
     return sum(HUGE_PAGE_BYTES for place in places if not madvise(place, HUGE_PAGE_BYTES, _MADV_COLLAPSE))
 
 
 def punch_hole(fd: int, offset_bytes: int, num_bytes: int) -> None:
-    """Gives part of a memfd's memory back to the system; that part reads as zeros afterwards."""
+    """Returns the memory of num_bytes bytes of a memfd, from offset_bytes on, to the system; these bytes read as zeros
+    afterwards."""
     if _libc().fallocate(fd, _PUNCH_HOLE, offset_bytes, num_bytes):
         raise MemoryError(f"can't give back {num_bytes} bytes: {os.strerror(ctypes.get_errno())}")
 
 
 def bytes_at(address: int, num_bytes: int) -> Any:
-    """Returns the memory at an address as an object that supports the buffer protocol. It keeps nothing mapped, and must not be
-    touched once the memory is unmapped."""
+    """Returns the memory at an address as an object that supports the buffer protocol. The object does not keep the memory mapped,
+    and must not be touched once the memory is unmapped."""
     return (ctypes.c_uint8 * num_bytes).from_address(address)

@@ -1,8 +1,7 @@
-"""Swaps descriptors of device memory between the ranks of a group, which are processes of one host, over Unix sockets.
+"""Exchanges descriptors of device memory between the ranks of a group, which are processes of one host, over Unix sockets.
 
 A rank listens under a name that is made from the group's id, which only the group's engines know. The name is an abstract one
-(unix(7)), so nothing is left behind by a rank that dies.
-"""
+(unix(7)), so a rank that dies leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ _credentials = struct.Struct("<iII")  # process, user, group
 
 
 class PeerHandles:
-    """One rank's side of a swap; it listens from the beginning. group_id: the same on all ranks, and only known to them. Raises
-    OSError."""
+    """One rank's side of the exchange; it listens for the other ranks from the time it is made. group_id: the same on all ranks,
+    and known only to them. size: number of ranks. Raises OSError if it cannot listen."""
 
     def __init__(self, group_id: bytes, rank: int, size: int) -> None:
         digest = hashlib.blake2b(group_id, digest_size=24).hexdigest()
@@ -34,8 +33,9 @@ class PeerHandles:
             raise
 
     def swap(self, handle: int, num_bytes: int) -> dict[int, int]:
-        """Gives a descriptor of num_bytes bytes of memory to every other rank. Returns the other ranks' descriptors by rank, which
-        the caller must close. All ranks must listen already, and their memory must have the same size. Raises OSError."""
+        """Sends a descriptor of num_bytes bytes of memory to every other rank. Returns the other ranks' descriptors by rank, which
+        the caller must close. All ranks must listen already, and their memory must have the same size. Raises OSError if a rank
+        does not take or send its descriptor in time, or sends a wrong one."""
         others = [rank for rank in range(len(self._names)) if rank != self._rank]
         found: dict[int, int] = {}
         try:
@@ -64,7 +64,8 @@ class PeerHandles:
 
 
 def _taken(sender: socket.socket, num_bytes: int) -> tuple[int, int]:
-    """Returns the rank and the descriptor that a rank sends. Raises OSError."""
+    """Receives the descriptor of num_bytes bytes of memory that another rank sends, and returns that rank and the descriptor.
+    Raises OSError if the sender is of another user, or sends anything else."""
     _, user, _ = _credentials.unpack(sender.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))
     if user != os.geteuid():
         raise ConnectionError(f"a descriptor from user {user}, who is another one")

@@ -1,9 +1,8 @@
 """Prepares free memory in idle time, so that a load or growing KV finds huge pages instead of page faults.
 
 Zeroing fresh memory costs more than reading weights into it, and drives read into 2 MiB pages three times as fast. So while nothing
-runs, free chunks, then the slots of the host tier, are touched and put into huge pages, one at a time; the engine looks for
-messages after each. Contents are never changed.
-"""
+runs, free chunks, then the slots of the host tier, are touched and put into huge pages, one chunk or slot at a time; the engine
+looks for messages after each. Contents are never changed."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ _LOOK_EVERY_BYTES = 256 << 20
 
 class Preparer:
     """Prepares one device's free chunks, and then the host tier's slots, so that they have memory in huge pages before they are
-    used. It gives memory to no more chunks than the pool allows (resident_limit). tier: None if there is no host tier. Not
-    thread-safe."""
+    used. Chunks get memory only until as many have it as the chunk pool allows (resident_limit). tier: None if there is no host
+    tier. Not thread-safe."""
 
     def __init__(self, memory: ChunkMemory, chunks: ChunkPool, tier: HostTier | None) -> None:
         self._memory, self._chunks, self._tier = memory, chunks, tier
@@ -48,7 +47,7 @@ class Preparer:
         return None if self._stopped or (self._next() is None and self._slots_done) else self._wait_s
 
     def disturbed(self) -> None:
-        """Makes the next `step` wait for the full idle time again. Called when the engine had something to do."""
+        """Makes the next `step` wait for the full idle time (AFTER_IDLE_S) again. Called when the engine had something to do."""
         self._wait_s = AFTER_IDLE_S
 
     def step(self) -> None:
@@ -90,7 +89,7 @@ class Preparer:
 
 
 def _available() -> float:
-    """Returns the share of the system's memory that programs can get without anything being swapped out."""
+    """Returns the fraction of the system's memory that programs can get without anything being swapped out."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     amounts = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return amounts["MemAvailable"] / amounts["MemTotal"]

@@ -1,9 +1,8 @@
 """Holds the plans of a group's steps in memory that its members share: one place for each step that may be under way.
 
-A place is one piece of memory without gaps: a head, then the plan's columns, as long as the plan has rows. So a plan of a few rows
-takes a few cache lines to reach another core. A member keeps its views of a place for each number of rows, because making four
-views takes numpy longer than filling them.
-"""
+A place is memory without gaps: a head, then the plan's arrays, one value per row of the plan each. So a plan of a few rows takes a
+few cache lines to reach another core. A member keeps its views of a place for each number of rows, because making four views takes
+numpy longer than filling them."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ assert _head.size <= PLAN_HEAD_BYTES
 
 
 class _Columns(NamedTuple):
-    """Views of a place's columns, which are those of BatchPlan. memory: the same four columns for writing, because assigning to a
-    memoryview takes half as long as to a numpy array."""
+    """Views of the arrays in one place, for one number of rows: those of BatchPlan with a value per row. memory: the same four
+    arrays as memoryviews, for writing, because assigning to a memoryview takes half as long as to a numpy array."""
 
     slots: IntArray
     num_computed: IntArray
@@ -32,9 +31,9 @@ class _Columns(NamedTuple):
 
 
 class SharedPlans:
-    """One member's view of the plans that a group shares. memory: [places, bytes] uint8, as many bytes as
+    """One member's view of the plans that a group of engines shares. memory: [places, bytes] uint8, as many bytes as
     engine.exchange.plan_bytes says. num_rows: the most rows of a plan. No member may read a place while the leader writes it; the
-    queues of the exchange memory see to that."""
+    queues of the exchange memory ensure that."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], num_rows: int) -> None:
         self._memory, self._num_rows = memory, num_rows
@@ -42,8 +41,8 @@ class SharedPlans:
         self._columns: list[dict[int, _Columns]] = [{} for _ in memory]
 
     def write(self, at: int, plan: BatchPlan) -> None:
-        """Writes a plan to place `at`. Raises ValueError for a plan with too many rows, or with drafts of a predictor, which
-        followers cannot run."""
+        """Writes a plan to place `at`. Raises ValueError for a plan with too many rows, or one whose step uses a predictor, which
+        the other members of the group cannot run."""
         num = len(plan.slots)
         if num > self._num_rows or plan.to_propose is not None:
             what = f"a step of {num} rows, to be told to a group with room for {self._num_rows}"
@@ -53,7 +52,7 @@ class SharedPlans:
         _head.pack_into(self._heads[at], 0, plan.step_id, num, plan.all_decode, plan.drafted)
 
     def read(self, at: int, model: str) -> BatchPlan:
-        """Returns a copy of the plan in place `at`. model: the name that the plan gets."""
+        """Returns a copy of the plan in place `at`. model: the model's name, which is put into the copy."""
         step_id, num, all_decode, drafted = _head.unpack_from(self._heads[at])
         slots, num_computed, num_new, samples, _ = self._columns[at].get(num) or self._view(at, num)
         copies = (slots.copy(), num_computed.copy(), num_new.copy(), samples.copy())

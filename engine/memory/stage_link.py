@@ -1,9 +1,8 @@
-"""Connects one device to its neighbours in a pipeline: waits for the states that the previous stage sends, and tells the next stage
-(engine/host/stage_memory.py describes the memory).
+"""Connects one device to its neighbours in a pipeline: waits for the states (activations) that the previous stage sends, and
+signals the next stage that it can read this stage's (engine/host/stage_memory.py describes the memory).
 
 With S stages, a stage writes the states of step n over those of step n - S. That is safe because rank 0, which is in the last
-stage, starts step n only after it has ended step n - S, so every later stage has read these.
-"""
+stage, starts step n only after it has ended step n - S: by then every later stage has read the states of step n - S."""
 
 from __future__ import annotations
 
@@ -26,14 +25,15 @@ _SLEEP_S = 0.02  # a sleeping stage looks this often whether the group is broken
 
 
 class StageLink:
-    """One device's connection to the stages before and after its own. Only one thread may use it at a time. If one thread takes and
-    another one sends, each has a connection of its own. waited_s: the seconds that `take` has waited in all. handed_bytes: bytes of
-    the states of one step."""
+    """One device's connection to the pipeline stages before and after its own. Only one thread may use it at a time. If one thread
+    takes states and another one sends states, each has a connection of its own. waited_s: the seconds that `take` has waited in
+    all. handed_bytes: bytes of the states of one step."""
 
     def __init__(self, memory: Bytes, stage: int, num_stages: int, handed: int, broken: LongArray) -> None:
-        """memory: the part of the stage memory that belongs to this device and those with the same number in the other stages.
-        stage: number of this device's stage. handed: bytes of the states of one step. broken [1]: not 0 once the group has lost a
-        device."""
+        """memory: the part of the stage memory that belongs to this device and the devices with the same index in the other stages.
+        stage: index of this device's stage.
+        handed: bytes of the states of one step.
+        broken [1]: not 0 once the group has lost a device."""
         pieces = memory.reshape(num_stages - 1, piece_bytes(num_stages, handed))
         self._stage, self._num_stages, self._broken = stage, num_stages, broken
         lines, self._places = pieces[:, :LINE_BYTES], pieces[:, LINE_BYTES:].reshape(num_stages - 1, num_stages, handed)
@@ -44,7 +44,7 @@ class StageLink:
 
     def take(self) -> Bytes | None:
         """Waits until the previous stage has sent the states of the next step, and returns the memory that holds them, uint8
-        [handed]. Returns None if the group is broken before that."""
+        [handed]. Returns None if the group breaks before that."""
         line, begin_s = self._lines[self._stage - 1], time.perf_counter()
         while line[_SENT] <= self._num_taken:
             if self._broken[0]:
@@ -59,17 +59,17 @@ class StageLink:
 
     @property
     def num_come(self) -> int:
-        """Number of steps whose states the previous stage has sent so far. The first stage has no such stage."""
+        """Number of steps whose states the previous stage has sent so far. Must not be asked of the first stage."""
         return int(self._lines[self._stage - 1][_SENT])
 
     @property
     def is_first(self) -> bool:
-        """Returns whether this is the first stage, which takes nothing."""
+        """Returns whether this is the first stage, which takes no states."""
         return self._stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Returns whether this is the last stage, which sends nothing."""
+        """Returns whether this is the last stage, which sends no states."""
         return self._stage == self._num_stages - 1
 
     @property
@@ -78,7 +78,7 @@ class StageLink:
         return self._places[self._stage, self._num_sent % self._num_stages]
 
     def send(self) -> None:
-        """Tells the next stage that `place` has been filled, and wakes it if it sleeps."""
+        """Signals the next stage that the states are in `place`, and wakes that stage if it sleeps."""
         line = self._lines[self._stage]
         self._num_sent += 1
         self._fence.order()
@@ -92,8 +92,8 @@ class StageLink:
         self._broken[0] = 1
 
     def _sleep(self, line: LongArray) -> None:
-        """Sleeps until the previous stage sends something, for _SLEEP_S at most. line: the counters of the memory through which
-        that stage sends."""
+        """Sleeps until the previous stage sends states, for _SLEEP_S at most. line: the counters in the memory through which that
+        stage sends."""
         line[_SLEEPERS] = 1  # only this device waits for these states
         self._fence.order()
         if line[_SENT] <= self._num_taken:

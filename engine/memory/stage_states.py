@@ -1,4 +1,4 @@
-"""Lays out in memory the states that a pipeline stage passes on, one after the other and without padding."""
+"""Lays out the states (activations) that a pipeline stage passes on in memory, one after the other and without padding."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from torch import Tensor
 
 
 def state_rows(memory: Tensor, states: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-    """Returns, for each of the states [T, W] (T rows of width W), the part of `memory` (uint8) for its first num_tokens rows, as
-    [num_tokens, W] of its dtype."""
+    """Returns views of the places of several states in `memory` (uint8), in which they lie one after the other: for each state [T,
+    W] (T rows of width W), its first num_tokens rows, as [num_tokens, W] of its dtype. states: tensors that give W and the
+    dtype."""
     rows, begin = [], 0
     for state in states:
         end = begin + num_tokens * state.shape[1] * state.element_size()

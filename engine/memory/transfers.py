@@ -1,6 +1,5 @@
 """Copies between a device and the host, concurrent with the steps of other models. Where the host does the copying, a few threads
-copy and hold no lock meanwhile. Where the device copies by itself, several copies are under way at a time.
-"""
+copy, without the interpreter lock. Where the device copies by itself, several copies are under way at a time."""
 
 from __future__ import annotations
 
@@ -39,8 +38,9 @@ class TransferCancelled(Exception):
 
 @dataclass(slots=True, frozen=True)
 class Several:
-    """A way in which `transfer` copies several pieces with one call of `start`. A call is given pieces until their number reaches
-    most_pieces or their size most_bytes. Each of num_threads threads has at most most_under_way calls under way."""
+    """A way in which `transfer` copies several pieces (each an address on the device and an array of the host) with one call of
+    `start`. A call gets further pieces until it has most_pieces, or at least most_bytes bytes. Each of num_threads threads has at
+    most most_under_way calls under way."""
 
     start: Callable[[Sequence[Piece]], DeviceCopies]
     most_bytes: int
@@ -51,7 +51,8 @@ class Several:
 
 @dataclass(slots=True, frozen=True)
 class _Ended:
-    """The DeviceCopies of pieces whose copying had ended before it was made. checksums: those of the pieces."""
+    """A DeviceCopies (copies that can be waited for) whose copying had ended before the object was made. checksums: those of the
+    pieces."""
 
     checksums: list[int]
 
@@ -64,7 +65,7 @@ class _Ended:
 
 @dataclass(slots=True, frozen=True)
 class _Only:
-    """The DeviceCopies that consist of a single copy."""
+    """A DeviceCopies (copies that can be waited for) that consists of a single copy."""
 
     copy: DeviceCopy
 
@@ -76,8 +77,8 @@ class _Only:
 
 
 def copies_several(memory: ChunkMemory, out: bool) -> Several | None:
-    """Returns the way in which `transfer` can copy several pieces of this memory in one call (its argument `several`); None if the
-    memory has no such way. out: whether the pieces are copied from the device to the host."""
+    """Returns a way in which `transfer` can copy several pieces of this memory in one call (for its argument `several`); None if
+    pieces can only be copied one by one. out: whether the pieces are copied from the device to the host."""
     if isinstance(memory, CopiesSeveral):
         copy = partial(memory.copy_several, out=out)
         return Several(lambda pieces: _Ended(copy(pieces)), AT_ONCE_BYTES, sys.maxsize, 1, NUM_THREADS)
@@ -85,8 +86,8 @@ def copies_several(memory: ChunkMemory, out: bool) -> Several | None:
 
 
 def starts_several(memory: ChunkMemory, out: bool) -> Several | None:
-    """Returns the way in which `transfer` can have the device copy several pieces in one call (its argument `several`); None if the
-    device does not copy by itself. out: whether the pieces are copied from the device to the host."""
+    """Returns a way in which `transfer` can make the device copy several pieces in one call (for its argument `several`); None if
+    the device does not copy by itself. out: whether the pieces are copied from the device to the host."""
     if not isinstance(memory, StartsSeveral):
         return None
     return Several(partial(memory.start_several, out=out), BATCH_BYTES, BATCH_PIECES, BATCHES_UNDER_WAY, 1)
@@ -101,11 +102,14 @@ def transfer(
     next_piece: Callable[[bool], int | None] | None = None,
     several: Several | None = None,
 ) -> list[int]:
-    """Copies every piece by `copy` (ChunkMemory.copy_in or copy_out) and returns their checksums, in order. cancelled: asked before
-    each copy is started. progress: called with the bytes copied so far. landed: called with each piece that was copied, in any
-    thread. next_piece(wait): returns the index of a piece to copy, or, at the end, None once for each of NUM_THREADS threads; if no
-    piece is ready yet, it waits if `wait` is True, else raises queue.Empty; default: all pieces in order. several: copies several
-    pieces at a time, in place of `copy` (copies_several).
+    """Copies every piece (an address on the device and an array of the host) by `copy` (ChunkMemory.copy_in or copy_out) and
+    returns the pieces' checksums, in order.
+    cancelled: asked before each copy is started; True ends the transfer.
+    progress: called with the bytes copied so far.
+    landed: called with each piece that was copied, in any thread.
+    next_piece(wait): returns the index of a piece to copy, or, at the end, None once for each of NUM_THREADS threads. If no piece
+    is ready yet, it waits if `wait` is True, else raises queue.Empty. None: all pieces are copied in order.
+    several: copies several pieces at a time, in place of `copy` (copies_several).
 
     Raises the first error of a copy, or TransferCancelled, after all copies under way have ended."""
     checksums = [0] * len(pieces)
@@ -117,8 +121,8 @@ def transfer(
     num_bytes = 0
 
     def few(wait: bool) -> tuple[list[int], bool]:
-        """Returns the indices of pieces to copy in one call, and whether there may be further pieces. wait: whether to wait until
-        one piece is ready; more are taken only if they are ready."""
+        """Returns the indices of the pieces to copy in the next call, and whether there may be further pieces. wait: whether to
+        wait until one piece is ready. Further pieces are taken only if they are ready already."""
         places: list[int] = []
         few_bytes = 0
         with suppress(Empty):

@@ -10,14 +10,14 @@ from loader.formats.weight_format import WeightSlot
 
 
 def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]:
-    """Returns (begin, end, parameter name) for everything that a load fills: a parameter's values and, if the load quantises it,
-    its scales. begin and end are bytes in the weight range, end exclusive. layout: what weight_layout of loader.sizes.layout
-    returns."""
+    """Returns the places that a load fills, as (begin, end, parameter name): the values of each parameter and, if the load
+    quantises it, its scales. begin and end are bytes in the weight range, end exclusive. layout: what weight_layout of
+    loader.sizes.layout returns."""
     return [(*place, slot.name) for slot in layout for place in slot.places]
 
 
 class WeightArrivals:
-    """Counts, for each group of bytes of a weight range, how many have yet to arrive: left_bytes[group]. places: (begin, end,
+    """Counts how many bytes of each group of places in a weight range have yet to arrive: left_bytes[group]. places: (begin, end,
     group) in bytes of the weight range, which do not overlap; groups are numbered from 0. Bytes between places belong to no group.
     Not thread-safe."""
 
@@ -28,14 +28,14 @@ class WeightArrivals:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Sets left_bytes to the full size of each group again, because all bytes will arrive again."""
+        """Sets left_bytes of each group to the group's full size again, because all bytes will arrive again."""
         self.left_bytes = [0] * len(self.left_bytes)
         for begin, end, group in self._places:
             self.left_bytes[group] += end - begin
 
     def landed(self, begin_bytes: int, end_bytes: int) -> list[int]:
         """Notes that the bytes from begin_bytes to before end_bytes have arrived; each byte may be reported once. Returns the
-        numbers of the groups that are complete with them."""
+        numbers of the groups of which these were the last missing bytes."""
         whole = []
         for begin, end, group in self._places[bisect_right(self._ends, begin_bytes) :]:
             if begin >= end_bytes:

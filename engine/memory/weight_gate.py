@@ -17,17 +17,17 @@ Layer = TypeVar("Layer")
 
 
 class WeightsWithdrawn(Exception):
-    """Raised in a step that ran while its model's weights arrived, and whose results are void because the load has failed, was
+    """Raised in a step that runs while its model's weights arrive, if the step's results are void: the load has failed, was
     cancelled, or starts over from another source."""
 
 
 class WeightGate:
-    """The gate between the load of a model's weights and the steps that run during it. layout: as loader.sizes.layout.weight_layout
-    returns it; each of its slots names the stage of the forward pass that needs it.
+    """The gate between the load of a model's weights and the steps that run during it. layout: the weights' places, as
+    loader.sizes.layout.weight_layout returns them, each with the stage of the forward pass that needs it.
 
-    The readers report bytes that have `landed`. A stage is open when all bytes of its parameters have landed. `begun`, if set, is
-    called once, by any thread, when the first stage opens. Checks that need all weights (checksums, whether a file has changed)
-    come before `open`, so no step ends with bad weights."""
+    The readers report bytes that have arrived (`landed`). A stage is open when all bytes of its parameters have arrived. `begun`,
+    if set, is called once, by any thread, when the first stage opens. Checks that need all weights (checksums, whether a file has
+    changed) come before `open`, so no step ends with bad weights."""
 
     def __init__(self, layout: Iterable[WeightSlot]) -> None:
         slots = list(layout)
@@ -44,8 +44,8 @@ class WeightGate:
     # ---- the load
 
     def landed(self, begin_bytes: int, end_bytes: int) -> None:
-        """Notes that the bytes from begin_bytes to before end_bytes of the weight range have arrived, and opens the stages that are
-        complete with them. Called from any thread, once for each byte. Bytes between parameters are ignored."""
+        """Notes that the bytes from begin_bytes to before end_bytes of the weight range have arrived, and opens the stages whose
+        last missing bytes these were. Called from any thread, once for each byte. Bytes between parameters are ignored."""
         with self._changed:
             self._arrivals.landed(begin_bytes, end_bytes)
             self._changed.notify_all()
@@ -81,8 +81,8 @@ class WeightGate:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Returns a context manager for the part of a step that reads the weights; `withdraw` waits until it is left. Raises
-        WeightsWithdrawn if the weights were withdrawn."""
+        """Returns a context manager for the part of a step that reads the weights; `withdraw` waits until the context is left.
+        Raises WeightsWithdrawn if the weights were withdrawn."""
         with self._changed:
             self._raise_withdrawn()
             self._num_inside += 1
@@ -94,16 +94,16 @@ class WeightGate:
                 self._changed.notify_all()
 
     def behind(self, layers: Iterable[Layer]) -> Iterator[Layer]:
-        """Yields each of a model's layers, given in order, once the layer's weights have arrived. After the last one, waits until
-        `open` is called. Raises WeightsWithdrawn."""
+        """Yields each of a model's layers (`layers`, in order) once the layer's weights have arrived. After the last layer, waits
+        until `open` is called. Raises WeightsWithdrawn if the weights are withdrawn meanwhile."""
         for stage, layer in enumerate(layers, 1):
             self.wait(stage)
             yield layer
         self._wait(lambda: self._all)
 
     def wait(self, stage: int) -> None:
-        """Waits until all weights of this stage have arrived. stage: 0 before the layers, n + 1 for layer n. Raises
-        WeightsWithdrawn."""
+        """Waits until all weights that a stage of the forward pass needs have arrived. stage: 0 for what comes before the layers, n
+        + 1 for layer n. Raises WeightsWithdrawn if the weights are withdrawn meanwhile."""
         self._wait(lambda: self._is_there(stage))
 
     def _is_there(self, stage: int) -> bool:

@@ -1,7 +1,6 @@
-"""Keeps one address range per model for its weights, the same for every load, so that whatever holds the address of a weight (a
-captured graph, a table) stays valid. Between an eviction and the next load the range has no memory (on a GPU some milliseconds
-after the eviction), and touching it is a fault, so a use after eviction can't pass unnoticed.
-"""
+"""Keeps one address range per model for its weights, the same for every load, so that everything that holds the address of a weight
+(a captured graph, a table) stays valid. From an eviction to the next load the range has no memory (on a GPU from some milliseconds
+after the eviction). An access is a fault then, so a use after eviction cannot go unnoticed."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class WeightRange:
 
     def map(self, chunks: Sequence[int]) -> None:
         """Maps the chunks into the range, in order; their content is undefined. Raises ValueError unless there are num_chunks
-        chunks and none is mapped yet. Raises MemoryError, and maps none, if the device refuses."""
+        chunks and the range is unmapped. Raises MemoryError, and maps none, if the device refuses."""
         if len(chunks) != self.num_chunks or self._mapped:
             raise ValueError(f"{len(chunks)} chunks for a range of {self.num_chunks}{', mapped already' if self._mapped else ''}")
         self._mapped, self._chunks = True, chunks
@@ -61,8 +60,9 @@ class WeightRange:
             raise
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
-        """Makes the system provide the memory of the chunks that hold bytes begin_bytes to end_bytes of a mapped range, as
-        ChunkMemory.prepare does. Several threads may call it at once: each call returns when its own part is ready."""
+        """Makes the system provide the memory of the chunks that hold the bytes from begin_bytes to before end_bytes of a mapped
+        range, in huge pages where possible. Several threads may call it at once: each call returns when the memory of its own bytes
+        is ready."""
         size = self._memory.chunk_bytes
         for place in range(begin_bytes // size, -(-end_bytes // size)):
             with self._preparing[place % PREPARING_LOCKS]:
@@ -75,7 +75,7 @@ class WeightRange:
             self._memory.unmap(self.address, self._reserved_bytes)
 
     def close(self) -> None:
-        """Unmaps the chunks and gives up the address range."""
+        """Unmaps the chunks and returns the address range to the system."""
         self.unmap()
         self._memory.release(self.address, self._reserved_bytes)
 
@@ -88,9 +88,9 @@ class WeightRanges:
         self._ranges: dict[str, tuple[object, WeightRange]] = {}
 
     def of(self, model: str, identity: object, num_bytes: int) -> WeightRange:
-        """Returns the unmapped range of a model that is not loaded. It is the range of the model's last load if `identity` (which
-        tells weights apart) and num_bytes are the same; else the old range is given up and a new one is made. Raises
-        MemoryError."""
+        """Returns the unmapped range of a model that is not loaded. It is the range of the model's last load if `identity` (a value
+        that differs between different weights) and num_bytes are the same; else the old range is given up and a new one is made.
+        Raises MemoryError if there is no address space."""
         known = self._ranges.get(model)
         if known is not None:
             if known[0] == identity and known[1].num_bytes == num_bytes:
