@@ -1,1 +1,2 @@
-"""Manages the lives of the models on one device: loads, first steps, saved KV, evictions."""
+"""Manages the models on one device from load to eviction: loads, first steps (which run while weights arrive), saved KV,
+evictions."""

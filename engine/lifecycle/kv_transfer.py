@@ -28,9 +28,12 @@ log = logging.getLogger("engine")
 
 
 class KVIndex(msgspec.Struct, frozen=True, array_like=True):
-    """The index of a model's saved KV, the content of Evicted.kv_index, for E blocks and G KV groups. fingerprint, kv_dtype:
-    weights_identity and kv_identity. keys: the blocks' keys, end to end. num_tokens: int32 [E], tokens in each block. present:
-    uint8 [E, G], which groups have the block. checksums: uint64, one for each block and group present."""
+    """The index of a model's saved KV, for E blocks and G KV groups; encoded, it is Evicted.kv_index.
+    fingerprint, kv_dtype: texts that identify the weights and the kind of KV (weights_identity, kv_identity).
+    keys: the blocks' keys, end to end.
+    num_tokens: int32 [E], tokens in each block.
+    present: uint8 [E, G], which groups have the block.
+    checksums: uint64, one for each pair of block and group that is present, in the order of `present`."""
 
     fingerprint: str
     kv_dtype: str
@@ -47,10 +50,12 @@ _decoder = msgspec.msgpack.Decoder(KVIndex)
 
 @dataclass(slots=True)
 class KVTransfer:
-    """A copy of E blocks of one model with G KV groups, from the device to the host tier (`save`) or back. `run` makes it, and may
-    be called in any thread. blocks [E, G]: block numbers, -1 where a group has none. pieces, expected and checksums have one entry
-    for each block present, row by row; expected: the checksums in the index, when KV is restored; checksums: those found by the
-    copy."""
+    """A copy of E blocks of one model with G KV groups, from the device to the host tier (`save`) or back. `run`, which may be
+    called in any thread, does the copying.
+    blocks [E, G]: block numbers, -1 where a group has none.
+    pieces, expected, checksums: one entry for each block number that is not -1, row by row: the parts of the block and of the slots
+    that it is copied between; its checksum in the index, when KV is restored; the checksum that the copy found.
+    num_lost_tokens: number of tokens whose KV is not saved."""
 
     served: ServedModel
     keys: list[bytes]
@@ -87,8 +92,8 @@ class KVTransfer:
 
 
 def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer:
-    """Prepares the copy of an evicted model's most valuable KV to `slots` of the host tier. If `tier` is None, nothing is copied.
-    Raises IndexError for a slot that does not exist."""
+    """Returns a transfer, not yet run, of an evicted model's most valuable KV to `slots` of the host tier. If `tier` is None,
+    nothing is copied. Raises IndexError for a slot that does not exist."""
     slot_bytes = tier.slot_bytes if tier is not None else 0
     found = kv_saving.select(served.scheduler, len(slots) * slot_bytes)
     pieces = _pieces(served.scheduler.kv, found.blocks, slots, tier, memory) if tier is not None and slots else []
@@ -100,8 +105,8 @@ def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, mem
 
 
 def index_of(done: KVTransfer) -> bytes:
-    """Returns the encoded index of the blocks that a transfer has saved, with which a later LoadModel has them restored; empty if
-    there are none or the copy failed."""
+    """Returns the encoded index of the blocks that a transfer has saved; a later LoadModel that contains the index restores them.
+    Empty if there are none or the copy failed."""
     if not done.keys or done.error is not None:
         return b""
     spec, kv = done.served.spec, done.served.scheduler.kv
@@ -120,8 +125,8 @@ def index_of(done: KVTransfer) -> bytes:
 
 
 def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer | None:
-    """Prepares the copy of saved KV from spec.kv_slots into free blocks. Returns None if there is nothing to restore. KV of other
-    weights and an invalid index are logged and not used."""
+    """Returns a transfer, not yet run, of saved KV from spec.kv_slots into free blocks; None if there is nothing to restore. KV of
+    other weights and an invalid index are logged and not used."""
     spec, kv = served.spec, served.scheduler.kv
     if not spec.kv_index or tier is None:
         return None
@@ -152,8 +157,8 @@ def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | 
 
 
 def restored(done: KVTransfer) -> int:
-    """Records as cached prefixes the blocks that a transfer has restored intact, and frees all others. Called after `run`. Returns
-    the number of their tokens."""
+    """Records the blocks that a transfer has restored intact as cached prefixes, and frees all others. Called after `run`. Returns
+    the number of tokens in the recorded blocks."""
     kv = done.served.scheduler.kv
     present = done.blocks >= 0
     same: BoolArray = np.zeros(present.shape, np.bool_)
@@ -169,8 +174,9 @@ def restored(done: KVTransfer) -> int:
 
 
 def _pieces(kv: KVCache, blocks: IntArray, slots: Sequence[int], tier: HostTier, memory: ChunkMemory | None) -> list[list[Piece]]:
-    """Returns, for each block present in blocks [E, G] (E saved blocks, G KV groups), row by row, its pieces: (address on the
-    device, the slot's memory). A block is cut where a slot ends. Raises ValueError if the slots are too few."""
+    """Cuts the saved blocks where slots of the host tier end, since the blocks lie end to end in the slots. Returns, for each
+    number in blocks [E, G] (E saved blocks, G KV groups) that is not -1, row by row, the block's pieces: (address on the device,
+    the slot's memory). Raises ValueError if the slots are too few."""
     arena = 0 if memory is None else memory.arena.data_ptr()
     sizes = [group.block_bytes for group in kv.groups]
     views = [tier.slot(slot) for slot in slots]

@@ -1,8 +1,8 @@
-"""Defines one model's life in an engine: its states, what each means, and the jobs that run for the model in other threads.
+"""Defines the states of a model in an engine, from its load to its eviction, and the jobs that run for the model in other threads.
 
 LOADING ──> STREAMING ──> LOADED ──> SERVED ──> LEAVING ──> gone
-   └───────────┴─────────────┴──────────┘ (a state may be skipped, and every state may end in gone; SERVED only
-for an encoder, and for a share whose steps another engine leads: they have no KV to save here)
+   └───────────┴─────────────┴──────────┘ (a state may be skipped, and a model may be gone after every state; after SERVED
+only if it is an encoder, or a share of a split model whose steps another engine leads: they have no KV to save here)
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from engine.serve.served_models import ServedModel
 
 
 class State(Enum):
-    """The states of a model's life.
+    """The states of a model between its load and its eviction.
 
-    LOADING: its load runs; the model itself does not exist yet. STREAMING: its load runs, and the model exists: its first step may
-    run as soon as its first weights and its saved KV are in the device's memory. LOADED: its load has ended, but its saved KV is
-    still being copied back or its first step still runs. SERVED: it takes requests like any other. LEAVING: it takes no more
-    requests, and its KV is being saved."""
+    LOADING: its load runs; the model itself does not exist yet.
+    STREAMING: its load runs, and the model exists: its first step may run as soon as its first weights and its saved KV are in the
+    device's memory.
+    LOADED: its load has ended, but its saved KV is still being copied back or its first step still runs.
+    SERVED: it takes requests like any other.
+    LEAVING: it takes no more requests, and its KV is being saved."""
 
     LOADING = "loading"
     STREAMING = "streaming"
@@ -54,10 +56,12 @@ FOLLOWERS = {
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One model on the device, from its LoadModel to its end. load: its load, also after that has ended. load_runs: the load has
-    not ended. served: the model, once it exists; None for an encoder, and for a share whose steps another engine leads. first: its
-    first step, if that may run while weights arrive. restore, save: the transfers of its KV, while they run. evictions: the
-    EvictModel messages to answer when the model is gone."""
+    """One model on the device, from its LoadModel to its end.
+    load, load_runs: its load, also after that has ended, and whether it has not ended.
+    served: the model, once it exists; None for an encoder, and for a share of a split model whose steps another engine leads.
+    first: its first step, if one may run while weights arrive.
+    restore, save: the transfers of its KV from and to the host tier, while they run.
+    evictions: the EvictModel messages to answer when the model is gone."""
 
     load: Load
     state: State = State.LOADING
@@ -84,13 +88,13 @@ class Life:
         return {job for job, is_running in runs.items() if is_running}
 
     def enter(self, state: State) -> None:
-        """Enters a state. Raises RuntimeError if FOLLOWERS does not allow it after the current state."""
+        """Puts the model into a state. Raises RuntimeError if the state may not follow the current one (FOLLOWERS)."""
         if state not in FOLLOWERS[self.state]:
             raise RuntimeError(f"model {self.name}: {state.value} cannot follow {self.state.value}")
         self.state = state
 
     def validate(self) -> None:
-        """Checks that the model's jobs and fields fit its state. Raises AssertionError. For tests."""
+        """Checks that the model's jobs and fields fit its state. Raises AssertionError if they do not. For tests."""
         jobs, at = self.jobs, f"{self.name}, {self.state.value}, {sorted(job.value for job in self.jobs)}"
         match self.state:
             case State.LOADING:

@@ -1,4 +1,4 @@
-"""Leads the models on one device through their lives: carries out loads and evictions, and reports them to the daemon."""
+"""Carries out the loads and evictions of the models on one device, step by step, and reports them to the daemon."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ log = logging.getLogger("engine")
 
 
 class Lifecycle:
-    """Leads every model through its states (engine/lifecycle/life.py). Its methods are not called while a step runs; the jobs run
-    in threads, concurrently with steps of other models.
+    """Moves every model on the device through its states, from load to eviction (engine/lifecycle/life.py). Its methods are not
+    called while a step runs; loads, first steps and copies of KV run in threads, concurrently with steps of other models.
 
-    send: sends a message to the daemon. forget(model): drops what the engine's loop knows about an evicted model's requests.
-    resume(first): processes the result of a first step and the messages deferred meanwhile. loaded(): called after each report that
-    a load has succeeded. adapter_read(read): told of an adapter whose reading has ended. memory: the device's memory; None for null
-    models. outlives: whether the daemon keeps the memory when this process ends; the places of weights are then reported to it."""
+    send: sends a message to the daemon.
+    forget(model): drops what the engine's loop knows about an evicted model's requests.
+    resume(first): processes the result of a first step and the messages that were deferred while it ran.
+    loaded(): called after each report that a load has succeeded.
+    adapter_read(read): called with each AdapterRead that has ended.
+    memory, tier: the device's memory and the host tier; None: there is none.
+    outlives: whether the daemon keeps the memory when this process ends; the places of weights are then reported to it."""
 
     def __init__(
         self,
@@ -58,18 +61,18 @@ class Lifecycle:
         self.first_steps: dict[str, FirstStep] = {}  # model -> its first step, kept for the loop, which looks before every step
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when `take` has reports to process."""
+        """Returns a descriptor that is readable when threads have reported something that `take` must process."""
         return self._loads.fileno()
 
     @property
     def busy(self) -> bool:
-        """Returns whether any model is being loaded, saved or restored, or its first step may run."""
+        """Returns whether any model is being loaded, restored or evicted, or its first step may still run."""
         return any(life.state is not State.SERVED for life in self.lives.values())
 
     @property
     def may_free_memory(self) -> bool:
         """Returns whether memory may become free before long: a model is leaving, sequences run, or a model is being loaded. While
-        one is, the daemon has no other model leave for requests that wait for memory."""
+        a model is being loaded, the daemon evicts no other model for requests that wait for memory."""
         return self.busy or self._models.may_free_memory
 
     # ---- messages of the daemon
@@ -92,8 +95,8 @@ class Lifecycle:
             self.lives[spec.model] = Life(self._loads.start(spec, place))
 
     def evict(self, message: EvictModel) -> None:
-        """Begins to evict a model: at once if it is served, else when the jobs that run for it have ended; a load is cancelled. A
-        model that is not here is reported as evicted. Sets the KV lease of the message."""
+        """Begins to evict a model: at once if it is served, else when the jobs that run for it have ended; its load is cancelled. A
+        model that is not on this device is reported as evicted. Sets the KV lease to that in the message."""
         life = self.lives.get(message.model)
         if life is None:
             self._send(Evicted(message.placement_id, message.model))
@@ -108,7 +111,7 @@ class Lifecycle:
     # ---- reports of jobs
 
     def take(self) -> None:
-        """Processes everything that the jobs' threads have reported since the last call."""
+        """Processes everything that the threads of loads, first steps and copies have reported since the last call."""
         for item in self._loads.take():
             match item:
                 case LoadProgress():
@@ -138,8 +141,8 @@ class Lifecycle:
                     self._report_weights(item.load)
 
     def _model_exists(self, begun: Begun) -> None:
-        """Makes the served model of a load whose weights are still arriving, with its first step, and starts to restore its saved
-        KV. Does nothing if the load was cancelled, or if the model cannot be made: the end of the load will report why."""
+        """Makes the model of a load whose weights are still arriving, with its first step, and starts to restore its saved KV. Does
+        nothing if the load was cancelled, or if the model cannot be made: the end of the load will report why."""
         load, life = begun.load, self.lives[begun.load.task.spec.model]
         if load.cancelled.is_set():
             return
@@ -165,8 +168,8 @@ class Lifecycle:
             self._offer(life)
 
     def _offer(self, life: Life) -> None:
-        """Tells the daemon (LoadStreams) that requests for a model may be submitted, once everything that its first step needs to
-        begin has arrived: the first weights and the saved KV."""
+        """Tells the daemon (LoadStreams) that requests for a model may be submitted, if everything that the model's first step
+        needs to begin has arrived: the first weights and the saved KV."""
         if life.first is not None and life.first.has_begun and life.restore is None:
             self._send(LoadStreams(life.load.task.spec.placement_id, life.name))
 
@@ -201,8 +204,8 @@ class Lifecycle:
                 self._loads.copy(life.restore)
 
     def _streaming_ended(self, life: Life, first: FirstStep) -> None:
-        """Processes the end of the load of a model that exists already. If it succeeded, the model is served, at once or when its
-        first step has ended; else it is freed."""
+        """Processes the end of a load whose model exists already (state STREAMING). If the load succeeded, the model is served, at
+        once or when its first step has ended; else the model is freed."""
         if life.load.hosted is None:
             self._end_load(life, life.load.error)
             return
@@ -214,8 +217,8 @@ class Lifecycle:
             self._serve(life)
 
     def _end_load(self, life: Life, error: Exception | None) -> None:
-        """Frees a model that will not be served, reports the error of its load, and answers its evictions. error: None, or of no
-        interest if the load was cancelled."""
+        """Frees a model that will not be served, reports the error of its load, and answers its evictions. error: why the load
+        failed; None: it did not. Not reported if the load was cancelled."""
         load = life.load
         del self.lives[life.name]
         if life.first is not None:
@@ -280,7 +283,7 @@ class Lifecycle:
 
     def _serve(self, life: Life) -> None:
         """Puts a model into service, so that it takes part in the engine's turns, and processes the result of its first step. Then
-        begins the evictions that were deferred."""
+        begins the evictions that came while its jobs ran."""
         assert life.served is not None
         first, evictions, life.evictions = life.first, life.evictions, []
         life.enter(State.SERVED)
@@ -294,8 +297,8 @@ class Lifecycle:
             self.evict(msgspec.structs.replace(message, lease_chunks=self._models.chunks.lease_chunks))
 
     def _leave(self, life: Life, message: EvictModel) -> None:
-        """Takes a served model out of service, and begins to save its KV. An encoder, and a share that another engine leads, is
-        freed and reported as evicted at once."""
+        """Takes a served model out of service, and begins to save its KV. An encoder, or a share of a split model whose steps
+        another engine leads, has none: it is freed and reported as evicted at once."""
         served = self._models.detach(life.name)
         self._forget(life.name)
         if served is None:
@@ -362,15 +365,15 @@ class Lifecycle:
                 self._loads.sum_up(load, partial(checksum_of, self._memory, chunks, task.weights_bytes))
 
     def _report_weights(self, load: Load) -> None:
-        """Tells the daemon which chunks hold the model's weights (WeightsHeld), so that a later engine can use them. Says nothing
-        if the model has left, because its chunks are free then."""
+        """Reports to the daemon which chunks hold the model's weights (WeightsHeld), so that a later engine can use them. Reports
+        nothing if the model has left, because its chunks are free then."""
         held = self._left_by(load)
         if held is not None:
             self._send(held)
 
     def _left_by(self, load: Load) -> WeightsHeld | None:
-        """Returns which chunks hold the weights of a load; None if it has no weights that can be used again, or its model has
-        left."""
+        """Returns which chunks hold the weights of a load; None if the load has no weights that can be used again, or if its model
+        has left."""
         if self._memory is None:
             return None
         task, spec = load.task, load.task.spec
@@ -381,7 +384,8 @@ class Lifecycle:
         return WeightsHeld(spec.placement_id, spec.model, *held, spec.share)
 
     def validate(self) -> None:
-        """Checks that the lives, their first steps and the served models agree. Raises AssertionError. For tests."""
+        """Checks that the states of the models, their first steps and the served models agree. Raises AssertionError if they do
+        not. For tests."""
         for name, life in self.lives.items():
             assert life.name == name, name
             life.validate()

@@ -1,4 +1,4 @@
-"""Runs loads and copies of KV in the background, each in a thread of its own, while other models step."""
+"""Runs loads and copies of KV in the background, each in a thread of its own, while steps of other models run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ PROGRESS_EVERY_S = 0.1
 
 @dataclass(slots=True)
 class Load:
-    """The load that one LoadModel asked for. When its thread is done, exactly one of `hosted` (the loaded model) and `error` is
-    set. place: the chunks of the model. started_s: by time.monotonic(). cancelled: set to cancel it. seconds: how long it took."""
+    """The load that one LoadModel message asked for. When its thread is done, exactly one of `hosted` (the loaded model) and
+    `error` is set. place: the chunks of the model. started_s: by time.monotonic(). cancelled: set to cancel the load. seconds: how
+    long it took."""
 
     task: LoadTask
     place: Place
@@ -43,7 +44,7 @@ class Load:
 
 @dataclass(slots=True)
 class Begun:
-    """Reports that the model of a load under way is complete except for its weights. hosted: this model."""
+    """Reports that the model of a load under way is complete except for its weights. hosted: the model."""
 
     load: Load
     hosted: StreamedModel
@@ -51,7 +52,8 @@ class Begun:
 
 @dataclass(slots=True)
 class Streams:
-    """Reports, after Begun, that the weights which a step needs first have arrived, so that the model's first step can begin."""
+    """Reports, after Begun, that the weights which a step needs first have arrived, so that the first step of the load's model can
+    begin."""
 
     load: Load
 
@@ -67,11 +69,12 @@ Report = AdapterRead | KernelNews | LoadProgress | Load | Begun | Streams | Firs
 
 
 class Loads:
-    """Runs loads and other background jobs in threads, and collects their reports and the runner's news about kernels for the
-    engine's loop. An eventfd signals reports, so the loop can sleep until one comes."""
+    """Runs loads and other background jobs in threads, and collects their reports for the engine's loop, together with news about
+    kernels that are being compiled. An eventfd signals reports, so the loop can sleep until one comes."""
 
     def __init__(self, runner: Runner, test_disk_bytes_per_s: int = 0, test_copy_bytes_per_s: int = 0) -> None:
-        """test_…: limits for tests, see engine/lifecycle/throttle.py; 0: none."""
+        """runner: loads models. test_disk_bytes_per_s, test_copy_bytes_per_s: limits for tests (engine/lifecycle/throttle.py); 0:
+        none."""
         self._runner = runner
         self._disk_bytes_per_s, self._copy_bytes_per_s = test_disk_bytes_per_s, test_copy_bytes_per_s
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -83,8 +86,8 @@ class Loads:
         return self._wake_fd
 
     def start(self, spec: LoadModel, place: Place) -> Load:
-        """Starts a load in a thread. `take` then reports the load's progress, the model if that exists early, and the load's
-        end."""
+        """Starts a load in a thread, and returns it. `take` then returns reports of the load's progress, of the model if that
+        exists before its weights have arrived (Begun), and of the load's end."""
         last_s = 0.0
 
         def progress(bytes_done: int, bytes_total: int) -> None:
@@ -112,7 +115,7 @@ class Loads:
         return load
 
     def copy(self, transfer: KVTransfer) -> None:
-        """Runs a transfer of KV in a thread; `take` returns the transfer when it is done."""
+        """Runs a transfer of KV in a thread; `take` returns the transfer when it has ended."""
 
         def work() -> None:
             started_s = time.monotonic()
@@ -125,7 +128,7 @@ class Loads:
         self._begin(transfer, work, f"KV of {transfer.served.spec.model}")
 
     def read(self, read: AdapterRead) -> None:
-        """Reads an adapter's files in a thread; `take` returns `read` when that has ended."""
+        """Reads an adapter's files in a thread; `take` returns `read` when the reading has ended."""
 
         def work() -> None:
             read.run()
@@ -162,8 +165,8 @@ class Loads:
             unknown(error)
 
     def step(self, work: Callable[[], None], first: FirstStep) -> None:
-        """Runs `work`, a model's first step, in a thread; `take` returns `first` when it is done. Raises MemoryError if there is no
-        memory for the thread."""
+        """Calls `work`, which computes a model's first step, in a thread; `take` returns `first` when the step has ended. Raises
+        MemoryError if there is no memory for the thread."""
 
         def run() -> None:
             work()
@@ -172,7 +175,7 @@ class Loads:
         Thread(target=run, name=f"first step of {first.served.spec.model}").start()
 
     def take(self) -> list[Report]:
-        """Returns what was reported since the last call, in order. If a Load is in the list, that load has ended."""
+        """Returns what the threads have reported since the last call, in order. If a Load is in the list, that load has ended."""
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
@@ -192,7 +195,7 @@ class Loads:
             self._end(load)
 
     def _end(self, load: Load, error: Exception | None = None) -> None:
-        """Reports that a load has ended. error: why it failed; None if it did not."""
+        """Ends a load: keeps its result and reports the load to the engine's loop. error: why it failed; None if it did not."""
         if error is not None and not isinstance(error, LoadCancelled):
             log.warning("load of %s failed: %s: %s", load.task.spec.model, type(error).__name__, error)
         load.error, load.seconds = error, time.monotonic() - load.started_s

@@ -9,7 +9,7 @@ _LOOK_EVERY_S = 0.02
 
 
 def hold(started_s: float, num_bytes: int, bytes_per_s: int, cancelled: Callable[[], bool]) -> None:
-    """Sleeps until num_bytes bytes have taken as long as they do at bytes_per_s, counted from started_s (by time.monotonic()), or
+    """Sleeps until the time has passed that num_bytes bytes take at bytes_per_s, counted from started_s (by time.monotonic()), or
     until cancelled() is True. bytes_per_s 0: there is no limit, and it returns at once."""
     if not bytes_per_s:
         return
