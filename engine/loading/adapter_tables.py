@@ -1,4 +1,4 @@
-"""Keeps a model's tables of its LoRA adapters on the host: where each adapter lies in the KV arena, and its ranks."""
+"""Keeps tables of one model's LoRA adapters on the host: where each adapter lies in the KV arena, and its ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from scheduler.batch.adapters import MAX_ADAPTERS
 
 
 class AdapterTables:
-    """Host tables of where the LoRA adapters of one model lie, the part of AdapterMemory (engine.contracts.adapters) that does not
-    depend on the device. For M products that adapters may change and A = MAX_ADAPTERS adapter numbers: places [M, A] int64, the
-    first element of an adapter's matrices in the KV arena, in elements of `dtype`, -1 for none; ranks [M, A] int32, their LoRA
-    rank. dtype: the model's dtype."""
+    """Host tables of where the LoRA adapters of one model lie: the part of AdapterMemory (engine.contracts.adapters) that does not
+    depend on the device. An adapter's number is the index of its column. For the M matrices of the model that adapters may change,
+    and A = MAX_ADAPTERS adapter numbers:
+    places [M, A] int64: where in the KV arena the adapter's LoRA matrices for this matrix begin, in elements of `dtype`; -1 for
+    none.
+    ranks [M, A] int32: their LoRA rank.
+    dtype: the model's dtype."""
 
     def __init__(self, shape: ModelShape, dtype: str) -> None:
         self._shape, self._dtype = shape, dtype
@@ -30,7 +33,7 @@ class AdapterTables:
 
     def fill(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
         """Writes column `number` of `places` and `ranks` for an adapter. first_byte: where in the KV arena the adapter's matrices
-        begin. Raises ValueError if that is no multiple of the dtype's size, IndexError if there is no such column."""
+        begin. Raises ValueError if first_byte is no multiple of the dtype's size, IndexError if there is no such column."""
         first, rest = divmod(first_byte, ITEM_BYTES[self._dtype])
         if rest:
             raise ValueError(f"adapter {number} begins at byte {first_byte}, which is within a number of {self._dtype}")

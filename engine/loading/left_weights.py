@@ -1,6 +1,5 @@
-"""Takes over weights of a model that are in the device's memory already, and uses them where they are. Weights that an earlier
-engine left are used only if their checksum is right.
-"""
+"""Uses weights of a model that are in the device's memory already, where they are. Weights that an earlier engine left are used
+only if their checksum is right."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ log = logging.getLogger("engine")
 
 
 def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
-    """Returns whether the mapped range already holds the weights of task.left, which were left there: their sizes and checksums
-    must agree. If so, the task's results say that they were adopted. Weights without a checksum were left by this engine, whose
-    account of its chunks says that nobody has taken them since. gate: notified of the bytes whose checksum has been computed; None:
-    no step waits for them. Raises LoadCancelled."""
+    """Returns whether the mapped range `weights` already holds the weights that the load needs: those of task.left, which were left
+    in these chunks. Their size and their checksum must agree. If so, task.adopted is set. Weights without a checksum were left by
+    this engine, which knows that their chunks have not been taken since. gate: notified of the bytes whose checksum has been
+    computed; None: no step waits for weights. Raises LoadCancelled if the load is cancelled."""
     left = task.left
     if left is None or left.num_bytes != weights.num_bytes:
         return False
@@ -64,7 +63,7 @@ def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: Weigh
 
 def checksum_of(memory: ChunkMemory, chunks: IntArray, num_bytes: int) -> int:
     """Returns the checksum of num_bytes of weights that fill these chunks in their order. Reads the chunks through the device's
-    arena, so the model's own mapping may be removed meanwhile."""
+    arena, so they may be unmapped from the model's own range meanwhile."""
     size, arena = memory.chunk_bytes, memory.arena.data_ptr()
     places = zip(chunks.tolist(), range(0, num_bytes, size), strict=False)
     return checksum.combined([memory.checksum(arena + chunk * size, min(size, num_bytes - at)) for chunk, at in places])

@@ -52,14 +52,15 @@ log = logging.getLogger("engine")
 
 
 class TorchRunner:
-    """The Runner (engine.contracts.loads) for models that compute: it loads checkpoints onto one device and makes models of them.
-    backend: the device."""
+    """The Runner (engine.contracts.loads) for models that compute (engines of null models have another one): it loads checkpoints
+    onto one device and makes models of them. backend: the device."""
 
     def __init__(
         self, backend: Backend, options: Configure, tier: HostTier | None = None, exchange: Exchange | None = None
     ) -> None:
-        """tier: the host tier; None: the daemon has none. exchange: the memory that this engine shares with engines of other
-        devices; None: it takes no share of a model that is split."""
+        """options: the engine's settings.
+        tier: the host tier; None: the daemon has none.
+        exchange: the memory that this engine shares with engines of other devices; None: it can load no share of a split model."""
         self.backend, self.compute_threads, self._options = backend, backend.compute_threads, options
         self.memory = memory = backend.memory
         self._ranges, self._kv_ranges, self._exchange = WeightRanges(memory), WeightRanges(memory), exchange
@@ -99,7 +100,8 @@ class TorchRunner:
             raise RuntimeError(f"the device computed the token {token} of a probe, not {right}")
 
     def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
-        """Calls `tell` with all earlier news about kernels, and from other threads with all later news."""
+        """Calls `tell` with all earlier news of kernels that are being compiled, and lets other threads call it with all later
+        news."""
         with self._telling:
             self._tell = tell
             for news in self._news:
@@ -110,9 +112,9 @@ class TorchRunner:
             self._tell(news)
 
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
-        """Loads one model, or one share of a model that is split, while other models step. Raises CheckpointError (permanent),
-        CheckpointChanged, MemoryError, LoadCancelled, and, if the model is split, GroupBroken, and ValueError if this engine shares
-        no memory with others."""
+        """Loads one model, or this device's share of a split model, while steps of other models run, and returns it. Raises
+        CheckpointError (permanent), CheckpointChanged, MemoryError and LoadCancelled; for a split model also GroupBroken, and
+        ValueError if this engine shares no memory with others."""
         spec, asked_s, backend, group = task.spec, time.perf_counter(), self.backend, task.spec.group
         share: DeviceShare | None = None
         if group is not None:
@@ -176,8 +178,8 @@ class TorchRunner:
         compilation: Compilation,
         files: FileCalls,
     ) -> GroupShare:
-        """Loads this device's share of a split model into the mapped range `weights`. The share's KV gets an address range of its
-        own."""
+        """Loads this device's share of a split model into the mapped range `weights`, and returns the share. Its KV gets an address
+        range of its own."""
         spec, backend = task.spec, self.backend
         kv_chunks = [] if task.kv_chunks is None else task.kv_chunks.tolist()
         kv: WeightRange | None = None
@@ -214,15 +216,15 @@ class TorchRunner:
         files: FileCalls,
         shared: Sequence[SharedReads] = (),
     ) -> None:
-        """Fills the mapped range `weights`, from memory if the weights are there, else from files. The arguments are those of
-        _read."""
+        """Fills the mapped range `weights`: from device or host memory if the weights are there, else from files. shared: memory
+        through which devices share reads; the other arguments are those of _read."""
         if not self._in_memory(task, weights, gate):
             self._read(task, choice, source, weights, gate, files, shared)
         task.weights_bytes = weights.num_bytes
 
     def _in_memory(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None) -> bool:
         """Fills the range `weights` without reading files: with weights that were left on the device, or else with a copy in the
-        host tier. Returns False if there is neither, or if neither proves good; the files must then be read."""
+        host tier. Returns whether it did; if False, there is neither, or both were rejected, and the files must be read."""
         for way, given in ((partial(adopt, self.memory), task.left), (self._copies.take, task.spec.source_slots)):
             if given:
                 if way(task, weights, gate):
@@ -242,8 +244,11 @@ class TorchRunner:
         shared: Sequence[SharedReads],
     ) -> None:
         """Reads the weights from files into the range, and copies them to the host tier if the daemon asked for that. If packed
-        files are damaged and there are plain ones, it starts again with those. files: the thread that opens and closes files.
-        shared: as in stream_weights."""
+        files are damaged and the model has plain ones, too, it starts again with those.
+        choice, source: how the source was chosen, and the opened checkpoint.
+        gate: notified of the bytes that have arrived; None: no step waits for them.
+        files: the thread that opens and closes files.
+        shared: memory through which the devices of a split model share what they read; (): they share nothing."""
         spec = task.spec
         layout = weight_layout(source.shape, spec.dtype, FORMATS[spec.quantize])
         places = [(begin, end) for begin, end, _ in parameter_places(layout)]
@@ -270,8 +275,9 @@ class TorchRunner:
         behind: Sequence[WeightGate | KeptCopy],
         shared: Sequence[SharedReads] = (),
     ) -> None:
-        """Reads the weights of an opened checkpoint into the range. behind: objects that wait for bytes; all bytes that have landed
-        are reported to each. shared: as in stream_weights."""
+        """Reads the weights of an opened checkpoint into the range. behind: objects that wait for weights; their `landed` is called
+        with all bytes that have arrived. shared: memory through which the devices of a split model share what they read; (): they
+        share nothing."""
 
         def landed(places: Places) -> None:
             for begin_bytes, end_bytes in places:
@@ -294,8 +300,8 @@ class TorchRunner:
 
 
 def _open(spec: LoadModel, files: FileCalls, in_place: bool, **options: Any) -> OpenCheckpoint:
-    """Opens a model's checkpoint in the thread of `files`. in_place, options: further arguments of open_checkpoint, besides those
-    that the model says. Raises what open_checkpoint raises, and LoadCancelled."""
+    """Opens a model's checkpoint in the thread of `files`, and returns it. in_place, options: arguments of open_checkpoint that do
+    not follow from `spec`. Raises what open_checkpoint raises, and LoadCancelled if the load is cancelled."""
     options |= {"predicts": spec.predicts, "head": spec.head_path, "name": spec.model}
     try:
         return files.run(lambda: open_checkpoint(spec.path, spec.fingerprint, files.opened, in_place, **options))
@@ -304,8 +310,8 @@ def _open(spec: LoadModel, files: FileCalls, in_place: bool, **options: Any) -> 
 
 
 def _in_background(work: Callable[[], object]) -> Future[None]:
-    """Runs `work` in a thread that the process does not wait for at its end. The returned future is done when `work` has returned,
-    and has its error if it raised one."""
+    """Runs `work` in a thread that the process does not wait for at its end. Returns a future that is done when `work` has
+    returned, and that has the error if `work` raised one."""
     future: Future[None] = Future()
 
     def run() -> None:

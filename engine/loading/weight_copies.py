@@ -1,4 +1,4 @@
-"""Keeps a model's weights in the host tier while they are read from disk, and loads them from there the next time."""
+"""Copies a model's weights to the host tier while they are read from disk, and loads them from there the next time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class WeightCopies:
         self._memory, self._tier = memory, tier
 
     def take(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
-        """Fills the mapped range from spec.source_slots. Returns False if there are no such slots, or if they cannot be used;
-        task.source_rejected then gives the reason. gate: notified of the bytes that have landed. Raises LoadCancelled."""
+        """Fills the mapped range `weights` with the copy in spec.source_slots of the host tier. Returns False if there are no such
+        slots, or if the copy cannot be used; task.source_rejected then gives the reason. gate: notified of the bytes that have
+        arrived. Raises LoadCancelled if the load is cancelled."""
         spec = task.spec
         if not spec.source_slots:
             return False
@@ -66,12 +67,12 @@ class WeightCopies:
 
     @contextmanager
     def keeping(self, task: LoadTask, weights: WeightRange, places: Iterable[tuple[int, int]]) -> Iterator[KeptCopy | None]:
-        """Returns a context for the read of the weights. It yields a KeptCopy, which copies the weights to spec.keep_slots and must
-        be notified of the bytes that have landed; None if there are no such slots. If the context ends without an error, the copy
-        is complete and the task says so; however it ends, nothing writes to the slots afterwards. places: [begin, end) in the
-        range, in bytes, of everything that the read fills.
+        """Returns a context manager for the read of the weights. Its value is a KeptCopy, which copies the weights to
+        spec.keep_slots and must be notified of the bytes that have arrived; None if there are no such slots. If the context ends
+        without an error, the copy is complete and task.kept is set. However it ends, nothing writes to the slots afterwards.
+        places: [begin, end) in the range, in bytes, of everything that the read fills.
 
-        Raises LoadCancelled, or ValueError or IndexError for slots that can't hold the copy."""
+        Raises LoadCancelled if the load is cancelled, or ValueError or IndexError for slots that cannot hold the copy."""
         spec = task.spec
         if not spec.keep_slots:
             yield None
@@ -100,10 +101,12 @@ class WeightCopies:
 
 
 class KeptCopy:
-    """Copies a weight range to slots of the host tier, piece by piece, while the weights are read. Piece i, of slot_bytes bytes or
-    less, is copied to the i-th slot as soon as all its bytes that the read fills have landed. Threads of its own copy, so neither
-    the readers nor a running step wait for it. places: [begin, end) in the range, in bytes, of everything that the read fills.
-    cancelled: asked between copies; True ends them. several: as in engine.memory.transfers.transfer."""
+    """Copies a weight range to slots of the host tier, piece by piece, while the weights are read. Piece i (slot_bytes bytes, fewer
+    at the end) is copied to the i-th slot as soon as the read has filled it. Threads of its own do the copying, so neither the
+    readers nor a running step wait for it.
+    places: [begin, end) in the range, in bytes, of everything that the read fills.
+    cancelled: asked between copies; True ends them.
+    several: copies several pieces in one call; None: pieces are copied one by one."""
 
     def __init__(
         self,
@@ -120,22 +123,23 @@ class KeptCopy:
         self._start()
 
     def landed(self, begin_bytes: int, end_bytes: int) -> None:
-        """Notes that these bytes of the range have arrived. Called from any thread, once for each byte."""
+        """Notes that the bytes of the range from begin_bytes to before end_bytes have arrived. Called from any thread, once for
+        each byte."""
         with self._lock:
             whole = self._arrivals.landed(begin_bytes, end_bytes)
         for piece in whole:
             self._ready.put(piece)
 
     def begin_anew(self) -> None:
-        """Starts the copy over, with no piece copied, because the weights will be read again from another source. Nothing may land
-        during the call."""
+        """Starts the copy over, with no piece copied, because the weights will be read again from another source. `landed` must not
+        be called meanwhile."""
         self.stop()
         self._arrivals.begin_anew()
         self._start()
 
     def finish(self) -> list[int]:
-        """Waits for the last copies. Called once everything has landed. Returns the checksum of each piece. Raises
-        TransferCancelled, or the error of a copy."""
+        """Waits for the last copies, and returns the checksum of each piece. Called once all bytes have arrived. Raises
+        TransferCancelled if the copying was cancelled, or the error of a copy."""
         assert max(self._arrivals.left_bytes, default=0) <= 0
         self._join()
         if self._error is not None:
@@ -174,8 +178,8 @@ class KeptCopy:
 
 
 def _by_piece(places: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cuts byte ranges of the weight range where pieces of piece_bytes end. places: (begin, end) in bytes. Yields (begin, end,
-    index of the piece) for each part."""
+    """Cuts byte ranges of a weight range at the multiples of piece_bytes. places: (begin, end) in bytes. Yields (begin, end, index
+    of the piece) for each part."""
     for begin, end in places:
         for piece in range(begin // piece_bytes, -(-end // piece_bytes)):
             yield max(begin, piece * piece_bytes), min(end, (piece + 1) * piece_bytes), piece
