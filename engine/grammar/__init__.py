@@ -1,3 +1,2 @@
-"""Constrained sampling: computes which tokens a grammar allows next, in a separate process for each model, and applies token
-limits.
-"""
+"""Constrained sampling: a separate process for each model computes which tokens a grammar allows next; limits by token id are
+applied in the engine."""

@@ -28,8 +28,8 @@ log = logging.getLogger("grammar")
 
 
 class GrammarProcess:
-    """Follows the grammars of one model's requests for the engine at the other end of `connection`. masks_fd: the memfd that masks
-    are written to."""
+    """Follows the grammars of one model's requests for the engine at the other end of `connection`. masks_fd: the memfd to which
+    masks (the tokens that a request may sample next) are written."""
 
     def __init__(self, connection: socket.socket, masks_fd: int) -> None:
         self._connection, self._masks_fd = connection, masks_fd

@@ -1,8 +1,7 @@
-"""Compiles `SamplingParams.grammar` into llguidance's form. A grammar is `KIND:TEXT`, where KIND is json_schema, compact_json (a
-schema whose answers have no whitespace between JSON's tokens), regex or lark.
+"""Compiles grammars of requests (SamplingParams.grammar) into llguidance's form. A grammar is `KIND:TEXT`, where KIND is
+json_schema, compact_json (a schema whose answers have no whitespace between JSON's tokens), regex or lark.
 
-Used by the engine's grammar processes and by the daemon's check before admission, so that both accept the same grammars.
-"""
+Used by the engine's grammar processes and by the daemon's check before admission, so that both accept the same grammars."""
 
 from __future__ import annotations
 
@@ -46,6 +45,6 @@ def compile_grammar(grammar: str) -> str:
 
 
 def parser_limits() -> LLParserLimits:
-    """Returns llguidance's default limits, with the grammar's text left out of error messages. One mask takes at most about 15 ms
-    with them."""
+    """Returns llguidance's default limits for grammars (with them, one mask takes at most about 15 ms), changed so that error
+    messages do not contain the grammar's text."""
     return LLParserLimits(verbose_errors=False)

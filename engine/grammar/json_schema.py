@@ -1,12 +1,11 @@
-"""Prepares a client's JSON schema for llguidance: it is narrowed where llguidance would accept what the schema forbids, otherwise
-unchanged.
+"""Prepares a client's JSON schema for llguidance: the schema is narrowed where llguidance would accept what it forbids, otherwise
+left unchanged.
 
 llguidance reads numbers as 64-bit floats, the last digit of long ones inexactly, and writes large ones rounded. Bounds that it does
-not hold exactly are moved inward to the next number that it does. It also treats an exclusive whole bound as inclusive where the
-other bound is less than 1 away. Where a schema may contain such a pair, its exclusive whole bounds are replaced by inclusive ones
-just inside them. Other schemas keep their exclusive bounds, because below a bound of 0.999 llguidance accepts 0.90 but not 0.9.
-Schemas that cannot be narrowed are refused.
-"""
+not hold exactly are moved inward to the next number that it does. It also treats an exclusive bound that is a whole number as
+inclusive, where the opposite bound is less than 1 away. Where a schema may contain such a pair, its exclusive whole-number bounds
+are replaced by inclusive ones just inside them. Other schemas keep their exclusive bounds, because below a bound of 0.999
+llguidance accepts 0.90 but not 0.9. Schemas that cannot be narrowed are refused."""
 
 from __future__ import annotations
 
@@ -54,8 +53,8 @@ def prepared(text: str) -> str:
 
 
 def prepared_lark(grammar: str) -> str:
-    """Returns a Lark grammar with the schema of each `%json {...}` narrowed as in `prepared`. Raises ValueError as `prepared`
-    does."""
+    """Returns a Lark grammar in which the JSON schema of each `%json {...}` is narrowed where llguidance would accept what the
+    schema forbids. Raises ValueError, with the place and the keyword, if a schema cannot be narrowed."""
     pieces, at = [], 0
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
         if found.start() < at:
@@ -68,8 +67,8 @@ def prepared_lark(grammar: str) -> str:
 
 
 def _decoded(text: str, start: int) -> tuple[bool, Schema | None, int]:
-    """Decodes the JSON object that begins at `start`. Returns (whether a number in it has more digits than a float holds, the
-    object or None if there is none, the index where it ends). Raises ValueError if it is nested too deeply."""
+    """Decodes the JSON object that begins at index `start` of a text. Returns (whether a number in it has more digits than a float
+    holds, the object or None if there is none, the index where it ends). Raises ValueError if the object is nested too deeply."""
     inexact = False
 
     def number(written: str) -> float:
@@ -114,7 +113,7 @@ def _escaped(key: str) -> str:
 
 def _narrow(schema: Schema) -> bool:
     """Changes the schema and its subschemas in place so that llguidance accepts nothing that they forbid. Returns whether anything
-    was changed. Raises ValueError if that is not possible."""
+    was changed. Raises ValueError if they cannot be narrowed so far."""
     changed = False
     nodes = []
     for place, node in subschemas(schema):
@@ -133,9 +132,9 @@ def _narrow(schema: Schema) -> bool:
 
 
 def _hold_bounds(place: str, node: Schema) -> bool:
-    """Replaces the numeric bounds of one schema that llguidance does not hold exactly by the next number inside them that it does.
-    Returns whether any was replaced. place: JSON pointer to the schema, for errors. Raises ValueError for bounds that are not
-    numbers or are too large."""
+    """Replaces each numeric bound of one schema that llguidance does not hold exactly by the next number inside the bound that
+    llguidance does hold. Returns whether any was replaced. place: JSON pointer to the schema, for errors. Raises ValueError for
+    bounds that are not numbers or are too large."""
     changed = False
     for key, (is_lower, is_exclusive) in _BOUNDS.items():
         if key not in node:
@@ -168,8 +167,8 @@ def _has_neighbours(nodes: list[Schema]) -> bool:
 
 
 def _close(node: Schema, key: str, bound: Decimal, is_lower: bool) -> None:
-    """Replaces the bound at `key` by the inclusive bound `bound`. If the schema has an inclusive bound on that side already, the
-    tighter of the two stays."""
+    """Replaces the bound at `key` of a schema by the inclusive bound `bound`. If the schema already has an inclusive bound on that
+    side, the tighter of the two stays."""
     value = int(bound) if bound == bound.to_integral_value() else float(bound)
     del node[key]
     inclusive = "minimum" if is_lower else "maximum"
@@ -177,8 +176,8 @@ def _close(node: Schema, key: str, bound: Decimal, is_lower: bool) -> None:
 
 
 def _beside(node: Schema, key: str, is_lower: bool) -> Decimal:
-    """Returns the inclusive bound that replaces the exclusive one at `key`: the next number inside it that llguidance holds
-    exactly, or the next whole number if the schema is of type integer."""
+    """Returns the inclusive bound that replaces the exclusive bound at `key` of a schema: the next number inside it that llguidance
+    holds exactly, or the next whole number if the schema is of type integer."""
     given, context = Decimal(repr(node[key])), _UP if is_lower else _DOWN
     if node.get("type") == "integer":
         bound = given.to_integral_value(ROUND_FLOOR) + 1 if is_lower else given.to_integral_value(ROUND_CEILING) - 1
@@ -190,8 +189,8 @@ def _beside(node: Schema, key: str, is_lower: bool) -> Decimal:
 
 
 def _inward(bound: Decimal, is_lower: bool) -> Decimal:
-    """Returns the bound itself if llguidance holds it exactly, else the next number inside it that llguidance holds: above a lower
-    bound, below an upper one. Bounds without such a number were refused by _hold_bounds."""
+    """Returns the bound itself if llguidance holds it exactly, else the next number inside it (above a lower bound, below an upper
+    one) that llguidance holds. Bounds without such a number were refused by _hold_bounds."""
     if _is_exact(bound):
         return bound
     if bound == bound.to_integral_value():
@@ -234,8 +233,8 @@ def _check_values(place: str, node: Schema) -> None:
 
 
 def _check_count(place: str, node: Schema) -> None:
-    """Raises ValueError for a minProperties above 1, unless `required` lists at least as many properties. llguidance may write the
-    same property twice if the schema does not name it, and validators count two of the same name as one."""
+    """Raises ValueError for a schema with minProperties above 1, unless `required` lists at least as many properties. llguidance
+    may write a property twice whose name is not in the schema, and validators count two of the same name as one."""
     least = node.get("minProperties")
     if not isinstance(least, int) or least < 2 or ("type" in node and "object" not in str(node["type"])):
         return

@@ -1,10 +1,9 @@
-"""The matchers of one model's requests. Each follows its request's grammar token by token and writes the mask of the tokens
-allowed next.
+"""The matchers of one model's requests. Each follows its request's grammar token by token and writes the mask of the tokens allowed
+next.
 
-Times, all of them llguidance's: a mask takes a few µs in the middle of a string and up to 15 ms where it reaches a new state.
-Building a grammar takes 1 ms, a hostile one up to a second. Building the tokenizer's trie takes 0.2 s (32,000 entries) to 1 s
-(128,000).
-"""
+Times, all of them spent in llguidance: a mask takes a few µs in the middle of a string and up to 15 ms where the grammar reaches a
+new state. Building a grammar takes 1 ms, a hostile one up to a second. Building the tokenizer's trie takes 0.2 s (32,000 entries)
+to 1 s (128,000)."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ GUESSING_S = 0.001  # time after which no more guesses are added to a draft, bec
 
 
 class GrammarError(Exception):
-    """Raised when a grammar cannot be followed, or cannot be followed any further. The message gives the reason in words for the
-    author of the grammar."""
+    """Raised when a grammar cannot be followed, or not any further. The message gives the reason in words for the author of the
+    grammar."""
 
 
 @dataclass(slots=True)
 class Matcher:
     """One request's position in its grammar. row: index of the request's masks in the shared memory, below num_rows of Open. state:
-    llguidance's matcher, after the request's tokens so far. grammar: as in SamplingParams.grammar."""
+    llguidance's matcher, after the request's tokens so far. grammar: its kind and text (SamplingParams.grammar)."""
 
     row: int
     state: LLMatcher
@@ -40,9 +39,10 @@ class Matcher:
 
 
 class Matchers:
-    """The matchers of one model's requests, by key. masks: shared memory, which begins at `address`, with rows_each masks of
-    `row_bytes(vocab_size)` bytes for each request (messages.Open). Bit i of a mask says that token i is allowed next. text_id: as
-    in messages.Open.
+    """The matchers of one model's requests, by the requests' keys (messages.py).
+    masks: shared memory, which begins at `address`, with rows_each masks of `row_bytes(vocab_size)` bytes for each request
+    (messages.Open). Bit i of a mask says that token i is allowed next.
+    text_id: identifies the tokenizer's files that are read at the beginning.
 
     `start` may run in a thread while other methods are called."""
 
@@ -77,9 +77,10 @@ class Matchers:
             raise GrammarError("its tokenizer.json is of a kind that grammars cannot be followed with") from None
 
     def start(self, row: int, grammar: str, output: list[int], text_id: str = "") -> tuple[Matcher, bool]:
-        """Returns (a matcher of this grammar after the tokens in `output`, whether its text is complete). Unless the text is
-        complete, the mask of the tokens allowed next is written to row `row`. text_id: as in messages.Start. Raises GrammarError.
-        `add` makes the matcher known."""
+        """Returns (a matcher of this grammar after the tokens in `output`, whether its text is complete); `add` must be called with
+        the matcher then. Unless the text is complete, the mask of the tokens allowed next is written to row `row`. text_id:
+        identifies the tokenizer's files; if it is new, they are read again. Raises GrammarError if the grammar cannot be
+        followed."""
         if text_id not in self._text_ids:  # matchers that are there keep the tokenizer that they began with
             self._tokenizer = self._read()
             self._text_ids.add(text_id)
@@ -98,7 +99,8 @@ class Matchers:
 
     def advance(self, key: int, tokens: list[int]) -> bool | None:
         """Advances a request's matcher by these tokens. Returns whether the text is complete, or None for an unknown key. Unless
-        the text is complete, the mask of the tokens allowed next is written. Raises GrammarError."""
+        the text is complete, the mask of the tokens allowed next is written. Raises GrammarError if the grammar cannot be followed
+        any further."""
         matcher = self._matchers.get(key)
         if matcher is None:
             return None
@@ -107,8 +109,8 @@ class Matchers:
 
     def draft(self, key: int, guesses: list[int]) -> Draft | None:
         """Returns a draft of tokens that may follow a request's tokens, or None if there are none: tokens that the grammar forces,
-        and `guesses` as far as the grammar allows them. Writes the mask after each drafted token. Called after `advance`, which has
-        written the mask before the draft."""
+        and `guesses` as far as the grammar allows them. Writes the mask after each drafted token to the request's masks 1, 2, …;
+        `advance`, which must be called first, has written mask 0."""
         matcher = self._matchers[key]
         if self._rows_each == 1 or not (guesses or matcher.state.compute_ff_tokens()):
             return None
@@ -129,9 +131,9 @@ class Matchers:
         return Draft(tokens, sure) if tokens else None
 
     def _goes_on(self, state: LLMatcher, matcher: Matcher, token: int, at: int) -> bool:
-        """Advances `state`, a copy of a matcher's state, by a token, and writes the mask after it to the request's mask number
-        `at`. Returns False if the token is not allowed, or if it completes the text: then there is no use in drafting it, because
-        nothing follows."""
+        """Advances `state`, a copy of a matcher's state, by a token, and writes the mask after the token to the request's mask
+        number `at`. Returns False if the token must not be drafted, because it is not allowed, or because it completes the text, so
+        that nothing follows."""
         if token in self._end_ids or state.validate_tokens([token]) != 1:
             return False
         state.consume_token(token)
@@ -144,8 +146,9 @@ class Matchers:
         self._matchers.pop(key, None)
 
     def _ended(self, state: LLMatcher, matcher: Matcher, at: int = 0) -> bool:
-        """Writes the mask of a state to mask `at` of the request, unless the state has stopped. Returns True if only an end id may
-        follow, that is, if the text is complete. Raises GrammarError."""
+        """Writes the mask of the tokens that `state` allows to the request's mask number `at`, unless the state has stopped.
+        Returns True if only an end id may follow, that is, if the text is complete. Raises GrammarError if the grammar cannot be
+        followed any further."""
         self._check(state, matcher)
         if state.is_stopped():
             return True

@@ -1,7 +1,8 @@
-"""Messages between an engine and the grammar process of one of its models, framed as in engine/protocol.py.
+"""Defines the messages between an engine and the grammar process of one of its models. They are framed like those of
+engine/protocol.py.
 
-A request is identified by its key. Keys are never reused, so an answer that arrives too late matches no request.
-"""
+A request is identified by its key. Keys are never reused, so an answer that arrives too late matches no request. A mask says which
+tokens a request may sample next."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from engine.protocol import Message
 
 
 class Open(Message, frozen=True):
-    """The first message: has the grammar process load a model's tokenizer. Answered by Opened. The masks are in shared memory, each
-    of ceil(vocab_size / 32) words with one bit for each token. A request has rows_each masks: the tokens that may follow its
-    tokens, then those that may follow each token of its draft. The first masks of all requests lie one after the other, then their
-    second ones, and so on (`mask_number`)."""
+    """The first message: makes the grammar process load a model's tokenizer. Answered by Opened. The masks are in shared memory,
+    each of ceil(vocab_size / 32) words with one bit for each token. A request has rows_each masks: the tokens that may follow its
+    tokens, then those that may follow each token of its draft. The memory holds the first masks of all requests, then their second
+    masks, and so on (`mask_number`)."""
 
     folder: str  # folder of the checkpoint, whose tokenizer.json is read
     vocab_size: int
@@ -35,8 +36,9 @@ class Start(Message, frozen=True):
 
 
 class Advance(Message, frozen=True):
-    """Reports the next tokens of these requests, counts[i] tokens of request keys[i] (empty: one token each). Each request is
-    answered by Ready, Ended or Broken. guesses: key -> tokens that may follow, to be drafted as far as the grammar allows them."""
+    """Reports the next tokens of these requests: counts[i] tokens of request keys[i] (empty: one token each). The process answers
+    for each request with Ready, Ended or Broken. guesses: key -> tokens that may follow, to be drafted as far as the grammar allows
+    them."""
 
     keys: list[int]
     tokens: list[int]
@@ -51,14 +53,14 @@ class Forget(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """Says that the model's tokenizer is loaded, or why it cannot be."""
+    """Says that the model's tokenizer is loaded, or why it cannot be loaded."""
 
     error: str  # why it cannot be loaded; "": it is loaded
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that may be drafted after a request's tokens. sure: for each token, whether it is the only one that the grammar allows
-    there."""
+    """Tokens that may be drafted after a request's tokens. sure: for each of them, whether the grammar allows no other token in its
+    place."""
 
     tokens: list[int]
     sure: list[bool]
@@ -79,7 +81,7 @@ class Ended(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """Says that a request's grammar cannot be followed, or cannot be followed any further, and why."""
+    """Says that a request's grammar cannot be followed, or not any further, and why."""
 
     key: int
     error: str
@@ -91,7 +93,8 @@ def row_bytes(vocab_size: int) -> int:
 
 
 def mask_number(row: int, at: int, num_rows: int) -> int:
-    """Returns which mask of the shared memory is mask `at` of the request with this row."""
+    """Returns the index in the shared memory of the mask number `at` (0: before the draft) of the request with this row. num_rows:
+    how many requests can have masks at a time."""
     return at * num_rows + row
 
 

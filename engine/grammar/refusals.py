@@ -1,6 +1,5 @@
-"""Explains why a grammar cannot be followed, in words for its author: llguidance's own reasons name its internal parts and
-options.
-"""
+"""Explains why a grammar cannot be followed, in words for the grammar's author: llguidance's own reasons name its internal parts
+and options."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ Words = str | Callable[[re.Match[str]], str]
 
 
 def plain(reason: str, grammar: str) -> str:
-    """Returns llguidance's reason for refusing a grammar in plain words. grammar: the client's text, as in
-    `SamplingParams.grammar`. UNKNOWN is returned instead of words that contain llguidance's internal terms, unless the client's
-    grammar contains these terms itself."""
+    """Returns llguidance's reason for refusing a grammar in plain words. grammar: the client's grammar, with its kind
+    (SamplingParams.grammar). Words that contain llguidance's internal terms are replaced by UNKNOWN, unless the client's grammar
+    contains these terms itself."""
     placed = re.match(r"(?:at )?([0-9]+)\(([0-9]+)\): (.*)", reason, re.DOTALL)
     place = ""
     if placed:
@@ -42,7 +41,8 @@ def plain(reason: str, grammar: str) -> str:
 
 
 def _told(reason: str) -> str:
-    """Returns the text of the first entry of _REASONS that matches the reason, or else the reason's first line."""
+    """Returns llguidance's reason in plain words: the text of the first entry of _REASONS that matches the reason, or else the
+    reason's first line."""
     for pattern, words in _REASONS:
         found = re.fullmatch(pattern, reason, re.DOTALL)
         if found:
@@ -51,15 +51,15 @@ def _told(reason: str) -> str:
 
 
 def _is_plain(text: str, grammar: str) -> bool:
-    """Returns whether the text is free of llguidance's internal terms and signs, except those that the client's grammar
+    """Returns whether an error text is free of llguidance's internal terms and signs, except those that the client's grammar
     contains."""
     own = [*re.findall(r"[A-Za-z]+_[A-Za-z_]+|\b[A-Z][a-z]+[A-Z]\w*|(?i:\w*bias\w*)", text), *re.findall("[<>]", text)]
     return all(word in grammar for word in own)
 
 
 def _regular_expression(found: re.Match[str]) -> str:
-    """Returns the error of a regular expression in one line: the expression, the character where it occurs, and the error. found:
-    group 1 is the regex crate's report of the expression and a line that marks the place, group 2 the error."""
+    """Returns the error of a regular expression in one line: the expression, the character where it occurs, and the error. found: a
+    match whose group 1 is the regex crate's report of the expression with a line that marks the place, and group 2 the error."""
     lines, error = found[1].split("\n"), found[2].replace("<=", "at most")
     if len(lines) != 2 or "^" not in lines[1]:
         return f"{_REGEX}: {error}"
@@ -99,8 +99,8 @@ def _not_json(found: re.Match[str]) -> str:
 
 
 def _expected(found: re.Match[str]) -> str:
-    """Returns what Lark's parser expected, in plain words, and the text near which it expected it. found: groups 1 and 2 of the
-    parser's message are these two."""
+    """Returns what Lark's parser expected, in plain words, and the text near which it expected it. found: a match of the parser's
+    message, with these two as groups 1 and 2."""
     wanted, text = found[1], found[2]
     for name, words in _TOKENS.items():
         wanted = wanted.replace(name, words)

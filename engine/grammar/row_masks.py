@@ -1,7 +1,7 @@
-"""Defines the masks of the tokens that the constrained rows of a step may sample.
+"""Defines the masks of the tokens that the constrained rows of a step may sample. Constrained are rows whose requests have a
+grammar or limits by token id.
 
-Shapes: K constrained rows, W = ceil(V / 32) words of a mask, V vocabulary.
-"""
+Shapes: K constrained rows, W = ceil(V / 32) words of a mask, V vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from scheduler.batch.plan import BatchPlan, SequenceTable
 @dataclass(slots=True, eq=False)
 class LockedMasks:
     """Memory with the masks of several requests that is registered with a device's driver (page-locked), so that the device's copy
-    engine reads it. bits [M, W]. is_locked: whether it still is; a copy that is launched later is the host's."""
+    engine can read it. bits [M, W]: M masks. is_locked: whether it is still registered; if not, a copy that is launched later is
+    done by the host."""
 
     bits: npt.NDArray[np.uint32]
     is_locked: bool = True
@@ -25,12 +26,15 @@ class LockedMasks:
 
 @dataclass(slots=True)
 class RowMasks:
-    """The masks of a step's constrained rows. request_ids: the requests of these K rows. rows [K]: the rows' indices among the
-    plan's sampling rows, ascending. bits [K]: each row's mask [W], whose bit i says that token i is allowed. They may lie in memory
-    that a grammar's process writes the rows' next masks to, and a device may read them until the step has ended. So nobody writes
-    them before the step's result was read. locked: page-locked memory in which some of them lie; None: there is none. places [K]:
-    which of its masks each of them is, -1 for those that lie elsewhere. banning [K]: the rows whose end ids are banned besides,
-    as rows without a mask ban theirs before min_tokens; None: no row's are."""
+    """The masks of a step's K constrained rows.
+    request_ids: the requests of these rows.
+    rows [K]: the rows' indices among the plan's sampling rows, ascending.
+    bits [K]: each row's mask [W], whose bit i says that token i is allowed. The masks may lie in memory to which a grammar process
+    writes the next masks of the same requests, and a device may read them until the step has ended. So nobody writes them before
+    the step's result was read.
+    locked: page-locked memory in which some of the masks lie; None: there is none.
+    places [K]: the index in `locked` of each row's mask; -1 for a mask that lies elsewhere.
+    banning [K]: whether the row's end ids are banned in addition to its mask, because of min_tokens; None: no row's are."""
 
     request_ids: list[int]
     rows: npt.NDArray[np.intp]
@@ -40,20 +44,21 @@ class RowMasks:
     banning: npt.NDArray[np.bool_] | None = None
 
     def allowed(self, at: slice, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """Returns the masks of the constrained rows in slice `at` as booleans [rows, V]; True: the token is allowed."""
+        """Returns the masks of some of the K constrained rows, those in slice `at`, as booleans [rows, V]; True: the token is
+        allowed."""
         return np.unpackbits(np.stack(self.bits[at]).view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def constrained_rows(plan: BatchPlan, table: SequenceTable) -> npt.NDArray[np.intp]:
-    """Returns the indices, among the plan's sampling rows, of the rows that may not sample every token, because of a grammar or of
-    limits by token id."""
+    """Returns the indices, among the plan's sampling rows, of the rows that have a grammar or limits by token id, so that they may
+    not sample every token."""
     slots = plan.slots[plan.samples]
     return np.flatnonzero(table.constrained[slots] | table.limited[slots])
 
 
 def hold_ends_back(bits: npt.NDArray[np.uint32], ids: list[int]) -> None:
-    """Clears the bits of the end ids `ids` in one mask [W], in place, so that the text does not end yet. Leaves the mask alone if
-    no other bit is set: then the grammar is at its end, or the request allows no other token."""
+    """Clears the bits of the end ids `ids` in one mask [W], in place, so that the text does not end yet. Does not change the mask
+    if no other bit is set: then the grammar is at its end, or the request allows no other token."""
     if allows_others(bits, ids):
         clear(bits, ids)
 

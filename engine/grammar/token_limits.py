@@ -17,7 +17,7 @@ Bits = npt.NDArray[np.uint32]
 
 
 class TokenLimits:
-    """The limits of one request by token ids. bits [W] uint32: bit i says that token i is allowed next; not to be written to.
+    """The limits of one request by token ids. bits [W] uint32: bit i says that token i is allowed next; must not be written to.
     output: tokens that the request produced before, if it is submitted again."""
 
     def __init__(self, model: str, params: SamplingParams, vocab_size: int, output: Sequence[int]) -> None:
@@ -49,9 +49,9 @@ class TokenLimits:
         self.bits = self.behind(())
 
     def num_leading_on(self, tokens: Sequence[int], masks: Sequence[Bits] | None = None) -> int:
-        """Returns how many tokens at the beginning of `tokens` may come next in the request's output: each must be allowed and
-        leave at least one token that may follow it. masks [len(tokens) + 1, W]: what the request's grammar allows in place of each
-        token and after the last; None: it has no grammar."""
+        """Returns how many tokens at the beginning of `tokens` may come next in the request's output: each must be allowed, and
+        must leave at least one token that may follow it. masks [len(tokens) + 1, W]: the tokens that the request's grammar allows
+        in place of each token and after the last; None: it has no grammar."""
         for number, token in enumerate(tokens):
             before, behind = self.behind(tokens[:number]), self.behind(tokens[: number + 1])
             if masks is not None:
@@ -69,8 +69,8 @@ class TokenLimits:
         return f"{' and '.join(names)} {leave} no token that may follow {len(self._output)} tokens of output"
 
     def behind(self, tokens: Sequence[int]) -> Bits:
-        """Returns the mask [W] of the tokens allowed after the request's output and then `tokens`, without those that would
-        complete a bad sequence. The mask must not be written to."""
+        """Returns the mask [W] of the tokens allowed after the request's output followed by `tokens`: allowed_token_ids without
+        those that would complete a sequence in bad_words. The mask must not be written to."""
         if not self._longer:
             return self._always
         output = [*self._output[-self._longest :], *tokens]
