@@ -1,1 +1,1 @@
-"""Code that runs on the host of any device: where compiled kernels are kept, copies with checksums, decoding, threads."""
+"""Code that runs on the host, whatever the device is: where compiled kernels are kept, copies with checksums, decoding, threads."""

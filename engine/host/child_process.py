@@ -26,16 +26,16 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def malloc_tunables(**values: int) -> str:
-    """Returns the value of GLIBC_TUNABLES for a child: this process's own, plus these tunables of glibc's malloc where it does not
-    set them itself."""
+    """Returns the value of the environment variable GLIBC_TUNABLES for a child process: this process's own value, plus those of the
+    given tunables of glibc's malloc that it does not set."""
     given = os.environ.get("GLIBC_TUNABLES", "")
     ours = (f"glibc.malloc.{name}={value}" for name, value in values.items() if f".{name}=" not in given)
     return ":".join(filter(None, (given, *ours)))
 
 
 def limit_memory(num_bytes: int, oom_score_adj: int) -> None:
-    """Limits this process to `num_bytes` of address space, or to an inherited hard limit if that is lower. Sets its
-    `oom_score_adj`: when the machine runs out of memory, the kernel kills processes with a higher value first."""
+    """Limits this process to `num_bytes` of address space, or to an inherited hard limit if that is lower. Raises this process's
+    `oom_score_adj` to at least the given value: when memory runs out, the kernel kills processes with a higher value first."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = num_bytes if hard == resource.RLIM_INFINITY else min(hard, num_bytes)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
@@ -44,14 +44,15 @@ def limit_memory(num_bytes: int, oom_score_adj: int) -> None:
 
 def end_before_daemon(pid: int) -> None:
     """Makes the system's kernel kill a child of the daemon, and the processes that the child starts, before the daemon when memory
-    runs out: an ended engine is started again and its requests go on, while the daemon's end cuts all connections. Called in the
+    runs out. An ended engine is started again and its requests go on, while the daemon's end cuts all connections. Called in the
     daemon, so that it holds from the child's first allocations on."""
     own = int(Path("/proc/self/oom_score_adj").read_text())
     _raise_oom_score_adj(pid, min(1000, own + OOM_SCORE_ADJ_OVER_DAEMON))
 
 
 def _raise_oom_score_adj(pid: int, value: int) -> None:
-    """Sets the oom_score_adj of a process, unless it is higher already or the process has ended."""
+    """Sets the oom_score_adj of a process (the kernel kills processes with a higher value first when memory runs out), unless it is
+    higher already or the process has ended."""
     file = Path(f"/proc/{pid}/oom_score_adj")
     try:
         if int(file.read_text()) < value:

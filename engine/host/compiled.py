@@ -1,6 +1,5 @@
 """Chooses the folder where Numba keeps compiled kernels, and finds the machine code of kernels, so that it can be called without
-checking the arguments again.
-"""
+checking the arguments' types again."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def keep_in(cache_dir: str) -> None:
     """Sets the folder below cache_dir where Numba keeps compiled kernels. Must be called before a kernel is imported.
 
     cache_dir: "" for the user's own cache. The folder's name contains a digest of all kernels' sources, because Numba itself only
-    checks the file that a kernel is defined in. If the folder cannot be written, or is full, a warning is logged and kernels are
-    compiled again by the next process."""
+    checks the file that defines a kernel. If the folder cannot be written, or is full, a warning is logged and the next process
+    compiles the kernels again."""
     digest = hashlib.blake2b(digest_size=6)
     engine = Path(__file__).parent.parent
     for source in sorted([*engine.glob("cpu/kernels/*.py"), *engine.glob("host/*_kernels.py")]):
@@ -40,8 +39,8 @@ def keep_in(cache_dir: str) -> None:
 
 
 def keep_in_folder(folder: str) -> None:
-    """Makes Numba keep compiled kernels in exactly this folder. It is for processes that compile for another process, which has
-    found the folder with keep_in and `folder`."""
+    """Makes Numba keep compiled kernels in exactly this folder. It is for processes that compile kernels for another process: that
+    process has chosen the folder with keep_in and passed it on."""
     import numba
 
     _compile_for_this_processor()
@@ -50,14 +49,15 @@ def keep_in_folder(folder: str) -> None:
 
 
 def folder() -> str:
-    """Returns the folder where kernels are kept, once keep_in has been called."""
+    """Returns the folder where compiled kernels are kept, which keep_in or keep_in_folder must have set before."""
     import numba
 
     return str(numba.config.CACHE_DIR)
 
 
 def alone(what: str) -> AbstractContextManager[Any]:
-    """Waits until no other process with the same folder is in a block of this name, and returns the context of the block."""
+    """Waits until no other process with the same cache folder is in a block named `what`, and returns the context manager of the
+    block: others wait until it is left."""
     os.makedirs(folder(), exist_ok=True)
     lock = open(os.path.join(folder(), f"lock-{what}"), "w")  # noqa: SIM115  # the file is the context
     fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
@@ -65,8 +65,8 @@ def alone(what: str) -> AbstractContextManager[Any]:
 
 
 def _compile_for_this_processor() -> None:
-    """Keeps Numba from using processor features that HEARTHD_CPU_FEATURES removes. Kernels compiled for other features are separate
-    files of the same cache folder."""
+    """Makes Numba compile without the processor features that HEARTHD_CPU_FEATURES removes. Kernels compiled for other features are
+    separate files of the same cache folder."""
     import llvmlite.binding
     import numba
 
@@ -76,15 +76,16 @@ def _compile_for_this_processor() -> None:
 
 
 def use_threading_layer() -> None:
-    """Sets Numba's threading layer. Must be called before a kernel is called."""
+    """Sets the library that runs Numba's parallel kernels in threads (see threading_layer). Must be called before a kernel is
+    called."""
     import numba
 
     numba.config.THREADING_LAYER = threading_layer()
 
 
 def threading_layer() -> str:
-    """Returns the name of Numba's threading layer to be used: "omp" (OpenMP) where the system has libgomp, because it shares the
-    machine best with torch's own threads; elsewhere "workqueue", Numba's own."""
+    """Returns the name of the library that is to run Numba's parallel kernels in threads: "omp" (OpenMP) where the system has
+    libgomp, because it shares the machine best with torch's own threads; elsewhere "workqueue", Numba's own."""
     try:
         importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
@@ -111,12 +112,13 @@ def writable(folder: str, room_bytes: int = 0) -> str:
 
 @functools.cache
 def _save_one_at_a_time() -> None:
-    """Changes Numba so that of all processes with this folder one at a time saves a compiled kernel, and that an error in saving is
-    only logged as a warning.
+    """Changes Numba so that, of all processes with this cache folder, only one at a time saves a compiled kernel, and that an error
+    in saving is only logged as a warning.
 
-    Numba reads a function's index of compiled forms, adds one and writes the index. If two processes that compile two forms of one
-    function do this at the same time, one of the forms is lost, or both are given the same file. Errors of the disk, Numba raises
-    out of the kernel's first call or its module's import, although the kernel is already usable."""
+    Numba reads a function's index of the signatures that it was compiled for, adds one and writes the index. If two processes that
+    compile a function for two signatures do this at the same time, one of the two is lost, or both get the same file. Errors of the
+    disk would otherwise be raised by the kernel's first call or by the import of its module, although the kernel is already
+    usable."""
     from numba.core.caching import Cache
 
     save = Cache.save_overload
@@ -135,8 +137,8 @@ _found: dict[tuple[Any, ...], Any] = {}  # (kernel, `_kind` of each argument) ->
 
 
 def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Returns the machine code that Numba has compiled of the kernel for arguments of these types (a CompileResult), or None if
-    there is none. If the kernel has several forms, its method `due` picks the form for these arguments."""
+    """Returns what Numba has compiled of the kernel for arguments of these types (a CompileResult, with the machine code), or None
+    if there is nothing. If the kernel is a choice of several variants, its method `due` picks the variant for these arguments."""
     due = getattr(kernel, "due", None)
     form = kernel if due is None else due(args)
     overloads = getattr(form, "overloads", None)
@@ -154,7 +156,7 @@ def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def _kind(arg: Any) -> Any:
-    """Returns a key for the argument. Arguments with the same key have the same Numba type."""
+    """Returns a key for the type of an argument. Arguments with the same key have the same Numba type."""
     if isinstance(arg, np.ndarray):
         flags = arg.flags
         return arg.dtype, arg.ndim, flags.c_contiguous, flags.f_contiguous, flags.aligned, flags.writeable
@@ -163,8 +165,8 @@ def _kind(arg: Any) -> Any:
 
 def direct(kernel: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
     """Returns the function that a call of the kernel with these arguments ends up in: machine code, entered without Numba's check
-    of the argument types (about 1 us). If the kernel is not compiled for them, returns the kernel itself, or the form of it that
-    its method `due` picks."""
+    of the argument types (about 1 us). If the kernel is not compiled for them, returns the kernel itself, or its variant for these
+    arguments if its method `due` picks one."""
     found = compilation(kernel, args)
     if found is not None:
         entry: Callable[..., Any] = found.entry_point

@@ -1,6 +1,5 @@
-"""Settings of the libraries that compute in an engine process. Imports little, because `prepare_process` must run before torch or
-numba is imported.
-"""
+"""Sets up the libraries that compute in an engine process. Imports little, because `prepare_process` must run before torch or numba
+is imported."""
 
 from __future__ import annotations
 
@@ -19,18 +18,19 @@ _PR_SET_NAME = 15  # linux/prctl.h
 
 def prepare_process() -> None:
     """Sets the environment variables of the libraries that compute: which processor features they may use
-    (engine/host/processor.py), and how the OpenMP runtime behaves, whose threads torch's products and Numba's kernels share. Must
-    be called before the libraries are loaded, because they read the variables then.
+    (engine/host/processor.py), and how the OpenMP runtime behaves, whose threads torch's matrix multiplications and Numba's kernels
+    share. Must be called before the libraries are loaded, because they read the variables then.
 
-    A waiting thread spins long enough to meet the next product of the same step, then sleeps. Measured with 2 threads on 2 cores:
-    without spinning, steps of 8 to 32 rows take 15 % longer; spinning ten times as long costs a third more CPU at 32 rows; without
-    a limit, small products take 5 to 20 times as long while other processes run.
+    A waiting thread spins (checks for work without sleeping) long enough for the next matrix multiplication of the same step to
+    begin, then sleeps. Measured with 2 threads on 2 cores: without spinning, steps of 8 to 32 rows take 15 % longer; spinning ten
+    times as long costs a third more CPU at 32 rows; without a limit, small matrix multiplications take 5 to 20 times as long while
+    other processes run.
 
-    The policy is ACTIVE for the sake of moments when libgomp's teams together have more threads than there are cores. libgomp then
-    lowers the spin count: to 0 under the policy PASSIVE, to 1,000 under ACTIVE. It does so even if most threads sleep, like those
-    of a first step that waits for weights. Since a spin count is given, the policy changes nothing else. Measured with steps of 8
-    rows of the model mid: 8.6 ms without another team; while another team waits, 17.6 ms under PASSIVE and 9.1 ms under ACTIVE;
-    while it computes, 18.4 ms and 21.4 ms."""
+    The policy is ACTIVE because of moments when all of libgomp's teams together have more threads than there are cores. libgomp
+    then lowers the spin count: to 0 under the policy PASSIVE, to 1,000 under ACTIVE. It does so even if most threads sleep, like
+    those of a first step that waits for weights. Since a spin count is given, the policy changes nothing else. Measured with steps
+    of 8 rows of the model mid: 8.6 ms without another team; while another team waits, 17.6 ms under PASSIVE and 9.1 ms under
+    ACTIVE; while it computes, 18.4 ms and 21.4 ms."""
     processor.limit_libraries()
     os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
@@ -39,7 +39,7 @@ def prepare_process() -> None:
 
 def import_torch_without_meta_kernels() -> None:
     """Imports torch, if it is not imported yet, without its kernels for the device "meta", which take a quarter of the import's
-    time. Only tracing and compiling models need them, which this process can't do afterwards."""
+    time. Only tracing and compiling models need them; this process cannot do either afterwards."""
     if "torch" not in sys.modules:
         name = "torch._meta_registrations"
         sys.modules[name] = ModuleType(name, "Left out: see engine/host/process.py.")
@@ -47,7 +47,7 @@ def import_torch_without_meta_kernels() -> None:
 
 
 def name_process(name: str) -> None:
-    """Sets the name that `ps -o comm` and `top` show of this process; the kernel keeps 15 characters."""
+    """Sets the name of this process that `ps -o comm` and `top` show; the kernel keeps 15 characters."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 

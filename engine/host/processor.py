@@ -1,10 +1,9 @@
-"""The vector instructions of this host's processor, without those that HEARTHD_CPU_FEATURES removes, and what each kernel needs
-of them.
+"""Finds the vector instructions of this host's processor, without those that HEARTHD_CPU_FEATURES removes, and defines which of
+them each kernel needs.
 
 Kernels, libraries, `hearth doctor` and the log all ask here and nowhere else. A feature is a group of instructions by which a
 kernel or torch chooses its code; a processor has a feature if it has all instructions of the group. Source: /proc/cpuinfo on
-x86-64, the auxiliary vector on aarch64 (where an emulator shows the host's /proc/cpuinfo).
-"""
+x86-64, the auxiliary vector on aarch64 (where an emulator shows the host's /proc/cpuinfo)."""
 
 from __future__ import annotations
 
@@ -60,7 +59,8 @@ KERNELS_NEED: dict[str, frozenset[str]] = {
 
 
 class UnknownFeature(ValueError):
-    """Raised where HEARTHD_CPU_FEATURES names something that cannot be removed; the message names it and lists what can be."""
+    """Raised where HEARTHD_CPU_FEATURES contains something that is not the removal of a known feature; the message names it and
+    lists what can be removed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,7 +117,8 @@ _TIERS = (
 
 
 def parse_removal(text: str) -> frozenset[str]:
-    """Returns the features that a list like "-amx,-avx512bf16" removes, and those that depend on them. Raises UnknownFeature."""
+    """Returns the features that a list like "-amx,-avx512bf16" (the value of HEARTHD_CPU_FEATURES) removes, together with those
+    that depend on them. Raises UnknownFeature for an item that is not "-" and a known feature."""
     named = [part.strip() for part in text.split(",") if part.strip()]
     for part in named:
         if not part.startswith("-") or part[1:] not in KNOWN:
@@ -126,7 +127,7 @@ def parse_removal(text: str) -> frozenset[str]:
 
 
 def features_of(machine: str, flags: Collection[str], capabilities: tuple[int, int]) -> frozenset[str]:
-    """Returns a processor's features. machine: as platform.machine() returns it. flags: the processor's flags in /proc/cpuinfo.
+    """Returns a processor's features. machine: what platform.machine() returns. flags: the processor's flags in /proc/cpuinfo.
     capabilities: its AT_HWCAP and AT_HWCAP2."""
     if machine in ("x86_64", "AMD64"):
         return frozenset(name for name, needed in _FLAGS.items() if needed <= set(flags))
@@ -137,7 +138,7 @@ def features_of(machine: str, flags: Collection[str], capabilities: tuple[int, i
 
 def processor_of(found: frozenset[str], environment: Mapping[str, str]) -> Processor:
     """Returns a processor with the features `found`, without those that the environment's HEARTHD_CPU_FEATURES removes. Raises
-    UnknownFeature."""
+    UnknownFeature if that variable names an unknown feature."""
     removed = parse_removal(environment.get(VARIABLE, ""))
     return Processor(found - removed, found & removed)
 
@@ -185,7 +186,7 @@ _LIBRARY_LEVELS = (
 
 def library_environment(processor: Processor, machine: str) -> dict[str, str]:
     """Returns the environment variables, by name, that keep torch, oneDNN and MKL from using features that HEARTHD_CPU_FEATURES has
-    removed; {} if none is removed. They must be set before the libraries are loaded. machine: as platform.machine() returns it."""
+    removed; {} if none is removed. They must be set before the libraries are loaded. machine: what platform.machine() returns."""
     if not processor.taken_away:
         return {}
     if machine == "aarch64":
@@ -195,7 +196,8 @@ def library_environment(processor: Processor, machine: str) -> dict[str, str]:
 
 
 def limit_libraries() -> None:
-    """Makes torch and the libraries it loads use only the features of this_processor(). Must be called before torch is imported."""
+    """Makes torch and the libraries that it loads use only the features that this process may use (this_processor). Must be called
+    before torch is imported."""
     os.environ.update(library_environment(this_processor(), platform.machine()))
 
 
@@ -226,8 +228,8 @@ _LLVM_PROCESSORS = (
 
 def llvm_target(processor: Processor, host: Mapping[str, bool]) -> tuple[str, str] | None:
     """Returns the processor that LLVM must compile for, as LLVM's name of it and a list of features like "+avx2,-avx512f"; None if
-    no feature was removed, so that LLVM may compile for the host's own. host: by LLVM's name of each feature, whether the host has
-    it."""
+    no feature was removed, so that LLVM may compile for the host's own processor. host: for each feature, by LLVM's name, whether
+    the host has it."""
     if not processor.taken_away:
         return None
     prefixes = tuple(prefix for feature in processor.taken_away for prefix in _LLVM_NAMES[feature])

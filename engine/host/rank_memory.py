@@ -1,9 +1,9 @@
-"""Defines the layout of the memory through which the devices of a group exchange their shares of a model's results.
+"""Defines the layout of the memory through which the ranks of a split model (the devices of one pipeline stage) exchange their
+partial results.
 
-It begins with a line for each rank, LINE_BYTES long: how many pieces the rank has published (int64), how many other ranks sleep
-until that number grows (int64), and when the rank began its latest step (int64). Then come two buffers for each rank, which it
-fills alternately. All memory is zero at the beginning.
-"""
+The memory begins with a line for each rank, LINE_BYTES long: how many pieces (contents of a buffer) the rank has published (int64),
+how many other ranks sleep until that number grows (int64), and when the rank began its latest step (int64). Then come two buffers
+for each rank, which the rank fills alternately. All memory is zero at the beginning."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ BUFFER_BYTES = 256 << 10  # 64 tokens of a model of width 2,048 in bfloat16; lar
 
 
 def rank_memory_bytes(size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """Returns the bytes of the memory through which `size` ranks exchange their shares. buffer_bytes: size of each of a rank's two
-    buffers, a multiple of LINE_BYTES; else raises ValueError."""
+    """Returns the bytes of the memory through which `size` ranks exchange their partial results. buffer_bytes: size of each of a
+    rank's two buffers. Raises ValueError if that is not a positive multiple of LINE_BYTES."""
     if buffer_bytes <= 0 or buffer_bytes % LINE_BYTES:
         raise ValueError(f"buffer_bytes {buffer_bytes} is not a multiple of {LINE_BYTES}")
     return size * (LINE_BYTES + 2 * buffer_bytes)
 
 
 def buffer_bytes_of(num_bytes: int, size: int) -> int:
-    """Returns the size of each buffer in exchange memory of num_bytes bytes for `size` ranks; the inverse of rank_memory_bytes.
-    Raises ValueError if no buffer size gives that number of bytes."""
+    """Returns the size of each buffer in a memory of num_bytes bytes through which `size` ranks exchange partial results; the
+    inverse of rank_memory_bytes. Raises ValueError if no buffer size gives that number of bytes."""
     buffer_bytes = (num_bytes // size - LINE_BYTES) // 2
     if rank_memory_bytes(size, buffer_bytes) != num_bytes:
         raise ValueError(f"{num_bytes} bytes are not the memory of {size} ranks with buffers of one size")

@@ -1,4 +1,5 @@
-"""Lets the ranks of a split model meet once, in memory that their engines share, before they connect in another way."""
+"""Lets the ranks of a split model wait for each other once, in memory that their engines share, before they connect in another
+way."""
 
 from __future__ import annotations
 
@@ -15,21 +16,21 @@ POLL_S = 2e-3
 
 
 def rendezvous_words(size: int) -> int:
-    """Returns how many words of 8 bytes a rendezvous of `size` ranks takes. All are 0 at the beginning."""
+    """Returns how many words of 8 bytes the memory of a rendezvous of `size` ranks has. All are 0 at the beginning."""
     return ID_WORDS + 1 + size
 
 
 class Rendezvous:
-    """One rank's side of a rendezvous. words [rendezvous_words(size)]: the shared memory. broken [1]: not 0 once the group is
-    broken."""
+    """One rank's side of a rendezvous, at which all ranks wait for each other and rank 0 passes an id to the others. words
+    [rendezvous_words(size)]: the shared memory. broken [1]: not 0 once the group is broken."""
 
     def __init__(self, words: LongArray, rank: int, broken: LongArray) -> None:
         self._id, self._is_told, self._arrived = words[:ID_WORDS], words[ID_WORDS : ID_WORDS + 1], words[ID_WORDS + 1 :]
         self._rank, self._broken, self._fence = rank, broken, MemoryFence()
 
     def meet(self, new_id: Callable[[], bytes]) -> bytes | None:
-        """Waits until all ranks have called this, and returns what new_id has returned on rank 0, 8 * ID_WORDS bytes. Returns None
-        if the group is broken before."""
+        """Waits until all ranks have called this, and returns the 8 * ID_WORDS bytes that new_id has returned on rank 0, the only
+        rank that calls it. Returns None if the group breaks before that."""
         self._arrived[self._rank] = 1
         self._fence.order()
         if self._rank == 0:

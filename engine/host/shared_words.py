@@ -1,5 +1,4 @@
-"""Functions on words in memory that several processes share: they put a thread to sleep until a word changes (futex(2)) and wake
-sleeping threads."""
+"""Puts a thread to sleep until a word in memory that several processes share changes, and wakes such threads (futex(2))."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ Words = npt.NDArray[np.int64]
 
 
 def wake_all(words: Words, index: int) -> None:
-    """Wakes all threads, of any process, that sleep on the word words[index] (sleep_while)."""
+    """Wakes all threads, of any process, that sleep_while has put to sleep on the word words[index]."""
     _syscall()(FUTEX, _address(words, index), FUTEX_WAKE, EVERYBODY, None, None, 0)
 
 
 def sleep_while(words: Words, index: int, value: int, most_s: float) -> None:
-    """Sleeps until another thread wakes those that sleep on the word words[index] (wake_all), for at most most_s seconds. Returns
-    at once if the lower 32 bits of the word differ from those of `value`. May also return early."""
+    """Sleeps until another thread calls wake_all for the word words[index], for at most most_s seconds. Returns at once if the
+    lower 32 bits of the word differ from those of `value`. May also return early."""
     seen, most = ctypes.c_uint32(value & 0xFFFFFFFF), _Time(int(most_s), int(most_s % 1 * 1e9))
     _syscall()(FUTEX, _address(words, index), FUTEX_WAIT, seen, ctypes.byref(most), None, 0)
 

@@ -1,10 +1,9 @@
-"""Defines the layout of the memory through which the stages of a pipeline pass on the states of a step's tokens.
+"""Defines the layout of the memory through which the stages of a pipeline pass the states (activations) of a step's tokens on.
 
-It has a part for each device of a stage, since a device passes states on to the device with the same number in the next stage. Each
-part has a piece for every stage but the last. A piece begins with a line of LINE_BYTES: how many steps the stage has sent (int64),
-and how many devices sleep until that number grows (int64). Then come places for the states of as many steps as there are stages,
-which are filled in turn. All memory is zero at the beginning.
-"""
+The memory has a part for each device of a stage, since a device passes states on to the device with the same index in the next
+stage. Each part has a piece for every stage but the last, through which that stage sends. A piece begins with a line of LINE_BYTES:
+how many steps the stage has sent (int64), and how many devices sleep until that number grows (int64). Then come places for the
+states of as many steps as there are stages, which are filled in turn. All memory is zero at the beginning."""
 
 from __future__ import annotations
 
@@ -12,11 +11,12 @@ from engine.host.rank_memory import LINE_BYTES
 
 
 def piece_bytes(num_stages: int, handed: int) -> int:
-    """Returns the bytes of the piece that one stage sends through. handed: bytes of the states of one step
-    (loader/sizes/work_space.py), a multiple of LINE_BYTES."""
+    """Returns the bytes of the memory through which one device of one stage sends states to the next stage. handed: bytes of the
+    states of one step (loader/sizes/work_space.py), a multiple of LINE_BYTES."""
     return LINE_BYTES + num_stages * handed
 
 
 def stage_memory_bytes(stage_size: int, num_stages: int, handed: int) -> int:
-    """Returns the bytes of the memory for num_stages stages of stage_size devices each. handed: as in piece_bytes."""
+    """Returns the bytes of the memory for num_stages stages of stage_size devices each. handed: bytes of the states of one step, a
+    multiple of LINE_BYTES."""
     return stage_size * (num_stages - 1) * piece_bytes(num_stages, handed)

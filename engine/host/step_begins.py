@@ -1,4 +1,5 @@
-"""Notes when the ranks of a group begin their steps, in the memory that their engines share (engine/host/rank_memory.py)."""
+"""Records when the ranks of a split model begin their steps, in the memory that their engines share
+(engine/host/rank_memory.py)."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ _BEGAN = 2  # word of a rank's line
 
 class StepBegins:
     """One rank's access to the times at which all ranks began their latest step, by the clock of the host. memory: uint8, the
-    memory of the ranks, or its lines. It is all 0 before the first step."""
+    ranks' shared memory, or only its lines (engine/host/rank_memory.py). It is all 0 before the first step."""
 
     def __init__(self, memory: Any, rank: int, size: int) -> None:
         self._rank, self._began_ns = rank, memory[: size * LINE_BYTES].view(np.int64).reshape(size, -1)[:, _BEGAN]
 
     def note(self) -> None:
-        """Notes that this rank begins a step now."""
+        """Records that this rank begins a step now."""
         self._began_ns[self._rank] = time.monotonic_ns()
 
     def waited_s(self, took_s: float | None = None) -> float:
-        """Returns how many seconds this rank waited in its latest step for others to begin theirs. Called after the step and before
-        the next one is posted, because the others then note when they begin that one. took_s: the seconds that this rank's step
-        took, which has ended now, if this rank does not call `note`."""
+        """Returns how many seconds this rank waited in its latest step for other ranks to begin theirs. Called after the step and
+        before the next one is posted, because the other ranks then record when they begin that one. took_s: for a rank that does
+        not call `note`, the seconds that its step took, which has ended just now."""
         began_ns = self._began_ns[self._rank] if took_s is None else time.monotonic_ns() - took_s * 1e9
         return max(0, int(self._began_ns.max() - began_ns)) / 1e9

@@ -1,4 +1,4 @@
-"""Finds the TCP sockets of this process, whichever library has opened them."""
+"""Finds the TCP sockets of this process, whichever library has opened them, and shuts them down."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def tcp_sockets() -> frozenset[int]:
 
 
 def shut_down(but: frozenset[int]) -> None:
-    """Shuts down this process's TCP sockets except those whose inodes are in `but`, so that whoever waits at one of them meets an
-    error. The descriptors stay open, because they belong to others."""
+    """Shuts down this process's TCP sockets except those whose inodes are in `but`, so that a thread that waits at one of them gets
+    an error. The descriptors stay open, because they belong to others."""
     for inode, each in _sockets():
         if inode not in but:
             with contextlib.suppress(OSError):  # it is not connected yet

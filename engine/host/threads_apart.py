@@ -1,17 +1,16 @@
-"""Gives each compute thread its own core when a step comes after a pause.
+"""Binds each compute thread to a core of its own when a step comes after a pause.
 
-A parallel product wakes the threads that share it. Linux often wakes a thread that has slept for some time on the core of the
-thread that wakes it, even if another core is idle, because it looks for an idle core no further than the load it saw last allows.
-Two threads then have half a core each until the load balancer separates them. Measured with 2 threads on 2 cores (Linux 6.18, a
-virtual machine): after a pause of 0.1 s and more, a prompt of 48 tokens took 38 ms, 18 of them waiting for a core, and the step
-after it 16.7 ms; with each thread bound to a core of its own they took 20.5 and 9.0 ms, as they do without a pause. So threads are
-bound for the first steps after a pause; between these steps, and afterwards, all may run anywhere.
+A parallel matrix multiplication wakes the threads that share it. Linux often wakes a thread that has slept for some time on the
+core of the thread that wakes it, even if another core is idle, because how far it searches for an idle core depends on the load
+that it saw last. Two threads then have half a core each until the load balancer separates them. Measured with 2 threads on 2 cores
+(Linux 6.18, a virtual machine): after a pause of 0.1 s and more, a prompt of 48 tokens took 38 ms, 18 of them waiting for a core,
+and the step after it 16.7 ms; with each thread bound to a core of its own they took 20.5 and 9.0 ms, as they do without a pause. So
+threads are bound for the first steps after a pause; between these steps, and afterwards, all may run anywhere.
 
 If the compute threads take all cores there are, they are bound for every step. Unbound, one of them is moved to the other's core by
 what runs between two steps (the daemon, with the tokens of the last one), and there both may stay: of 2,700 steps of 8.6 ms, one in
 a hundred took 18 ms, with all its computing on one core. When bound for every step, the other threads stay bound until the next
-pause, while the calling thread, and threads it has started, are free between steps.
-"""
+pause, while the calling thread, and threads it has started, are free between steps."""
 
 from __future__ import annotations
 
@@ -81,8 +80,8 @@ class ThreadsApart:
         return self._num_others + 1 == len(self._free_to.get(threading.get_native_id()) or os.sched_getaffinity(0))
 
     def _choose(self) -> None:
-        """Chooses a core for each compute thread and binds the threads to them. If a thread has ended, nothing is bound, and the
-        compute threads must be found again."""
+        """Chooses a core for each compute thread and binds the threads to the cores. If a thread has ended, it binds none and
+        forgets the compute threads, which are found again later."""
         me = threading.get_native_id()
         try:
             self._seen = _threads()
@@ -106,7 +105,7 @@ class ThreadsApart:
             self._num_others = 0
 
     def _free_caller(self) -> None:
-        """Lets the calling thread run again wherever it could before it was bound to a core. Does the same for the threads that it
+        """Lets the calling thread run again wherever it could before it was bound to a core. Does the same for threads that it
         started in the step, because they inherited that core."""
         me = threading.get_native_id()
         its_core, free_to = {self._cores[me]}, self._free_to[me]
@@ -125,8 +124,8 @@ class ThreadsApart:
         self._cores, self._free_to = {}, {}
 
     def _learn(self) -> None:
-        """Finds the compute threads: among the threads that Python did not start, those that ran most since the last call. If none
-        ran, the known ones stay."""
+        """Finds the compute threads and keeps their ids: among the threads that Python did not start, those that ran most since the
+        last call. If none ran, the known ones stay."""
         known = {thread.native_id or 0 for thread in threading.enumerate()}
         ran_ns = {thread: _ran_ns(thread) for thread in _threads() - known}
         lately = {thread: ns - self._ran_ns.get(thread, 0) for thread, ns in ran_ns.items()}
@@ -138,9 +137,9 @@ class ThreadsApart:
 
 
 def own_cores(ran_on: Mapping[int, int], allowed: set[int]) -> dict[int, int]:
-    """Returns a core for each thread, no core twice: the one it ran on last, unless that is not allowed or an earlier thread has
-    it; then a free one. ran_on: thread -> core it ran on last; the order decides which thread is earlier. Returns {} if there are
-    fewer allowed cores than threads."""
+    """Returns a core for each thread, no core twice: the core on which the thread ran last, unless that is not allowed or an
+    earlier thread has it; then a free one. ran_on: thread -> core on which it ran last; the order decides which thread is earlier.
+    Returns {} if there are fewer allowed cores than threads."""
     if len(allowed) < len(ran_on):
         return {}
     found: dict[int, int] = {}

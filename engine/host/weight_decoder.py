@@ -1,4 +1,4 @@
-"""Picks the decoder of packed weight files on this host, whatever device the weights are for."""
+"""Picks the implementation that decodes packed weight files on this host, whatever device the weights are for."""
 
 from __future__ import annotations
 
