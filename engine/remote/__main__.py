@@ -49,8 +49,8 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace, channel: Channel) -> None:
-    """Connects to the lender and runs the proxy. Raises ChannelClosed at the end of the daemon, and other exceptions, whose text is
-    for operators, when there is no engine any more."""
+    """Connects to the lender (which runs the engine on the other host) and runs the proxy. Raises ChannelClosed when the daemon has
+    ended, and other exceptions, with a text for operators, when the engine can no longer be reached."""
     wire = _connect(options)
     from engine.remote.proxy import Proxy  # imported here, because a proxy that finds no lender is started again and again
 

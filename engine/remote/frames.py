@@ -19,14 +19,15 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Told(Frame, frozen=True):
-    """Messages of engine/protocol.py with their lengths, as they pass between the daemon and the engine, in either direction."""
+    """Messages of engine/protocol.py, each with its length before it, which are passed on between the daemon and the engine, in
+    either direction."""
 
     data: bytes
 
 
 class States(Frame, frozen=True):
-    """The states of the next step of a model's pipeline, from the stage on one host to the next stage on the other, in either
-    direction. data: the bytes of the states, as engine/memory/stage_states.py lays them out."""
+    """The states (activations) of the next step of a model's pipeline, from the stage on one host to the next stage on the other,
+    in either direction. data: the bytes of the states, as engine/memory/stage_states.py lays them out."""
 
     placement_id: int
     data: memoryview
@@ -45,9 +46,13 @@ class Borrow(Frame, frozen=True):
 
 
 class BeginShare(Frame, frozen=True):
-    """Loads a share of a split model. message: the LoadModel message with its length. folder: the model's folder, relative to the
-    models folder. block_tokens: as in Configure. token_bytes: the bytes of States for each token of a step. receives: whether the
-    stage before is on another host, so that its states come as frames. sends: the same for the stage after."""
+    """Asks for the load of a device's share of a split model.
+    message: the LoadModel message, with its length before it.
+    folder: the model's folder, relative to the models folder.
+    block_tokens: number of tokens in a KV block.
+    token_bytes: the bytes of States for each token of a step.
+    receives: whether the stage before is on another host, so that its states come as frames.
+    sends: whether the stage after is on another host, so that states for it are sent as frames."""
 
     message: bytes
     folder: str
@@ -58,9 +63,11 @@ class BeginShare(Frame, frozen=True):
 
 
 class Step(Frame, frozen=True):
-    """The next step of a split model: the plan, and what the plan's rows of the sequence table contain. number: how many steps of
-    the model came before. slots to samples: the arrays of scheduler.batch.plan.BatchPlan, as bytes. rows: see
-    engine/remote/table_rows.py."""
+    """The next step of a split model: its plan, and the contents of the plan's rows in the sequence table.
+    number: how many steps of the model came before.
+    step_id to drafted: fields of scheduler.batch.plan.BatchPlan.
+    slots to samples: the plan's arrays, as bytes.
+    columns, tokens, cells: the rows' contents (engine/remote/table_rows.py)."""
 
     placement_id: int
     number: int
@@ -84,14 +91,15 @@ class Lent(Frame, frozen=True):
 
 
 class Refused(Frame, frozen=True):
-    """Answers Borrow, or ends the connection later. reason: one line for operators."""
+    """Answers Borrow with a refusal, or ends the connection later. reason: one line for operators."""
 
     reason: str
 
 
 class Beat(Frame, frozen=True):
     """The engine's last sign of life (engine/loop/pulse.py), with ages in place of times, because clocks of hosts differ. age_s:
-    seconds since it was given; negative: none was given yet. first_age_s: seconds since `first_since_s`; negative: that is 0."""
+    seconds since it was given; negative: none was given yet. first_age_s: seconds since the pulse's first_since_s; negative: that
+    is 0."""
 
     age_s: float
     expected_s: float
@@ -100,7 +108,7 @@ class Beat(Frame, frozen=True):
 
 
 class Lines(Frame, frozen=True):
-    """The lines that the engine has written to its standard error."""
+    """Lines that the lent engine has written to its standard error since the last such frame."""
 
     data: bytes
 
@@ -112,7 +120,8 @@ class GroupGone(Frame, frozen=True):
 
 
 class EngineEnded(Frame, frozen=True):
-    """The last frame of a connection: the engine has ended. running: the ids of the requests in its last, unfinished step."""
+    """The last frame of a connection: the engine has ended. reason: how it ended. running: the ids of the requests in its last,
+    unfinished step."""
 
     reason: str
     running: list[int]

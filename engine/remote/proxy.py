@@ -1,9 +1,8 @@
-"""Stands on the daemon's host in the place of an engine that runs on another host.
+"""Takes the place, on the daemon's host, of an engine that runs on another host.
 
-To the daemon and the other engines the proxy is an engine: it has the channel, the journal, the queue in the exchange memory and
-the doorbell of one. It passes messages on. When a step of a split model is in its queue, it sends the plan and the rows of the
-sequence table that the step reads, and states of the pipeline in either direction.
-"""
+To the daemon and the other engines the proxy is an engine: it has an engine's channel, journal, queue in the exchange memory and
+doorbell. It passes messages on. When a step of a split model is in its queue, it sends the plan and the rows of the sequence table
+that the step reads to the other host. It also passes the states (activations) of pipelines on, in either direction."""
 
 from __future__ import annotations
 
@@ -59,13 +58,16 @@ log = logging.getLogger("engine")
 
 
 class Ended(Exception):
-    """Raised when the engine has ended or can no longer be reached; the text says why."""
+    """Raised when the engine on the other host has ended or can no longer be reached; the text says why."""
 
 
 class Proxy:
-    """Passes on what the daemon, the other engines and the engine on the other host send each other. host: the other host's name,
-    for messages. models_dir: the models folder. journal: the memory of the step journal. membership: the engine's part in the
-    exchange memory of this host."""
+    """Passes messages, steps and states on between this host (the daemon, the other engines) and the engine on the other host.
+    wire: the connection to the lender, which runs that engine.
+    host: the other host's name, for messages.
+    models_dir: the models folder.
+    channel, journal: the connection to the daemon and the memory of the step journal, as an engine has them.
+    membership: the proxy's access to the exchange memory of this host, as an engine."""
 
     def __init__(self, wire: Wire, host: str, models_dir: str, channel: Channel, journal: Any, membership: Membership) -> None:
         self._wire, self._host, self._models_dir = wire, host, PurePath(models_dir)
@@ -108,7 +110,7 @@ class Proxy:
     # ---- to the engine
 
     def _run_queue(self) -> None:
-        """Sends the steps that are in this engine's queue."""
+        """Takes the steps out of this proxy's queue in the exchange memory and sends them to the other host."""
         while (offset := self._queue.take()) is not None:
             share = next((one for one in list(self._shares.values()) if one.region.offset == offset), None)
             if share is None:
@@ -118,7 +120,8 @@ class Proxy:
                 self._wire.send(share.next_step())
 
     def _take(self, message: Any) -> None:
-        """Handles a message from the daemon: passes it on to the lender, after what this host itself has to do for it."""
+        """Handles a message from the daemon: does what this host itself has to do for it, then passes the message on to the
+        lender."""
         match message:
             case Configure():
                 self._configure = message
@@ -130,7 +133,8 @@ class Proxy:
         self._wire.send(Told(encode(message)))
 
     def _begin(self, message: LoadModel) -> None:
-        """Prepares this host's part in a share of a split model, and passes on the share's load."""
+        """Prepares this host for a share of a split model that the other host's engine will hold, and asks the lender for its load.
+        If this host cannot, the load is reported to the daemon as failed."""
         assert self._configure is not None
         assert message.group is not None
         folder = PurePath(message.path)
@@ -151,14 +155,14 @@ class Proxy:
         self._wire.send(BeginShare(told, relative, tokens, share.token_bytes, share.sender is not None, share.receives))
 
     def _close(self, placement_id: int) -> None:
-        """Ends this host's part in a group, before its region may become another group's."""
+        """Ends the proxy's membership in the group of a split model, before another group may get the group's region."""
         if (share := self._shares.pop(placement_id, None)) is not None:
             share.close()
 
     # ---- from the engine
 
     def _receive(self) -> None:
-        """Takes in what the lender sends, until the connection ends. Runs in a thread of its own."""
+        """Receives and handles what the lender sends, until the connection ends. Runs in a thread of its own."""
         try:
             while True:
                 self._handle(self._wire.receive())
@@ -216,7 +220,8 @@ class Proxy:
 
 
 class _Share:
-    """One share of a split model, which the engine on the other host holds. token_bytes: bytes of the states for each token.
+    """A device's share of a split model, which the engine on the other host holds.
+    token_bytes: bytes of the states (activations) for each token.
     sender: sends the states of the stage before to the engine's host; None: that stage is on the same host, or there is none.
     receives: whether the stage after is not on the engine's host, so that the engine's states come as frames."""
 
@@ -234,7 +239,8 @@ class _Share:
             self.sender = StatesSender(wire, message.placement_id, region.new_link(), token_bytes, lambda: None)
 
     def next_step(self) -> Step:
-        """Returns the frame of the next step that the leader has posted."""
+        """Returns the frame of the next step that the group's leader has posted, and has the stage before's states of this step
+        sent."""
         plan = self.region.read_plan(self._model)
         if self.sender is not None:
             self.sender.step(int(plan.num_new.sum()))
@@ -243,19 +249,19 @@ class _Share:
         return frame
 
     def take_states(self, data: memoryview) -> None:
-        """Passes on to the next stage the states `data` that the engine has computed."""
+        """Passes the states `data`, which the engine has computed, on to the next stage."""
         if self._sent is not None and not self.region.is_broken:
             self._sent.place[: len(data)] = data
             self._sent.send()
 
     def close(self) -> None:
-        """Ends this host's part in the group, which breaks the group. The group's region is not used any more."""
+        """Ends the membership in the group, which breaks the group. The group's region is not used any more."""
         self.region.leave()
         if self.sender is not None:
             self.sender.close()
 
 
 def step_frame(placement_id: int, number: int, plan: BatchPlan, reader: TableReader) -> Step:
-    """Returns the frame that tells another host of a step. number: as in Step."""
+    """Returns the frame that sends a step to another host. number: how many steps of the model came before."""
     of_plan = (plan.slots.tobytes(), plan.num_computed.tobytes(), plan.num_new.tobytes(), plan.samples.tobytes())
     return Step(placement_id, number, plan.step_id, plan.all_decode, plan.drafted, *of_plan, *reader.read(plan))

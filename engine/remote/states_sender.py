@@ -1,4 +1,4 @@
-"""Sends the states of a pipeline's steps from memory of this host to the next stage on another host."""
+"""Sends the states (activations) of a pipeline's steps from memory of this host to the next stage on another host."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ log = logging.getLogger("engine")
 
 
 class StatesSender:
-    """Sends the states of each step, which the previous stage leaves in this host's memory, to the next stage on another host, as
-    frames and in a thread of its own. link: the connection to the previous stage, used in place of the next one. token_bytes: bytes
-    of the states for each token. broken: called if the group is broken while the thread waits; may raise WireClosed."""
+    """Sends the states (activations) of each step, which the previous stage writes to this host's memory, to the next stage on
+    another host, as frames and in a thread of its own.
+    link: this stage's end of the connection to the previous stage.
+    token_bytes: bytes of the states for each token.
+    broken: called if the group breaks while the thread waits; may raise WireClosed."""
 
     def __init__(self, wire: Wire, placement_id: int, link: StageLink, token_bytes: int, broken: Callable[[], None]) -> None:
         self._wire, self._placement_id, self._link, self._token_bytes = wire, placement_id, link, token_bytes
@@ -27,11 +29,12 @@ class StatesSender:
         self._thread.start()
 
     def step(self, num_tokens: int) -> None:
-        """Queues a step of num_tokens tokens for the thread, which sends its states once the previous stage has computed them."""
+        """Queues a step of num_tokens tokens for the thread, which sends the step's states once the previous stage has computed
+        them."""
         self._steps.put(num_tokens)
 
     def close(self) -> None:
-        """Ends the thread, and waits until it no longer reads the memory. The group must be broken."""
+        """Ends the thread, and waits until the thread no longer reads the memory. The group must be broken."""
         self._steps.put(None)
         self._thread.join()
 

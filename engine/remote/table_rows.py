@@ -1,10 +1,9 @@
-"""Copies the rows of a step from the sequence table on the leader's host to the copy of the table on another host.
+"""Copies the rows of a step from the sequence table on the leader's host to the table on another host.
 
 A step reads only the rows of its plan, and of the rows' tokens only those that it computes. Block tables grow with each sequence,
-so only cells that have changed since the last step are copied.
+so only cells (block numbers) that have changed since the last step are copied.
 
-Shapes: R rows of a plan, T tokens of a step.
-"""
+Shapes: R rows of a plan, T tokens of a step."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
 
 
 class TableRows(NamedTuple):
-    """The contents of a plan's rows of the sequence table, as bytes. columns: for each of TABLE_COLUMNS its values [R]. tokens:
-    int32 [T], the tokens that the step computes, row after row. cells: int32 [N, 4]: KV group, slot, index and value of each cell
-    of a block table that has changed."""
+    """The contents of a plan's rows of the sequence table, as bytes. columns: for each array in TABLE_COLUMNS, its values in these
+    rows [R]. tokens: int32 [T], the tokens that the step computes, row after row. cells: int32 [N, 4]: KV group, slot, index and
+    value of each of the N cells of block tables that have changed."""
 
     columns: list[bytes]
     tokens: bytes
@@ -27,15 +26,15 @@ class TableRows(NamedTuple):
 
 
 class TableReader:
-    """Reads the rows of one model's steps, and remembers which cells of the block tables it has returned. block_tokens: tokens in a
-    block."""
+    """Reads the rows of one model's steps from the sequence table, and remembers which cells of the block tables it has returned.
+    block_tokens: tokens in a block."""
 
     def __init__(self, table: SequenceTable, block_tokens: int) -> None:
         self._table, self._block_tokens = table, block_tokens
         self._known = [np.zeros_like(cells) for cells in table.block_tables]  # as in a new region
 
     def read(self, plan: BatchPlan) -> TableRows:
-        """Returns what the rows of the next step's plan contain."""
+        """Returns the contents of the sequence table in the rows of the next step's plan."""
         columns = [getattr(self._table, name)[plan.slots].tobytes() for name in TABLE_COLUMNS]
         ends = plan.num_computed + plan.num_new
         rows = list(zip(plan.slots.tolist(), plan.num_computed.tolist(), ends.tolist(), strict=True))
@@ -46,7 +45,8 @@ class TableReader:
         return TableRows(columns, np.concatenate(tokens or [_NONE]).tobytes(), np.concatenate(cells or [_NO_CELLS]).tobytes())
 
     def _changed(self, group: int, slot: int, num_blocks: int) -> IntArray:
-        """Returns the cells of one row that have changed, int32 [N, 4], and notes them as known."""
+        """Returns the cells of one row's block table that have changed since they were last returned, as int32 [N, 4] (KV group,
+        slot, index, value), and remembers them. num_blocks: how many of the row's cells are compared, from the first on."""
         known, now = self._known[group][slot, :num_blocks], self._table.block_tables[group][slot, :num_blocks]
         at = np.flatnonzero(known != now)
         if not len(at):
@@ -58,8 +58,8 @@ class TableReader:
 
 
 def write_rows(table: SequenceTable, plan: BatchPlan, rows: TableRows) -> None:
-    """Writes the rows of a plan, as TableReader.read returned them, into another table. Raises ValueError if they are not of this
-    plan."""
+    """Writes the rows of a plan, as TableReader.read returned them, into another table. Raises ValueError if the number of tokens
+    is not the plan's."""
     for (name, code), values in zip(TABLE_COLUMNS.items(), rows.columns, strict=True):
         getattr(table, name)[plan.slots] = np.frombuffer(values, code)
     tokens, begin = np.frombuffer(rows.tokens, np.int32), 0

@@ -1,9 +1,9 @@
-"""The TCP connection between a proxy and a lender: both prove that they know the same key, then they send frames.
+"""The TCP connection between a proxy (in an engine's place on the daemon's host) and a lender (which runs the engine on another
+host): both prove that they know the same key, then they send frames.
 
 The proof is that of multiprocessing.connection: a challenge in each direction, answered by its HMAC with the key. Nothing is
 encrypted, so the connection belongs in a network that others cannot read or write. A frame is its length (uint32, little-endian)
-and a msgpack body.
-"""
+and a msgpack body."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _length = struct.Struct("<I")
 
 
 class WireClosed(Exception):
-    """Raised when the connection has ended; the text says why."""
+    """Raised when the connection to the other host has ended; the text says why."""
 
 
 class Wire:
-    """One end of a connection. sock: the connected socket, which this object owns from now on. receives: the union of the frames
-    that arrive here. One thread may receive while others send."""
+    """One end of a connection between hosts. sock: the connected socket, which this object owns from now on. receives: the union of
+    the types of frames that arrive here. One thread may receive while others send."""
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         _prepare(sock)
@@ -44,8 +44,8 @@ class Wire:
         self._silence_s = 0.0
 
     def prove(self, key: bytes, asks_first: bool) -> None:
-        """Proves to the other end that this one knows the key, and has it prove the same. asks_first: True on the lender's end.
-        Raises WireClosed."""
+        """Proves to the other end that this end knows the key, and makes the other end prove the same. asks_first: True on the
+        lender's end. Raises WireClosed if the keys differ or the other end does not answer."""
         try:
             _limit_waits(self._sock, CONNECT_S)
             with Connection(os.dup(self._sock.fileno())) as connection:
@@ -58,13 +58,13 @@ class Wire:
             raise WireClosed(f"the other end did not prove that it knows the key: {_text(error)}") from None
 
     def limit_silence(self, seconds: float) -> None:
-        """Has `receive` raise WireClosed from now on when nothing has arrived for so many seconds."""
+        """Sets the limit, in seconds, after which `receive` raises WireClosed if nothing has arrived."""
         if seconds != self._silence_s:
             self._silence_s = seconds
             _limit_waits(self._sock, seconds, (socket.SO_RCVTIMEO,))
 
     def send(self, frame: Frame) -> None:
-        """Sends a frame; blocks while the network takes no more. Raises WireClosed."""
+        """Sends a frame; blocks while the network takes no more. Raises WireClosed if the connection has ended."""
         data = self._encoder.encode(frame)
         head = _length.pack(len(data))
         try:
@@ -78,7 +78,8 @@ class Wire:
             raise WireClosed(_text(error)) from None
 
     def receive(self) -> Any:
-        """Waits for the next frame and returns it. A memoryview in it is valid until the next call. Raises WireClosed."""
+        """Waits for the next frame and returns it. A memoryview in the frame is valid until the next call. Raises WireClosed if the
+        connection has ended, nothing has arrived within the limit (limit_silence), or what arrived is no frame."""
         try:
             self._fill(memoryview(self._head))
             (num_bytes,) = _length.unpack(self._head)
@@ -95,7 +96,7 @@ class Wire:
             raise WireClosed(f"what came is no frame: {error}") from None
 
     def _fill(self, memory: memoryview) -> None:
-        """Fills `memory` with the next bytes that arrive. Raises EOFError at the end of the stream."""
+        """Fills `memory` with the next bytes that arrive on the connection. Raises EOFError at the end of the stream."""
         while memory:
             if not (num := self._sock.recv_into(memory)):
                 raise EOFError
@@ -114,7 +115,8 @@ class Wire:
 
 
 def connect(host: str, port: int, key: bytes, receives: Any) -> Wire:
-    """Connects to a lender. Raises WireClosed if that fails."""
+    """Connects to a lender, and returns the connection after both ends have proved that they know the key. Raises WireClosed if
+    that fails. receives: the union of the types of frames that the lender sends."""
     try:
         wire = Wire(socket.create_connection((host, port), CONNECT_S), receives)
     except OSError as error:
@@ -141,8 +143,8 @@ def read_key(path: str) -> bytes:
 
 
 def _prepare(sock: socket.socket) -> None:
-    """Sets the socket's options: what is sent leaves at once, and the connection ends when the other host is silent for SILENT_S
-    seconds."""
+    """Sets the socket's options: data is sent at once, and the connection ends when the other host acknowledges nothing for
+    SILENT_S seconds."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -157,7 +159,7 @@ def _prepare(sock: socket.socket) -> None:
 
 
 def _limit_waits(sock: socket.socket, seconds: float, options: tuple[int, ...] = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)) -> None:
-    """Limits the time of each read and write of the socket, in seconds; 0.0: no limit. options: which of these are limited."""
+    """Limits the time of each read and write of the socket, in seconds; 0.0: no limit. options: which of the two are limited."""
     for option in options:
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
