@@ -1,4 +1,4 @@
-"""Keeps the tables of a model's LoRA adapters on the `cpu` device."""
+"""Keeps the tables of where a model's LoRA adapters lie, on the `cpu` device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from loader.shapes.model_shape import ModelShape
 
 
 class HostAdapterMemory(AdapterTables):
-    """The engine.contracts.adapters.AdapterMemory of a model on the `cpu` device. Its tables never move, because recorded steps
-    read them. dtype: the model's dtype. added: a method of the model, called after each `set`."""
+    """The engine.contracts.adapters.AdapterMemory of a model on the `cpu` device. Its tables never move in memory, because recorded
+    steps read them. dtype: the model's dtype. added: a method of the model, called after each `set`."""
 
     def __init__(self, shape: ModelShape, dtype: str, added: Callable[[], None]) -> None:
         super().__init__(shape, dtype)

@@ -1,7 +1,6 @@
-"""The backend of the `cpu` device: opens its memory, makes models, and has their kernels compiled.
+"""The backend of the `cpu` device: opens the device's memory, makes models, and starts the compilation of their kernels.
 
-Until a model's kernels are compiled (once per machine, by other processes), it is served without them.
-"""
+Until a model's kernels are compiled (once per machine, by other processes), the model is served without them."""
 
 from __future__ import annotations
 
@@ -49,9 +48,9 @@ POLL_S = 0.05  # between looks whether kernels are in use
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
-    """Opens the `cpu` device: takes over the memory that an earlier engine left, or makes new memory, of the size in `configure`.
-    handover: passes the memory on between engines; None: it ends with this process. Raises MemoryError, and ValueError for sizes
-    that no memory can have."""
+    """Opens the `cpu` device and returns it: takes over the memory that an earlier engine left, or makes new memory, of the size in
+    `configure`. handover: passes the memory on between engines; None: it ends with this process. Raises MemoryError, and ValueError
+    for sizes that no memory can have."""
     given, left = handover.ask(configure.num_chunks, configure.chunk_bytes) if handover is not None else ([], None)
     memory = CpuMemory(configure.num_chunks, configure.chunk_bytes, given)
     handles.close(given)
@@ -98,8 +97,8 @@ class CpuBackend:
         return self._builds is not None and self._builds.takes_cores
 
     def _until_in_use(self, kernel_set: KernelSet, waiting: Callable[[], None]) -> None:
-        """Waits until a set of kernels is in use. Calls `waiting` often; what it raises ends the wait. Raises RuntimeError if the
-        kernels cannot be compiled, or the compilers stand still."""
+        """Waits until a set of kernels is in use. Calls `waiting` often, which may raise an error to end the wait. Raises
+        RuntimeError if the kernels cannot be compiled, or if the compilers have made no progress for too long."""
         without = f"kernels for {kernel_set}, without which it is too slow to be served"
         while self._ops.awaited([kernel_set]):
             if self._builds is not None and (stall := self._builds.stall):
@@ -110,14 +109,14 @@ class CpuBackend:
             raise RuntimeError(f"{without}: {problem}")
 
     def _need(self, sets: Sequence[KernelSet]) -> None:
-        """Starts other processes that compile sets of kernels, unless they are compiled already. Does not wait for them. Does
-        nothing without Numba."""
+        """Starts processes that compile those of the sets of kernels that are not compiled already, and returns without waiting for
+        them. Does nothing without Numba."""
         if self._builds is not None:
             self._builds.need(sets)
 
     def _compile_late(self, kernel_set: KernelSet) -> None:
         """Starts compiling a set of kernels that a step has needed although loader/configs/kernel_needs.py does not list it for the
-        model. If it is the set for sampling, its compilation no longer waits for the engine to be idle. The step goes on with the
+        model. If it is the set for sampling, its compilation no longer waits until the engine is idle. The step goes on with the
         reference implementation."""
         if self._builds is not None and kernel_set.name == SAMPLING:
             self._builds.hurry([kernel_set])
@@ -144,8 +143,9 @@ class CpuBackend:
         return self._decoder_model(spec, shape, weights)
 
     def _decoder_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CpuModel:
-        """Returns a model that is not an encoder. If it was loaded before with the same settings, this is the earlier object with
-        its recorded steps. They take host memory, so only the MAX_KEPT_MODELS models loaded last are kept."""
+        """Returns a model that generates tokens (not an encoder). If it was loaded before with the same settings, this is the
+        earlier object with its recorded steps. Recorded steps take host memory, so only the MAX_KEPT_MODELS models loaded last are
+        kept."""
         identity = (weights, spec.kv_dtype, spec.max_model_len, spec.max_sequences)
         known = self._models.pop(spec.model, None)
         if known is not None and known[0] == identity:
@@ -163,8 +163,9 @@ class CpuBackend:
     def split_model(
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> CpuModel:
-        """Returns this device's share of a model, as SplitsModels.split_model says. It is a new object at each load, because
-        recorded steps hold addresses of the region."""
+        """Returns this device's share of a split model. It is a new object at each load, because recorded steps hold addresses of
+        the region. kv_memory: uint8, the memory of the share's KV blocks. region: the memory that the engines of all shares have in
+        common."""
         self._models.pop(spec.model, None)
         threads = threads_for(weights.num_bytes, self.compute_threads)
         ranks = stages = None
@@ -186,6 +187,6 @@ class CpuBackend:
 
 
 def threads_for(weights_bytes: int, num_threads: int) -> int:
-    """Returns how many of num_threads threads compute a model with weights_bytes bytes of weights: one for a small model, else
+    """Returns how many of num_threads threads compute a model's steps: one if its weights have few bytes (weights_bytes), else
     all."""
     return 1 if weights_bytes < SINGLE_THREAD_WEIGHTS_BYTES else num_threads

@@ -1,9 +1,8 @@
 """The inputs of one forward pass on the `cpu` device, as arrays. They are built once a step and passed on to the layers. Nothing
 about a step is global, because several models live in one process.
 
-Shapes: R rows, T tokens of all rows one after the other, N tokens that paged attention computes, B blocks of the longest row, D
-head size, P pairs of a head's dimensions that are rotated.
-"""
+Shapes: R rows, T tokens of all rows one after the other, N tokens whose attention reads KV blocks query by query (paged attention),
+B blocks of the longest row, D head size, P pairs of a head's dimensions that rotary embedding (RoPE) rotates."""
 
 from __future__ import annotations
 
@@ -25,10 +24,13 @@ LONG_ROW_TOKENS = 16
 
 @dataclass(slots=True, frozen=True)
 class GroupMemory:
-    """The memory of one KV group, with what its layers have in common. kv [num_blocks, layers of the group, 2, G, block_tokens, D]:
-    the arena as this group sees it, for G KV heads; in a group of states, float32 [num_blocks, layers, numbers of a state].
-    kv_flat: the same memory as a flat array for kernels. rotary: the rotary embedding of the group's layers. reach: how far back a
-    query attends (KVGroupSpec.reach). scales: the scales of fp8 KV (engine/memory/arena.py); None: the KV is not fp8."""
+    """The memory of one KV group, with the settings that its layers have in common.
+    kv [num_blocks, layers of the group, 2, G, block_tokens, D]: the arena as this group sees it, for G KV heads; in a group of
+    states, float32 [num_blocks, layers, numbers of a state].
+    kv_flat: the same memory as a flat array for kernels.
+    rotary: the rotary embedding of the group's layers.
+    reach: how far back a query attends (KVGroupSpec.reach).
+    scales: the scales of fp8 KV (engine/memory/arena.py); None: the KV is not fp8."""
 
     kv: Tensor
     kv_flat: Any
@@ -39,10 +41,12 @@ class GroupMemory:
 
 @dataclass(slots=True)
 class GroupBatch:
-    """The inputs of a step for the layers of one KV group. kv, kv_flat, reach, scales: as in GroupMemory. block_table [R, B]: each
-    row's blocks; entries for blocks that have left the window of every query are -1 and must not be read. slots [T]: block *
-    block_tokens + place in the block of each token, -1 for padding. cos_sin [T, 2 P] float32: cosines, then sines, by which each
-    token's pairs are rotated."""
+    """The inputs of a step for the layers of one KV group.
+    kv, kv_flat, reach, scales: the group's memory and settings (GroupMemory).
+    block_table [R, B]: the block numbers of each row; entries for blocks that have left the window of every query are -1 and must
+    not be read.
+    slots [T]: the place of each token in the KV memory, block * block_tokens + place in the block; -1 for padding.
+    cos_sin [T, 2 P] float32: the cosines, then the sines, by which each token's pairs of dimensions are rotated."""
 
     kv: Tensor
     kv_flat: Any
@@ -57,12 +61,17 @@ class GroupBatch:
 class HostBatch:
     """The inputs of one step on the CPU.
 
-    num_tokens: T without padding. groups: one for each KV group. layer_places: for each layer that is computed, its group and its
-    place in that group. starts, num_new, contexts [R]: each row's first token in the step, its number of tokens in the step, and
-    its number of positions stored after the step. paged_tokens, paged_rows, paged_contexts [N]: token, row and context of each
-    query that reads its KV blocks directly. A context of 0 marks padding, -1 a query of a long row, which is computed with its
-    whole row instead. has_long_rows: whether there may be long rows, that is, rows with more than LONG_ROW_TOKENS tokens. attended
-    [1]: an upper bound on the positions that all queries together attend to. layer_inputs, kept, adapters: as in StepBatch."""
+    num_tokens: T without padding.
+    groups: one for each KV group.
+    layer_places: layer -> its KV group, and its index among the group's layers, for each layer that is computed.
+    starts, num_new, contexts [R]: each row's first token in the step, its number of tokens in the step, and its number of positions
+    stored after the step.
+    paged_tokens, paged_rows, paged_contexts [N]: the token, row and context (number of positions) of each query that reads its KV
+    blocks by itself. A context of 0 marks padding, -1 a query of a long row, which is computed with its whole row instead.
+    has_long_rows: whether there may be long rows, that is, rows with more than LONG_ROW_TOKENS tokens.
+    attended [1]: an upper bound on the positions that all queries together attend to.
+    layer_inputs, kept: the layers' own inputs, and the memory for states that the predictor reads (StepBatch).
+    adapters: the LoRA adapters of the step's tokens; None: the step computes no adapters."""
 
     input_ids: Tensor  # [T] int64
     num_tokens: int
@@ -82,19 +91,20 @@ class HostBatch:
 
     @property
     def block_tokens(self) -> int:
-        """The number of tokens of a block, the same in every KV group. (It is read from the first group, which never has
+        """The number of tokens of a block, the same in every KV group. (The first group gives it, because that is never a group of
         states.)"""
         return int(self.groups[0].kv.shape[4])
 
     def group_of(self, layer: int) -> tuple[GroupBatch, int]:
-        """Returns a layer's KV group, and the layer's place among the group's layers."""
+        """Returns the inputs for a layer's KV group, and the layer's index among the group's layers."""
         group, place = self.layer_places[layer]
         return self.groups[group], place
 
 
 def padded_rows(num_rows: int) -> int:
-    """Returns the number of rows, num_rows or slightly more, to which a matrix of num_rows rows is padded. Few numbers are used,
-    because oneDNN prepares a matrix product again (0.3 to 2 ms) for every number of rows that it has not seen."""
+    """Returns the number of rows, num_rows or slightly more, to which a matrix of num_rows rows is padded. Only few different
+    numbers are returned, because oneDNN prepares a matrix multiplication anew (0.3 to 2 ms) for every number of rows that it has
+    not met before."""
     if num_rows <= 8:
         return num_rows
     step = 8 if num_rows <= 128 else 16 if num_rows <= 256 else 32
@@ -120,10 +130,13 @@ def build_batch(
     padded: bool = False,
     adapters: BatchAdapters | None = None,
 ) -> HostBatch:
-    """Builds the inputs of a step from its plan and the sequence table. memory: that of each KV group. layer_places: as in
-    HostBatch. cos_sin: CpuOps.cos_sin. padded: T is padded to one of few counts (padded_rows); padding tokens are not stored and
-    attend to nothing. adapters: the model's adapters, whose `numbers` are replaced by those of the step; None: steps compute no
-    adapters. Everything is computed on whole arrays, never row by row."""
+    """Returns the inputs of a step, made from its plan and the sequence table. Everything is computed on whole arrays, never row by
+    row.
+    memory: the memory of each KV group.
+    layer_places: layer -> its KV group, and its index among the group's layers.
+    cos_sin(rotary, positions): returns the cosines and sines of a rotary embedding (CpuOps.cos_sin).
+    padded: whether T is padded to one of few numbers (padded_rows); padding tokens are not stored and attend to nothing.
+    adapters: the model's LoRA adapters, whose `numbers` are replaced by those of the step; None: steps compute no adapters."""
     block_tokens = memory[0].kv.shape[4]
     num_new, first = plan.num_new, plan.num_computed
     num_rows = len(num_new)

@@ -18,8 +18,9 @@ from engine.ops.ops import DeltaRule
 
 
 def gated_delta(kernels: Any, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: HostBatch) -> Tensor:
-    """Returns the outputs of a layer's gated delta rule and updates the rows' states, as Ops.gated_delta says. kernels: the module
-    engine.cpu.kernels.entry; None: the reference implementation computes the result."""
+    """Returns the outputs of a layer's gated delta rule (linear attention) for the projected inputs x and gates (Ops.gated_delta),
+    and updates the states of the batch's rows. kernels: the module engine.cpu.kernels.entry; None: the reference implementation
+    computes the result."""
     group, place = batch.group_of(layer)
     out = empty(x, len(x), rule.num_value_heads * rule.value_dim)
     rows = (batch.block_tokens, group.block_table, batch.starts, batch.num_new, batch.contexts)

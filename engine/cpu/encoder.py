@@ -35,8 +35,9 @@ class CpuEncoder:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[IntArray], second_at: Sequence[int]) -> tuple[FloatArray, float]:
-        """Returns the vectors of R texts, or the scores of R pairs, and the seconds they took, as HostedEncoder.embed says. None of
-        the texts may be empty. Raises RuntimeError after `release`."""
+        """Returns the vectors of R texts, or the scores of R pairs of texts, and the seconds they took. texts: the token ids of
+        each, not empty. second_at: for each pair, the index of the second text's first token. Raises RuntimeError after
+        `release`."""
         begin = time.perf_counter()
         if self._model is None:
             raise RuntimeError(f"model {self.name} was released")

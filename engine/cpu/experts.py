@@ -1,9 +1,9 @@
-"""Computes a mixture of experts with the CPU kernels: tokens are sorted by expert, and each expert's rows are multiplied together.
+"""Computes the experts of a mixture-of-experts layer with the CPU kernels: pairs of a token and an expert are sorted by expert, and
+each expert's rows are multiplied together.
 
 kernels: the module engine.cpu.kernels.entry. Shapes: T tokens, W width, E experts, C experts that each token passes through, P = T
 * C pairs of a token and one of its experts, sorted by expert, I the experts' intermediate size. In a split model a rank may have
-only some of the experts. All arrays then begin with the pairs of these experts, and the rows after them are undefined.
-"""
+only some of the experts. All arrays then begin with the pairs of these experts, and the rows after them are undefined."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ _FEW_TOKENS = 16
 
 @dataclass(slots=True, frozen=True)
 class _Routing:
-    """The routing of T tokens to C experts each, as kernels.route writes it, for pairs of a token and one of its experts, sorted by
-    expert. weights [T, C]: the experts' weights. places [T, C]: the row of each pair. firsts [E + 1]: the first row of each expert,
-    and the end. tokens [P]: the token of each row. memory: the memory of which these arrays are views."""
+    """The experts to which T tokens are routed, C for each, as the routing kernels write them. Each pair of a token and one of its
+    experts has a row; rows are sorted by expert.
+    weights [T, C]: the weight of each pair.
+    places [T, C]: the row of each pair.
+    firsts [E + 1]: the first row of each expert, and the end of the last expert's rows.
+    tokens [P]: the token of each row.
+    memory: the memory of which these arrays are views."""
 
     memory: Tensor
     weights: Any  # [T, C] float32
@@ -39,7 +43,7 @@ class _Routing:
 
     @classmethod
     def empty(cls, like: Tensor, num_chosen: int, num_experts: int) -> _Routing:
-        """Returns a routing with uninitialised arrays, for the tokens of `like` [T, W]."""
+        """Returns a _Routing with uninitialised arrays, for the tokens of `like` [T, W]."""
         num_pairs = len(like) * num_chosen
         num_words = 4 * num_pairs + num_experts + 1
         memory = empty(like, 1, num_words * 4 // like.element_size())
@@ -50,8 +54,9 @@ class _Routing:
 
 
 def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, shared: Tensor | None, slots: Any) -> Tensor:
-    """Returns the output of a layer's experts, as Ops.experts says, computed with kernels of the module `kernels`. matrices: the
-    layer's experts. shared: as in Ops.experts. slots [T] int64: each token's place in the KV cache; below 0 for padding."""
+    """Returns the output [T, W] of a layer's experts for inputs x and router scores (Ops.experts). kernels: the module of the
+    kernels. matrices: the layer's experts. shared: the output of the layer's shared expert, which is added; None: there is none.
+    slots [T] int64: each token's place in the KV cache; below 0 for padding."""
     num_experts, num_chosen = matrices.num_experts, matrices.num_chosen
     routing = _Routing.empty(x, num_chosen, num_experts)
     where = (routing.weights, routing.places)
@@ -102,16 +107,17 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
 
 
 def _activate_own(kernel: Any, firsts: Any, gate_up: Any, *numbers_and_out: Any) -> None:
-    """Calls an activation's kernel for the rows of a rank's own experts only. firsts [E + 1]: the first row of each of these
-    experts, and the end. numbers_and_out: the kernel's arguments after gate_up, the output last."""
+    """Computes the activation (by `kernel`) only in the rows of a rank's own experts. firsts [E + 1]: the first row of each of
+    these experts, and the end. numbers_and_out: the kernel's arguments after gate_up, the output last."""
     *numbers, out = numbers_and_out
     if num_rows := int(firsts[-1]):
         kernel(gate_up[:num_rows], *numbers, out[:num_rows])
 
 
 def _weigh_rows(rows: Tensor, weights: Any, places: Any, slots: Any) -> None:
-    """Multiplies the row of each pair of a token and an expert by the pair's weight, and sets all weights to 1. rows [P, W].
-    weights, places: as in _Routing. slots [T]: below 0 for padding."""
+    """Multiplies the row of each pair of a token and an expert by the pair's weight, and sets all weights to 1, so that outputs are
+    not weighted again. rows [P, W]: changed in place. weights, places [T, C]: the weight and the row of each pair. slots [T]: below
+    0 for padding."""
     there = slots >= 0
     own = torch.from_numpy(places[there].ravel()).long()
     rows[own] = (rows[own].float() * torch.from_numpy(weights[there].reshape(-1, 1))).to(rows.dtype)
@@ -119,8 +125,9 @@ def _weigh_rows(rows: Tensor, weights: Any, places: Any, slots: Any) -> None:
 
 
 def _weigh_by_expert(weights: Any, places: Any, firsts: Any, slots: Any, factors: Tensor) -> None:
-    """Multiplies the weight of each pair of a token and an expert by the expert's factor. weights, places, firsts: as in _Routing.
-    slots [T]: below 0 for padding. factors [E]."""
+    """Multiplies the weight of each pair of a token and an expert, in place, by the expert's factor. weights, places [T, C]: the
+    weight and the row of each pair. firsts [E + 1]: the first row of each expert, and the end. slots [T]: below 0 for padding.
+    factors [E]."""
     there, of_rows = slots >= 0, np.repeat(factors.float().numpy(), np.diff(firsts))
     weights[there] *= of_rows[places[there]]
 
@@ -128,9 +135,9 @@ def _weigh_by_expert(weights: Any, places: Any, firsts: Any, slots: Any, factors
 def _grouped_product(
     kernels: Any, x: Tensor, weight: ExpertMatrix, bias: Tensor | None, routing: _Routing, num_tokens: int
 ) -> Tensor:
-    """Returns each row of x [P, K] times the transposed matrix of the row's expert in weight [E, N, K], plus the expert's bias in
-    bias [E, N] (None: no bias). routing.firsts tells which rows are an expert's. num_tokens: the most rows that an expert may
-    have."""
+    """Multiplies each row of x [P, K] with the transposed matrix of the row's expert in weight [E, N, K], adds the expert's bias in
+    bias [E, N] (None: no bias), and returns the results [P, N]. routing.firsts says which rows are an expert's. num_tokens: the
+    most rows that an expert may have."""
     out = empty(x, len(x), weight.shape[1])
     if isinstance(weight, Mxfp4Matrix | Int4Matrix | Nvfp4Matrix):
         _grouped_four_bits_linear(kernels, x, weight, bias, routing, num_tokens, out)
@@ -200,22 +207,23 @@ def _grouped_byte_linear(
 def _many_byte_rows(
     kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, firsts: Any, most_rows: int, out: Tensor
 ) -> None:
-    """Multiplies the rows of each expert that has more than most_rows rows, as _many_rows does, with weights in FP8 or int8, which
-    are widened a part of an expert at a time."""
+    """Multiplies the rows of each expert that has more than most_rows rows with the expert's FP8 or int8 matrix, and writes the
+    results to those rows of out; other rows are unchanged. The weights are converted to x's dtype a part of an expert at a time.
+    values, scales, group_inputs: the parts of the matrices. firsts [E + 1]: the first row of each expert, and the end."""
     for expert, own in _many(firsts, most_rows):
         fp8_in_parts(kernels, x[own], values[expert], scales[expert], group_inputs, None, out[own])
 
 
 def _many_rows(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, firsts: Any, most_rows: int, out: Tensor) -> None:
-    """Multiplies the rows x [P, K] of each expert that has more than most_rows rows with the expert's matrix, and writes them to
-    out [P, N]; other rows stay. Uses the kernel for plain matrices and many rows, or torch. firsts [E + 1]: the first row of each
-    expert, and the end."""
+    """Multiplies the rows x [P, K] of each expert that has more than most_rows rows with the expert's matrix, and writes the
+    results to those rows of out [P, N]; other rows are unchanged. Uses the kernel for plain matrices and many rows, or torch.
+    firsts [E + 1]: the first row of each expert, and the end."""
     for expert, own in _many(firsts, most_rows):
         write_product(kernels, x[own], weight[expert], None if bias is None else bias[expert], out[own])
 
 
 def _many(firsts: Any, most_rows: int) -> Iterator[tuple[int, slice]]:
-    """Yields the number of each expert that has more than most_rows rows, with the slice of its rows. firsts [E + 1]: the first row
+    """Yields the index of each expert that has more than most_rows rows, with the slice of its rows. firsts [E + 1]: the first row
     of each expert, and the end."""
     for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
         if end - first > most_rows:
@@ -235,8 +243,10 @@ def _many_four_bits_rows(
     most_rows: int,
     out: Tensor,
 ) -> None:
-    """Multiplies the rows of each expert that has more than most_rows rows, as _many_rows does, with four-bit weights, which are
-    widened a part of an expert at a time. scales to halves: as products.four_bits returns them."""
+    """Multiplies the rows of each expert that has more than most_rows rows with the expert's four-bit matrix, and writes the
+    results to those rows of out; other rows are unchanged. The weights are converted to x's dtype a part of an expert at a time.
+    scales to halves: the matrices, as products.four_bits returns them. firsts [E + 1]: the first row of each expert, and the
+    end."""
     parts = [of_experts.reshape(len(firsts) - 1, -1) for of_experts in (scales, blocks, zeros)]
     for expert, own in _many(firsts, most_rows):
         own_bias = None if bias is None else bias[expert]

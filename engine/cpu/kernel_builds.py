@@ -1,15 +1,15 @@
 """Compiles CPU kernels in separate processes, whose memory is freed when they end, while torch's operations serve the models.
 
 An engine asks for the sets of kernels that models need (`need`). Sets in the cache folder are used at once. The others are
-compiled, unit by unit (a unit is a kernel in all its forms), by processes that end when all are compiled: python -P -m engine.warm
---unit-by-unit. Each set comes into use when its last unit is compiled. A crash of a compiler does not end the engine: its unit is
-not tried again, and operations that would call the unit's sets go on with torch. The same happens to a unit that is not compiled
-within UNIT_LIMIT_S, whose compiler is killed, and if the cache folder did not keep a compiled kernel.
+compiled, unit by unit (a unit is a kernel in its variants for one and for several threads), by processes that end when all are
+compiled: python -P -m engine.warm --unit-by-unit. Each set comes into use when its last unit is compiled. A crash of a compiler
+does not end the engine: the unit is not tried again, and operations that would call the kernels of the unit's sets go on with
+torch. The same happens if the cache folder did not keep a compiled kernel, and to a unit that is not compiled within UNIT_LIMIT_S,
+whose compiler is killed.
 
 Kernels that only sampling calls are compiled last, and none is begun while the engine computes, because steps that choose the most
 likely token would lose a core to the compiler, or half of the memory's bandwidth, for kernels that nobody may ever need. They are
-compiled while the engine is idle, or at once when a step calls them (`hurry`).
-"""
+compiled while the engine is idle, or at once when a step calls them (`hurry`)."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ KEPT_BYTES = COMPILER_BYTES * 3 // 4  # a process with more memory than this com
 
 
 class _Build:
-    """One run of compiler processes for some sets of kernels: what is still to be compiled, and an estimate of how long it will
-    take. missing: set -> its units that were not in the cache folder."""
+    """The compilation of some sets of kernels by compiler processes: the units that are still to be compiled, and an estimate of
+    how long that will take. missing: set -> its units that were not in the cache folder."""
 
     def __init__(self, missing: dict[KernelSet, list[Unit]]) -> None:
         self.missing = missing
@@ -83,8 +83,8 @@ class _Build:
         self.since_s = time.monotonic()
 
     def done(self, unit: Unit, problem: str) -> list[KernelSet]:
-        """Notes that the compilation of a unit has ended. problem: why it failed; "": it succeeded. Returns the sets all units of
-        which have ended now."""
+        """Notes that the compilation of a unit has ended. problem: why it failed; "": it succeeded. Returns the sets whose last
+        unit this was."""
         self.num_done += 1
         self._done_s += unit.seconds
         of_unit = [kernel_set for kernel_set, left in self.left.items() if unit in left]
@@ -102,7 +102,7 @@ class _Build:
 
     @property
     def left_s(self) -> float:
-        """Estimated seconds of compiling until the end."""
+        """The estimated time until all units are compiled, in seconds of compiling."""
         passed_s = time.monotonic() - self.since_s - self.postponed_s
         planned_s = START_S + max(self._longest_s, self._all_s / self.num_processes)
         if self._done_s >= self._all_s / 3:  # enough is done to tell how fast this machine is
@@ -111,13 +111,14 @@ class _Build:
 
 
 class _Measure:
-    """Measures how much this process computes."""
+    """Measures how much processor time this process uses."""
 
     def __init__(self) -> None:
         self._at_s, self._computed_s = time.monotonic(), time.process_time()
 
     def share(self) -> float | None:
-        """Returns processor time ÷ time since the last result; None if that was less than MEASURE_EVERY_S ago."""
+        """Returns the processor time of this process divided by the time passed since the last result, so 1.0 stands for one core;
+        None if the last result is less than MEASURE_EVERY_S old."""
         at_s, computed_s = time.monotonic(), time.process_time()
         if (passed_s := at_s - self._at_s) < MEASURE_EVERY_S:
             return None
@@ -127,10 +128,13 @@ class _Measure:
 
 
 class CpuKernelBuilds:
-    """Compiles the kernels that this process needs, in other processes. num_threads: threads that run the models' kernels; if more
-    than one, kernels are also compiled in their forms for several threads. num_processes: how many compilers may run at a time,
-    MOST_COMPILERS at most. use: called with each set of kernels that has been compiled. give_up: called with each set that cannot
-    be. tell: called from other threads with news of the compilation."""
+    """Compiles the kernels that this process needs, in other processes.
+    num_threads: threads that run the models' kernels; if more than one, the kernels' variants for several threads are compiled,
+    too.
+    num_processes: how many compilers may run at a time, but never more than MOST_COMPILERS.
+    use: called with each set of kernels that has been compiled.
+    give_up: called with each set that cannot be compiled.
+    tell: called from other threads with news of the compilation."""
 
     def __init__(
         self,
@@ -155,14 +159,16 @@ class CpuKernelBuilds:
         self.problems: dict[str, str] = {}  # set of kernels -> why it is not in use
 
     def knows(self, kernel_set: KernelSet) -> bool:
-        """Returns whether this set of kernels has been asked for (`need`)."""
+        """Returns whether this set of kernels has been asked for before, by a call of `need`."""
         return kernel_set in self._known
 
     def need(self, sets: Iterable[KernelSet]) -> None:
-        """Asks for sets of kernels. Those in the cache folder are in use when this returns; the others are being compiled by then.
-        Sets that steps call are compiled before sets that only sampling calls; among these the dtype that comes first in `sets` is
-        first, and within it the unit that takes longest. What only sampling calls is compiled while the engine is idle, or after it
-        was hurried."""
+        """Asks for sets of kernels. Those in the cache folder are in use when this returns; the compilation of the others has been
+        started by then.
+
+        Order: sets that steps call come before sets that only sampling calls. Within each of these, the dtype that comes first in
+        `sets` is first, and within a dtype the unit that takes longest. Sets that only sampling calls are compiled while the engine
+        is idle, or after a call of `hurry`."""
         with self._lock:
             new = [kernel_set for kernel_set in dict.fromkeys(sets) if kernel_set not in self._known]
             self._known.update(new)
@@ -184,8 +190,8 @@ class CpuKernelBuilds:
                 self._builder = builder
 
     def hurry(self, sets: Iterable[KernelSet]) -> None:
-        """Compiles at once, without waiting for the engine to be idle, sets of kernels that only sampling calls: a step calls them,
-        or something waits for them."""
+        """Lets sets of kernels that only sampling calls be compiled at once, without waiting for the engine to be idle: a step
+        calls them, or something waits for them."""
         with self._lock:
             self._hurry(sets)
 
@@ -194,25 +200,26 @@ class CpuKernelBuilds:
         self._changed.notify_all()
 
     def _may_wait(self, kernel_set: KernelSet) -> bool:
-        """Returns whether a set is compiled only while the engine is idle."""
+        """Returns whether a set of kernels is compiled only while the engine is idle."""
         return kernel_set.name == SAMPLING and kernel_set not in self._hurried
 
     @property
     def stall(self) -> str:
-        """The reason not to wait for the compilers, which have compiled nothing for UNIT_LIMIT_S; "" as long as they go on."""
+        """Says why it is of no use to wait for the compilers: they have compiled nothing for UNIT_LIMIT_S; "" if they make progress
+        or have nothing to compile."""
         is_still = self._running is not None and time.monotonic() - self._moved_s > UNIT_LIMIT_S
         return f"no kernel was compiled for {UNIT_LIMIT_S:g} s" if is_still else ""
 
     @property
     def takes_cores(self) -> bool:
-        """Returns whether kernels are being compiled that do not wait for the engine to be idle, so that steps should leave them
-        cores."""
+        """Returns whether kernels are being compiled even while the engine computes, so that steps should leave cores to the
+        compilers."""
         running = self._running
         only_waits = running is not None and all(self._may_wait(one) for one in tuple(running.left))
         return self._builder is not None and not only_waits
 
     def wait(self) -> None:
-        """Waits until nothing is being compiled."""
+        """Waits until all sets that were asked for are compiled or have failed, including those that only sampling calls."""
         self.hurry(self._known)
         while (builder := self._builder) is not None:
             builder.join()
@@ -278,8 +285,8 @@ class CpuKernelBuilds:
                 told_s = time.monotonic()
 
     def _end_set(self, build: _Build, kernel_set: KernelSet) -> None:
-        """Ends the compilation of one set: tells the daemon, and has the set brought into use between two steps, or given up if it
-        was not compiled."""
+        """Ends the compilation of one set: reports it to the daemon, and lets the engine bring the set into use between two steps,
+        or give it up if it was not compiled."""
         del build.left[kernel_set]
         problem = build.problems.get(kernel_set, "")
         try:  # a lost kernel is not compiled here: that would take the models' memory, and a compiler's crash would end them
@@ -312,9 +319,9 @@ class CpuKernelBuilds:
             ended.put(None)
 
     def _run_process(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
-        """Gives the units in build.queue to a compiler process, one by one, and puts each unit with its problem ("": none) into
-        `ended`; starts a new process whenever one has crashed, or was ended because no unit may be compiled for now. A process that
-        is alive at the end is kept for the next build, because starting one takes a second, unless it has grown large."""
+        """Sends the units in build.queue to a compiler process, one by one, and puts each unit with its problem ("": none) into
+        `ended`. Starts a new process whenever one has crashed, or was ended because no unit may be compiled for now. A process that
+        is alive at the end is kept for the next build, because starting one takes a second, unless its memory has grown large."""
         process = None
         while build.queue:
             if (found := self._take(build)) is None:
@@ -344,12 +351,13 @@ class CpuKernelBuilds:
                 _end(process)
 
     def _first(self, build: _Build) -> tuple[Unit, KernelSet] | None:
-        """Returns the first unit of a build's queue that may be compiled now, with its set; None if there is none."""
+        """Returns the first unit in a build's queue that may be compiled now, with the set that it belongs to; None if there is
+        none."""
         return next((one for one in build.queue if self._is_idle or not self._may_wait(one[1])), None)
 
     def _take(self, build: _Build) -> tuple[Unit, KernelSet] | None:
-        """Takes out of a build's queue the first unit that may be compiled now, and returns it with its set; None if there is
-        none."""
+        """Removes the first unit that may be compiled now from a build's queue, and returns it with the set that it belongs to;
+        None if there is none."""
         with self._lock:
             if (found := self._first(build)) is not None:
                 build.queue.remove(found)
@@ -357,8 +365,8 @@ class CpuKernelBuilds:
             return found
 
     def _end_unit(self, build: _Build, untried: tuple[Unit, KernelSet] | None = None) -> None:
-        """Notes that a unit is not being compiled any more. untried: the unit to put back into the queue, because no compiler could
-        be started; None: there is none."""
+        """Notes that a unit is no longer being compiled. untried: the unit to put back into the queue, because no compiler could be
+        started; None: there is none."""
         with self._lock:
             build.num_compiling -= 1
             if untried is not None:
@@ -366,7 +374,7 @@ class CpuKernelBuilds:
             self._changed.notify_all()
 
     def _is_postponed(self, build: _Build) -> bool:
-        """Returns whether nothing of a build is compiled for now, because the engine computes steps."""
+        """Returns whether none of a build's units is being compiled for now, because the engine computes steps."""
         with self._lock:
             return bool(build.queue) and build.num_compiling == 0 and self._first(build) is None
 
@@ -390,8 +398,8 @@ def _start(parallel: bool) -> subprocess.Popen[str]:
 
 
 def _compile_in(process: subprocess.Popen[str], asked: list[str]) -> str:
-    """Compiles one unit in the compiler process. asked: dtype and name of the set, and the unit's name. Returns "" if the unit
-    was compiled, else why not; the process has ended then or was killed."""
+    """Has a compiler process compile one unit. asked: dtype and name of the set of kernels, and the unit's name. Returns "" if the
+    unit was compiled, else why not; the process has ended then or was killed."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -417,7 +425,7 @@ def _next(left: deque[_T]) -> _T | None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a compiler process by closing its standard input, and waits for its end, for END_S at most."""
+    """Ends a compiler process by closing its standard input, and waits for its end, for END_S at most; then kills it."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):
@@ -447,7 +455,7 @@ def _exit_of(process: subprocess.Popen[str]) -> str:
 
 def compile_units(parallel: bool) -> None:
     """The main loop of a compiler process: compiles each unit named in a line of standard input, answers with the line "done", and
-    exits when the input ends. parallel: whether to compile the forms for several threads, too."""
+    exits when the input ends. parallel: whether to compile the kernels' variants for several threads, too."""
     make_only_what_is_saved(module for name, module in list(sys.modules.items()) if name.startswith("engine.cpu.kernels."))
     asked: SimpleQueue[list[str]] = SimpleQueue()
 

@@ -1,8 +1,7 @@
 """Lists the kernels of each set (loader/configs/kernel_sets.py), and loads each from the cache folder or compiles it.
 
-Kernels are handled in units: a kernel for one thread together with its form for several threads, so that their common parts are
-compiled only once.
-"""
+Kernels are handled in units: a kernel for one thread together with its variant for several threads, so that their common code is
+compiled only once."""
 
 from __future__ import annotations
 
@@ -81,20 +80,22 @@ _preparing = threading.Lock()  # loads of two models may ask at the same time
 
 @dataclass(slots=True, frozen=True)
 class Unit:
-    """Kernels that are loaded or compiled together. name: names the unit in messages and the lock file. kernels: pairs of a kernel
-    and the signature to compile it for. seconds: about how long they take to compile."""
+    """Kernels that are loaded or compiled together: usually one kernel in its variants for one and for several threads. name: names
+    the unit in messages and the lock file. kernels: pairs of a kernel and the signature to compile it for. seconds: about how long
+    they take to compile."""
 
     name: str
     kernels: tuple[tuple[Any, Any], ...]
     seconds: float
 
     def load(self) -> bool:
-        """Loads the kernels from the cache folder. Returns whether all of them were found there."""
+        """Loads the unit's kernels from the cache folder. Returns whether all of them were found there."""
         with _preparing:
             return all(_load(kernel, signature) for kernel, signature in self.kernels)
 
     def compile(self) -> None:
-        """Compiles those of the kernels that are not in the cache folder and saves them there, for `load` in other processes."""
+        """Compiles those of the unit's kernels that are not in the cache folder and saves them there, so that other processes can
+        `load` them."""
         with _preparing, compiled.alone(self.name):  # of several processes one compiles, and the others read its files
             for kernel, signature in self.kernels:
                 kernel.disable_compile(False)
@@ -124,13 +125,14 @@ def _load(kernel: Any, signature: Any) -> bool:
 
 
 def prepare_calls(units: Sequence[Unit]) -> None:
-    """Compiles the small functions by which recorded steps call the kernels of these units without Python (programs/native.py). It
-    takes 60 ms for all kernels, and the result is not saved."""
+    """Compiles the small functions through which recorded steps call the kernels of these units without Python
+    (programs/native.py). It takes 60 ms for all kernels, and the result is not saved."""
     native.prepare([signature.args for unit in units for _, signature in unit.kernels])
 
 
 def compile_all(sets: Sequence[KernelSet], parallel: bool) -> None:
-    """Compiles all units of these sets in this process. parallel: also the forms for several threads."""
+    """Compiles all units of these sets in this process. parallel: whether to compile the kernels' variants for several threads,
+    too."""
     wanted = [unit for one in sets for unit in units(one, parallel)]
     for unit in wanted:
         unit.compile()
@@ -138,8 +140,8 @@ def compile_all(sets: Sequence[KernelSet], parallel: bool) -> None:
 
 
 def units(kernel_set: KernelSet, parallel: bool) -> list[Unit]:
-    """Returns the units of a set of kernels. parallel: whether they include the forms for several threads. A unit that belongs to
-    two sets is the same in both."""
+    """Returns the units of a set of kernels. parallel: whether the units contain the kernels' variants for several threads. A unit
+    that belongs to two sets is equal in both."""
     found = []
     for serial, shared, signature in _wanted(*kernel_set):
         kernels = ((serial, signature), (shared, signature)) if parallel and shared is not None else ((serial, signature),)
@@ -157,8 +159,8 @@ def _both(forms: entry.Forms, signature: Any) -> tuple[Any, Any, Any]:
 
 
 def _wanted(dtype: str, name: str) -> list[tuple[Any, Any, Any]]:
-    """Returns, for each kernel of the set with this dtype and name: the kernel for one thread, its form for several threads (None:
-    there is none), and the signature to compile them for. Raises ValueError for an unknown name."""
+    """Returns, for each kernel of the set with this dtype and name: the kernel for one thread, its variant for several threads
+    (None: there is none), and the signature to compile both for. Raises ValueError for an unknown name."""
     element = numba.float32 if dtype == "float32" else numba.uint16
     gate = rows.gate_signature(element)
     if (of_groups := _OF_FOUR_BITS.get(name)) is not None:
@@ -239,7 +241,8 @@ def _wanted(dtype: str, name: str) -> list[tuple[Any, Any, Any]]:
 
 
 def _products(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
-    """Returns the kernels that multiply with plain matrices, as _wanted does. element: Numba's type of the dtype's elements."""
+    """Returns the kernels that multiply with plain matrices, each with its variant for several threads and its signature. element:
+    Numba's type of the dtype's elements."""
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
         return [_both(entry.widened_linear, widened_linear.widened_linear_signature(element, element))]
     wanted = [_both(entry.few_rows_linear, linear.few_rows_linear_signature(element, element))]
@@ -249,8 +252,8 @@ def _products(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def _grouped_products(dtype: str, element: Any) -> tuple[Any, Any, Any]:
-    """Returns the kernel that multiplies with plain matrices of experts, as one entry of what _wanted returns. element: Numba's
-    type of the dtype's elements."""
+    """Returns the kernel that multiplies with plain matrices of experts, with its variant for several threads and its signature.
+    element: Numba's type of the dtype's elements."""
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
         return _both(entry.grouped_widened_linear, grouped_linear.grouped_widened_linear_signature(element))
     return _both(entry.grouped_few_rows_linear, grouped_linear.grouped_linear_signature(element))

@@ -1,12 +1,12 @@
-"""Multi-head latent attention on the `cpu` device, with torch's products in float32.
+"""Multi-head latent attention (MLA) on the `cpu` device, with torch's matrix multiplications in float32.
 
-In the absorbed form each head's key matrix is applied to its query, which then attends to the stored latents, and its value matrix
-is applied to the sum. In the expanded form the keys and values of a head are computed from all latents of the row, which takes
-fewer operations if many queries read them: from 171 on at DeepSeek's sizes (benchmarks/latent_attention.py).
+In the absorbed form the key matrix of each head is applied to the head's query, which then attends to the stored latents, and the
+head's value matrix is applied to the weighted sum. In the expanded form the keys and values of a head are computed from all latents
+of the row, which takes fewer operations if many queries read them: from 171 on at DeepSeek's sizes
+(benchmarks/latent_attention.py).
 
 Shapes: T tokens, N of them in short chunks, H heads, K plain and R rotated dimensions of queries and keys, V dimensions of values,
-L size of a latent, C positions of a row.
-"""
+L size of a latent, C positions of a row."""
 
 from __future__ import annotations
 
@@ -37,8 +37,11 @@ def attend_short(
     scales: Tensor | None,
 ) -> None:
     """Computes latent attention in the absorbed form, token by token: query tokens[n] of queries [T, H (K + R)] attends to the
-    first contexts[n] positions of row rows[n]. Writes to out [T, H V], except for queries whose context is 0 or less. kv, layer,
-    block_table, scales: as in reference.latent_attention. The index arrays are numpy's, int32."""
+    first contexts[n] positions of row rows[n]. Writes the results to out [T, H V], except for queries whose context is 0 or less.
+    heads: the layer's matrices and sizes.
+    kv, layer, scales: the group's KV memory, the layer's index in it, and the scales of fp8 KV (None: the KV is not fp8).
+    block_table: the block numbers of each row.
+    block_table, tokens, rows, contexts: numpy arrays, int32."""
     some = np.flatnonzero(contexts > 0)
     to = out.view(len(out), heads.num_heads, -1)
     for first in range(0, len(some), ABSORBED_TOKENS):
@@ -72,8 +75,11 @@ def attend_long(
     scales: Tensor | None,
 ) -> None:
     """Computes latent attention of the new tokens of each row with more than longer_than new tokens, in the form that takes fewer
-    operations. Writes to out [T, H V]. queries, kv, layer, block_table, scales: as in attend_short. starts, num_new, contexts: as
-    in HostBatch."""
+    operations. Writes the results to out [T, H V].
+    queries [T, H (K + R)], heads: the queries, and the layer's matrices and sizes.
+    kv, layer, scales: the group's KV memory, the layer's index in it, and the scales of fp8 KV (None: the KV is not fp8).
+    block_table: the block numbers of each row.
+    starts, num_new, contexts: each row's first token in the step, its number of tokens in the step, and its number of positions."""
     for row in np.flatnonzero(num_new > longer_than):
         first, num = int(starts[row]), int(num_new[row])
         own, blocks = slice(first, first + num), torch.from_numpy(block_table[row])
@@ -82,9 +88,9 @@ def attend_long(
 
 
 def attend_row(queries: Tensor, heads: LatentHeads, held: Tensor, scale: float, out: Tensor, absorbed: bool) -> None:
-    """Computes causal latent attention of the last n positions of a row, with queries [n, H (K + R)], to the row's latents held
-    [C, L + R] float32, one head at a time. Writes to out [n, H V]. absorbed: whether to compute in the absorbed form, else in the
-    expanded one."""
+    """Computes causal latent attention of the last n positions of a row, with queries [n, H (K + R)], to the row's latents `held`
+    [C, L + R] float32, one head at a time. Writes the results to out [n, H V]. absorbed: whether to compute in the absorbed form,
+    else in the expanded one."""
     query, to = queries.view(len(queries), heads.num_heads, -1), out.view(len(out), heads.num_heads, -1)
     rank, plain_dim = heads.rank, heads.plain_dim
     for part, up in _parts(heads):
@@ -103,16 +109,16 @@ def attend_row(queries: Tensor, heads: LatentHeads, held: Tensor, scale: float, 
 
 
 def absorbs(heads: LatentHeads, num_queries: int) -> bool:
-    """Returns whether the attention of num_queries queries of a row takes fewer operations in the absorbed form. In that form each
-    query reads L + R and L numbers of a position instead of K + R and V, but keys and values need not be computed from the latents
-    first."""
+    """Returns whether the attention of num_queries queries of a row takes fewer operations in the absorbed form than in the
+    expanded one. In the absorbed form each query reads L + R and L numbers of a position instead of K + R and V, but keys and
+    values need not be computed from the latents first."""
     made = heads.plain_dim + heads.value_dim
     return num_queries * (2 * heads.rank - made) < heads.rank * made
 
 
 def _attend_head(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
     """Computes causal attention of one head: query [n, K + R] of the last n of C positions, key [C, K + R], value [C, V]. Writes
-    out [n, V]."""
+    the results to out [n, V]."""
     before = len(key) - len(query)
     for first in range(0, len(query), PREFILL_TILE_TOKENS):
         tile = query[first : first + PREFILL_TILE_TOKENS]
@@ -124,13 +130,13 @@ def _attend_head(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None
 
 
 def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """Returns x [N, h, A] multiplied, for each of h heads, by the head's matrix in matrices [h, A, B], as [N, h, B]."""
+    """Multiplies x [N, h, A] with matrices [h, A, B], one for each of h heads, and returns the results [N, h, B]."""
     return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
 
 
 def _parts(heads: LatentHeads) -> Iterator[tuple[slice, Tensor]]:
-    """Yields slices of the heads, with their matrices [heads, K + V, L] in float32, at most WIDENED_BYTES at a time (but at least
-    one head)."""
+    """Yields slices of the heads in order, each with these heads' matrices [heads, K + V, L] in float32. A slice has at most
+    WIDENED_BYTES of matrices, or a single head."""
     height = heads.plain_dim + heads.value_dim
     at_once = max(1, WIDENED_BYTES // (height * heads.rank * 4))
     for first in range(0, heads.num_heads, at_once):
@@ -139,7 +145,7 @@ def _parts(heads: LatentHeads) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _widened(matrix: Matrix, some: slice) -> Tensor:
-    """Returns the rows `some` of a matrix [N, K] in any format as float32."""
+    """Returns the rows `some` of a matrix [N, K], whatever its weight format is, in float32."""
     if isinstance(matrix, Fp8Matrix | Int4Matrix | Nvfp4Matrix):
         wide = torch.empty(some.stop - some.start, matrix.shape[1])
         own = matrix[some]

@@ -25,9 +25,9 @@ from scheduler.batch.plan import IntArray
 
 class CpuMemory:
     """The engine.memory.chunk_memory.ChunkMemory of the `cpu` device, on Linux. Physical memory is used only for pages that were
-    touched. handles: descriptors that `export` of another memory returned, to use its chunks, and which the caller still closes;
-    (): new memory is made. Raises MemoryError, and ValueError if chunk_bytes is no multiple of the page size or the handles are of
-    memory of another size."""
+    touched. handles: descriptors from `export` of another CpuMemory, whose chunks are to be used; the caller still closes them. ():
+    new memory is made. Raises MemoryError if the system refuses memory, and ValueError if chunk_bytes is no multiple of the page
+    size or the handles are of memory of another size."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, handles: Sequence[int] = ()) -> None:
         if chunk_bytes % mmap.PAGESIZE:
@@ -99,8 +99,8 @@ class CpuMemory:
         return np.frombuffer(mappings.bytes_at(address, num_bytes), np.uint8)
 
     def prepare(self, chunk: int) -> int:
-        """Makes the system provide a chunk's memory, and returns how many bytes of the chunk are in huge pages, as
-        ChunkMemory.prepare says. A chunk keeps its pages until it is discarded, so only missing pages are added."""
+        """Makes the system provide a chunk's memory, and returns how many bytes of the chunk are in huge pages. A chunk keeps its
+        pages until it is discarded, so only missing pages are added."""
         if self._is_huge[chunk]:
             return self.chunk_bytes
         address, huge_bytes = self._arena_address + chunk * self.chunk_bytes, 0
@@ -114,7 +114,7 @@ class CpuMemory:
         return huge_bytes
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """Gives back to the system the memory of free chunks, as ChunkMemory.discard says; the chunks read as zeros afterwards.
+        """Returns the memory of num_chunks free chunks, from first_chunk on, to the system; the chunks read as zeros afterwards.
         Raises IndexError for chunks that do not exist."""
         if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
             raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")

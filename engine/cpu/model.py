@@ -1,7 +1,6 @@
-"""A model on the CPU device: its weights in one address range, its view of the KV arena, and its steps, one at a time.
+"""A model on the `cpu` device: its weights in one address range, its view of the KV arena, and its steps, one at a time.
 
-Shapes: R rows, T tokens, N sampling rows, V vocabulary.
-"""
+Shapes: R rows, T tokens, N sampling rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 
 class CpuModel:
-    """The engine.contracts.steps.HostedModel of the `cpu` device, for decoders; also a SplitModel and a StreamedModel. Not safe for
-    two threads at a time."""
+    """A model of the `cpu` device that generates tokens or embeds texts with a decoder; an engine.contracts.steps.HostedModel,
+    SplitModel and StreamedModel. Not safe for two threads at a time."""
 
     def __init__(
         self,
@@ -69,9 +68,12 @@ class CpuModel:
         kv_memory: Tensor | None = None,
         stages: Stages | None = None,
     ) -> None:
-        """memory: the device's chunks, whose arena holds the KV. scratch: memory for the results within recorded steps.
-        need_kernels: has sets of kernels compiled, unless they are compiled already. ranks, stages: for a share of a split model
-        (shape.split), the connections to the other shares of its layers, and to the stages with other layers; None: there are none.
+        """memory: the device's chunks, whose arena holds the KV.
+        scratch: memory for the results within recorded steps.
+        num_threads: threads that share the operations of a step.
+        need_kernels: has sets of kernels compiled, unless they are compiled already.
+        ranks, stages: for a share of a split model (shape.split), the connections to the other ranks of its stage, and to the other
+        pipeline stages; None: there are none.
         kv_memory: uint8, the model's own KV memory, in which block numbers count from 0; None: the arena."""
         self._ops = ops
         self.name = spec.model
@@ -115,16 +117,17 @@ class CpuModel:
         self._steps = self._recorded_steps()
 
     def _needed_kernels(self) -> list[KernelSet]:
-        """Starts compiling the kernels that the model's steps call, without waiting, and returns those of their sets that are not
-        in use yet."""
+        """Starts compiling the kernels that the model's steps call, without waiting, and returns the sets of kernels among them
+        that are not in use yet."""
         further = (self._ranks is not None, self._adapters is not None)
         needed = needed_kernels(self.shape, self._dtype, FORMATS[self._quantize], *further)
         self._need_kernels(needed)
         return self._ops.awaited(needed)
 
     def _recorded_steps(self) -> RecordedSteps:
-        """Returns a new store of recorded steps. It records nothing while kernels of steps are not in use yet, because a recording
-        would go on calling their substitutes. If only kernels of sampling are not in use, steps are recorded up to the logits."""
+        """Returns a new, empty store of recorded steps. It records nothing while kernels that steps need are not in use yet,
+        because a recording would go on calling what replaces them. If only kernels of sampling are missing, steps are recorded up
+        to the logits."""
         self._num_late = self._ops.num_late
         max_rows = self._max_rows if all(one.name == SAMPLING for one in self._awaited) else 0
         max_decodes = min(max_rows, self._logits_rows)
@@ -155,8 +158,8 @@ class CpuModel:
 
     @torch.inference_mode()
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
-        """Runs a step while the model's weights arrive, as StreamedModel.execute_behind says. A plan of more than max_tokens tokens
-        is computed in slices, layer by layer."""
+        """Runs a step while the model's weights arrive, each layer once `gate` says that its weights have arrived, and returns the
+        result. A plan of more than max_tokens tokens is computed in slices of the tokens, layer by layer."""
         with gate.step():  # entered first, because a failed load withdraws the gate before it releases the model
             model = self._loaded()
             layers = model.layers
@@ -180,9 +183,10 @@ class CpuModel:
         return self._dtype
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step (HostedModel.execute): stores the new tokens' KV, and samples one id, or computes one vector, for each
-        sampling row. In a split model all ranks run the step, the others by `follow`; the result's seconds do not include waits for
-        other stages. Raises GroupBroken if the group has lost a device."""
+        """Runs one step and returns its result: stores the new tokens' KV, and samples one id, or computes one vector, for each
+        sampling row. masks: the tokens that constrained rows may sample; None: all may sample any. In a split model all ranks run
+        the step, the others by `follow`; the result's seconds do not include waits for other stages. Raises GroupBroken if the
+        group has lost a device."""
         stages, ranks = self._stages, self._ranks
         waited_s = 0.0 if stages is None else stages.waited_s
         if ranks is not None:
@@ -210,7 +214,7 @@ class CpuModel:
 
     @torch.inference_mode()
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Runs a rank's share of a step that rank 0 executes, up to the logits. `table` is read at the beginning. Raises
+        """Computes this rank's part of a step that rank 0 executes, up to the logits. `table` is read at the beginning only. Raises
         GroupBroken if the group has lost a device."""
         if self._ranks is not None:
             self._ranks.begins.note()
@@ -234,8 +238,8 @@ class CpuModel:
     def _with_proposals(
         self, result: StepResult, plan: BatchPlan, table: SequenceTable, max_tokens: int | None = None
     ) -> StepResult:
-        """Returns a step's result. If the plan asks for drafts, the model's predictor first reads the step, and its drafts are
-        added to the result. max_tokens: the most tokens of a slice; None: the step is not computed in slices."""
+        """Returns a step's result. If the plan asks for drafts, the model's predictor first reads the step's hidden states, and its
+        drafts are added to the result. max_tokens: the most tokens of a slice; None: the step is not computed in slices."""
         if self._predicting is not None and self._sees(plan):
             assert self._kept is not None
             with torch.inference_mode():
@@ -266,9 +270,9 @@ class CpuModel:
         return sampled_outputs(self._ops, hidden, num_sampling, rows, owed, plan, table, logits, self._logits_rows, begin)
 
     def _logits_in_parts(self, plan: BatchPlan, num_sampling: int, owed: OwedPrompts | None) -> Callable[[Tensor], Tensor]:
-        """Returns a function that computes logits from hidden states. It must be called for each part of the step's rows in order:
-        first the sampling rows, then the prompt tokens whose log-probabilities are owed, _logits_rows at a time. In a split model
-        all ranks exchange those rows of a part that are not padding."""
+        """Returns a function that computes logits from hidden states. It must be called for each part (at most _logits_rows rows)
+        of the step's rows in order: first the sampling rows, then the prompt tokens whose log-probabilities were asked for
+        (`owed`). In a split model all ranks exchange those rows of a part that are not padding."""
         model, ranks = self._loaded(), self._ranks
         if ranks is None:
             return model.logits
@@ -285,15 +289,15 @@ class CpuModel:
 
     def _parts(self, num_sampling: int, owed: OwedPrompts | None) -> list[tuple[int, int]]:
         """Returns the parts in which the logits of a step's rows are computed, in order: the first row and the number of rows of
-        each. num_sampling: number of sampling rows. owed: prompt tokens whose log-probabilities are owed, the rows after these;
-        None: there are none."""
+        each. num_sampling: number of sampling rows. owed: prompt tokens whose log-probabilities were asked for, which are the rows
+        after these; None: there are none."""
         kinds = ((0, num_sampling), (num_sampling, 0 if owed is None else len(owed.tokens)))
         step = self._logits_rows
         return [(begin + first, min(step, num - first)) for begin, num in kinds for first in range(0, num, step)]
 
     def _count(self, plan: BatchPlan, num_rows: int) -> None:
-        """Tells `ranks` and `stages` how many of a step's rows are not padding. num_rows: number of rows of logits that are
-        computed next."""
+        """Sets, in the connections to other ranks and stages, how many of a step's tokens and rows are not padding. num_rows:
+        number of rows of logits that are computed next."""
         if not self._is_share:
             return
         num_tokens = int(plan.num_new.sum())
@@ -308,7 +312,8 @@ class CpuModel:
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
-        """Runs a step without sampling, for tests. Returns float32 logits: [N, V] of the sampling rows, or [T, V] of all tokens."""
+        """Runs a step without sampling, for tests, and returns float32 logits: [N, V] of the sampling rows, or [T, V] of all tokens
+        if every_token."""
         step = self._decode(plan, table)
         if step is not None:
             return step.logits[: len(plan.slots)].float().numpy().copy()
@@ -322,8 +327,8 @@ class CpuModel:
         return self._model
 
     def _decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
-        """Runs the plan as a recorded decode step and returns the program with its results. Returns None, with nothing run, if it
-        is not a decode step that can be recorded; `_forward` must then compute it."""
+        """Runs the plan as a recorded decode step and returns the program with its results. Returns None, with nothing run, if the
+        plan is not a decode step that can be recorded; `_forward` must then compute it."""
         self._prepare()
         self._count(plan, len(plan.slots))
         return self._steps.decode(plan, table)
@@ -343,9 +348,9 @@ class CpuModel:
     def _forward(
         self, plan: BatchPlan, table: SequenceTable, every_token: bool, also: LongArray | None = None, recorded: bool = True
     ) -> tuple[Tensor, int]:
-        """Runs a step up to its hidden states. Returns those of the sampling rows' last tokens, or of all tokens if every_token,
-        and their number; after them in the tensor come the hidden states of the tokens `also` (indices into T) and padding.
-        recorded: whether recorded steps may be run."""
+        """Runs a step up to its hidden states. Returns a tensor and a number n: the tensor's first n rows are the hidden states of
+        the sampling rows' last tokens, or of all tokens if every_token. After them come the hidden states of the tokens `also`
+        (indices into T), then padding. recorded: whether recorded steps may be run."""
         model, num_tokens = self._prepare(), int(plan.num_new.sum())
         self._count(plan, 0)  # no logits are computed here
         wanted: Tensor | None = None
@@ -368,8 +373,8 @@ class CpuModel:
         return model.forward(batch, wanted), num_wanted
 
     def _sees(self, plan: BatchPlan) -> bool:
-        """Returns whether the model has a predictor that must read the states of the plan's step, because the plan asks for
-        drafts."""
+        """Returns whether the model's predictor must read the states of the plan's step: the model has a predictor, and the plan
+        asks for drafts."""
         return self._predicting is not None and plan.to_propose is not None
 
     def _batch(self, plan: BatchPlan, table: SequenceTable) -> HostBatch:
@@ -377,13 +382,13 @@ class CpuModel:
 
     @property
     def num_uncaptured(self) -> int:
-        """The number of sizes of steps with prompt chunks that are not recorded yet."""
+        """The number of sizes of steps with prompt chunks that are not recorded yet; 0 after `release`."""
         return 0 if self._released else len(self._steps.missing)
 
     @torch.inference_mode()
     def capture_next(self) -> None:
-        """Records a step of one of the sizes that num_uncaptured counts. It takes the interpreter some 10 ms and computes
-        nothing."""
+        """Records a step of one of the sizes that are not recorded yet (num_uncaptured). It takes the interpreter some 10 ms and
+        computes nothing."""
         self._prepare()
         self._steps.record_next()
 

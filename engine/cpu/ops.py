@@ -1,8 +1,8 @@
 """The operations of the `cpu` device. Numba's kernels compute float32 and bfloat16 where Numba is installed; the reference
-implementation computes everything else.
+implementation (engine/ops/reference.py) computes everything else.
 
-Shapes: T tokens, W width, H query heads, G KV heads, D head size, P pairs of a head's dimensions that are rotated, V vocabulary.
-"""
+Shapes: T tokens, W width, H query heads, G KV heads, D head size, P pairs of a head's dimensions that rotary embedding rotates, V
+vocabulary."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ BLOCK_TOKENS_STEP = 4  # paged_attention needs blocks of a multiple of this many
 
 
 class _ThreadCount(threading.local):
-    """The thread count that the calling thread has last given to CpuOps.set_num_threads. of: the CpuOps object to which it was
-    given; None: none was given yet. num_threads: number of threads that share an operation."""
+    """The number of threads that the calling thread set in its last call of CpuOps.set_num_threads. of: the CpuOps object of that
+    call; None: there was none yet. num_threads: number of threads that share an operation."""
 
     of: CpuOps | None = None
     num_threads = 0
@@ -75,19 +75,22 @@ _thread_count = _ThreadCount()
 
 
 def _heat(positions: Any, temperature: TemperatureShape, turns: Tensor) -> None:
-    """Multiplies turns [T, 2 P], the cosines and sines of a rotary embedding, by the factors by which queries at positions [T] are
-    scaled (reference.temperature_of)."""
+    """Multiplies turns [T, 2 P], the cosines and sines of a rotary embedding, in place by the factors that scale queries at
+    positions [T] (attention temperature, reference.temperature_of)."""
     turns.mul_(reference.temperature_of(torch.from_numpy(positions), temperature).unsqueeze(1))
 
 
 class CpuOps:
     """The engine.ops.ops.Ops of the `cpu` device, for steps whose inputs are an engine.cpu.batch.HostBatch.
 
-    cache_dir: where compiled kernels are kept. use_kernels: whether kernels may be used; False: the reference implementation
-    computes everything. deferred: no kernel is called before `use` allows it. asks: called with a set of kernels when a step needs
-    it for the first time and it is not in use. beside_compilers: returns whether steps should leave cores to compilers. kernels:
-    the module engine.cpu.kernels.entry; None without Numba. asked: the sets that steps needed but that were not in use. num_late:
-    how many of these have come into use since."""
+    cache_dir: where compiled kernels are kept.
+    use_kernels: whether kernels may be used; False: the reference implementation computes everything.
+    deferred: whether a set of kernels is called only after `use` was called for it; False: all may be called.
+    asks: called with a set of kernels when a step needs the set for the first time and it is not in use.
+    beside_compilers: returns whether steps should leave cores to compilers.
+    kernels: the module engine.cpu.kernels.entry; None without Numba.
+    asked: the sets of kernels that steps needed while they were not in use.
+    num_late: how many of these have come into use since."""
 
     def __init__(
         self,
@@ -112,26 +115,28 @@ class CpuOps:
             self.kernels = entry
 
     def use(self, kernel_set: KernelSet) -> None:
-        """Lets operations call the kernels of a set from now on. They must be compiled (engine/cpu/kernel_units.py)."""
+        """Lets operations call the kernels of a set from now on. The kernels must be compiled (engine/cpu/kernel_units.py)."""
         with self._changing:  # both loads and the engine's loop bring kernels into use
             if self._in_use is not None:
                 self._in_use |= {kernel_set}
                 self.num_late += kernel_set in self.asked
 
     def give_up(self, kernel_set: KernelSet) -> None:
-        """Notes that the kernels of a set cannot be compiled, so that models do not wait for them (`awaited`)."""
+        """Notes that the kernels of a set cannot be compiled, so that models no longer wait for them."""
         self._given_up |= {kernel_set}
 
     def awaited(self, sets: Iterable[KernelSet]) -> list[KernelSet]:
-        """Returns those of the sets that are not in use yet but will be: they were not given up. [] without Numba."""
+        """Returns those of the given sets of kernels that are not in use yet and for which waiting makes sense, because they were
+        not given up. Returns [] without Numba."""
         if self.kernels is None or self._in_use is None:
             return []
         return [one for one in sets if one not in self._in_use and one not in self._given_up]
 
     def prepare(self, dtype: str, num_threads: int, *further: str) -> None:
-        """Compiles kernels in this process and brings them into use, so that no step compiles: those of decoders, and the further
-        sets named, for dtype (float32 or bfloat16). It takes half a minute, once per machine. Engines have other processes do it
-        (engine/cpu/kernel_builds.py). num_threads: if more than 1, the forms for several threads are compiled, too."""
+        """Compiles kernels in this process and brings them into use, so that no step compiles: those of decoders, and the sets
+        named in `further`, for dtype (float32 or bfloat16). It takes half a minute, once per machine. Engines use other processes
+        for this (engine/cpu/kernel_builds.py). num_threads: if more than 1, the kernels' variants for several threads are compiled,
+        too."""
         if self.kernels is not None:
             from engine.cpu import kernel_units
 
@@ -155,36 +160,37 @@ class CpuOps:
                 self.kernels.set_num_threads(num_threads)
 
     def input_kernels(self) -> Any:
-        """Returns the module with the functions that compute a recorded step's inputs from the sequence table: the compiled kernels
-        if they are in use, else engine/ops/reference_inputs.py."""
+        """Returns the module whose functions compute a recorded step's inputs from the sequence table: the compiled kernels if they
+        are in use, else engine/ops/reference_inputs.py."""
         return self.kernels if self._is_in_use(PLAIN) else reference_inputs
 
     def pack_rows(self, *arrays: Any) -> int:
-        """Packs rows as loader.formats.packed_rows.pack_rows does: by the compiled kernel if it is in use, else by that function
-        itself."""
+        """Packs rows of weights (bfloat16 without loss) by the compiled kernel if it is in use, else by
+        loader.formats.packed_rows.pack_rows, which also describes the arguments and the result."""
         packing: Callable[..., int] = self.kernels.pack_rows if self._is_in_use("packed") else packed_rows.pack_rows
         return packing(*arrays)
 
     def gather_kernels(self, x: Tensor) -> Any:
-        """Returns the module whose gather_ranks joins the ranks' parts of a tensor of x's dtype; None if its kernels are not in
-        use, or there are none for this dtype."""
+        """Returns the module whose kernel gather_ranks joins the columns that the ranks of a split model have computed of a tensor
+        of x's dtype; None if that kernel is not in use, or if there is none for this dtype."""
         return self.kernels if self._served(x, RANKS) else None
 
     def sum_kernels(self, x: Tensor) -> Any:
-        """Returns the module whose sum_ranks adds up the ranks' parts of a tensor of x's dtype; None if its kernels are not in use,
-        or there are none for this dtype. The set of kernels for either dtype can also add up float32."""
+        """Returns the module whose kernel sum_ranks adds up the ranks' partial sums of a tensor of x's dtype; None if that kernel
+        is not in use, or if there is none for this dtype. The set of kernels of either dtype contains one for float32."""
         is_served = self._is_in_use(RANKS) if x.dtype is torch.float32 else self._served(x, RANKS)
         return self.kernels if is_served else None
 
     def rotary_turns(self, rotary: Rotary, positions: Any, turns: Tensor) -> None:
-        """Writes the cosines, then the sines, by which a rotary embedding turns each pair of dimensions at positions [T] (int32
-        array), times its scale and temperature, to turns [T, 2 P] float32."""
+        """Writes the cosines, then the sines, by which a rotary embedding rotates each pair of dimensions at positions [T] (int32
+        array) to turns [T, 2 P] float32. They are multiplied by the embedding's scale and attention temperature."""
         call(self.input_kernels().rotary_turns, positions, rotary.inv_freq.numpy(), rotary.scale, turns.numpy())
         if rotary.temperature is not None:
             call(_heat, positions, rotary.temperature, turns.view(turns.shape))
 
     def cos_sin(self, rotary: Rotary, positions: Any) -> Tensor:
-        """Returns a new tensor [T, 2 P] float32 with the cosines and sines that rotary_turns writes for positions [T]."""
+        """Returns a new tensor [T, 2 P] float32 with the cosines, then the sines, by which a rotary embedding rotates each pair of
+        dimensions at positions [T]."""
         turns = torch.empty(len(positions), 2 * len(rotary.inv_freq))
         self.rotary_turns(rotary, positions, turns)
         return turns
@@ -196,8 +202,8 @@ class CpuOps:
         return any(one.name == name for one in self._in_use)
 
     def _served(self, x: Tensor, *names: str) -> bool:
-        """Returns whether the kernels of all these sets may be called for tensors of x's dtype. Asks for the sets that are not in
-        use, once each."""
+        """Returns whether the kernels of all these sets may be called for tensors of x's dtype. If a set is not in use, its
+        compilation is asked for, once for each set."""
         if self.kernels is None or x.dtype not in (torch.float32, torch.bfloat16):
             return False
         if self._in_use is None:
@@ -228,7 +234,7 @@ class CpuOps:
         return out
 
     def pick(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
-        """Copies the rows of x [T, W] with the indices rows [N] int64 to out [N, W]."""
+        """Copies the rows of x [T, W] whose indices are rows [N] int64 to out [N, W]."""
         if not self._served(x, PLAIN):
             torch.index_select(x, 0, rows, out=out)
         else:
@@ -289,8 +295,8 @@ class CpuOps:
         return out
 
     def _int8_linear(self, x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
-        """Returns x times the transposed int8 matrix, plus bias. Without a kernel, the weights of a few outputs at a time are
-        converted to x's dtype, never all."""
+        """Returns x times the transposed int8 matrix, plus bias. Without a kernel, the weights of only a few outputs at a time are
+        converted to x's dtype, to save memory."""
         if (
             self._served(x, "int8")
             and (product := products.int8_linear(self.kernels, x, weight.values, weight.scales, bias)) is not None
@@ -313,9 +319,11 @@ class CpuOps:
         bias: Tensor | None,
     ) -> Tensor:
         """Returns x times the transposed quantised or packed matrix, plus bias. For many rows, and without kernels, the weights of
-        a few outputs at a time are converted to x's dtype, never all. quantize: the set of kernels that `product` calls. product:
-        computes the result with kernels; it returns None if it cannot. fallback: the reference implementation, called with
-        `matrix`: the parts of `weight`, or `weight` itself."""
+        only a few outputs at a time are converted to x's dtype, to save memory.
+        quantize: the name of the set of kernels that `product` calls.
+        product: computes the result with kernels; it returns None if it cannot.
+        fallback: the reference implementation, called with x and `matrix`.
+        matrix: the parts of `weight`, or `weight` itself."""
         if self._served(x, PLAIN, quantize) and (made := product(self.kernels, x, weight, bias)) is not None:
             return made
         if not is_recording():
@@ -325,7 +333,7 @@ class CpuOps:
         return out
 
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
-        """Returns the columns of x [T, K] in this order: column k of the result is column order[k] of x."""
+        """Returns x [T, K] with its columns in another order: column k of the result is column order[k] of x."""
         out = empty(x, *x.shape)
         call(partial(torch.index_select, out=out.view(out.shape)), x.view(x.shape), 1, order)
         return out
@@ -394,8 +402,8 @@ class CpuOps:
         return self._layer_norm(x, array(residual), weight, bias, eps, scale)
 
     def _layer_norm(self, x: Tensor, residual: Any, weight: Tensor, bias: Tensor | None, eps: float, scale: float) -> Tensor:
-        """Calls the kernel of LayerNorm, and returns the norm of x [T, W], or of residual plus scale * x, which replaces residual.
-        residual: an array [T, W]; without rows if nothing is added."""
+        """Returns the LayerNorm of x [T, W], computed by the kernel. If residual has rows, scale * x is added to it first, in
+        place, and the LayerNorm of the sum is returned. residual: an array [T, W]; without rows if nothing is added."""
         out, factors = empty(x, *x.shape), array(weight)
         added = factors[:0] if bias is None else array(bias)
         call(self.kernels.layer_norm, array(x), residual, scale, factors, added, eps, array(out))

@@ -1,7 +1,7 @@
-"""Drafts tokens with a model's predictor, after each step and from the step's hidden states.
+"""Drafts tokens with a model's predictor (multi-token prediction or EAGLE-3 head), after each step and from the step's hidden
+states.
 
-Shapes: R rows of the step, T its tokens, N sampling rows, W width.
-"""
+Shapes: R rows of the step, T its tokens, N sampling rows, W width."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 
 class CpuPredicting:
-    """Lets a model's predictor read the model's steps and draft tokens after them. batch: builds the inputs of a plan. logits_rows:
-    number of rows whose logits are computed at a time."""
+    """Runs a model's predictor after the model's steps: it reads a step's hidden states and drafts tokens. batch: builds the inputs
+    of a plan. logits_rows: number of rows whose logits are computed at a time."""
 
     def __init__(
         self,
@@ -38,10 +38,11 @@ class CpuPredicting:
     def after(
         self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: IntArray, max_tokens: int | None = None
     ) -> Proposed:
-        """Lets the predictor read a step, and drafts as many tokens for each sequence that sampled as plan.to_propose says. kept
-        [>= T, W] each: the states that the step kept for the predictor. ids [N]: the tokens that the step sampled. Stores the
-        predictor's keys and values of all tokens of the step, and of all drafted tokens but the last. max_tokens: the most tokens
-        of a slice; None: the step is not computed in slices.
+        """Lets the predictor read a step, and returns its drafts: for each sequence that sampled, as many tokens as plan.to_propose
+        says. Stores the predictor's keys and values of all tokens of the step, and of all drafted tokens but the last.
+        kept [>= T, W] each: the states that the step kept for the predictor.
+        ids [N]: the tokens that the step sampled.
+        max_tokens: the most tokens of a slice; None: the step is not computed in slices.
 
         Drafts are sampled like the model's own tokens, with the noise of their positions, so that the model will pick the same
         tokens wherever the predictor's distribution is close to its own."""
@@ -79,8 +80,8 @@ class CpuPredicting:
         return Proposed(slots, counts, tokens, seen_s - began_s, time.perf_counter() - seen_s)
 
     def _sampled(self, states: Tensor, going: LongArray, rows: SamplingRows) -> IntArray:
-        """Returns the tokens [n] sampled from the predictor's hidden states [Q, W] with the n indices `going`. rows: the sampling
-        settings of each of the n."""
+        """Returns tokens [n] sampled from the predictor's hidden states at the indices going [n] of states [Q, W] (Q sequences).
+        rows: the sampling settings of each of the n sequences."""
         ids = np.empty(len(going), np.int32)
         for first in range(0, len(going), self._logits_rows):
             part = going[first : first + self._logits_rows]
@@ -90,14 +91,14 @@ class CpuPredicting:
 
 
 def _one_token(plan: BatchPlan, slots: IntArray, computed: IntArray) -> BatchPlan:
-    """Returns a plan with a row for each of these slots, in which slot i computes the token at position computed[i] and samples the
-    next one. plan: gives the model and the step's id."""
+    """Returns a plan with a row for each of these slots: row i computes the token at position computed[i] of slot slots[i] and
+    samples the next one. plan: gives the model and the step's id."""
     ones = np.ones(len(slots), np.int32)
     return BatchPlan(plan.step_id, plan.model, slots, computed.astype(np.int32), ones, ones.astype(np.bool_), True)
 
 
 def _padded(states: Tensor, going: LongArray, num_rows: int) -> Tensor:
-    """Returns [num_rows, W]: the rows of states [Q, W] with the indices `going`, then rows of zeros."""
+    """Returns [num_rows, W]: the rows of states [Q, W] (Q sequences) with the indices `going`, then rows of zeros."""
     out = states.new_zeros(num_rows, states.shape[1])
     out[: len(going)] = states[torch.from_numpy(going)]
     return out

@@ -1,10 +1,9 @@
 """Calls compiled kernels with fixed arguments, one after the other, without Python between them.
 
-Between two products that stream weights through the caches, the data that the interpreter needs for a call is pushed out of the
-caches, so a call costs ten times as much as in a tight loop. Here a list of calls is laid out as words in memory: for each call the
+While a matrix multiplication streams weights through the caches, the data that the interpreter needs for a call is pushed out of
+them, so a call costs ten times as much as in a tight loop. Here a list of calls is laid out as words in memory: for each call the
 address of its kernel's machine code, and the arguments as Numba's calling convention passes them. One small function, generated
-with llvmlite, makes all the calls.
-"""
+with llvmlite, makes all the calls."""
 
 from __future__ import annotations
 
@@ -53,8 +52,8 @@ class NativeCalls:
         self._table_at = self._table.ctypes.data
 
     def followed_by(self, other: NativeCalls) -> NativeCalls:
-        """Returns NativeCalls that make this object's calls and then the calls of `other` in one run. The arguments are shared, not
-        laid out again."""
+        """Returns a new NativeCalls whose run makes this object's calls and then the calls of `other`. It uses the arguments that
+        both have laid out in memory."""
         joined = object.__new__(NativeCalls)
         joined._calls = [*self._calls, *other._calls]
         joined._arguments = (self._arguments, other._arguments)
@@ -63,10 +62,11 @@ class NativeCalls:
         return joined
 
     def run(self, ticks: npt.NDArray[np.int64] | None = None) -> None:
-        """Makes all calls of the list, in order. If one fails, it is repeated from Python, which raises its exception (RuntimeError
-        if it does not fail again).
+        """Makes all calls of the list, in order. If a call fails, it is repeated from Python, which raises the kernel's exception,
+        or RuntimeError if the call does not fail again.
 
-        ticks: [calls + 1], filled with the processor's clock before the first call and after each; None: calls are not timed."""
+        ticks: [calls + 1], filled with the processor's clock before the first call and after each call; None: calls are not
+        timed."""
         num_calls = len(self._calls)
         made = self._runner(self._table_at, num_calls, 0 if ticks is None else ticks.ctypes.data)
         if made < num_calls:
@@ -81,8 +81,8 @@ def _code(overload: Any) -> int:
 
 
 def _forms(overload: Any) -> list[str]:
-    """Returns for each argument of a compiled kernel which form it has, by which `_words` turns it into 64-bit words: "array",
-    "float" or "whole" (a whole number). Raises TypeError for arguments of other types."""
+    """Returns, for each argument of a compiled kernel, how `_words` has to turn it into 64-bit words: "array", "float" or "whole"
+    (a whole number). Raises TypeError for arguments of other types."""
     forms = []
     for kind in overload.signature.args:
         if isinstance(kind, numba.types.Array):
@@ -97,8 +97,8 @@ def _forms(overload: Any) -> list[str]:
 
 
 def _words(forms: Sequence[str], args: Sequence[Any]) -> list[int]:
-    """Returns a call's arguments as 64-bit words, one for each value that Numba passes; an array takes several. forms: as _forms
-    returns them."""
+    """Returns a call's arguments as 64-bit words, one for each value that Numba passes; an array takes several. forms: the kind of
+    each argument ("array", "float" or "whole")."""
     words: list[int] = []
     for arg, form in zip(args, forms, strict=True):
         if form == "array":
@@ -112,8 +112,8 @@ def _words(forms: Sequence[str], args: Sequence[Any]) -> list[int]:
 
 
 def prepare(signatures: Sequence[tuple[Any, ...]]) -> None:
-    """Compiles the code that calls kernels with these argument types, unless it exists. It takes 60 ms for all kernels of entry.py.
-    signatures: for each kernel, Numba's types of its arguments."""
+    """Compiles the small functions that call kernels with these argument types, unless they exist. It takes 60 ms for all kernels
+    of entry.py. signatures: for each kernel, Numba's types of its arguments."""
     with _preparing:
         _runner()
         missing = [kinds for kinds in dict.fromkeys(signatures) if kinds not in _unpackers]
@@ -125,8 +125,8 @@ def prepare(signatures: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _write_unpacker(function: ir.Function, kinds: tuple[Any, ...]) -> None:
-    """Generates the body of `function`, which takes a kernel's address and its arguments as words, calls the kernel and returns its
-    status (0: it succeeded). kinds: Numba's types of the arguments."""
+    """Generates the body of `function`: it takes a kernel's address and its arguments as words, calls the kernel and returns the
+    kernel's status (0: it succeeded). kinds: Numba's types of the arguments."""
     kernel_type = cpu_target.target_context.call_conv.get_function_type(numba.types.none, kinds)
     builder = ir.IRBuilder(function.append_basic_block())
     kernel = builder.inttoptr(function.args[0], kernel_type.as_pointer())
@@ -146,9 +146,10 @@ def _write_unpacker(function: ir.Function, kinds: tuple[Any, ...]) -> None:
 
 @cache
 def _runner() -> Any:
-    """Compiles and returns the function that makes all calls of a table.
+    """Compiles and returns the function that makes all calls of a NativeCalls.
 
-    It takes (table, number of calls, ticks or 0) and returns how many calls were made: all, or those before the one that failed."""
+    It takes (the table of calls, number of calls, address of the ticks or 0) and returns how many calls were made: all, or those
+    before the one that failed."""
     function = ir.Function(ir.Module(), ir.FunctionType(_I64, [_I64.as_pointer(), _I64, _I64.as_pointer()]), "run")
     table, num_calls, ticks = function.args
     names = ("begin", "next", "call", "well", "tick", "done")

@@ -1,10 +1,10 @@
-"""Records a step: its kernel calls with their arguments, while it runs for the first time.
+"""Records a step: keeps its kernel calls with their arguments, while the step runs for the first time.
 
-Together with engine/cpu/programs/replay.py, which repeats the calls, this is on the CPU what a CUDA graph is on a GPU. A program
-holds addresses: of weights, of the KV arena, of the model's input arrays (engine/cpu/recording/inputs.py) and of intermediate
-results. While a step is recorded, engine/cpu/ops.py makes its calls through the recorder and takes memory for their results from
-it. If a model computes anything without the recorder, with torch itself, that is noticed and the recording is discarded.
-"""
+Together with engine/cpu/programs/replay.py, which makes the calls again, this is on the CPU what a CUDA graph is on a GPU. A
+program (the recorded calls of a step) holds addresses: of weights, of the KV arena, of the model's input arrays
+(engine/cpu/recording/inputs.py) and of intermediate results. While a step is recorded, engine/cpu/ops.py makes its calls through
+the recorder and gets memory for their results from it. If a model computes anything without the recorder, with torch itself, the
+recorder notices, and the recording is discarded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REGION_BYTES = 256 << 20  # bytes of address space; pages that no step touches 
 
 @dataclass(slots=True, frozen=True)
 class _Piece:
-    """A part of the scratch region that is in use, from byte `begin` to before `end`. lent: returns the tensor that uses it, or
+    """A stretch of the scratch region that is in use, from byte `begin` to before `end`. lent: returns the tensor that uses it, or
     None once that tensor is destroyed."""
 
     begin: int
@@ -36,9 +36,10 @@ class _Piece:
 class Scratch:
     """Memory for the results of calls within steps, shared by all programs of a process, because one step runs at a time.
 
-    A result is placed in the first gap between the results in use, so programs of all sizes and models use the same pages, as many
-    as the largest needs (work_space.recorded_bytes at most, and 0.5 MB a thread where weights are packed). The memory of a result
-    is free again once its tensor is destroyed; so recorded calls, which are kept, must hold other views of it."""
+    A result is placed in the first sufficient gap between the results in use, so programs of all sizes and models use the same
+    pages, as many as the largest needs (work_space.recorded_bytes at most, and 0.5 MB a thread where weights are packed). The
+    memory of a result is free again once the result's tensor is destroyed. So recorded calls, which are kept, must hold other views
+    of the memory."""
 
     def __init__(self, num_bytes: int = _REGION_BYTES) -> None:
         self._num_bytes = num_bytes
@@ -69,16 +70,18 @@ class Scratch:
 
 @dataclass(slots=True, frozen=True)
 class Call:
-    """One kernel call of a step. args: arrays and numbers, or tensors to which nothing else refers."""
+    """One kernel call of a step. args: arrays and numbers, or tensors that nothing else refers to."""
 
     kernel: Callable[..., Any]
     args: tuple[Any, ...]
 
 
 class Recorder:
-    """Makes the kernel calls of a step and keeps them in `calls`. missed: name of the first torch function that was called outside
-    of these calls, which means that they are not the whole step; "": there was none. scratch: where results are placed. watches:
-    whether to look for such functions, which makes recording a third slower. dry: calls are recorded but not made."""
+    """Makes the kernel calls of a step and keeps them in `calls`.
+    scratch: where results are placed.
+    watches: whether to look for torch functions that are called outside of these calls, which makes recording a third slower.
+    missed: name of the first such function, which means that the calls are not the whole step; "": there was none.
+    dry: whether calls are recorded without being made."""
 
     def __init__(self, scratch: Scratch, watches: bool = True, dry: bool = False) -> None:
         self.calls: list[Call] = []
@@ -89,15 +92,15 @@ class Recorder:
 
     @property
     def is_open(self) -> bool:
-        """Returns whether a call of the calling thread is to be recorded now. Calls within a recorded call are part of that
-        call."""
+        """Returns whether a call that the calling thread makes now is to be recorded. A call within a recorded call is not, because
+        it is a part of that call."""
         return not self._calling and self._thread == threading.get_ident()
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return self._scratch.take(num_rows, width, dtype)
 
     def call(self, kernel: Callable[..., Any], *args: Any) -> None:
-        """Makes and keeps a kernel call. args: arrays and numbers, or tensors to which nothing else refers."""
+        """Makes a kernel call and keeps it. args: arrays and numbers, or tensors that nothing else refers to."""
         if not self._dry:
             self._calling = True
             try:
@@ -107,13 +110,13 @@ class Recorder:
         self.calls.append(Call(kernel, args))
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Returns a context manager in which torch functions called outside of kernel calls are noticed (`missed`), if the recorder
-        watches."""
+        """Returns a context manager in which torch functions that are called outside of kernel calls are noticed (`missed`); if the
+        recorder does not watch, it does nothing."""
         return _Watch(self) if self._watches else nullcontext()
 
     def notice(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Called with each torch function that Python calls and its arguments. Keeps the function's name in `missed` if it is the
-        first one that computes something outside of a kernel call."""
+        """Puts a torch function's name into `missed` if it is the first that computes something outside of a kernel call. Called
+        with each torch function that Python calls, and its arguments."""
         if not self._calling and not _computes_nothing(function.__name__, args):
             self.missed = self.missed or function.__name__
 
@@ -123,8 +126,8 @@ _recorder: Recorder | None = None  # of the step that is being recorded, if any
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Returns a context manager in which the recorder records the kernel calls that this thread makes through the function
-    `call`."""
+    """Returns a context manager in which the recorder keeps the kernel calls that this thread makes through the function `call` of
+    this module."""
     global _recorder
     _recorder = recorder
     try:
@@ -141,9 +144,9 @@ def is_recording() -> bool:
 
 
 def call(kernel: Callable[..., Any], *args: Any) -> None:
-    """Calls a kernel with these arguments, and records the call if this thread is recording. args must not contain a tensor that
-    the model holds, only other views of its memory: a recorded call keeps its arguments, so the tensor's memory would seem to be in
-    use for as long as the program is kept."""
+    """Calls a kernel with these arguments, and records the call if this thread is recording a step. args must not contain a tensor
+    that the model holds, only other views of its memory: a recorded call keeps its arguments, so the tensor's memory would seem to
+    be in use for as long as the program is kept."""
     recorder = _recorder
     if recorder is None or not recorder.is_open:
         kernel(*args)
@@ -152,7 +155,7 @@ def call(kernel: Callable[..., Any], *args: Any) -> None:
 
 
 def empty(like: Tensor, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns uninitialised memory [num_rows, width] for the result of a call; while a step is being recorded, it is scratch
+    """Returns uninitialised memory [num_rows, width] for the result of a kernel call; while a step is being recorded, it is scratch
     memory. dtype: None for the dtype of `like`."""
     recorder = _recorder
     if recorder is None or not recorder.is_open:
@@ -161,7 +164,7 @@ def empty(like: Tensor, num_rows: int, width: int, dtype: torch.dtype | None = N
 
 
 def into(out: Tensor, function: Callable[..., Tensor], *args: Any) -> None:
-    """Copies to `out` the tensor that `function` returns when it is called with args."""
+    """Calls `function` with args and copies the tensor that it returns to `out`."""
     out.copy_(function(*args))
 
 

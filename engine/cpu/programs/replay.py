@@ -1,8 +1,7 @@
 """Runs a recorded step again.
 
-Consecutive calls of compiled kernels are laid out once and then made without Python between them (engine/cpu/programs/native.py).
-Calls of torch are made from Python, at their places between these.
-"""
+Consecutive calls of compiled kernels are laid out in memory once and then made without Python between them
+(engine/cpu/programs/native.py). Calls of torch are made from Python, at their places between these."""
 
 from __future__ import annotations
 
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class _Part(Protocol):
-    """Consecutive calls of a program, which run together: those from number `first` to before number `end`."""
+    """Consecutive calls of a program (a recorded step), which run together: those with the indices `first` to before `end`."""
 
     first: int
     end: int
 
     def run(self, shared: bool, seconds: npt.NDArray[np.float64] | None) -> None:
-        """Makes the calls. shared: whether kernels with two forms run in the form for all threads, else in the form for one thread.
-        seconds: an array to which each call's time is added; None: calls are not timed."""
+        """Makes the calls. shared: whether kernels with two variants run in the variant for all threads, else in that for one
+        thread. seconds: an array to which each call's time is added; None: calls are not timed."""
         ...
 
 
 class _PythonCall:
-    """A part of a program that is a single call, made by Python. at: the call's number in the program."""
+    """A single call of a program (a recorded step), made by Python. at: the call's index in the program."""
 
     def __init__(self, call: Call, at: int) -> None:
         self.first, self.end = at, at + 1
@@ -55,8 +54,8 @@ _Forms = tuple[tuple[Any, Sequence[Any]], tuple[Any, Sequence[Any]]]  # (kernel,
 
 
 class _NativePart:
-    """A part of a program that consists of calls of compiled kernels, made without Python between them. serial, shared: the calls
-    in the kernels' forms for one thread, and for all threads."""
+    """Consecutive calls of compiled kernels in a program (a recorded step), made without Python between them. serial, shared: the
+    calls in the kernels' variants for one thread, and for all threads."""
 
     def __init__(self, serial: NativeCalls, shared: NativeCalls, first: int, end: int) -> None:
         self.first, self.end = first, end
@@ -64,8 +63,8 @@ class _NativePart:
 
     @classmethod
     def of(cls, forms: Sequence[_Forms], first: int) -> _NativePart:
-        """Lays out consecutive calls in memory and returns them as a part. forms: both forms of each call. first: number of the
-        first call in the program."""
+        """Lays out consecutive calls in memory and returns them as a part of a program. forms: for each call, its variants for one
+        thread and for all threads. first: index of the first call in the program."""
         from engine.cpu.programs.native import NativeCalls
 
         varies = any(one is not other for one, other in forms)
@@ -74,7 +73,7 @@ class _NativePart:
         return cls(serial, shared, first, first + len(forms))
 
     def followed_by(self, other: _NativePart) -> _NativePart:
-        """Returns a part that makes this part's calls and then those of `other`, without Python between them."""
+        """Returns a new part that makes this part's calls and then those of `other`, without Python between them."""
         serial, shared = self._serial.followed_by(other._serial), self._shared.followed_by(other._shared)
         return _NativePart(serial, shared, self.first, self.end + other.end - other.first)
 
@@ -108,13 +107,14 @@ class Replay:
 
     @property
     def is_native(self) -> bool:
-        """Returns whether all calls are of compiled kernels and made without Python between them."""
+        """Returns whether all calls are of compiled kernels, so that they are made without Python between them."""
         if not self._parts:
             self.lay_out()
         return self._is_native
 
     def run(self) -> None:
-        """Makes all recorded calls again, in order: first those of `after`, then its own."""
+        """Makes all recorded calls again, in order: first those of `after` (the Replay that this one follows, if any), then its
+        own."""
         if not self._parts:
             self.lay_out()
         shared = self._is_shared is not None and self._is_shared()
@@ -123,8 +123,7 @@ class Replay:
             part.run(shared, None if seconds is None else seconds[part.first : part.end])
 
     def lay_out(self) -> None:
-        """Prepares the calls so that `run` can make them: lays out those of compiled kernels in memory. `run` does this by itself
-        if it was not done before."""
+        """Lays out the calls of compiled kernels in memory, for `run`. If this was not done before, `run` does it itself."""
         if self._parts:
             return
         before: list[_Part] = []
@@ -136,12 +135,12 @@ class Replay:
         self._is_native = all(isinstance(part, _NativePart) for part in self._parts)
 
     def watch(self) -> None:
-        """Makes each later `run` add the seconds of each call to the array `seconds` [calls], which begins with zeros."""
+        """Makes each later `run` add the seconds that each call takes to the array `seconds` [calls], which begins with zeros."""
         self.seconds = np.zeros(len(self.calls))
 
     def _lay_out(self, first: int) -> list[_Part]:
-        """Returns this object's own calls (not those of `after`) as parts. first: the index of the first of these calls in the
-        whole program."""
+        """Returns this object's own calls (not those of `after`) as parts, laid out in memory. first: the index of the first of
+        these calls in the whole program."""
         parts: list[_Part] = []
         run: list[_Forms] = []
         for at, call in enumerate(self._own, first):
@@ -158,8 +157,8 @@ class Replay:
         return parts
 
     def _forms(self, call: Call) -> _Forms | None:
-        """Returns a call's compiled kernel with its arguments, in the forms for one thread and for all threads (the same twice if
-        there is one form); None if Python must make the call."""
+        """Returns a call's compiled kernel with its arguments, in the variants for one thread and for all threads (the same twice
+        if there is only one variant); None if Python must make the call."""
         kernel: Any = call.kernel
         vary = getattr(kernel, "forms", None)
         if vary is None:
@@ -178,15 +177,17 @@ class Replay:
 
 
 def _joined(before: list[_Part], behind: list[_Part]) -> list[_Part]:
-    """Returns both lists of parts as one list. If `before` ends and `behind` begins with a native part, these become one part."""
+    """Returns both lists of parts as one list. If `before` ends and `behind` begins with calls of compiled kernels, these become
+    one part."""
     if before and behind and isinstance(before[-1], _NativePart) and isinstance(behind[0], _NativePart):
         return [*before[:-1], before[-1].followed_by(behind[0]), *behind[1:]]
     return before + behind
 
 
 class Drawing(Replay):
-    """The recorded sampling of N tokens from logits. Its calls write ids [N] and bad [N], as Ops.sample returns them. step: the
-    decode step that computes the logits, whose calls are run first; None: the logits must be computed before `run`."""
+    """The recorded sampling of N tokens from logits. Its calls write ids [N], the sampled tokens, and bad [N], whether a row's
+    logits are not finite. step: the decode step that computes the logits, whose calls are run first; None: the logits must be
+    computed before `run`."""
 
     def __init__(self, calls: Sequence[Call], ids: IntArray, bad: BoolArray, step: DecodeProgram | None = None) -> None:
         super().__init__(calls, step)
@@ -194,8 +195,8 @@ class Drawing(Replay):
 
 
 class ChunkProgram(Replay):
-    """A recorded step with chunks of prompts. Its calls write the normed hidden states `hidden` [T, width], and copy, to memory
-    that all chunk programs of the model share, the states of the tokens to sample from."""
+    """A recorded step with chunks of prompts. Its calls write the normed hidden states `hidden` [T, width]; they also copy the
+    states of the tokens to sample from to memory that all chunk programs of the model share."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor) -> None:
         super().__init__(calls)
@@ -203,8 +204,8 @@ class ChunkProgram(Replay):
 
 
 class LogitsProgram(Replay):
-    """The recorded computation of logits [N, V]. drawings: the sampling recorded for these logits, by (number of rows, whether all
-    rows are greedy). If the program is a decode step, its drawings run the step, too."""
+    """The recorded computation of logits [N, V]. drawings: the recorded sampling from these logits, by (number of rows, whether all
+    rows take their most likely token). If the program is a decode step, its drawings run the step, too."""
 
     def __init__(self, calls: Sequence[Call], logits: Tensor) -> None:
         super().__init__(calls)
@@ -214,7 +215,8 @@ class LogitsProgram(Replay):
 
 class DecodeProgram(LogitsProgram):
     """A recorded decode step of N rows. Its calls write the normed hidden states `hidden` [N, width] and the logits [N, V]. In a
-    pipeline stage that makes no logits the calls pass the states on; `logits` and `hidden` then mean nothing."""
+    pipeline stage that computes no logits the calls pass the states on to the next stage instead; `logits` and `hidden` then mean
+    nothing."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:
         super().__init__(calls, logits)

@@ -1,8 +1,7 @@
-"""The input arrays of recorded steps. Their addresses never change, because programs contain these. Kernels fill the arrays from
-the sequence table; the calls of these kernels are laid out once for each table.
+"""The input arrays of recorded steps. Their addresses never change, because programs (recorded steps) contain these addresses.
+Kernels fill the arrays from the sequence table; the calls of these kernels are laid out once for each table.
 
-Shapes: R rows, T tokens (R for decode steps, plus padding), B blocks of the longest context a model may have.
-"""
+Shapes: R rows, T tokens (R for decode steps, plus padding), B blocks of the longest context a model may have."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from scheduler.batch.plan import BatchPlan, FloatArray, IntArray, SequenceTable
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """The sampling settings of up to max_rows rows, arrays [max_rows] that Ops.sample takes."""
+    """The sampling settings of up to max_rows rows, as arrays [max_rows] that Ops.sample takes."""
 
     temperature: FloatArray
     top_p: FloatArray
@@ -41,8 +40,8 @@ class Settings:
 
 
 class StepInputs:
-    """The input arrays of one model, for steps of up to max_rows rows and max_tokens tokens (at least as many as rows). A smaller
-    step uses the first entries of each array; the rest is padding.
+    """The input arrays of one model's recorded steps, for steps of up to max_rows rows and max_tokens tokens (at least as many as
+    rows). A smaller step uses the first entries of each array; the rest is padding.
 
     settings: the settings of the rows that sample in the latest step. last_tokens: for each of these rows the index of its last
     token in the step, then zeros."""
@@ -91,20 +90,20 @@ class StepInputs:
         self._decoding: IntArray | None = None  # slots of the latest step if it only decoded; often the next step has the same
 
     def recorded_rows(self, num_rows: int) -> int:
-        """Returns the number of rows of the program that computes a decode step of num_rows rows: num_rows, or somewhat more if
-        steps are padded. Rows added as padding store nothing and attend to nothing. With few different numbers of rows there are
-        fewer programs, and oneDNN is faster."""
+        """Returns the number of rows of the program (recorded step) that computes a decode step of num_rows rows: num_rows, or
+        somewhat more if steps are padded. Rows added as padding store nothing and attend to nothing. With few different numbers of
+        rows there are fewer programs, and oneDNN is faster."""
         return padded_rows(num_rows) if self._padded else num_rows
 
     def use_adapters(self, adapters: BatchAdapters) -> None:
-        """Switches the model's LoRA adapters on in all programs that are recorded from now on. adapters: the model's tables; its
+        """Makes all steps that are recorded from now on compute the model's LoRA adapters. adapters: the model's tables; their
         `numbers` are replaced by an array that `fill` writes."""
         self._adapters = replace(adapters, numbers=np.full(len(self._tokens), -1, np.int32))
 
     def batch(self, num_tokens: int, with_long_rows: bool) -> HostBatch:
-        """Returns the inputs of a program of num_tokens tokens, padding included, as views of the arrays. Calls the kernel that
-        computes rotary cosines and sines from positions, so while a program is recorded that call is its first. with_long_rows:
-        whether the program must be able to compute rows with more than LONG_ROW_TOKENS tokens."""
+        """Returns the inputs of a recorded step of num_tokens tokens, padding included, as views of the arrays. Calls the kernel
+        that computes rotary cosines and sines from positions, so while a step is recorded that call is its first. with_long_rows:
+        whether the step must be able to compute rows with more than LONG_ROW_TOKENS tokens."""
         for rotary, turns in self._turns.items():
             self._ops.rotary_turns(rotary, self._positions[:num_tokens], turns[:num_tokens])
         groups = [
@@ -139,7 +138,8 @@ class StepInputs:
         )
 
     def fill(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Fills the arrays with the inputs of a step. All rows and tokens after the step's own become padding."""
+        """Fills the arrays with the inputs of a step, from its plan and the sequence table. All rows and tokens after the step's
+        own become padding."""
         num_rows = len(plan.slots)
         self._computed[:num_rows] = plan.num_computed
         if not plan.all_decode or plan.slots is not self._decoding:
@@ -155,7 +155,7 @@ class StepInputs:
         self._filling[1].run()
 
     def clear(self) -> None:
-        """Turns all rows and tokens into padding, which stores nothing and attends to nothing."""
+        """Turns all rows and tokens in the arrays into padding, which stores nothing and attends to nothing."""
         self._counts[:] = 0
         self._num_new[:] = 0
         self._decoding = None
@@ -181,12 +181,12 @@ class StepInputs:
 
     @property
     def settings_suffice(self) -> bool:
-        """Returns whether the latest step's tokens depend only on `settings`: no row edits its logits or wants
+        """Returns whether the latest step's tokens depend only on `settings`: no row changes its logits (bias, penalties) or wants
         log-probabilities."""
         return self._told[APART] == 0
 
     def _fill_from(self, table: SequenceTable) -> Replay:
-        """Returns the kernel calls that fill the arrays from this sequence table, whenever they are run."""
+        """Returns the kernel calls that fill the arrays from this sequence table each time they are run."""
         kernels, own = self._ops.input_kernels(), self.settings
         counts, slots, computed, contexts = self._counts, self._slots, self._computed, self._contexts
         rows, tokens = (counts, slots, computed), (self._positions, self._paged_rows)

@@ -1,11 +1,10 @@
-"""Records each kind of step when it first occurs, and replays it from then on.
+"""Records each kind of step when it first occurs, and makes the recorded calls again from then on.
 
 Decode steps, in which every row has one new token and samples, are recorded up to their logits. Steps with chunks of prompts are
 recorded up to the hidden states of the tokens to sample from; computing logits from these is recorded separately, for each number
 of rows. Sampling from logits is recorded as well.
 
-Shapes: R rows, T tokens, N sampling rows, W width.
-"""
+Shapes: R rows, T tokens, N sampling rows, W width."""
 
 from __future__ import annotations
 
@@ -31,11 +30,13 @@ _CHUNK_SIZES = sorted({recorded_tokens(num_tokens) for num_tokens in range(1, MA
 
 
 class RecordedSteps:
-    """The recorded programs of one model; records steps and runs them again. A step's results stay valid until the next step of any
-    model.
+    """The programs (recorded steps) of one model; records steps and runs them again. A step's results stay valid until the next
+    step of any model.
 
-    decodes: number of rows -> decode step. chunks: number of tokens -> step with chunks of prompts. heads: number of sampling rows
-    -> computation of the logits of steps with chunks. These numbers include padding."""
+    decodes: number of rows -> decode step.
+    chunks: number of tokens -> step with chunks of prompts.
+    heads: number of sampling rows -> computation of the logits of steps with chunks.
+    These numbers include padding."""
 
     def __init__(
         self,
@@ -48,9 +49,10 @@ class RecordedSteps:
         max_tokens: int,
         title: str,
     ) -> None:
-        """Makes the object without programs; each is recorded when it is first needed. max_decodes: the most rows of a decode step
-        that is recorded. max_rows, max_tokens: the most rows and tokens of a step with chunks that is recorded. With 0, no steps of
-        that kind are recorded. title: names the model and its dtype in the log."""
+        """Makes the object without programs; each is recorded when it is first needed.
+        max_decodes: the most rows of a decode step that is recorded; 0: none are recorded.
+        max_rows, max_tokens: the most rows and tokens of a step with chunks that is recorded; 0: none are recorded.
+        title: names the model and its dtype in the log."""
         self._title = title
         self._ops, self._model, self._inputs, self._scratch = ops, model, inputs, scratch
         self._max_decodes, self._max_rows, self._max_tokens = max_decodes, max_rows, max_tokens
@@ -62,8 +64,8 @@ class RecordedSteps:
         self.heads: dict[int, LogitsProgram] = {}
 
     def decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
-        """Runs a decode step, and records it if it is the first of its number of rows. Returns the program, which holds the step's
-        hidden states and logits. Returns None, with nothing run, if the plan is not a decode step or has more rows than are
+        """Runs a decode step, and records it if it is the first with its number of rows. Returns the program, which holds the
+        step's hidden states and logits. Returns None, with nothing run, if the plan is not a decode step or has more rows than are
         recorded."""
         if not self._decodes(plan):
             return None
@@ -76,8 +78,9 @@ class RecordedSteps:
         return program
 
     def hidden(self, plan: BatchPlan, table: SequenceTable) -> Tensor | None:
-        """Runs a step of any kind up to its normed hidden states, [T with padding, W], which it returns; records it if it is the
-        first of its number of tokens. Returns None, with nothing run, if the plan has more rows or tokens than are recorded."""
+        """Runs a step of any kind up to its normed hidden states [T with padding, W], and returns these. Records the step if it is
+        the first with its number of tokens. Returns None, with nothing run, if the plan has more rows or tokens than are
+        recorded."""
         if not self._chunks(plan):
             return None
         self._inputs.fill(plan, table)
@@ -89,10 +92,9 @@ class RecordedSteps:
         return program.hidden
 
     def draw(self, plan: BatchPlan, table: SequenceTable) -> tuple[IntArray, BoolArray] | None:
-        """Runs a step that was recorded before, with its sampling, and returns ids [N] and bad rows [N] as Ops.sample does. The
-        sampling is recorded when it first occurs. Between the kernels torch is only called where a program needs it. Returns None,
-        with nothing run, if the step is not recorded, or if a row needs more than its sampling settings (edited logits,
-        log-probabilities)."""
+        """Runs a step that was recorded before, with its sampling, and returns the sampled ids [N], and for each row whether its
+        logits were not finite [N]. The sampling is recorded when it first occurs. Returns None, with nothing run, if the step is
+        not recorded, or if a row needs more than its sampling settings (changed logits, log-probabilities)."""
         if not self._draws:
             return None
         program: DecodeProgram | ChunkProgram | None = None
@@ -124,15 +126,15 @@ class RecordedSteps:
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of tokens for which no step with chunks is recorded yet. Empty until some step was recorded, which shows that
-        the model's steps can be."""
+        """The numbers of tokens for which no step with chunks of prompts is recorded yet. Empty until some step was recorded, which
+        shows that the model's steps can be."""
         if not (self.decodes or self.chunks) or not self._max_rows:
             return []
         return [size for size in _CHUNK_SIZES if size <= self._max_tokens and size not in self.chunks]
 
     def record_next(self) -> None:
-        """Records a step of the smallest of the sizes `missing` without computing it, so that the first step of this size costs no
-        more than later ones."""
+        """Records a step with chunks of prompts, of the smallest size in `missing`, without computing it, so that the first step of
+        this size costs no more than later ones."""
         self._inputs.clear()
         size = self.missing[0]
         self._record_chunk(size, dry=True)
@@ -149,7 +151,7 @@ class RecordedSteps:
         return plan.all_decode or bool(int(plan.num_new.max()) == 1 and plan.samples.all())
 
     def _chunks(self, plan: BatchPlan) -> bool:
-        """Returns whether the plan has few enough rows and tokens to be recorded as a step with chunks."""
+        """Returns whether the plan has few enough rows and tokens to be recorded as a step with chunks of prompts."""
         return len(plan.slots) <= self._max_rows and int(plan.num_new.sum()) <= self._max_tokens
 
     def _record_decode(self, num_rows: int) -> DecodeProgram:
@@ -177,8 +179,8 @@ class RecordedSteps:
         return program
 
     def _keeping(self, batch: HostBatch) -> HostBatch:
-        """Returns the batch. If the model has a predictor, a step of this batch keeps the states that the predictor reads, in
-        memory that nothing overwrites before the model's next step."""
+        """Returns the same batch. If the model has a predictor, the batch gets memory for the states that the predictor reads,
+        which nothing overwrites before the model's next step."""
         if not (num := self._model.num_kept):
             return batch
         if self.kept is None:
@@ -197,7 +199,7 @@ class RecordedSteps:
         return head
 
     def _may_repeat(self, recorder: Recorder) -> bool:
-        """Returns whether the recorder has the whole step, so that its calls may be run again. If not, logs why, and no further
+        """Returns whether the recorder has all calls of the step, so that they may be made again. If not, logs why, and no further
         steps are recorded."""
         if recorder.missed:
             why = "the cpu device has no kernels for some of their operations"
@@ -209,8 +211,9 @@ class RecordedSteps:
     def _draw_first(
         self, program: DecodeProgram | ChunkProgram, head: LogitsProgram | None, num_rows: int, greedy: bool
     ) -> Drawing:
-        """Runs a step, then samples num_rows rows from its logits and records the sampling, which it returns. head: the program
-        that computes the logits; None: it is not recorded yet either. greedy: whether all rows take their most likely token."""
+        """Runs a step, then samples num_rows rows from the step's logits, records the sampling and returns it. program: the
+        recorded step. head: the program that computes the logits; None: it is not recorded yet either. greedy: whether all rows
+        take their most likely token."""
         program.run()
         if head is None:
             head = self._record_head(self._inputs.recorded_rows(num_rows))
@@ -227,7 +230,7 @@ class RecordedSteps:
 
 
 def _run(*replays: Replay) -> None:
-    """Runs the programs in order, without torch's autograd if torch computes a part of them."""
+    """Runs the programs in order; if torch computes a part of them, without torch's autograd."""
     with nullcontext() if all(replay.is_native for replay in replays) else torch.inference_mode():
         for replay in replays:
             replay.run()
