@@ -20,8 +20,8 @@ class ForkEngine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Forked(msgspec.Struct, frozen=True, array_like=True):
-    """The fork server's answer to ForkEngine. pid: the engine's process id; 0 if none was forked. A pidfd of the engine is sent
-    with it. problem: why no engine was forked; "" if one was."""
+    """The fork server's answer to ForkEngine. pid: the engine's process id; 0 if no engine was forked. A pidfd of the engine is
+    sent with the answer. problem: why no engine was forked; "" if one was."""
 
     pid: int
     problem: str = ""

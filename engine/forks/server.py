@@ -2,11 +2,10 @@
 
 Importing torch and the kernels takes three seconds of a core. A fork takes some 20 ms, and all engines share the pages of what was
 imported. The daemon (daemon/engines/fork_client.py) asks for an engine with one packet on the socket N, and gets one packet back.
-How an engine ended is written to a pipe of its own. Nothing is computed here and no thread is started, because a fork copies the
-calling thread alone. The process ends when the daemon's end of the socket is closed.
+How an engine ended is written to a pipe, one for each engine. Nothing is computed here and no thread is started, because a fork
+copies the calling thread alone. The process ends when the daemon's end of the socket is closed.
 
-Engines of cuda devices are started with exec instead.
-"""
+Engines of cuda devices are started with exec instead."""
 
 from __future__ import annotations
 
@@ -32,7 +31,8 @@ from engine.main import run as run_engine
 
 @dataclass(slots=True)
 class _Engine:
-    """A running engine. pidfd: becomes readable when it ends. ended_fd: the pipe to which its exit status is written."""
+    """A running engine. pidfd: a descriptor that becomes readable when the engine ends. ended_fd: the pipe to which its exit status
+    is written."""
 
     pid: int
     pidfd: int
@@ -49,8 +49,8 @@ def main() -> None:
 
 
 def run(control_fd: int, runner: str, cache_dir: str) -> None:
-    """Serves the daemon until its end of the socket is closed. runner, cache_dir: settings of the node, as in
-    protocol.Configure."""
+    """Serves the daemon until its end of the socket is closed. runner, cache_dir: the engines' implementation (torch or null) and
+    folder of compiled kernels, as in protocol.Configure."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in engines
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name_process("fork server")
@@ -118,8 +118,8 @@ class _Server:
         os.close(ended.pidfd)
 
     def _become_engine(self, request: ForkEngine, ended_fd: int, descriptors: Sequence[int]) -> None:
-        """Turns the forked process into the engine that the daemon asked for: closes the server's descriptors, gives `descriptors`
-        their numbers, and runs the engine. Does not return."""
+        """Turns the forked process into the engine that the daemon asked for: closes the server's descriptors, moves `descriptors`
+        to the numbers that the request names, and runs the engine. Does not return."""
         code = 1
         try:
             self._selector.close()

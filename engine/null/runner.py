@@ -3,14 +3,17 @@
 A null model reads its shape and its windows from the checkpoint's config.json, holds no weights and samples ids that follow from
 (seed, position) by `null_tokens`, so a test can predict them. Steps are paced: over many of them each takes exactly `null_step_ms`.
 
-For tests of failures, config.json may hold an object `"hearthd_null"`: `load_s` (seconds that a load takes), `load_error` (the load
-fails with this text) and `load_error_permanent`, `nan_token`, `crash_token` and `no_memory_token` (a sequence that contains this id
-gives NaN, raises, or finds no memory for its step, the last only with `launches_ahead`), `launches_ahead` (steps are launched as on
-a GPU), and `token_ms` (the time that each token of a step adds to it). In a model that is split, ranks wait for each other in every
-step; `crash_rank` says which rank meets `crash_token` (all if it is left out). A rank that follows may meet it late, as
-errors of GPUs are: with `crash_late_s` its step returns at once, the other ranks wait for its part, and it raises when it is asked
-that many seconds later whether the step has ended.
-"""
+For tests of failures, config.json may hold an object `"hearthd_null"` with these keys:
+load_s: seconds that a load takes.
+load_error, load_error_permanent: the load fails with this text, and whether that counts as permanent.
+nan_token, crash_token, no_memory_token: a step with a sequence that contains this id gives NaN for it, raises an error, or finds no
+memory (the last only with launches_ahead).
+launches_ahead: whether steps are launched as on a GPU.
+token_ms: the time that each token of a step adds to the step.
+crash_rank: in a model that is split, whose ranks wait for each other in every step, the rank that obeys crash_token; all ranks if
+it is left out.
+crash_late_s: a rank that does not lead reports the crash late, as GPUs report errors: its step returns at once, the other ranks go
+on waiting for it, and it raises the error when it is asked, that many seconds later, whether the step has ended."""
 
 from __future__ import annotations
 
@@ -48,12 +51,12 @@ MEET_EVERY_S = 5e-5
 
 
 class NullLoadError(CheckpointError):
-    """Raised if config.json cannot be read, or asks for an error by `load_error`."""
+    """Raised if a null model's config.json cannot be read, or asks for an error by `load_error`."""
 
 
 def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
-    """Returns the ids that a null model samples: at most 512, without end ids and without the single bytes that a usual vocabulary
-    begins with. Raises ValueError if no id is left."""
+    """Returns the ids that a null model may sample: at most 512, without end ids and without the single bytes that a usual
+    vocabulary begins with. Raises ValueError if no id is left."""
     first = 256 if vocab_size >= 512 else vocab_size // 4
     ids = np.setdiff1d(np.arange(first, min(vocab_size, first + 512), dtype=np.int32), np.array(eos_token_ids, np.int32))
     if not len(ids):
@@ -62,8 +65,9 @@ def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
 
 
 def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: IntArray) -> IntArray:
-    """Returns the ids [N] int32 that a null model samples: each is chosen from `candidates` by SplitMix64 of the sequence's seed
-    and the token's position. positions: index of each token in prompt + output."""
+    """Returns the ids [N] int32 that a null model samples: each is chosen from `candidates` by SplitMix64 (a hash) of the
+    sequence's seed and the token's position. seeds, positions [N]: the seed of each sequence, and the index of each token in prompt
+    + output."""
     # numpy's integer arrays wrap around without a warning
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -73,15 +77,15 @@ def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: 
 
 
 class Pacer:
-    """Sleeps so that consecutive steps are `step_s` seconds apart on average. A pause between steps is not made up for by shorter
-    steps."""
+    """Makes consecutive steps of null models `step_s` seconds apart on average, by sleeping. A pause between steps does not make
+    later steps shorter."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
         self._due = 0.0
 
     def wait(self, more_s: float = 0.0) -> None:
-        """Sleeps until the step is due to end. more_s: seconds this step takes beyond step_s."""
+        """Sleeps until the step is due to end. more_s: seconds that this step takes in addition to step_s."""
         step_s = self.step_s + more_s
         if step_s <= 0:
             return
@@ -93,8 +97,8 @@ class Pacer:
 
 
 class NullModel:
-    """A HostedModel without weights, whose steps compute nothing and take the time that the pacer gives them. config: the
-    checkpoint's config.json."""
+    """A HostedModel without weights, whose steps compute nothing and take as long as the pacer says. config: the checkpoint's
+    config.json."""
 
     def __init__(self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer) -> None:
         layers = int(config.get("num_hidden_layers", 2))
@@ -119,8 +123,8 @@ class NullModel:
         self._pacer = pacer
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step, and sleeps until the pacer's time for it has passed. Raises RuntimeError if the sequence of a row holds
-        `crash_token`."""
+        """Runs one step, sleeps until the pacer's time for the step has passed, and returns the step's result. Raises RuntimeError
+        if the sequence of a row contains `crash_token`."""
         started = time.monotonic()
         result = self._step(plan, table, masks)
         self._pacer.wait(self._tokens_s(plan))
@@ -174,7 +178,7 @@ class NullModel:
             result.prompt_logprobs.append(PromptLogprobs(whose, first, num_top, nothing, top_ids, top, ranks))
 
     def release(self) -> None:
-        """Does nothing: there is no memory to give back."""
+        """Does nothing: a null model has no memory to return."""
 
     @staticmethod
     def _holding(token: int, slots: IntArray, table: SequenceTable) -> npt.NDArray[np.bool_]:
@@ -182,8 +186,8 @@ class NullModel:
 
 
 class NullShare(NullModel):
-    """One rank's share of a null model that is split. A step begins when the previous stage has ended it, and lasts until all ranks
-    of this stage have run it."""
+    """One rank's share of a null model that is split. A step begins when the previous pipeline stage has ended it, and lasts until
+    all ranks of this stage have run it."""
 
     def __init__(
         self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer, exchange: Exchange | None
@@ -217,8 +221,8 @@ class NullShare(NullModel):
         self._meet()
 
     def has_ended(self) -> bool:
-        """Returns True, because a step has ended when `follow` returns; in a test with crash_late_s, returns False until the fault
-        is due, and then raises it."""
+        """Returns True, because a step has ended when `follow` returns. In a test with crash_late_s, returns False until the error
+        is due, and then raises the error."""
         if self._late is None:
             return True
         due_s, error = self._late
@@ -227,14 +231,15 @@ class NullShare(NullModel):
         raise error
 
     def _receive(self) -> None:
-        """Waits until the previous stage has passed the step on; the first stage does not wait. Raises GroupBroken."""
+        """Waits until the previous stage has ended the step; the first stage does not wait. Raises GroupBroken if the group breaks
+        before that."""
         link = self.region.link
         if link is not None and not link.is_first and link.take() is None:
             raise self._broken()
 
     def _meet(self) -> None:
-        """Waits until all ranks of this stage have run as many steps as this rank, and then passes the step on to the next stage.
-        Raises GroupBroken."""
+        """Waits until all ranks of this stage have run as many steps as this rank, and then signals the next stage that it can
+        begin the step. Raises GroupBroken if the group breaks before that."""
         self._turn += 1
         self._counters[self.region.stage_rank] = self._turn
         while not self.region.is_broken:
@@ -250,7 +255,8 @@ class NullShare(NullModel):
 
 
 class AheadNullModel(NullModel):
-    """A null model that launches steps ahead as a GPU does (LaunchesAhead), to test that the engine can handle it."""
+    """A null model that launches steps ahead (before the last step's tokens are known) as a GPU does, to test the engine's handling
+    of such models."""
 
     num_uncaptured = 3
 
@@ -264,8 +270,8 @@ class AheadNullModel(NullModel):
 
 
 class PacedStep:
-    """A launched step of a null model. `wait` returns its result once the pacer's time for it has passed. tokens_s: seconds that
-    its tokens add."""
+    """A launched step of a null model. `wait` returns the step's result once the pacer's time for the step has passed. tokens_s:
+    seconds that the step's tokens add."""
 
     def __init__(self, result: StepResult, pacer: Pacer, tokens_s: float) -> None:
         self._result, self._pacer, self._tokens_s = result, pacer, tokens_s
@@ -277,8 +283,8 @@ class PacedStep:
 
 
 def _mark(spec: LoadModel, index: int) -> npt.NDArray[np.uint8]:
-    """Returns the uint8 [16] that a null model writes to the beginning of the slot of the host tier that is number `index` among
-    its own. A load that finds other bytes there knows that the slot was given to another model, too, or to another share."""
+    """Returns the uint8 [16] that a null model writes to the beginning of its slot number `index` in the host tier. If a load finds
+    other bytes there, the slot was given to another model, too, or to another share of the model."""
     text = f"{index} {spec.fingerprint} {spec.dtype} {spec.share}".encode()
     return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
 
@@ -306,8 +312,8 @@ class NullRunner:
         """Does nothing, because null models compute nothing."""
 
     def load(self, task: LoadTask) -> NullModel | GroupShare:
-        """Loads a null model, or a share of one. Raises NullLoadError if config.json cannot be read or asks for an error, and
-        LoadCancelled."""
+        """Loads a null model, or a device's share of one, and returns it. Raises NullLoadError if config.json cannot be read or
+        asks for an error, and LoadCancelled if the load is cancelled."""
         spec = task.spec
         path = Path(spec.path) / "config.json"
         try:
@@ -339,15 +345,15 @@ class NullRunner:
         return self._made(spec, config, kind)
 
     def _made(self, spec: LoadModel, config: dict[str, Any], kind: type[NullModel]) -> NullModel | GroupShare:
-        """Returns the model that is loaded, of this kind if it is whole."""
+        """Returns a new model, or a share of it if the model is split. kind: the class of a model that is not split."""
         if spec.group is None:
             return kind(spec, config, self._configure, self._pacer)
         share = NullShare(spec, config, self._configure, self._pacer, self._exchange)
         return GroupShare(share, share.region)
 
     def _taken(self, task: LoadTask) -> bool:
-        """Returns whether the copy in spec.source_slots is that of this model, so that the load uses it. If there is one that is
-        not used, task.source_rejected says why."""
+        """Returns whether the copy in spec.source_slots of the host tier is one of this model; the load uses it then. If there is a
+        copy that is not used, task.source_rejected gives the reason."""
         spec = task.spec
         if not spec.source_slots:
             return False
