@@ -234,7 +234,7 @@ class CpuOps:
         return out
 
     def pick(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
-        """Copies the rows of x [T, W] whose indices are rows [N] int64 to out [N, W]."""
+        """Copies row rows[n] of x [T, W] to row n of out [N, W], for all n. rows [N]: int64."""
         if not self._served(x, PLAIN):
             torch.index_select(x, 0, rows, out=out)
         else:

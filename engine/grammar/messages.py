@@ -47,7 +47,8 @@ class Advance(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
-    """Drops the state of these requests. Their rows of the shared memory may be given to other requests afterwards."""
+    """Asks the grammar process to drop all that it holds of these requests. Their rows of the shared memory may be given to other
+    requests afterwards."""
 
     keys: list[int]
 

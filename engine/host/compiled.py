@@ -138,7 +138,7 @@ _found: dict[tuple[Any, ...], Any] = {}  # (kernel, `_kind` of each argument) ->
 
 def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Returns what Numba has compiled of the kernel for arguments of these types (a CompileResult, with the machine code), or None
-    if there is nothing. If the kernel is a choice of several variants, its method `due` picks the variant for these arguments."""
+    if nothing. If the kernel has several variants, its method `due` picks the one for these arguments."""
     due = getattr(kernel, "due", None)
     form = kernel if due is None else due(args)
     overloads = getattr(form, "overloads", None)
