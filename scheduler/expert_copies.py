@@ -1,5 +1,5 @@
-"""Chooses copies of experts for a mixture whose experts are divided among several devices, each of which has a part of every
-layer's experts: which experts further devices also hold. A step waits for the device with the most tokens to compute, so copies of
+"""Chooses which experts of a mixture-of-experts model are copied to further devices. The model's experts are divided among several
+devices: each has an equal part of every layer's experts. A step waits for the device with the most tokens to compute, so copies of
 the experts that get most tokens are to make the devices' shares of the tokens equal.
 """
 
@@ -21,9 +21,10 @@ _ALIKE = 0.02  # among numbers of copies whose imbalances differ by less than th
 
 
 def choose(counts: Sequence[Sequence[int] | None], num_parts: int, most: int) -> Table:
-    """Returns which experts each part (device's share) is to hold besides its own, at most `most` in each layer; () if the tokens
-    counted so far show no clear imbalance, or copies would not lower it. counts: for each layer, how many tokens have passed
-    through each of its experts; None for a layer without experts. num_parts: number of equal parts of a layer's experts."""
+    """Returns the experts of which each part (one device's share of every layer's experts) is to hold a copy in addition to its own
+    experts, at most `most` in each layer; () if the tokens counted so far show no clear imbalance, or copies would not lower it.
+    counts: for each layer, how many tokens have passed through each of its experts; None for a layer without experts. num_parts:
+    number of equal parts of a layer's experts."""
     rows = [row for row in counts if row is not None]
     if not rows or num_parts < 2:
         return ()
@@ -44,7 +45,8 @@ def choose(counts: Sequence[Sequence[int] | None], num_parts: int, most: int) ->
 
 
 def numbers(most: int) -> tuple[int, ...]:
-    """Returns the numbers of copies that are tried if `most` are allowed: 1, 2, 4 and so on, and the largest allowed one."""
+    """Returns how many copies of experts in a layer `choose` tries to give to each part: the powers of two up to `most`, the
+    largest number allowed, and `most` itself, in ascending order."""
     return tuple(sorted({most, *(1 << at for at in range(most.bit_length()))})) if most > 0 else ()
 
 

@@ -1,8 +1,8 @@
-"""Start-time fair queueing (Goyal, Vin, Cheng 1996): the tenant that was served least for its weight is next.
+"""Implements start-time fair queueing (Goyal, Vin, Cheng 1996): the tenant with the least work done in proportion to its weight is
+served next.
 
-Serves requests whole, one after the other, and counts the work done for each tenant. (`Shares` counts the places that requests hold
-for a while; here a request holds none.) A tenant that had nothing waiting starts level with the others: it has neither credit nor
-debt.
+Serves requests whole, one after the other, and counts the work done for each tenant. (`Shares` in scheduler/shares.py counts
+requests in service instead.) A tenant that had nothing waiting starts level with the others: it has neither credit nor debt.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The intervals at which engines and the daemon report to the node scheduler. They, the scheduler and the simulator go by the same
-values.
+"""Defines the intervals at which engines and the daemon report to the node scheduler. Engines, daemon, scheduler and simulator use
+the same values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Fair shares of tenants: the tenant with least in service for its weight is served next.
+"""Shares places in service fairly among tenants: the tenant with the fewest requests in service in proportion to its weight is
+served next.
 
 Places in service are shared, not arrivals: a tenant that floods a queue waits behind its own requests, a tenant with long requests
 gets no more places than others, and nothing of the past needs to be remembered.
@@ -26,14 +27,14 @@ class Shares:
             del self.active[tenant], self._weights[tenant]
 
     def least(self, waiting: Iterable[tuple[str, float, int]]) -> str:
-        """Returns the tenant to serve next: the one with the fewest requests in service for its weight. waiting: for each waiting
-        tenant (tenant, weight, order of its first request); at least one. Among equal tenants the lowest order is served.
-        O(tenants)."""
+        """Returns the tenant to serve next: the one with the fewest requests in service in proportion to its weight. waiting: for
+        each waiting tenant (tenant, weight, order of its first request); at least one. Among equal tenants the lowest order is
+        served. O(tenants)."""
         active = self.active
         return min(waiting, key=lambda each: ((active.get(each[0], 0) + 1) / each[1], each[2]))[0]
 
     def crowding(self) -> str | None:
-        """Returns the tenant with the most requests in service for its weight, among tenants that have more than one in service;
-        None if there is none, or if only one tenant is in service."""
+        """Returns the tenant with the most requests in service in proportion to its weight, among tenants that have more than one
+        in service; None if there is none, or if only one tenant is in service."""
         several = [tenant for tenant, number in self.active.items() if number > 1] if len(self.active) > 1 else []
         return max(several, key=lambda tenant: self.active[tenant] / self._weights[tenant], default=None)

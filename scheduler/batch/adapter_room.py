@@ -1,9 +1,10 @@
-"""Chooses the chunks that are kept for an adapter which has found no room for long, and empties them.
+"""Reserves (keeps) chunks of device memory for a LoRA adapter that has found no room for long, and empties these chunks.
 
-Where requests come and go, each chunk that becomes free is drawn for the next of them, so an adapter that takes many adjacent
-chunks would never find these. After PATIENT_STEPS tries a run of chunks is kept for it, and as much of the lease, for one adapter
-at a time. Blocks in these chunks are moved to others as those become free, before requests are admitted to them. So the adapter is
-placed once sequences that ran have left as much free as it takes.
+While requests come and go, each chunk that becomes free is taken for the KV of the next request, so an adapter that needs many
+adjacent chunks would never find them. After PATIENT_STEPS tries a run of adjacent chunks is kept for the adapter, and as many
+chunks of the lease (the chunks that all models share for KV). This is done for one adapter at a time. KV blocks in the kept chunks
+are moved to other chunks as soon as there is room in these, before new requests are admitted. So the adapter is placed once enough
+sequences have ended.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class AdapterRoom:
 
     def keep(self, wanting: BatchScheduler, key: str, num_chunks: int, models: Sequence[BatchScheduler]) -> bool:
         """Keeps num_chunks adjacent chunks for an adapter of the model `wanting`, and empties them as far as possible now. models:
-        those that draw from the lease. Returns False, and keeps nothing for it, if chunks are kept for another adapter, or if no
-        run of chunks could become free."""
+        those that take chunks from the lease (the chunks that all models share for KV). Returns False, and keeps nothing for it, if
+        chunks are kept for another adapter, or if no run of chunks could become free."""
         chunks, owner = self._chunks, (wanting.adapters, key)
         if chunks.kept is not None and not chunks.keeps_for(owner):
             return False
@@ -47,9 +48,9 @@ class AdapterRoom:
         return True
 
     def _costs(self, models: Sequence[BatchScheduler]) -> FloatArray:
-        """Returns [num_chunks]: what it costs to make each chunk free: 0 for a free chunk; for a chunk of drawn KV the part of the
-        chunk that is in use or cached, and so would have to be moved; a fixed number (_IN_USE) for a chunk of an adapter; infinity
-        for a chunk that cannot become free."""
+        """Returns [num_chunks]: what it costs to make each chunk free: 0 for a free chunk; for a chunk that a model has taken for
+        KV from the lease (the chunks that all models share), the fraction of the chunk that is in use or cached and so would have
+        to be moved; a fixed number (_IN_USE) for a chunk of an adapter; infinity for a chunk that cannot become free."""
         costs = np.full(self._chunks.num_chunks, np.inf, np.float32)
         costs[self._chunks.free] = 0.0
         for scheduler in models:
@@ -61,8 +62,8 @@ class AdapterRoom:
         return costs
 
     def _suffices(self, kept: BoolArray, num_chunks: int, costs: FloatArray) -> bool:
-        """Returns whether the chunks `kept` are still enough for the adapter: all of them can become free, and so many of them are
-        drawn that the lease will cover num_chunks chunks once they are given back."""
+        """Returns whether the chunks `kept` are still enough for the adapter: all of them can become free, and once they are given
+        back, num_chunks chunks can be taken from the lease (the chunks that all models share for KV)."""
         return bool(np.isfinite(costs[kept]).all()) and self._num_drawn(kept) >= num_chunks - self._chunks.room_chunks
 
     def _num_drawn(self, kept: BoolArray) -> int:
@@ -70,8 +71,8 @@ class AdapterRoom:
 
     def _chosen(self, num_chunks: int, costs: FloatArray) -> BoolArray | None:
         """Returns [num_chunks of the device] bool: the chunks to keep, or None if no run of num_chunks chunks can become free. They
-        are the run that costs least to free, and as many drawn chunks elsewhere as must be given back for the lease to cover the
-        run, the cheapest first."""
+        are the run that costs least to free and, if the lease (the chunks that all models share for KV) has too few chunks left for
+        the run, further chunks in use that must be given back to it, the cheapest first."""
         sums = np.concatenate(([0.0], np.cumsum(np.where(np.isfinite(costs), costs, 0.0), dtype=np.float64)))
         never = np.concatenate(([0], np.cumsum(~np.isfinite(costs))))
         of_run = sums[num_chunks:] - sums[:-num_chunks]

@@ -1,10 +1,10 @@
-"""Tracks the LoRA adapters of one model: which are in device memory, under which number and in which chunks, and which requests
-wait for one.
+"""Tracks the LoRA adapters of one model: which adapters are in device memory, at which index and in which chunks, and which
+requests wait for an adapter.
 
 An adapter takes a run of adjacent chunks out of the lease, the chunks that all models share for KV, so adapters and KV share one
 pool without a part being set aside for either (the idea is S-LoRA's, https://arxiv.org/abs/2311.03285). An adapter that no running
-sequence uses is idle: it leaves when KV or another adapter needs its chunks, the least recently used first. No memory is touched
-here.
+sequence uses is idle: it is dropped when KV or another adapter needs its chunks, the least recently used first. No memory is
+touched here.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MAX_ADAPTERS = 64  # most adapters of one model in memory; the device's tables h
 
 @dataclass(slots=True, eq=False)
 class ResidentAdapter:
-    """An adapter in device memory. key: identifies its files. number: its column in the model's tables. num_rows: running sequences
-    that use it. last_used: a counter, larger for an adapter that was used later. is_new: the requests that waited for it are queued
-    and none has run yet; no other adapter may take its chunks until one has, or two adapters could displace each other for ever.
-    is_retired: it leaves when its last row ends."""
+    """An adapter in device memory. key: identifies its files. number: its index in the model's tables. num_rows: how many running
+    sequences use it. last_used: a counter, larger for an adapter that was used later. is_new: the requests that waited for it are
+    queued and none has run yet; no other adapter may take its chunks until one has, or two adapters could displace each other for
+    ever. is_retired: it is dropped when the last sequence that uses it ends."""
 
     key: str
     number: int
@@ -40,7 +40,7 @@ class ResidentAdapter:
 
 class Adapters:
     """The adapters of one model that are in device memory, at most `most`, and the requests that wait for one. The owner sets
-    `dropped`: dropped(number) is called when an adapter leaves, whose memory must not be read from then on."""
+    `dropped`: dropped(number) is called when the adapter of this index is dropped; its memory must not be read from then on."""
 
     def __init__(self, chunks: ChunkPool, most: int = MAX_ADAPTERS) -> None:
         self._chunks, self._most = chunks, most
@@ -62,15 +62,15 @@ class Adapters:
 
     @property
     def num_used_chunks(self) -> int:
-        """Number of chunks of adapters that running sequences use, which leave for nobody."""
+        """Number of chunks of adapters that running sequences use and that are therefore not dropped."""
         return sum(len(adapter.chunks) for adapter in self.resident.values() if adapter.num_rows)
 
     def is_resident(self, key: str) -> bool:
         return key in self.resident
 
     def take(self, key: str) -> ResidentAdapter:
-        """Counts one more row that uses a resident adapter, and returns the adapter; it stays as long as a row uses it. Raises
-        KeyError if it is not resident."""
+        """Counts one more sequence that uses a resident adapter, and returns the adapter; it stays in memory as long as a sequence
+        uses it. Raises KeyError if it is not resident."""
         adapter = self.resident[key]
         self._uses += 1
         adapter.num_rows, adapter.last_used, adapter.is_new = adapter.num_rows + 1, self._uses, False
@@ -92,8 +92,8 @@ class Adapters:
         self.resident[key].num_rows -= 1
 
     def retire(self, key: str) -> None:
-        """Drops a resident adapter once its last row has ended, because no further request will name it. Does nothing if it is not
-        resident."""
+        """Drops a resident adapter once the last sequence that uses it has ended, because no further request will name it. Does
+        nothing if it is not resident."""
         if key not in self._waiting:
             self._stops_waiting(key)
         adapter = self.resident.get(key)
@@ -116,9 +116,10 @@ class Adapters:
             adapter.is_new = False
 
     def place(self, key: str, num_chunks: int, make_room: Callable[[int], int] = lambda num_chunks: 0) -> ResidentAdapter | None:
-        """Draws num_chunks adjacent chunks from the lease for an adapter that is not resident, and returns the adapter with its
-        number. Idle adapters of this model are dropped where that is needed; make_room(num_chunks) makes others give chunks back
-        and returns how many. Returns None, and draws nothing, if there is no room now."""
+        """Takes num_chunks adjacent chunks from the lease (the chunks that all models share for KV) for an adapter that is not
+        resident, and returns the adapter with its index. Idle adapters of this model are dropped where that is needed;
+        make_room(num_chunks) makes others give chunks back and returns how many. Returns None, and takes nothing, if there is no
+        room now."""
         self._without_room.setdefault(key, 0)
         if not self._free_numbers and not self._drop_idle(new_ones=False):
             return None
@@ -146,7 +147,7 @@ class Adapters:
         return key in self._waiting and self._without_room.get(key, 0) >= PATIENT_STEPS
 
     def give_up_all(self) -> None:
-        """Drops every adapter, also those that rows use; these rows must not run again."""
+        """Drops every adapter, also those that sequences use; these sequences must not run again."""
         for key in list(self._without_room):
             self._chunks.release_kept((self, key))
         for adapter in list(self.resident.values()):
@@ -158,8 +159,9 @@ class Adapters:
         self._chunks.release_kept((self, key))
 
     def _run_of(self, key: str, num_chunks: int) -> IntArray | None:
-        """Returns num_chunks adjacent free chunks that the lease covers, from the shortest run of free chunks that is long enough;
-        None if there is no such run. Chunks that are kept for another adapter count as taken."""
+        """Returns num_chunks adjacent free chunks, if so many may still be taken from the lease (the chunks that all models share
+        for KV), from the shortest run of free chunks that is long enough; None if there is no such run. Chunks that are kept for
+        another adapter count as taken."""
         chunks, free = self._chunks, self._chunks.choosable(num_chunks)
         own = chunks.keeps_for((self, key))
         if (chunks.room_chunks if own else chunks.drawable_chunks) < num_chunks:

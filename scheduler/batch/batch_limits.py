@@ -1,4 +1,4 @@
-"""Facts about a model that its batch scheduler needs."""
+"""Defines the facts about a model that its batch scheduler needs."""
 
 from __future__ import annotations
 

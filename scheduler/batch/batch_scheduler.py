@@ -51,9 +51,9 @@ class BatchScheduler:
         table: SequenceTable | None = None,
     ) -> None:
         """drafter: drafts tokens for sequences that decode; None: only tokens that a grammar forces are drafted. With a drafter,
-        the KV cache must not have state groups, because a state cannot be rolled back. has_predictor: whether the model has a
-        predictor that drafts tokens, too (proposals.py); the drafter is asked where the predictor has drafted none. table: an empty
-        sequence table to use, of the sizes that the limits call for; None: the scheduler makes one."""
+        the KV cache must not have state groups, because a state cannot be rolled back. has_predictor: whether the model has a layer
+        for multi-token prediction, which also drafts tokens (proposals.py); the drafter is asked where the predictor has drafted
+        none. table: an empty sequence table to use, of the sizes that the limits call for; None: the scheduler makes one."""
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -203,7 +203,8 @@ class BatchScheduler:
         return prefix_seed(*parts, request.adapter) if request.adapter else prefix_seed(*parts)
 
     def learn_computed(self, slot: int) -> None:
-        """Adds to the prefix cache the full blocks of a slot whose KV is stored, after computing their keys."""
+        """Computes the keys of those full blocks of a slot's sequence whose KV is stored, and adds these blocks to the prefix
+        cache."""
         self._learn(slot, int(self.table.num_computed[slot]))
 
     def close(self) -> None:
@@ -224,9 +225,9 @@ class BatchScheduler:
         step has not reported yet.
 
         max_tokens: the most tokens of the step (default: max_num_batched_tokens, which it must not exceed where KV groups have
-        windows). room: limits the step's rows and prompt tokens (None: no limits). Requests are admitted while fewer sequences run
-        than the room has rows for. If the head of the queue waits for many steps although so many run, further requests are
-        admitted (step_limits.most_running). now_s: the time, which is reported of requests that this step admits
+        windows). room: what limits the step's rows and prompt tokens (StepRoom); None: no limits. Requests are admitted while fewer
+        sequences run than `room` has rows for. If the head of the queue has waited for many steps, more sequences may run than
+        that, and take turns (step_limits.most_running). now_s: the time, which is reported of requests that this step admits
         (StepOutcome.began_s); 0: it is not reported."""
         room = room or StepRoom()
         self._now_s = now_s

@@ -1,5 +1,5 @@
-"""Blocks of one model's KV group, cut out of the chunks that the group owns or has drawn from the lease (the chunks that all models
-share).
+"""Manages the blocks of one model's KV group. They are cut out of the chunks that the group owns, or has drawn (taken) from the
+lease, the chunks that all models share for KV.
 
 Block b is bytes [b * block_bytes, (b + 1) * block_bytes) of the device's arena, where block_bytes differs from model to model, so a
 block id is an address. A block is usable when every chunk it touches is owned; adjacent owned chunks make the blocks across their
@@ -50,7 +50,8 @@ class BlockPool:
     # ---- blocks
 
     def allocate(self, num: int) -> IntArray | None:
-        """Returns [num] int32 blocks with a reference count of 1, drawing chunks if necessary; None if that fails."""
+        """Returns [num] int32 blocks with a reference count of 1. If too few are free, takes chunks from the lease (the chunks that
+        all models share for KV); returns None if there are still too few."""
         self._look_at_kept()
         if self.num_free < num and not self.grow(num):
             return None
@@ -77,9 +78,9 @@ class BlockPool:
             self.chunks.version += 1
 
     def undo(self, blocks: IntArray, drawn_before: BoolArray) -> None:
-        """Takes back an allocation whose blocks have not been written to, and gives the chunks that were drawn for it back to the
-        lease. This does not count as freed memory, so waiting requests are not tried again. drawn_before: what `drawn_chunks`
-        returned before the allocation."""
+        """Takes back an allocation whose blocks have not been written to. The chunks that it took from the lease (the chunks that
+        all models share for KV) are given back. This does not count as freed memory, so waiting requests are not tried again.
+        drawn_before: what `drawn_chunks` returned before the allocation."""
         self.refcount[blocks] = 0
         self._push(blocks)
         vain = np.flatnonzero(self._drawn & ~drawn_before & ~self._busy_chunks()).astype(np.int32)
@@ -90,7 +91,8 @@ class BlockPool:
     # ---- chunks
 
     def drawn_chunks(self) -> BoolArray:
-        """Returns [num_chunks]: whether the group has drawn each chunk from the lease. Reserved chunks are False."""
+        """Returns [num_chunks]: whether the group has taken each chunk from the lease (the chunks that all models share for KV).
+        Reserved chunks are False."""
         return self._drawn.copy()
 
     @property
@@ -102,8 +104,8 @@ class BlockPool:
         return int(np.count_nonzero(self._home)) + self.num_drawn_chunks
 
     def grow(self, num_free: int) -> bool:
-        """Draws chunks from the lease until at least `num_free` blocks are free. Returns False, and keeps none of these chunks, if
-        the lease or the free chunks do not suffice."""
+        """Takes chunks from the lease (the chunks that all models share for KV) until at least `num_free` blocks are free. Returns
+        False, and keeps none of these chunks, if the lease or the free chunks do not suffice."""
         before = self._drawn.copy()
         while self.num_free < num_free:
             missing_chunks = -(-(num_free - self.num_free) * self.block_bytes // self.chunks.chunk_bytes)
@@ -119,9 +121,9 @@ class BlockPool:
         return True
 
     def shrink(self, max_chunks: int | None = None) -> int:
-        """Gives back to the chunk pool at most `max_chunks` (None: all) of the chunks drawn from the lease in which no block is in
-        use or cached; returns their number. It also sorts the free blocks: those of reserved chunks are used first, so that drawn
-        chunks become empty."""
+        """Gives back to the chunk pool at most `max_chunks` (None: all) of the chunks that the group has taken from the lease (the
+        chunks that all models share for KV) and in which no block is in use or cached; returns how many. It also sorts the free
+        blocks: those of reserved chunks are used first, so that the other chunks become empty."""
         idle = self._drawn & ~self._busy_chunks()
         given = np.flatnonzero(idle)[::-1].astype(np.int32)
         if max_chunks is not None:
@@ -133,8 +135,9 @@ class BlockPool:
         return len(given)
 
     def moves_to_empty(self, max_chunks: int) -> tuple[IntArray, IntArray]:
-        """Returns (sources, targets): blocks in use or cached, and for each the free block to move it to, so that up to
-        `max_chunks` further drawn chunks become empty. The chunks with the fewest used blocks are chosen.
+        """Returns (sources, targets): which blocks in use or cached to move, and to which free blocks, so that chunks which the
+        group has taken from the lease (the chunks that all models share for KV) become empty. At most `max_chunks` chunks are
+        emptied, those with the fewest used blocks.
 
         The arrays are empty if no chunk can be emptied. No block is moved into a chunk that is empty already."""
         free, num_in_chunk = self._stack[: self.num_free], self._num_busy_blocks()
@@ -163,9 +166,9 @@ class BlockPool:
 
     def moves_out_of(self, chunks: BoolArray, spare: int) -> tuple[IntArray, IntArray]:
         """Returns (sources, targets): the blocks in use or cached that lie, at least partly, in the chunks marked in `chunks`
-        [num_chunks], which are kept for an adapter, and for each a free block elsewhere to move it to. Chunks are drawn for the
-        targets if the lease has room. Otherwise only as many blocks move as there are free ones beside `spare`, from the chunks
-        with the fewest used blocks first."""
+        [num_chunks], which are kept for an adapter, and for each a free block elsewhere to move it to. For the targets, chunks are
+        taken from the lease (the chunks that all models share for KV) if it has some left. Otherwise only so many blocks are moved
+        that `spare` blocks stay free, from the chunks with the fewest used blocks first."""
         self._look_at_kept()
         num_in_chunk = self._num_busy_blocks()
         sources = self._in(chunks, self._busy_blocks())
@@ -207,7 +210,8 @@ class BlockPool:
         return int(self._first_chunk[block])
 
     def keep_drawn(self) -> None:
-        """Makes the chunks that the group has drawn from the lease its own until `close`, as reserved chunks are."""
+        """Makes the chunks that the group has taken from the lease (the chunks that all models share for KV) its own until `close`,
+        as reserved chunks are."""
         self.chunks.keep_drawn(self.num_drawn_chunks)
         self._home |= self._drawn
         self._drawn[:] = False
@@ -248,8 +252,8 @@ class BlockPool:
 
     def _acquire(self, num_chunks: int, *, reserved: bool) -> int:
         """Takes a run of about `num_chunks` adjacent chunks and makes the blocks in it usable; returns how many chunks (0: none
-        available). reserved: the group keeps the chunks until `close`. Else they are drawn from the lease and must make at least
-        one more block usable, so the run may be a little longer than asked.
+        available). reserved: the group keeps the chunks until `close`. Else they are taken from the lease (the chunks that all
+        models share for KV) and must make at least one more block usable, so the run may be a little longer than asked.
 
         The smallest run of free chunks that holds them all is chosen, else the largest; within it, the position that yields most
         whole blocks."""
@@ -289,8 +293,8 @@ class BlockPool:
         return slice(int(taken[0]) * size // block, min(-(-(int(taken[-1]) + 1) * size // block), self.num_blocks))
 
     def _gain(self, owned: BoolArray, taken: IntArray) -> int:
-        """Returns how many blocks would become usable if the chunks `taken` were owned besides those that are. owned [num_chunks]
-        bool: which chunks are owned."""
+        """Returns how many blocks would become usable if the group owned the chunks `taken` in addition to those in `owned`. owned
+        [num_chunks] bool: which chunks are owned."""
         near = self._touching(taken)
         after = owned.copy()
         after[taken] = True
@@ -377,8 +381,8 @@ class BlockPool:
         return self._num_busy_blocks() > 0
 
     def _sort_stack(self) -> None:
-        """Sorts the stack of free blocks. On top, and so allocated first, are blocks of reserved chunks, then blocks of the drawn
-        chunks in which the fewest blocks are free."""
+        """Sorts the stack of free blocks. On top, and so allocated first, are blocks of reserved chunks, then blocks of those
+        chunks from the lease (which all models share for KV) in which the fewest blocks are free."""
         free = self._stack[: self.num_free]
         if not len(free):
             return

@@ -19,7 +19,7 @@ from scheduler.batch.plan import BoolArray, IntArray
 
 
 class ChunkPool:
-    """The account of who owns the num_chunks chunks of a device, of chunk_bytes each; no memory is touched here.
+    """Account of who owns each of a device's num_chunks chunks, of chunk_bytes each; no memory is touched here.
 
     resident_limit: how many chunks may have physical memory at once (the rest of the budget is for the work space); None: all."""
 
@@ -46,25 +46,27 @@ class ChunkPool:
 
     @property
     def room_chunks(self) -> int:
-        """Number of chunks that may still be drawn from the lease; negative if the lease was reduced below what is drawn."""
+        """Number of chunks that may still be taken from the lease (the chunks that all models share for KV); negative if the lease
+        was reduced below the number already taken."""
         return self.lease_chunks - self.num_drawn
 
     @property
     def drawable_chunks(self) -> int:
-        """Number of chunks that anybody may still draw from the lease: those that are kept for an adapter are not among them."""
+        """Number of chunks that may still be taken from the lease (the chunks that all models share for KV), without those that are
+        kept for an adapter."""
         return self.room_chunks - self.num_kept
 
     def set_lease(self, lease_chunks: int) -> None:
-        """Sets how many chunks all models together may draw. If `room_chunks` is negative afterwards, models must give chunks back.
-        Raises ValueError for a negative number."""
+        """Sets the lease: how many chunks all models together may take for KV beyond the chunks that they own. If `room_chunks` is
+        negative afterwards, models must give chunks back. Raises ValueError for a negative number."""
         if lease_chunks < 0:
             raise ValueError(f"lease_chunks {lease_chunks} is negative")
         self.lease_chunks = lease_chunks
         self.version += 1
 
     def take(self, chunks: IntArray, *, reserved: bool) -> None:
-        """Marks free chunks as owned. reserved: the chunks become a model's own; False: they are drawn from the lease. Raises
-        ValueError if a chunk is not free or the lease does not cover them."""
+        """Marks free chunks as owned. reserved: the chunks become a model's own; False: they are taken from the lease (the chunks
+        that all models share for KV). Raises ValueError if a chunk is not free, or the lease has too few chunks left."""
         if not self.free[chunks].all():
             raise ValueError("a chunk was taken twice")
         if not reserved and len(chunks) > self.room_chunks:
@@ -77,9 +79,9 @@ class ChunkPool:
             self.num_drawn += len(chunks)
 
     def give_back(self, chunks: IntArray, *, reserved: bool, touched: bool = True) -> None:
-        """Frees chunks that a model has taken (`take`). reserved: True for chunks that are a model's own; False for chunks drawn
-        from the lease. touched: False for chunks that were taken and not used, so that waiting requests are not tried again. Raises
-        ValueError if a chunk is free already."""
+        """Frees chunks that a model has taken (`take`). reserved: True for chunks that are a model's own; False for chunks taken
+        from the lease (the chunks that all models share for KV). touched: False for chunks that were taken and not used, so that
+        waiting requests are not tried again. Raises ValueError if a chunk is free already."""
         self._free(chunks)
         if reserved:
             self.num_reserved -= len(chunks)
@@ -107,7 +109,7 @@ class ChunkPool:
         self._free(chunks)
 
     def keep_drawn(self, num: int) -> None:
-        """Turns `num` chunks that a model has drawn from the lease (the chunks for KV that all models share) into chunks of its
+        """Turns `num` chunks that a model has taken from the lease (the chunks for KV that all models share) into chunks of its
         own, which no longer count against the lease."""
         self.num_drawn -= num
         self.num_reserved += num
@@ -150,8 +152,9 @@ class ChunkPool:
     # ---- chunks kept for an adapter
 
     def keep(self, owner: object, chunks: BoolArray, num: int) -> None:
-        """Keeps chunks [num_chunks], which may be in use, and `num` chunks of the lease for `owner`, in place of what it kept
-        before. Raises ValueError if chunks are kept for another one."""
+        """Keeps the chunks marked in `chunks` [num_chunks], which may be in use, for `owner`, in place of those kept for it before;
+        and sets aside for it `num` chunks of the lease (the chunks that all models share for KV). Raises ValueError if chunks are
+        kept for another owner."""
         if self.kept is not None and self._kept_for != owner:
             raise ValueError("chunks are kept for another adapter")
         self.kept, self.num_kept, self._kept_for = chunks, num, owner
@@ -160,13 +163,15 @@ class ChunkPool:
         return self.kept is not None and self._kept_for == owner
 
     def release_kept(self, owner: object) -> None:
-        """Ends the keeping of chunks and lease for `owner`, so that anybody may have them; does nothing if none are kept for it."""
+        """Releases the chunks, and the part of the lease (the chunks that all models share for KV), that are kept for `owner`, so
+        that anybody may take them; does nothing if none are kept for it."""
         if self.keeps_for(owner):
             self.kept, self.num_kept, self._kept_for = None, 0, None
             self.version += 1
 
     def drawable(self, free: BoolArray) -> BoolArray:
-        """Returns those of the chunks `free` [num_chunks] that anybody may draw."""
+        """Returns [num_chunks] bool: those of the chunks marked in `free` that anybody may take, because they are not kept for an
+        adapter."""
         return free if self.kept is None else free & ~self.kept
 
     # ---- weights that an earlier engine has left

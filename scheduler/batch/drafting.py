@@ -147,7 +147,8 @@ class Drafts:
         `slots`, [R]; None if there are none.
 
         computed [R]: positions of each sequence whose KV is stored. capacity [R]: positions that its blocks can hold. most_rows:
-        bound on the step's rows, more than R. room: tells what further rows cost."""
+        bound on the step's rows, more than R. room: the step's limits (StepRoom), by which it is decided how many drafted tokens
+        are worth their rows."""
         spare = most_rows - len(slots)
         due = np.flatnonzero(self._next_plan[slots] <= self._num_plans)
         proposed = self._proposed(slots, computed + 1)

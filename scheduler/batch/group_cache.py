@@ -1,4 +1,5 @@
-"""One KV cache group of one model: blocks for its sequences, and cached prefixes for as long as nothing else needs their memory."""
+"""Manages one KV cache group (layers that share block tables) of one model: the blocks of its sequences, and cached prefixes for as
+long as nothing else needs their memory."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from scheduler.batch.prefix_cache import PrefixCache
 
 class GroupCache:
     """The blocks of one KV group and its cached prefixes. Blocks are allocated from the cheapest source first: free blocks, chunks
-    of the lease, the group's own cached prefixes, cached prefixes of other groups and models.
+    of the lease (the chunks that all models share for KV), the group's own cached prefixes, cached prefixes of other groups and
+    models.
 
-    window_tokens: the most positions that a query of these layers attends to, its own included; 0: all. is_chunked: whether a query
-    attends to the positions of its own chunk of window_tokens positions; if not, to the last window_tokens positions.
-    `reclaim(num_chunks)` makes other groups and models drop cached prefixes and returns how many chunks came back.
+    window_tokens: the most positions that a query of these layers attends to, its own included (sliding-window or chunked
+    attention); 0: all (full attention). is_chunked: whether a query attends to the positions of its own chunk of window_tokens
+    positions; if not, to the last window_tokens positions. `reclaim(num_chunks)` makes other groups and models drop cached prefixes
+    and returns how many chunks came back.
 
     snapshot_tokens: positive for a group whose blocks hold states instead of tokens; 0 for any other group. Block i of a sequence
     then holds the state after its last computed token within the i-th block of tokens. A step reads the state before its first
@@ -162,8 +165,8 @@ class GroupCache:
             self.prefixes.add(key, block)
 
     def give_up_prefixes(self, num_chunks: int) -> int:
-        """Drops cached prefixes, the oldest first, until num_chunks of the chunks drawn from the lease are free or no prefix is
-        left. Returns the number of chunks that became free."""
+        """Drops cached prefixes, the oldest first, until num_chunks of the chunks taken from the lease (the chunks that all models
+        share for KV) are free or no prefix is left. Returns the number of chunks that became free."""
         given = self.pool.shrink(num_chunks)
         while given < num_chunks and self.give_up_oldest():
             given += self.pool.shrink(num_chunks - given)
@@ -171,7 +174,7 @@ class GroupCache:
 
     def give_up_oldest(self, num_chunks: int = 1) -> bool:
         """Drops as many of the oldest cached blocks as fit into num_chunks chunks; returns False, and drops none, if no block is
-        cached or no chunk is drawn from the lease."""
+        cached or the group has taken no chunk from the lease (the chunks that all models share for KV)."""
         if not self.prefixes.num_unheld or not self.pool.num_drawn_chunks:
             return False
         num = max(1, num_chunks * self.pool.chunks.chunk_bytes // self.pool.block_bytes)

@@ -1,4 +1,5 @@
-"""One model's KV cache: its groups, each with blocks of its own size, and the operations that concern all of them."""
+"""Manages one model's KV cache: its groups (layers that share block tables), each with blocks of another size, and the operations
+on all groups."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ class KVCache:
 
     def share(self, keys: Sequence[bytes]) -> tuple[int, list[IntArray]]:
         """Returns the length in blocks of the longest cached prefix that every group can continue from, and for each group the
-        prefix's blocks that later queries attend to: all of them in a full group, the last window's in others. Adds a reference to
-        these blocks."""
+        prefix's blocks that later queries attend to: all of them in a full-attention group, those of the last window in any other
+        group. Adds a reference to these blocks."""
         if len(self.groups) == 1 and self._full:
             held = self.groups[0].share(keys)
             return len(held), [held]
@@ -137,8 +138,8 @@ class KVCache:
             group.release(own)
 
     def give_up_prefixes(self, num_chunks: int) -> int:
-        """Drops cached prefixes, group by group, until num_chunks of the chunks that the groups have drawn from the engine's lease
-        are free or no prefix is left. Returns the number of chunks that became free."""
+        """Drops cached prefixes, group by group, until num_chunks of the chunks that the groups have taken from the lease (the
+        chunks that all models share for KV) are free or no prefix is left. Returns the number of chunks that became free."""
         given = 0
         for group in self.groups:
             if given < num_chunks:
@@ -146,8 +147,8 @@ class KVCache:
         return given
 
     def keep_drawn(self) -> int:
-        """Keeps as the model's own, until `close`, all chunks that the groups have drawn from the engine's lease; they no longer
-        count against the lease. Returns the number of chunks that the model then owns for KV."""
+        """Keeps as the model's own, until `close`, all chunks that the groups have taken from the lease (the chunks that all models
+        share for KV); they no longer count against the lease. Returns the number of chunks that the model then owns for KV."""
         for group in self.groups:
             group.pool.keep_drawn()
         return sum(group.pool.num_owned_chunks for group in self.groups)

@@ -1,4 +1,5 @@
-"""Selects the KV that is worth saving when a model leaves its device, and makes it known again when the model is back.
+"""Selects the KV to save when a model is evicted from its device, and adds the restored KV to the prefix cache when the model is
+back.
 
 Blocks are saved under their keys, without any reference to requests: a request that is submitted again finds its blocks like any
 cached prefix. The partial block at a sequence's end has a key of its own (`prefix_cache.tail_key`).
@@ -71,9 +72,9 @@ class _Selection:
 
 
 def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
-    """Returns the blocks to save of a model that is about to leave its device, at most room_bytes of them: first those of running
-    sequences, the oldest first, then those of preempted ones, then cached prefixes, the most recently used first. Must be called
-    between steps; the selected blocks stay in place until `close`."""
+    """Returns the blocks to save of a model that is about to be evicted, room_bytes at most: first those of running sequences, the
+    oldest first, then those of preempted ones, then cached prefixes, the most recently used first. Must be called between steps;
+    the selected blocks stay in place until `close`."""
     kv, table = scheduler.kv, scheduler.table
     selection = _Selection(kv, room_bytes)
     lost = 0

@@ -1,4 +1,4 @@
-"""Drafts that come from outside the scheduler, for sequences whose logits are masked.
+"""Holds drafted tokens that code outside the scheduler proposes for sequences whose logits are masked.
 
 Where a grammar or a list of tokens says what may follow, each drafted token needs the mask of its successor, which only code
 outside the scheduler can make (engine/serve/constraints.py). So these drafts are proposed together with their masks, after each of

@@ -1,9 +1,9 @@
 """Tracks the blocks that each running sequence holds, in every KV group.
 
-A full group's blocks are allocated for all tokens of a sequence when it is admitted. A window group's blocks are allocated as the
-sequence grows and freed once they are behind the window of every later query; their table entries become -1. A state group's blocks
-are handled like a window group's, and of the blocks that a chunk of a prompt spans only a few are allocated
-(GroupCache.snapshot_tokens).
+In a group of full-attention layers, blocks for all tokens of a sequence are allocated when it is admitted. In a window group
+(layers with sliding-window or chunked attention) blocks are allocated as the sequence grows, and freed once they are behind the
+window of every later query; their table entries become -1. In a state group (layers with a recurrent state) blocks are handled as
+in a window group, and of the blocks that a chunk of a prompt spans only a few are allocated (GroupCache.snapshot_tokens).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from scheduler.batch.plan import IntArray
 @dataclass(slots=True)
 class Admission:
     """The blocks that a sequence starts with. num_shared: leading blocks whose KV is cached. num_tail_tokens: cached tokens in the
-    block after them. blocks[g]: the sequence's blocks in group g: the cached blocks that later queries attend to and, in a full
-    group, the blocks of all further tokens."""
+    block after them. blocks[g]: the sequence's blocks in group g: the cached blocks that later queries attend to and, in a
+    full-attention group, the blocks of all further tokens."""
 
     num_shared: int
     num_tail_tokens: int
@@ -146,9 +146,9 @@ class SequenceBlocks:
 
     def extend(self, slots: IntArray, num_computed: IntArray, ended: IntArray | None = None) -> bool:
         """Allocates room for the next token of each of `slots`, at position num_computed[slot], where their `capacity` ends: at
-        most one block in each group. Returns False, and no slot gets a block, if there are too few. In window groups, frees the
-        blocks that no query from position ended[slot] on attends to (None: from num_computed[slot] on). num_computed, ended:
-        [S]."""
+        most one block in each group. Returns False, and no slot gets a block, if there are too few. In window groups
+        (sliding-window or chunked attention), frees the blocks that no query from position ended[slot] on attends to (None: from
+        num_computed[slot] on). num_computed, ended: [S]."""
         if self._is_simple:
             got = self.kv.groups[0].allocate(len(slots))
             if got is not None:
@@ -172,8 +172,8 @@ class SequenceBlocks:
         return True
 
     def cover(self, slot: int, num_tokens: int) -> bool:
-        """Allocates the blocks that a slot still lacks for its first num_tokens tokens, in window and state groups. Returns False,
-        and nothing changes, if there are too few blocks."""
+        """Allocates the blocks that a slot still lacks for its first num_tokens tokens in window groups (sliding-window or chunked
+        attention) and state groups. Returns False, and nothing changes, if there are too few blocks."""
         end = -(-num_tokens // self.block_tokens)
         lacking = [group.wanted(int(ends[slot]), end) for group, ends in zip(self.kv.groups, self._ends, strict=True)]
         new = self.kv.allocate([len(places) for places in lacking])

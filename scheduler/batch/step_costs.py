@@ -1,4 +1,6 @@
-"""Learns what a step costs from the steps that ran: a part for its number of tokens and a part for the contexts they attend to.
+"""Learns the cost of a step, in seconds of the device, from the steps that ran: a part for its number of tokens, and a part for its
+contexts. The contexts of a step are one or a few numbers that say how much its tokens attend to, such as the number of positions
+whose keys and values are read.
 
 Step sizes form classes, four between a size and its double, because matrix multiplications are computed for multiples of some
 number of rows. Each class has the average seconds of its steps and the average contexts they had. Between known classes the cost is
@@ -54,8 +56,9 @@ def _product(ones: Sequence[float], others: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class _Class:
-    """Averages over the steps of one class. num: how many steps. contexts, seconds: their average contexts and average time. last:
-    the index, among all measurements, of the latest one of this class."""
+    """Averages over the steps of one class of step sizes. num: how many steps. contexts: the average of each number that says how
+    much a step attends to (StepCosts). seconds: the average time. last: the index, among all measurements, of the latest one of
+    this class."""
 
     num: int
     contexts: list[float]
@@ -66,8 +69,9 @@ class _Class:
 class StepCosts:
     """Learned costs of one model's steps on one device. Times are device seconds, measured by the caller.
 
-    A step's contexts are num_contexts numbers with which its cost grows, for example positions read, or queries times positions.
-    least_step: the smallest distance in tokens between two classes."""
+    A step's contexts are num_contexts numbers that say how much its tokens attend to, for example the number of positions whose
+    keys and values are read, or that number times the queries. The cost grows with each of them. least_step: the smallest distance
+    in tokens between two classes."""
 
     def __init__(self, num_contexts: int = 0, least_step: int = 1) -> None:
         self._least_step, self._all_classes = least_step, _classes(least_step)
@@ -82,8 +86,9 @@ class StepCosts:
 
     @classmethod
     def known(cls, seconds: Callable[[int], float], each_s: Sequence[float] = (), least_step: int = 1) -> StepCosts:
-        """Returns costs as if steps of all sizes had run, for simulations. seconds(tokens): a step's cost without contexts. each_s:
-        seconds for one unit of each context."""
+        """Returns costs as if steps of all sizes had been measured, for simulations. seconds(tokens): the seconds of a step of that
+        many tokens, without what its contexts cost (the numbers that say how much its tokens attend to, such as positions read).
+        each_s: for each context the seconds that it adds per unit."""
         costs = cls(len(each_s), least_step)
         costs._each_s, costs._fitted_s = list(each_s), list(each_s)
         nothing = [0.0] * len(each_s)
@@ -93,7 +98,7 @@ class StepCosts:
 
     def note(self, num_tokens: int, seconds: float, contexts: Sequence[float] = ()) -> None:
         """Updates the costs with a step of num_tokens tokens, at least 1, that took `seconds` device seconds. contexts: the
-        num_contexts numbers with which the step's cost grows, such as positions read."""
+        num_contexts numbers that say how much its tokens attend to, such as the number of positions read."""
         at = self.filled(num_tokens)
         known = self._classes.get(at)
         self._curve = None
@@ -131,23 +136,24 @@ class StepCosts:
         return min(self._classes, default=0)
 
     def seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Returns the usual seconds of a step of num_tokens with these contexts; 0.0 if no step is known. What makes the latest
-        steps slower is not included."""
+        """Returns the usual seconds of a step of num_tokens tokens; 0.0 if no step is known. contexts: how much its tokens attend
+        to, such as the number of positions read. What makes the latest steps slower is not included."""
         curve = self._known()
         return self._base_s(curve, num_tokens) + self._contexts_s(contexts) if curve else 0.0
 
     def firm_seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Returns the usual seconds of a step of num_tokens with these contexts, by the steps of its own class alone; 0.0 until
-        three of them have run, because the first ones include set-up work."""
+        """Returns the usual seconds of a step of num_tokens tokens, by the measured steps of the same class of sizes alone; 0.0
+        until three of them have run, because the first ones include set-up work. contexts: how much the tokens attend to, such as
+        the number of positions read."""
         known = self._classes.get(self.filled(num_tokens))
         if known is None or known.num < _FIRM:
             return 0.0
         return max(0.0, known.seconds - self._contexts_s(known.contexts) + self._contexts_s(contexts))
 
     def hoped(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Returns an optimistic cost, in seconds, of a step of num_tokens with these contexts; 0.0 if no step is known. A size that
-        has hardly run is taken to cost little more than the next smaller class, so that it is tried; for all others the result is
-        the usual cost (`seconds`)."""
+        """Returns an optimistic cost, in seconds, of a step of num_tokens tokens; 0.0 if no step is known. contexts: how much the
+        tokens attend to, such as the number of positions read. A size that has hardly run is taken to cost little more than the
+        next smaller class, so that it is tried; for all others the result is the usual cost (`seconds`)."""
         curve = self._known()
         if not curve:
             return 0.0
@@ -166,12 +172,13 @@ class StepCosts:
         contexts_of: Callable[[int], Sequence[float]] = lambda tokens: (),
         one_more: bool = False,
     ) -> int:
-        """Returns the largest step of at most `most` tokens that currently takes no longer than `seconds`; 0 if none is known or
-        none fits.
+        """Returns the number of tokens of the largest step, of at most `most` tokens, that currently takes no longer than
+        `seconds`; 0 if no step is known or none fits.
 
         The result is the end of a class unless it is `most`. If only one class is known and there is room, twice its tokens are
         tried. one_more: if there is room for little more than the largest known class, the next class is tried.
-        contexts_of(tokens): returns the contexts of a step of that many tokens, which grow with the step."""
+        contexts_of(tokens): returns, for a step of that many tokens, the numbers that say how much they attend to, which grow with
+        the step."""
         curve = self._known()
         if not curve:
             return 0
@@ -195,18 +202,20 @@ class StepCosts:
         return classes[at - 1] if at else 0
 
     def filled(self, num_tokens: int) -> int:
-        """Returns the largest number of tokens in num_tokens' class, up to which a step costs the same."""
+        """Returns the largest number of tokens in the class of step sizes that num_tokens belongs to. All steps of a class are
+        taken to cost the same."""
         return class_tokens(num_tokens, self._least_step)
 
     def _forget(self) -> None:
-        """Drops classes that have not run for long, except the smallest, which `least` always needs."""
+        """Drops the classes of step sizes that have not run for long, except the smallest, which `least` always needs."""
         fewest = self.fewest_tokens
         self._classes = {at: known for at, known in self._classes.items() if at == fewest or self._num - known.last < _FORGOTTEN}
 
     def _learn_contexts(self, apart: list[float], seconds: float, weight: float, size: list[float]) -> None:
-        """Updates the costs of contexts by how one step differs from the averages of its class: one pass of coordinate descent on
-        least squares, no cost below zero. apart: the differences of its contexts. seconds: the difference of its time. weight: the
-        step's weight. size: the average contexts of the class."""
+        """Updates the seconds that each context (a number that says how much a step's tokens attend to) adds per unit, from one
+        step. Compares the step with the averages of its class of step sizes, by one pass of coordinate descent on least squares; no
+        result is below zero. apart: each context of the step minus its average. seconds: the step's time minus the average time.
+        weight: how much the step counts. size: the average of each context."""
         each, together, with_s = self._fitted_s, self._together, self._with_s
         for i, difference in enumerate(apart):
             row = together[i]
@@ -250,8 +259,9 @@ class StepCosts:
         return self._curve
 
     def _without_contexts(self) -> list[tuple[int, float]]:
-        """Returns (tokens, seconds) for each known class of step sizes, in ascending order: its largest size, and its average time
-        minus what the contexts cost. A class with few steps counts as at most a little more expensive than the class below it."""
+        """Returns (tokens, seconds) for each known class of step sizes, in ascending order: the largest size in it, and its average
+        time minus what the contexts cost (the numbers that say how much a step attends to). A class with few steps counts as at
+        most a little more expensive than the class below it."""
         found: list[tuple[int, float]] = []
         for at, known in sorted(self._classes.items()):
             seconds = max(0.0, known.seconds - self._contexts_s(known.contexts))

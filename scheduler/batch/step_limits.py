@@ -1,16 +1,16 @@
 """Limits the size of a step, so that neither its sequences nor the other models on the device wait long for its end.
 
 While a model is alone on the device and none of its sequences decodes, it computes prompts at full speed. Next to decoding
-sequences, a prompt's chunk may make their step longer by a factor; the factor grows with the number of prompts divided by that of
-decoding sequences, because whoever waits for a first token waits as well. With several tenants the factor applies to each tenant's
-own sequences and prompts. The work of other tenants may make a step longer than the tenant's own sequences alone would take: by the
+sequences, a prompt's chunk may make their step longer by a factor; the factor grows with the number of prompts per decoding
+sequence, because whoever waits for a first token waits as well. With several tenants the factor applies to each tenant's own
+sequences and prompts. The work of other tenants may make a step longer than the tenant's own sequences alone would take: by the
 same factor, or by so much that these sequences take the tenant's share of the step.
 
-While several models are busy, each step keeps within a turn, which is a length of device time, batch and chunk alike, and what does
-not fit stays queued. When
-several of them have more work than fits, they pool their turns: one of them uses all pooled turns in a single step, and the next
-time it is another model's. A neighbour waits as long as before and every model gets as much of the device as before, but a larger
-step computes more, since it reads the weights once for all its rows.
+While several models are busy, each step keeps within a turn: a time slice of the device, of a fixed length, which limits both the
+decoding sequences and the chunks of prompts. What does not fit stays queued. When several of them have more work than fits, they
+pool their turns: one of them uses all pooled turns in a single step, and the next time it is another model's. A neighbour waits as
+long as before and every model gets as much of the device as before, but a larger step computes more, since it reads the weights
+once for all its rows.
 
 The steps of a split model also wait for its other devices, which run steps of other models. These waits vary, so they are no part
 of the learned costs: sizes that happened to wait longer would be taken for dear ones, and few rows would be left. Their average
@@ -37,7 +37,8 @@ MOST_TURNS = 4  # most turns that one step may pool: its own streams wait for th
 
 
 def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
-    """Returns how many turns a model's next step may take; 0: unlimited, because no other model is busy.
+    """Returns how many turns (time slices of the device) a model's next step may take; 0: unlimited, because no other model is
+    busy.
 
     num_backlogged: busy models with more work than fits a turn; backlogged: whether this model is one of them."""
     if num_busy <= 1:
@@ -46,9 +47,10 @@ def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
 
 
 def most_running(max_rows: int, passed_over: int) -> int:
-    """Returns how many sequences run before no further one is admitted. max_rows: how many a step has room for. passed_over: steps
-    since the last admission in which as many ran while the head of the queue waited. Every PATIENT_STEPS of these make room beside
-    them for as many again, which all take turns: streams may go on for minutes."""
+    """Returns the number of running sequences from which on no further request is admitted. max_rows: the number of sequences that
+    fit one step. passed_over: the number of steps since the last admission in which max_rows sequences or more ran while the head
+    of the queue waited. With every PATIENT_STEPS such steps, max_rows more sequences may run, which then alternate in steps: else a
+    request could wait for minutes for a stream to end."""
     return max_rows * (1 + passed_over // PATIENT_STEPS)
 
 
@@ -56,11 +58,12 @@ def most_running(max_rows: int, passed_over: int) -> int:
 class StepLimits:
     """The limits of one model's steps, from the step costs it learns.
 
-    turn_s: length of a turn in device seconds. stretch: the factor by which a prompt's chunk may lengthen a step (a turn is always
-    allowed); 0: unlimited. decoding: costs of steps in which every sequence has one token; their context is the number of positions
-    read. prompting: costs of steps with prompt tokens, by all their tokens; their contexts are the positions that decoding rows
-    read, the positions that chunks read, and the pairs of a chunk's token with a position. proposing: the time that a model's
-    predictor takes after a step. wait_s: average wait for other devices of the latest steps, which is not in these costs."""
+    turn_s: length of a turn (a time slice of the device) in device seconds. stretch: the factor by which a prompt's chunk may
+    lengthen a step (a turn is always allowed); 0: unlimited. decoding: costs of steps in which every sequence has one token; their
+    context (StepCosts) is the number of positions read. prompting: costs of steps with prompt tokens, by all their tokens; their
+    contexts are the positions that decoding rows read, the positions that chunks read, and the pairs of a chunk's token with a
+    position. proposing: the time that a model's predictor takes after a step. wait_s: average wait for other devices of the latest
+    steps, which is not in these costs."""
 
     turn_s: float
     stretch: float
@@ -90,14 +93,16 @@ class StepLimits:
         self.proposing = ProposingCosts()
 
     def expected_s(self, plan: BatchPlan) -> float:
-        """Returns the usual seconds of a step with the plan's tokens and contexts; 0.0 if too few steps of its size have run."""
+        """Returns the usual seconds of a step with as many tokens as the plan has, which attend to as many positions; 0.0 if too
+        few steps of its size have run."""
         costs, num_tokens, contexts = self._kind(plan)
         seconds = costs.firm_seconds(num_tokens, contexts)
         return seconds + self.wait_s if seconds else 0.0
 
     def _kind(self, plan: BatchPlan) -> tuple[StepCosts, int, tuple[float, ...]]:
-        """Returns the costs that apply to this plan (`decoding` or `prompting`), its number of tokens and its contexts. They are
-        remembered for the latest plan, because they are asked for before its step and again after it."""
+        """Returns the costs that apply to this plan (`decoding` or `prompting`), its number of tokens and its contexts (the numbers
+        that say how much the tokens attend to, StepCosts). They are remembered for the latest plan, because they are asked for
+        before its step and again after it."""
         if self._told is None or self._told[0] is not plan:
             self._told = plan, *self._kind_of(plan)
         return self._told[1:]
@@ -114,8 +119,8 @@ class StepLimits:
         return self.prompting, num_tokens, (float(contexts.sum()) - read, read, pairs)
 
     def max_rows(self, most: int, context: float, turns: int = 1) -> int:
-        """Returns how many of `most` sequences with `context` positions each may decode in a step of `turns` turns while other
-        models wait."""
+        """Returns how many of `most` sequences, with `context` positions each, may decode in a step of `turns` turns (time slices
+        of the device) while other models wait."""
         fewest = self.decoding.fewest_tokens
         if fewest > 1 and self.decoding.least() > self.turn_s:  # whether fewer rows take less time has not been measured yet
             return min(most, fewest // 2)
@@ -125,8 +130,9 @@ class StepLimits:
         """Returns how many of `most` sequences with `context` positions each may decode in a step that also has room for the
         smallest chunk of a prompt.
 
-        The chunk is taken to be the beginning of a prompt, whose contexts are smallest. turns: how many turns the step may take; 0:
-        no limit. strict: whether the step keeps within its turns even if that chunk takes longer."""
+        The chunk is taken to be the beginning of a prompt, which attends to the fewest positions. turns: how many turns (time
+        slices of the device) the step may take; 0: no limit. strict: whether the step keeps within its turns even if that chunk
+        takes longer."""
         if not turns or not self.prompting.fewest_tokens:
             return most
         chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns, strict)
@@ -154,7 +160,8 @@ class StepLimits:
         most tokens a second; 0 while the cost of such a step is not known.
 
         context: average number of positions a row attends to. worths: for each drafted token the chance that it is what the model
-        samples, in descending order. turns: how many turns the step may take; 0: no other model waits."""
+        samples, in descending order. turns: how many turns (time slices of the device) the step may take; 0: no other model
+        waits."""
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
             return 0
@@ -181,7 +188,7 @@ class StepLimits:
 
         spare: rows that the next step has for drafted tokens, which limit how many are verified. context: average number of
         positions a row attends to. chance: that a drafted token is what the model samples, if those drafted before it are. turns:
-        how many turns the step may take; 0: no other model waits."""
+        how many turns (time slices of the device) the step may take; 0: no other model waits."""
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
             return min(1, most, spare)
@@ -213,16 +220,17 @@ class StepLimits:
         return self.proposing.knows(num_rows) and 0.0 < most * step_s <= self.proposing.seconds(num_rows, most)
 
     def turns_s(self, turns: int) -> float:
-        """Returns the longest time, in seconds, of a step that uses `turns` turns, with its wait. Where even the model's cheapest
-        step is longer than a turn, that step counts as the turn, with a small margin."""
+        """Returns the longest time, in seconds, of a step that uses `turns` turns (time slices of the device), including its wait
+        for other devices. Where even the model's cheapest step is longer than a turn, that step counts as the turn, with a small
+        margin."""
         return max(turns * self.turn_s, (turns - 1 + NEARLY_FREE) * (self.wait_s + self.decoding.least()))
 
     def longest_s(self, loads: Sequence[TenantLoad], context: float, turns: int, strict: bool = False) -> float | None:
-        """Returns the longest time, in seconds and without its wait, of a step with prompt tokens in which each decoding row reads
-        `context` positions; None: unlimited.
+        """Returns the longest time, in seconds and without its wait for other devices, of a step with prompt tokens in which each
+        decoding row reads `context` positions; None: unlimited.
 
-        loads: what each tenant wants computed. turns: how many turns the step may take; 0: no other model waits. strict: whether
-        the step keeps within its turns even if the smallest chunk of a prompt takes longer."""
+        loads: what each tenant wants computed. turns: how many turns (time slices of the device) the step may take; 0: no other
+        model waits. strict: whether the step keeps within its turns even if the smallest chunk of a prompt takes longer."""
         if turns:
             return self._longest_turns_s(turns, strict)
         decoding = [load for load in loads if load.num_rows]
@@ -245,7 +253,7 @@ class StepLimits:
         return NEARLY_FREE * self.prompting.seconds(tokens, (num_rows * context, LEAST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS**2 / 2))
 
     def _computing_s(self, turns: int) -> float:
-        """Returns the longest time, in seconds, that a step of `turns` turns may compute."""
+        """Returns the longest time, in seconds, that a step of `turns` turns (time slices of the device) may compute."""
         return self.turns_s(turns) - self.wait_s
 
     def _longest_turns_s(self, turns: int, strict: bool) -> float:
@@ -263,8 +271,8 @@ class StepLimits:
         return min(alone, with_prompts) if alone and with_prompts else alone
 
     def _chunk_s(self) -> float:
-        """Returns the seconds that a step with a chunk of a prompt may take although they exceed its turns: those of the smallest
-        chunk with a small margin, at most two turns; 0.0 if unknown.
+        """Returns the seconds that a step with a chunk of a prompt may take even if they exceed its turns (time slices of the
+        device): those of the smallest chunk with a small margin, at most two turns; 0.0 if unknown.
 
         A chunk costs something whatever its size, and many minimal chunks would delay the other models more often."""
         if not 0 < self.prompting.fewest_tokens <= SMALL_CHUNK_TOKENS:

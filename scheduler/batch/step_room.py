@@ -1,5 +1,5 @@
 """Keeps account of what still fits into one step of a model: how many sequences may decode, and how many tokens of prompts may be
-computed. What a sequence or token costs depends on its context, the number of positions that it attends to."""
+computed. What a sequence or token costs depends on its context, that is, the number of positions it attends to."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from scheduler.batch.tenant_time import TenantLoad
 
 
 class StepRoom:
-    """The room of one step, filled in order: `open` sets what the step decodes, then prompts take their tokens one after the
-    other.
+    """Limits what one step of a model computes, while it is filled: `open` sets the sequences that decode, then `take` adds tokens
+    of one prompt after the other, as long as there is room.
 
-    limits: the model's step limits; None: only max_tokens (of prompts) and max_rows apply. turns: how many turns the step may take
-    while other models wait; 0: no other model waits. strict: prompts keep within the turns as well (StepLimits.longest_s).
-    backlogged: set while the step is filled, if more rows want to decode than fit one turn or if part of a prompt does not fit."""
+    limits: the model's step limits; None: only max_tokens (tokens of prompts) and max_rows (sequences that decode) apply. turns:
+    how many turns (time slices of the device, of StepLimits.turn_s seconds each) the step may take while other models wait; 0: no
+    other model waits. strict: whether the step keeps within these turns even if the smallest chunk of a prompt takes longer.
+    backlogged: set while the step is filled: whether more sequences want to decode than fit one turn, or part of a prompt does not
+    fit."""
 
     def __init__(
         self,

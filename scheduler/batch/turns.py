@@ -9,9 +9,9 @@ it runs the second step of a turn right after the first, and varying step times 
 A step is never interrupted. A model whose deadline has passed therefore waits for at most one step of each other model, plus the
 time it is ahead of its share.
 
-When several models have more work than fits their turns, each of their steps uses the turns of all of them
-(step_limits.turns_of_step). Between two such steps every other busy model runs one step, whatever its deadline; without that rule a
-model could wait for the pooled turns twice.
+When several models have more work than fits their turns (time slices of the device), each of their steps uses the turns of all of
+them (step_limits.turns_of_step). Between two such steps every other busy model runs one step, whatever its deadline; without that
+rule a model could wait for the pooled turns twice.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _FORGIVEN = 0.25  # a model that got at most this part of a share too much does 
 
 
 class Turns:
-    """Charges device time to models, by name, and picks the model whose step runs next. Times are device seconds, measured by the
-    caller."""
+    """Charges device time to models, by name, and picks the model whose step runs next. A turn is a time slice of the device. Times
+    are device seconds, measured by the caller."""
 
     def __init__(self) -> None:
         self._now_s = 0.0  # all device time charged so far
@@ -56,14 +56,16 @@ class Turns:
 
     @property
     def is_over(self) -> bool:
-        """Returns whether the latest steps together took longer than their turns, so that other models had to wait."""
+        """Returns whether the latest steps took longer, in sum, than their turns (time slices of the device), so that other models
+        had to wait."""
         return self._over_s > 0
 
     def charge(self, model: str, seconds: float, turn_s: float | None = None) -> None:
         """Charges a model for a step that has ended and took `seconds`, and credits each busy model with a part of these seconds in
         proportion to its weight.
 
-        turn_s: the device time that the step was allowed: one turn, or several if models pooled theirs; None: unlimited."""
+        turn_s: the device time that the step was allowed, in seconds: one turn (time slice of the device), or several if models
+        pooled theirs; None: unlimited."""
         self._over_s = 0.0 if turn_s is None else max(0.0, self._over_s + seconds - turn_s)
         self._now_s += seconds
         self._ended_s[model] = self._now_s
@@ -82,7 +84,7 @@ class Turns:
 
     def next(self, busy: Collection[str], backlogged: Collection[str] = ()) -> str | None:
         """Returns the busy model whose step is next; None if no model is busy. backlogged: busy models with more work than fits
-        their turns; two or more of them pool their turns.
+        their turns (time slices of the device); two or more of them pool their turns.
 
         Time that a model leaves unused while it is alone or not busy is not owed to it later. Time that a model has used beyond its
         share counts less as time passes."""

@@ -1,7 +1,7 @@
 """Implements placement rules of other systems, to compare the node scheduler with them. All of them load a model when a request for
-it arrives, in the order of the oldest waiting request, one placement at a time on each device. They differ in which models leave to
-make room. Requests for a ready model are submitted at once; a busy victim drains. A split model goes to several devices of one kind
-at once.
+it arrives, in the order of the oldest waiting request, one placement at a time on each device. They differ in which models are
+evicted to make room. Requests for a ready model are submitted at once; a busy victim drains. A split model is loaded onto several
+devices of one kind ("cpu" or "cuda") at once.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Place:
 
 
 class Rule(Protocol):
-    """Decides which models leave first, on a device and in host memory. max_residents: the most models on a device; 0: no limit.
-    idle_s: the seconds after which an idle model leaves; 0: it never does."""
+    """Decides which models are evicted first from a device, and whose weights are dropped first from host memory. max_residents:
+    the most models on a device; 0: no limit. idle_s: the seconds after which an idle model is evicted; 0: it never does."""
 
     name: str
     max_residents: int
     idle_s: float
 
     def rank(self, model: str, last_used: float, now: float) -> float | str:
-        """Returns the rank of a model on a device, comparable with other ranks of the rule. The model with the lowest rank leaves
-        first. last_used, now: seconds."""
+        """Returns the rank of a model on a device, comparable with other ranks of the rule. The model with the lowest rank is
+        evicted first. last_used, now: seconds."""
 
     def rank_in_host(self, model: str, last_used: float, now: float) -> float:
         """Returns the rank of a model whose weights are in host memory. The weights with the lowest rank are dropped first.
@@ -83,8 +83,8 @@ class LeastRecentlyUsed:
 
 class Ollama:
     """Ollama's rule, with its defaults: victims in the order of their names (it sorts by keep-alive, which is the same for all,
-    then by path), at most three models on a device, and an idle model leaves after five minutes. The start of its process is left
-    out: a swap costs the same here. Host memory stands for the page cache, which drops what was read longest ago."""
+    then by path), at most three models on a device, and an idle model is evicted after five minutes. The start of its process is
+    left out: a swap costs the same here. Host memory stands for the page cache, which drops what was read longest ago."""
 
     name = "ollama"
     max_residents, idle_s = 3, 300.0
@@ -97,8 +97,8 @@ class Ollama:
 
 
 class Clairvoyant:
-    """Belady's rule, which knows the trace: the model that is needed again latest leaves first. It still loads on demand and in
-    order."""
+    """Belady's rule, which knows all requests in advance: the model whose next request is the latest is evicted first. Models are
+    still loaded on demand, in the order of their requests."""
 
     name = "clairvoyant"
     max_residents, idle_s = 0, 0.0
@@ -117,7 +117,7 @@ class Clairvoyant:
 
 
 class OnDemand:
-    """A Decider that loads models on demand, with a Rule for which models leave. It keeps the weights that it reads from disk in
+    """A Decider that loads models on demand, with a Rule for which models to evict. It keeps the weights that it reads from disk in
     host memory, as far as there is room. It preempts no running request and saves no KV."""
 
     def __init__(self, rule: Rule, chunk_bytes: int, host_tier_slots: int = 0) -> None:
@@ -257,8 +257,9 @@ class OnDemand:
         return True
 
     def _victims(self, place: Place, size: Size) -> list[Resident] | None:
-        """Returns the models that have to leave a device so that a model of this size fits, besides those that drain already: idle
-        ones before busy ones, each kind by the rule's rank. Returns None if too few can leave, because others are still loading."""
+        """Returns the models to evict from a device so that a model of this size fits, in addition to those that drain already:
+        idle ones before busy ones, and both in the order of the rule's rank. Returns None if too few can be evicted, because others
+        are still loading."""
         order = sorted(
             (one for one in place.residents.values() if one.ready and not one.drains),
             key=self._rank,

@@ -1,5 +1,5 @@
-"""Computes a lower bound: the fewest loads of any rule that loads on demand, in the order of the trace. Replays Belady's rule,
-without time passing.
+"""Computes a lower bound on the number of loads for a trace of requests, for any rule that loads a model only when a request needs
+it and serves the requests in their order. Replays the requests with Belady's rule; time plays no part.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _replay(
     trace: Sequence[TraceRequest], sizes: Mapping[str, Size], total_chunks: int, next_use: Sequence[int], by_size: bool
 ) -> int:
     """Returns how often models are loaded if the trace is replayed with one order of victims: the model whose next use is farthest
-    leaves first. next_use: the result of _next_uses. by_size: victims are ordered by the distance to their next use times their
+    is evicted first. next_use: the result of _next_uses. by_size: victims are ordered by the distance to their next use times their
     size instead. That product is computed at a model's last use and not updated, which is good enough for an order of victims."""
     resident: dict[str, float] = {}  # model -> its current key in the heap
     heap: list[tuple[float, str]] = []  # largest key first; stale entries are left in it

@@ -26,8 +26,8 @@ POLICIES = (HEARTHD, *_RULES, ALL_RESIDENT)
 
 @dataclass(slots=True)
 class Comparison:
-    """The figures of all policies. fewest_loads: the fewest loads of any rule that loads on demand and in the trace's order.
-    num_events: the events of all runs together."""
+    """The figures of all policies. fewest_loads: the fewest loads of any rule that loads models on demand and serves the trace's
+    requests in their order. num_events: the number of events of all runs, in sum."""
 
     policies: list[Figures]
     fewest_loads: int

@@ -1,4 +1,4 @@
-"""The cost model of the simulated node: bandwidths and rates, each of which can be measured on a real node."""
+"""Models the costs of the simulated node by bandwidths and rates, each of which can be measured on a real node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Costs:
     of it.
 
     A step reads the weights once, and takes decode_s_per_sequence for each sequence that decodes. A prompt's token takes two
-    operations for each parameter, which is one for each byte of 16-bit weights."""
+    floating-point operations for each parameter, that is, one for each byte of 16-bit weights."""
 
     disk_bytes_per_s: float = 6.5e9
     copy_bytes_per_s: float = 25e9

@@ -45,8 +45,8 @@ class Hosted:
     devices, if it is split.
 
     steps: the number of decode steps so far. A sequence ends when this number reaches its mark, the count computed for it when it
-    began to decode. A step without room for all decoding sequences counts as a fraction of a step, because the sequences take
-    turns."""
+    began to decode. A step without room for all decoding sequences counts as a fraction of a step, because the sequences
+    alternate."""
 
     facts: ModelFacts
     reserved_bytes: int
@@ -88,8 +88,8 @@ class Hosted:
         return most_running(self.costs.max_rows(turns), int(self.passed_over))
 
     def pass_over(self, steps: float, turns: int) -> None:
-        """Adds `steps` to the count of steps since the last admission in which a request waited and as many sequences ran as a step
-        of `turns` turns has room for. Sets the count to 0 if no request waits."""
+        """Adds `steps` to the count of steps since the last admission in which a request waited and as many sequences ran as fit a
+        step of `turns` turns (time slices of a model). Sets the count to 0 if no request waits."""
         if not self.waiting:
             self.passed_over = 0.0
         elif turns and self.num_running >= self.costs.max_rows(turns):
@@ -123,8 +123,8 @@ class _Joined:
 @dataclass(slots=True)
 class _Rounds:
     """Several rounds of decode steps, simulated as one event. decoded: for each model in the rounds, (model, steps per round in
-    which one sequence takes part, steps that it runs per round, turns that a step may take); the two numbers of steps may be
-    fractions. round_s: seconds of a round. num: number of rounds."""
+    which one sequence takes part, steps that it runs per round, turns (time slices of a model) that a step may take); the two
+    numbers of steps may be fractions. round_s: seconds of a round. num: number of rounds."""
 
     decoded: list[tuple[Hosted, float, float, int]]
     round_s: float
@@ -197,9 +197,9 @@ class SimulatedEngine:
         self.turns.add(facts.name)
 
     def end_step_of(self, name: str) -> float:
-        """Ends the running step of a model that is about to leave, as if it were over, and returns the seconds that it would still
-        take; 0.0 if no step of the model runs. A sequence that would end with this step keeps its last token until the model is
-        back."""
+        """Ends the running step of a model that is about to be evicted, as if it were over, and returns the seconds that it would
+        still take; 0.0 if no step of the model runs. A sequence that would end with this step keeps its last token until the model
+        is back."""
         self._interrupt()
         step, hosted = self._under_way, self.hosted[name]
         if not isinstance(step, _Step) or step.hosted is not hosted:
@@ -343,7 +343,8 @@ class SimulatedEngine:
 
     def _chunks(self, hosted: Hosted, turns: int, rows: int, strict: bool, now: float) -> list[tuple[SimulatedSequence, int]]:
         """Returns which chunks of prompts a step computes: prompts that have begun continue in order, then waiting requests are
-        admitted, until the step is full. turns: how many turns the step may take. rows: how many sequences decode in it."""
+        admitted, until the step is full. turns: how many turns (time slices of a model) the step may take. rows: how many sequences
+        decode in it."""
         if not (hosted.prompts or hosted.waiting):
             return []
         costs, num_prompts = hosted.costs, len(hosted.prompts) + len(hosted.waiting)
