@@ -67,8 +67,8 @@ class Load(Action):
 
     @property
     def leases(self) -> dict[str, int]:
-        """Returns the devices onto which the model is loaded, by rank, each with the KV lease, in chunks, that it has once the
-        model is loaded."""
+        """Returns the devices onto which the model is loaded, by rank, each with its KV lease once the model is loaded: the number
+        of chunks that its engine may use for KV beyond the models' reserves."""
         return _leases(self)
 
 
@@ -101,7 +101,8 @@ class Evict(Action):
 
     @property
     def leases(self) -> dict[str, int]:
-        """Returns the devices that the model leaves, by rank, each with the KV lease, in chunks, that it has after the eviction."""
+        """Returns the devices from which the model is evicted, by rank, each with its KV lease after the eviction: the number of
+        chunks that its engine may use for KV beyond the models' reserves."""
         return _leases(self)
 
 
@@ -123,8 +124,8 @@ EVICT_REASONS = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestsPaused(Action):
-    """Reports that a model leaves its device while these requests run. They wait in the model's queue with their streams open, and
-    are submitted again with their output once the model is back."""
+    """Reports that a model is evicted from its device while these requests run. They wait in the model's queue with their streams
+    open, and are submitted again with their output once the model is back."""
 
     model: str
     request_ids: tuple[int, ...]

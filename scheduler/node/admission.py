@@ -67,7 +67,7 @@ def closed(node: Node, model: Model) -> Refusal | None:
 
 def closed_to_all(node: Node, model: Model) -> Refusal | None:
     """Returns why every request for the model is refused, also one that ran before and waits for the model to come back; None if
-    those may wait. They may while the model is disabled, because its streams go on."""
+    those may wait. They may wait while the model is disabled, because requests that already ran go on to their ends."""
     if model.removed:
         return removed(model)
     if model.comes_back:

@@ -38,8 +38,8 @@ def load(node: Node, event: LoadRequested | WarmRequested) -> None:
 
 
 def warm(node: Node, event: WarmRequested) -> None:
-    """Loads a model that no request waits for yet, or refuses the command if the load cannot begin at once. (A model that waited in
-    line without a request would in time count as overdue and come before models with requests.)"""
+    """Loads a model that no request waits for yet, or refuses the command if the load cannot begin at once. (It is not queued,
+    because a model that waits without a request would in time count as overdue, and be placed before models with requests.)"""
     model = node.models.get(event.model)
     is_resting = model is not None and model.copy is None and model.placement is None
     if model is not None and is_resting and not model.removed and admission.closed(node, model) is None:
@@ -51,8 +51,8 @@ def warm(node: Node, event: WarmRequested) -> None:
 
 
 def in_use(node: Node, model: Model) -> Refusal | None:
-    """Returns why a load that no request waits for must be refused: it cannot begin now, or it would take room from models that are
-    waited for or not used yet. None if it may begin."""
+    """Returns why a load that no request waits for must be refused: it cannot begin now, or it would take room for which another
+    model waits, or the place of models that have not been used since they were loaded. None if it may begin."""
     if not pins.has_place(node, model):
         return pins.would_not_fit(node, model)
     if model.retry_at > node.now:
@@ -101,8 +101,8 @@ def unpin(node: Node, event: UnpinRequested) -> None:
 
 
 def unload(node: Node, event: UnloadRequested) -> None:
-    """Evicts a model now; the command is answered when the model has left. Its running requests wait at the front of the queue and
-    may bring it back; those of a model that is disabled or whose folder is gone are refused.
+    """Evicts a model now; the command is answered when the model has been evicted. Its running requests wait at the front of the
+    queue and may bring it back; those of a model that is disabled or whose folder is gone are refused.
 
     `to` cold: nothing of the model stays in host memory. `to` warm: its weights in host memory stay, and KV worth saving is
     saved."""

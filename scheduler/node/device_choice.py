@@ -11,8 +11,8 @@ from scheduler.node.groups import by_rank, num_other_hosts
 
 @dataclass(slots=True)
 class Option:
-    """A way to place a model: the device, or group of devices, onto which it could be loaded, and the models that would have to
-    leave for it."""
+    """A way to place a model: the device, or group of devices, onto which it could be loaded, and the models that would have to be
+    evicted for it."""
 
     devices: tuple[str, ...]  # by rank
     victims: list[Resident]

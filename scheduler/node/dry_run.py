@@ -40,8 +40,8 @@ def load(node: Node, model: Model) -> LoadPlan:
 
 
 def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
-    """Returns which idle models would have to leave the device so that num_bytes become free there, in addition to its work space.
-    Busy models are not forced out."""
+    """Returns which idle models would have to be evicted from the device so that num_bytes become free there, in addition to its
+    work space. Busy models are not forced out."""
     chunks = -(-num_bytes // node.settings.chunk_bytes)
     room_chunks = device.ledger.room_for(0)
     residents = [

@@ -1,5 +1,5 @@
 """Handles starts and deaths of engines. A death empties the device's account; all its requests wait again, first in their queues. A
-model that is split over this device and others leaves the others, too.
+model that is split over this device and others is evicted from the others, too.
 """
 
 from __future__ import annotations

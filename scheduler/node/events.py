@@ -284,8 +284,8 @@ class RequestFinished(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KeepAliveSet(Event):
-    """A client sets how long the model may stay on its device after its last request, without asking for an answer. 0: it leaves as
-    soon as it is idle. Ignored for an unknown model."""
+    """A client sets how long the model may stay on its device after its last request, without asking for an answer. 0: it is
+    evicted as soon as it is idle. Ignored for an unknown model."""
 
     model: str
     keep_alive_s: float
@@ -305,7 +305,7 @@ class LoadRequested(Event):
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WarmRequested(Event):
     """A load ahead of requests (`warm`), answered like LoadRequested. It is refused unless it can begin at once, no other model
-    waits for the device, and the models that have to leave are idle and have been used since they were loaded."""
+    waits for the device, and the models that would be evicted for it are idle and have been used since they were loaded."""
 
     model: str
 

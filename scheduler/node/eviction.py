@@ -1,7 +1,7 @@
-"""Chooses the models that leave a device to make room: a pure function of numbers.
+"""Chooses the models to evict from a device to make room. A pure function of numbers.
 
-Victims are chosen in ascending order of value = priority x request rate x reload seconds / bytes freed: the expected cost of the
-model's absence per byte gained.
+Victims are chosen in ascending order of value = priority x request rate x reload seconds / bytes freed: the seconds of reloading
+that the model's absence is expected to cost per second, weighted by priority, per byte gained.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Target:
-    """A model that has to fit on a device. chunks, work_space_chunks: what the model needs there. room_chunks: the device's total
-    minus what is promised to other placements."""
+    """A model that has to fit on a device. chunks, work_space_chunks: what the model needs there. room_chunks: the chunks of the
+    device minus those that are reserved for other placements."""
 
     chunks: int
     work_space_chunks: int
@@ -22,9 +22,9 @@ class Target:
 
 @dataclass(slots=True)
 class Resident:
-    """A model's copy on the device for which victims are chosen. value: the expected cost of its absence, per byte that its
-    eviction frees. last_used: monotonic seconds. busy: whether it has requests, so that its eviction would be forced. evictable:
-    False if it is pinned, loading, leaving already or not yet allowed to leave again."""
+    """A model's copy on the device for which victims are chosen. value: the expected cost of its absence per byte that its eviction
+    frees (see the module). last_used: monotonic seconds. busy: whether it has requests, so that its eviction would be forced.
+    evictable: False if it is pinned, loading, being evicted already, or must not be evicted now for another reason."""
 
     name: str
     chunks: int
@@ -74,14 +74,15 @@ class _Place:
 
 
 def victims(target: Target, resident: Iterable[Resident]) -> list[Resident] | None:
-    """Returns the models that leave so that the target fits, as few as needed: idle models before busy ones, least value first, and
-    of equal ones the longest unused. [] if the target fits already; None if it cannot fit."""
+    """Returns the models to evict so that the target fits, as few as needed: idle models before busy ones, in ascending order of
+    value, and of equal value the longest unused first. [] if the target fits already; None if it cannot fit."""
     return victims_on_all([(target, resident)])
 
 
 def victims_on_all(members: Sequence[tuple[Target, Iterable[Resident]]]) -> list[Resident] | None:
-    """Returns the models that leave so that a model fits on each of several devices, chosen as by `victims`; None if it cannot fit.
-    A victim leaves all of these devices. members: for each device the target and the copies there."""
+    """Returns the models to evict so that a model fits on each of several devices, as few as needed: idle models before busy ones,
+    in ascending order of value; None if it cannot fit. A victim is evicted from all of these devices. members: for each device the
+    target and the copies there."""
     places = [_Place(target, resident) for target, resident in members]
     evictable = {model.name: model for place in places for model in place.evictable}
     order = sorted(evictable.values(), key=lambda model: (model.busy, model.value, model.last_used, model.name))

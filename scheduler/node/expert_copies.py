@@ -1,7 +1,8 @@
 """Adds copies of the hottest experts to the loads of split mixture-of-experts models, where memory is free for them.
 
-The daemon chooses which (scheduler/expert_copies.py) from what it has counted. A load takes them only if all its devices have the
-memory free when it begins: no model and no KV gives way to copies, and none are taken where another model is in line.
+The daemon chooses the experts to copy (scheduler/expert_copies.py) by how many tokens have passed through each. A load takes them
+only if all its devices have the memory free when it begins: no model is evicted and no KV is dropped for copies, and none are taken
+where another model is in line.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def take(node: Node, placement: Placement) -> None:
 
 def outlook(node: Node, model: Model, devices: tuple[str, ...], leaving: Collection[str]) -> str:
     """Returns whether a load of the model on these devices would take copies of experts now, for operators; "": none are chosen.
-    leaving: the models that would leave for it."""
+    leaving: the models that would be evicted for it."""
     copies = model.primary.expert_copies
     if copies is None or not model.facts.is_split:
         return ""

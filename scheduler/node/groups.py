@@ -1,10 +1,10 @@
 """Determines which devices may hold a model together. A whole model takes any one of the devices on which it may be. A split model
 (ModelFacts.num_ranks > 1) takes several of one kind, each of which holds one share.
 
-A device may be lent by another host (`cpu:0@b`). What the devices of one stage exchange is too much for a network, so each stage is
-on devices of one host, and the last stage, whose first device leads, is on this machine. A model without stages, whole or split, is
-a single, last one. Therefore the number of a group's devices on each host is a multiple of a stage's, and on this machine it is at
-least one stage's.
+A device may be lent by another host (`cpu:0@b`). The collectives between the devices of one pipeline stage move too many bytes for
+a network, so each stage is on devices of one host, and the last stage, whose first device leads, is on this machine. A model that
+is not divided into stages, whole or split, counts as one stage, which is the last. Therefore the number of a group's devices on
+each host is a multiple of a stage's, and on this machine it is at least one stage's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def host_of(device: str) -> str:
 
 def by_rank(device: str) -> tuple[str, str, int, str, str]:
     """Returns the key by which devices are sorted wherever their order counts or is shown. This machine's come before those of
-    other hosts; those of one host and kind go by number, "cuda:2" before "cuda:10". A carve-out comes behind its device."""
+    other hosts; those of one host and kind are sorted by index, "cuda:2" before "cuda:10". A carve-out comes behind its device."""
     lent, _, carved_for = device.partition("/")
     name, _, host = lent.partition("@")
     kind, _, number = name.partition(":")
@@ -79,11 +79,11 @@ def _usable(devices: Sequence[str], stage_size: int, num_stages: int) -> tuple[s
 def groups(preferred: Sequence[str], num_ranks: int, num_stages: int = 1) -> list[tuple[str, ...]]:
     """Returns the groups of num_ranks devices that may hold a split model together: on each host whole pipeline stages, at least
     one of them on this machine; [] if there are too few devices. A group is sorted by rank: the devices of this machine come first,
-    then those of other hosts by the host's name; those of one host are in the order of their numbers (`by_rank`).
+    then those of other hosts by the host's name; those of one host are sorted by index (`by_rank`).
 
     preferred: the devices that could hold a share, the best first. num_stages: the model's pipeline stages. The groups of the best
-    devices come first: of three devices these are (1, 2), (1, 3) and (2, 3). At most MAX_GROUPS groups are returned for each kind
-    of device. For a whole model (num_ranks 1) each device of this machine is a group."""
+    devices come first: for groups of two of the devices 1, 2 and 3 the order is (1, 2), (1, 3), (2, 3). At most MAX_GROUPS groups
+    are returned for each kind of device. For a whole model (num_ranks 1) each device of this machine is a group."""
     found = pools(preferred, num_ranks, num_stages)
     if num_ranks == 1:
         return [(device,) for pool in found for device in pool]

@@ -1,5 +1,5 @@
-"""Records the last placements and what decided them, for `hearth history`. Their number is bounded; the oldest are dropped
-first."""
+"""Records the last placements and what decided them, for `hearth history`. The number of placements kept is bounded; the oldest are
+dropped first."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class History:
         self._records: OrderedDict[int, PlacementView] = OrderedDict()
 
     def begun(self, now: float, placement: _Placement, option: Option, num_bytes: int, waited_s: float) -> None:
-        """Records a placement that begins. option: the devices that were chosen and the models that leave. num_bytes: bytes of the
-        weights on each of the devices. waited_s: seconds since its oldest request arrived or a command asked for it."""
+        """Records a placement that begins. option: the devices that were chosen and the models that are evicted. num_bytes: bytes
+        of the weights on each of the devices. waited_s: seconds since its oldest request arrived or a command asked for it."""
         self._records[placement.id] = PlacementView(
             id=placement.id,
             model=placement.model,
@@ -55,8 +55,8 @@ class History:
             record.ended, record.outcome, record.load_s, record.source = now, outcome, load_s, source
 
     def views(self, model: str = "") -> list[PlacementView]:
-        """Returns the recorded placements, the oldest first. model: only its own placements and those for which it left; "":
-        all."""
+        """Returns the recorded placements, the oldest first. model: only placements of this model and those for which it was
+        evicted; "": all."""
         return [
             record
             for record in self._records.values()

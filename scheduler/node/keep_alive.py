@@ -1,4 +1,5 @@
-"""Rule 11: a model that has had no request for as long as its keep_alive says leaves its device.
+"""Implements rule 11 of docs/design/models.md: a model that has had no request for as long as its keep_alive says is evicted from
+its device.
 
 The time counts from the end of the model's last request, or from the end of its load if that was later. A copy that an operator
 asked for (`hearth load`) stays until it has been requested, because an order to load would otherwise undo itself.
@@ -27,8 +28,8 @@ def set_by_client(node: Node, event: KeepAliveSet) -> None:
 
 
 def leaves_at(model: Model) -> float | None:
-    """Returns when an idle model leaves if no request comes, in monotonic seconds; None if it may stay for ever, or if an operator
-    loaded it and it has not been requested since."""
+    """Returns when an idle model is evicted if no request comes, in monotonic seconds; None if it may stay for ever, or if an
+    operator loaded it and it has not been requested since."""
     copy = model.copy
     if copy is None or model.keep_alive_s == inf:
         return None
@@ -43,8 +44,8 @@ def because(model: Model) -> str:
 
 
 def story(node: Node, model: Model) -> list[str]:
-    """Returns the line of `hearth why` that says when the model leaves by its keep_alive, in a list; [] if it is on no device or
-    may stay until its memory is needed."""
+    """Returns the line of `hearth why` that says when the model will be evicted by its keep_alive, in a list; [] if it is on no
+    device or may stay until its memory is needed."""
     copy = model.copy
     if copy is None or model.keep_alive_s == inf:
         return []

@@ -1,14 +1,14 @@
 """Decides what the host tier holds: which models' weights are copied to it while they are read from disk, and whose KV is saved
-when a model leaves its device. Copies of both kinds compete by one value per byte:
+when a model is evicted from its device. Copies of both kinds compete by one value per byte:
 
 value = priority x uses per second x seconds saved per use / bytes
 
 A use of copied weights is a load; it saves the seconds of a disk read minus those of a copy. The uses per second are the model's
 loads per second; while requests wait for it, one more load is expected within overdue_after_s, the setting for how long requests
-may wait before they are overdue. So a model that never leaves its device needs no copy,
-however often it is requested. A use of saved KV is a request; it saves the computation of one prompt of average length, minus
-copying its KV back. The uses per second are the model's requests per second; those that wait now are expected within
-overdue_after_s. The least valuable copy is dropped first, the oldest among equal ones, and only for something more valuable.
+may wait before they are overdue. So a model that is never evicted from its device needs no copy, however often it is requested. A
+use of saved KV is a request; it saves the computation of one prompt of average length, minus copying its KV back. The uses per
+second are the model's requests per second; those that wait now are expected within overdue_after_s. The least valuable copy is
+dropped first, the oldest among equal ones, and only for something more valuable.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Records when loads waited for their kernels to be compiled. This time does not count as a request's waiting time, because
-compilation happens once on a machine, takes longer than a load and takes no turn from others."""
+compilation happens only once on a machine and takes longer than a load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A priority queue whose keys can be moved and removed: a heap that keeps stale entries until they reach the top."""
+"""Implements a priority queue in which a key's priority can be changed and a key removed: a heap that keeps stale entries until
+they reach the top."""
 
 from __future__ import annotations
 

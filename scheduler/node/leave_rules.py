@@ -1,4 +1,5 @@
-"""Applies the rules by which idle models leave: every LeaveRule that this module imports. The first one whose time comes counts."""
+"""Applies the rules by which idle models are evicted: every LeaveRule that this module imports. The rule whose time comes first
+counts."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ EVICT_REASONS = actions.EVICT_REASONS | {rule.name: rule.meaning for rule in RUL
 
 
 def next_of(model: Model) -> tuple[float, LeaveRule] | None:
-    """Returns when the model leaves if no request comes, in monotonic seconds, and by which rule; None if it stays."""
+    """Returns when the model is evicted if no request comes, in monotonic seconds, and by which rule; None if it stays."""
     copy = model.copy
     if copy is None or model.state != residency.READY or model.pinned or model.is_used:
         return None
@@ -22,14 +23,14 @@ def next_of(model: Model) -> tuple[float, LeaveRule] | None:
 
 
 def leaves_at(model: Model) -> float | None:
-    """Returns when the model leaves if no request comes, in monotonic seconds; None if it stays."""
+    """Returns when the model is evicted if no request comes, in monotonic seconds; None if it stays."""
     found = next_of(model)
     return None if found is None else found[0]
 
 
 def apply(node: Node, model: Model) -> None:
     """Evicts an idle model if a rule's time for it has come. Otherwise sets the deadline at which it will come, or removes the
-    deadline if no rule makes the model leave."""
+    deadline if no rule evicts the model."""
     found = next_of(model)
     if found is None:
         node.deadlines.discard(("leave", model.name))

@@ -13,8 +13,8 @@ MIB = 1024 * 1024
 
 @dataclass(slots=True, frozen=True)
 class Size:
-    """The chunks that one copy of a model, or a share of a split model, takes on a device. The work space is shared by all models
-    of the device: the largest counts."""
+    """Size, in chunks, of one copy of a model, or of one share of a split model, on a device. The work space is shared by all
+    models of the device: the largest counts."""
 
     weights_chunks: int
     kv_chunks: int

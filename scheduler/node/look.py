@@ -1,11 +1,11 @@
-"""Chooses which model is placed next on a device, where, and which models leave for it, by rules 7, 8 and 9 of
-docs/design/models.md.
+"""Chooses which model is placed next on a device, on which other devices if it is split, and which models are evicted for it, by
+rules 7, 8 and 9 of docs/design/models.md.
 
-A device is held (Device.held_for) for the model whose work is the longest overdue there: nothing else begins on it while that
-model waits for what ends by itself. A split model needs several devices at the same moment, so it holds them while another one
-that it needs is occupied by a placement. Any model whose work has been overdue for long holds a device until loads there have ended
-and models that came a short while ago have had their time. Without this, each model that begins meanwhile would have its own time
-there, and a large model would never find room among small ones that come and go.
+A device is held (Device.held_for) for the model whose work is the longest overdue there: no other model's placement begins on it
+while that model waits for something that ends by itself, such as a load. A split model needs several devices at the same moment, so
+it holds them while another one that it needs is occupied by a placement. Any model whose work has been overdue for long holds a
+device until loads there have ended and models that came a short while ago have had their time. Without this, each model that begins
+meanwhile would have its own time there, and a large model would never find room among small ones that come and go.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _NUM_CANDIDATES = 8
 
 
 def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option] | None:
-    """Returns which model to place next on this device, with the devices that it takes and the models that leave. None: nothing can
-    begin now; a deadline is set if that will change with time alone.
+    """Returns which model to place next on this device, with the devices that it takes and the models that are evicted for it.
+    None: nothing can begin now; a deadline is set if that will change with time alone.
 
     Rule 8: the model that has been overdue longest, of those that could be placed at all, comes first (it alone may force busy
     models out), else the one with most waiting work per reload second. Nothing else begins on a device that is held for it."""
@@ -68,8 +68,8 @@ def first_in_line(node: Node, device: Device) -> tuple[float, str] | None:
 
 
 def _lacks_devices(node: Node, model: Model, device: Device) -> bool:
-    """Returns whether a split model can have no share on the device, whatever leaves, because too few other devices are up and have
-    room beside pinned models."""
+    """Returns whether a split model cannot be placed on this device and others, whichever models are evicted, because too few of
+    the others are up and have room beside the models pinned there. False for a model that is not split."""
     if not model.facts.is_split:
         return False
     others = (node.devices[name] for name in model.devices)
@@ -104,8 +104,9 @@ def options(node: Node, model: Model, may_force: bool, idle: dict[str, int] | No
 
 
 def hold(node: Node, model: Model, device: Device) -> None:
-    """Holds the device for the model, which cannot be placed there now, if `may_hold` says so. The other devices of a split model
-    are held with it, because a model that is looked at next may begin on them."""
+    """Holds the device for a model that cannot be placed there now, if `may_hold` allows it: no other model's placement then begins
+    there. For a split model, all its devices are held for which `may_hold` allows it, because the model that is considered next
+    could begin on them."""
     devices = [node.devices[name] for name in model.devices] if model.facts.is_split else [device]
     for one in devices:
         if one.name not in node.released and may_hold(node, model, one):
@@ -113,8 +114,9 @@ def hold(node: Node, model: Model, device: Device) -> None:
 
 
 def may_hold(node: Node, model: Model, device: Device) -> bool:
-    """Returns whether the device may be held for the model: it is the longest overdue there, and what it waits for ends by itself.
-    A whole model holds one device, a split one all on which it could have a share."""
+    """Returns whether the device may be held for the model, so that no other model's placement begins there: the model is the
+    longest overdue there, and what it waits for ends by itself. A model that is not split holds one device. A split model holds
+    every device that could hold a share of it."""
     first = first_in_line(node, device)
     if not device.up or first is None or first[1] != model.name or first[0] > node.now:
         return False
@@ -169,7 +171,7 @@ class _Member:
 def plan(
     node: Node, model: Model, devices: tuple[str, ...], may_force: bool, instead: Placement | None = None
 ) -> device_choice.Option | None:
-    """Returns the option to place the model on exactly these devices now, with the models that would have to leave; None if it
+    """Returns the option to place the model on exactly these devices now, with the models that would have to be evicted; None if it
     cannot be placed there. may_force: whether busy models may be forced out, which only one placement of a device at a time does.
     instead: a placement under way whose room and idle victims count as free."""
     members = [member for name in devices if (member := member_on(node, model, name, may_force, instead, None)) is not None]
@@ -177,8 +179,8 @@ def plan(
 
 
 def option_on(model: Model, members: list[_Member]) -> device_choice.Option | None:
-    """Returns the option to place a model on all of the devices `members` together, with the models that would have to leave them;
-    None if too few can leave."""
+    """Returns the option to place a model on all of the devices `members` together, with the models that would have to be evicted;
+    None if too few can be."""
     chosen = eviction.victims_on_all([(member.target, member.residents) for member in members])
     if chosen is None:
         return None
@@ -192,7 +194,7 @@ def member_on(
 ) -> _Member | None:
     """Returns the device of this name with the memory that the model, or its share of a split model, would need there, and the
     copies that are there now. Returns None if the device is not available, or would have too little memory even after all models
-    that may leave have left. may_force: whether busy models may be forced out. instead: a placement under way whose room and idle
+    that may be evicted are. may_force: whether busy models may be forced out. instead: a placement under way whose room and idle
     victims count as free; None: there is none. idle: a cache, device -> number of chunks that its idle models hold."""
     device = node.devices[name]
     if not device.available or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
@@ -228,8 +230,8 @@ def member_on(
 def evictable(node: Node, model: Model, may_force: bool, instead: Placement | None) -> bool:
     """Returns whether a model may be evicted for another one. It must be ready, or stay only until its last requests have ended,
     and it must not be pinned. If it is busy, it must have been loaded for long enough to be forced out, and may_force be set (rules
-    1, 7 and 9 of docs/design/models.md). instead: a placement whose idle victims may also leave, because the new placement would
-    take its place."""
+    1, 7 and 9 of docs/design/models.md). instead: a placement whose idle victims may also be evicted, because the new placement
+    would take its place."""
     if not _serves(model):
         copy = model.copy
         chosen = instead is not None and model.victim_of == instead.id and copy is not None and not copy.evict_sent
@@ -250,8 +252,8 @@ def _serves(model: Model) -> bool:
 
 
 def may_drain(device: Device, model: Model) -> bool:
-    """Returns whether a busy model may leave the device for work that is not overdue: another of its replicas stays, and nothing
-    else drains on the device (rule 13 of docs/design/models.md)."""
+    """Returns whether a busy model may be evicted, once it has drained, for work that is not overdue: another of its replicas
+    stays, and nothing else drains on the device (rule 13 of docs/design/models.md)."""
     return model.is_spare and model.state == residency.READY and device.draining is None
 
 
@@ -267,8 +269,8 @@ def describe(node: Node, device: Device, model: Model, may_leave: bool) -> Resid
 
 
 def score(node: Node, model: Model, device: Device, chunks: int) -> float:
-    """Returns the expected cost of a model's absence from the device per byte that its eviction frees (eviction.value); 0 if
-    another replica is ready. chunks: those that its eviction frees."""
+    """Returns the expected cost of a model's absence from the device: priority x seconds of reloading per second, per byte that its
+    eviction frees (eviction.value); 0 if another replica is ready. chunks: how many its eviction frees."""
     if model.is_spare:
         return 0.0
     reload_s = node.reload_s(model, device)

@@ -103,8 +103,8 @@ class Copy:
 @dataclass(slots=True, eq=False)
 class Placement:
     """One attempt to bring a model onto a device, or onto several (by rank) if it is split. size, facts: those of the model when it
-    began; once it loads with copies of experts, those with the copies. forced: whether busy models have to leave. stage: what it
-    waits for, from VICTIMS_DRAIN to LOADS."""
+    began; once it loads with copies of experts, those with the copies. forced: whether busy models have to be evicted. stage: what
+    it waits for, from VICTIMS_DRAIN to LOADS."""
 
     id: int
     model: str
@@ -202,8 +202,8 @@ class Model:
 
     @property
     def is_spare(self) -> bool:
-        """Returns whether another replica goes on serving the model if this one leaves. Of the ready replicas all but the first are
-        spare; a pinned one never is."""
+        """Returns whether another replica goes on serving the model if this one is evicted. Of the ready replicas all but the first
+        are spare; a pinned one never is."""
         if not self.primary.others or self.pinned:
             return False
         return next((one for one in self.replicas if one.state == residency.READY and not one.leaves), self) is not self
@@ -229,12 +229,12 @@ class Model:
 
     @property
     def leaves(self) -> bool:
-        """Returns whether the model is to leave its device because its folder is gone or the operator has disabled it."""
+        """Returns whether the model is to be evicted because its folder is gone or the operator has disabled it."""
         return self.removed or not self.enabled
 
     @property
     def why_leaves(self) -> str:
-        """The reason for operators why the model is to leave its device."""
+        """The reason, for operators, why the model is to be evicted."""
         return "its folder is gone" if self.removed else "disabled by the operator"
 
     @property
@@ -408,7 +408,8 @@ class Node:
         model.expected.clear()
 
     def grant(self, device: Device) -> None:
-        """Sends the engine of a device the current size of its KV lease, by a GrantLease action."""
+        """Sends the engine of a device the current size of its KV lease (the chunks that it may use for KV beyond its models'
+        reserves), by a GrantLease action."""
         device.lease_sent_chunks = device.ledger.lease_chunks
         self.emit(GrantLease(cause=self.cause, device=device.name, lease_chunks=device.lease_sent_chunks))
 
@@ -416,7 +417,7 @@ class Node:
 
     def touch(self, model: Model) -> None:
         """Marks the model and all its replicas as changed, so that `settle` carries out each step that has become possible for
-        them. What happens to one replica may make another one load, leave or take requests."""
+        them. What happens to one replica may make another one be loaded, be evicted or take requests."""
         for one in model.replicas if model.primary.others else (model,):
             self.touched[one.name] = None
 
@@ -425,8 +426,8 @@ class Node:
             self.stirred[name] = None
 
     def stir_held(self) -> None:
-        """Marks all devices that are held for a model, so that it is tried again whether that model can be placed: another device
-        that it waits for may have become free."""
+        """Marks all devices that are held for a model (no other model's placement begins there), so that the placement of that
+        model is tried again: another device that it waits for may have become free."""
         self.stir(device.name for device in self.devices.values() if device.held_for)
 
     # ---- queries

@@ -199,14 +199,15 @@ class NodeScheduler:
         return None if model is None else dry_run.load(self._node, model)
 
     def plan_room(self, device: str, num_bytes: int, now: float) -> DevicePlan | None:
-        """Returns which models would leave the device at the time `now` to free num_bytes; None if the device is unknown. Changes
-        nothing but the scheduler's time."""
+        """Returns which models would be evicted from the device at the time `now` to free num_bytes; None if the device is unknown.
+        Changes nothing but the scheduler's time."""
         self._node.now = max(self._node.now, now)
         known = self._node.devices.get(device)
         return None if known is None else dry_run.room(self._node, known, num_bytes)
 
     def history(self, model: str = "") -> list[PlacementView]:
-        """Returns the last placements, oldest first. model: only its own placements and those for which it left; "": all."""
+        """Returns the last placements, oldest first. model: only placements of this model and those for which it was evicted; "":
+        all."""
         return self._node.history.views(model)
 
     def health(self) -> list[str]:

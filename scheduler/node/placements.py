@@ -1,5 +1,5 @@
-"""Carries out placements: a placement brings one model onto a device, or onto several if it is split, after the victims that have
-to leave for it are gone.
+"""Carries out placements: a placement brings one model onto a device, or onto several if it is split, after the victims, the models
+that are evicted for it, are gone.
 
 The victims drain and leave. Then the placement waits until its devices' loaders are free, and loads. From the Load action on, the
 placement's id also names the copy on the devices, until the copy's eviction is answered. While it only waits for busy victims, a
@@ -24,8 +24,9 @@ from scheduler.node.node import LOADS, VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_L
 
 
 def place_next(node: Node, device: Device) -> None:
-    """Begins every placement that can begin on a device where room or demand has changed, and moves on the placements that wait
-    there. Sends the engine its new lease if that has grown."""
+    """Begins every placement that can begin on a device where room or demand has changed, and begins the loads of placements that
+    wait for loaders and need not wait any more. Sends the engine its new KV lease (the chunks that it may use for KV beyond its
+    models' reserves) if that has grown."""
     if not device.up:
         return
     device.held_for = ""  # until next_option below finds that it is still held
@@ -107,8 +108,8 @@ def promise(node: Node, placement: Placement) -> None:
 
 
 def advance(node: Node, placement: Placement) -> None:
-    """Moves a placement on to the stage that it has reached, past all that it need not wait for any more: busy victims to drain,
-    victims to leave, the devices' loaders to be free. If none of these is left, it begins to load."""
+    """Brings a placement to the latest stage that it can reach now. The stages wait, in this order, for busy victims to drain, for
+    victims to be evicted, and for the devices' loaders to be free. If nothing is left to wait for, the load begins."""
     if placement.stage == VICTIMS_DRAIN:
         if any(node.models[name].running for name in placement.victims):
             return
@@ -127,7 +128,8 @@ def may_load(device: Device, placement: Placement) -> bool:
 
 
 def drained_too_long(node: Node, model: Model) -> None:
-    """Pauses the busy victims that a model's placement waits for, because their time to drain is up, and moves the placement on."""
+    """Pauses the busy victims that a model's placement waits for, because their time to drain is up, so that the placement can
+    reach its next stage."""
     placement = model.placement
     if placement is not None and placement.stage == VICTIMS_DRAIN:
         preemption.pause_victims(node, placement)
@@ -207,7 +209,7 @@ def hold(node: Node, device: Device, placement: Placement) -> None:
 
 
 def _why_loaded(model: Model) -> str:
-    """Returns why a model comes to its devices, as one of the keys of actions.LOAD_REASONS."""
+    """Returns why a model is loaded onto its devices, as one of the keys of actions.LOAD_REASONS."""
     if model.queue and not model.served_elsewhere:
         return "resumed" if model.num_resubmissions else "request"
     if model.expected:
@@ -218,9 +220,9 @@ def _why_loaded(model: Model) -> str:
 
 
 def drop(node: Node, placement: Placement, reason: str = "") -> None:
-    """Gives up a placement before it loads. Victims for which no Evict action was sent become ready again, and the memory promised
-    to the placement goes back to the lease. reason: the outcome to record in the history; "": the name of the stage that the
-    placement was in."""
+    """Gives up a placement before it loads. Victims for which no Evict action was sent become ready again, and the memory reserved
+    for the placement goes back to the device's KV lease (the chunks for KV beyond the models' reserves). reason: the outcome to
+    record in the history; "": the name of the stage that the placement was in."""
     model = node.models[placement.model]
     undo(node, placement)
     outcome = f"dropped while its {placement.stage}" if placement.victims else "dropped"
@@ -313,7 +315,7 @@ def evict(node: Node, model: Model) -> None:
 
 
 def _why_evicted(model: Model, copy: Copy) -> str:
-    """Returns why a copy leaves its devices, as one of the keys of leave_rules.EVICT_REASONS."""
+    """Returns why a copy is evicted from its devices, as one of the keys of leave_rules.EVICT_REASONS."""
     if not copy.is_whole:
         return "share_lost"
     if model.removed:
@@ -330,8 +332,8 @@ def _why_evicted(model: Model, copy: Copy) -> str:
 
 
 def lease_after_evictions(device: Device) -> int:
-    """Returns the KV lease of a device, in chunks, once every copy with an Evict action has left. Memory that is freed for a
-    placement is never lent to the engine in between."""
+    """Returns the KV lease of a device (the number of chunks that its engine may use for KV beyond the models' reserves) once every
+    copy with an Evict action has been evicted. Memory that is freed for a placement is never lent to the engine in between."""
     ledger = device.ledger
     held = 0
     for model in device.resident.values():

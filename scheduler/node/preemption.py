@@ -1,7 +1,7 @@
 """Pauses a busy model that has to make room, after letting it drain for a time.
 
 Only overdue work forces busy models out (rule 9 of docs/design/models.md). They drain for at least preempt_after_s, and until the
-work for which they leave is overdue by preempt_after_swaps x the cost of pausing them: requests that end within that time are
+work for which they are evicted is overdue by preempt_after_swaps x the cost of pausing them: requests that end within that time are
 better left to end, while work that has been overdue for long need not wait for them again. Then the models are taken from the
 device between two steps. Their requests wait at the front of their queue, count as newly arrived, and continue from saved or
 recomputed KV when the model is back. If other replicas of the model have room for all of these requests, they continue there at

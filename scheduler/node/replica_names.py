@@ -13,16 +13,16 @@ REPLICA_AT = 8
 
 
 def further(facts: ModelFacts, number: int, by_load: bool) -> tuple[ModelFacts, ...]:
-    """Returns the facts of the model's further replicas, numbered from 2 to `number`, the number of replicas in all. by_load:
-    whether a further one is loaded only when REPLICA_AT requests run on each loaded one; if not, as soon as the model has a
-    request."""
+    """Returns the facts of the model's further replicas, NAME#2 and so on. number: how many replicas the model has in all, itself
+    included. by_load: whether a further one is loaded only when REPLICA_AT requests run on each loaded one; if not, as soon as the
+    model has a request."""
     at = REPLICA_AT if by_load else 0
     names = (f"{facts.name}{MARK}{position}" for position in range(2, number + 1))
     return tuple(replace(facts, name=name, replica_of=facts.name, replica_at=at, pinned=False) for name in names)
 
 
 def model_of(name: str, models: Container[str]) -> str:
-    """Returns NAME for a further replica's name `NAME#2`, and any other name unchanged. models: the names of all models, whose own
-    names may contain the mark."""
+    """Returns NAME for a further replica's name `NAME#2`, and any other name unchanged. models: the names of all models, because a
+    model's own name may contain a `#`."""
     model, mark, _ = name.rpartition(MARK)
     return model if mark and name not in models else name

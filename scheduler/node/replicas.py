@@ -1,12 +1,12 @@
-"""Rule 13: further replicas of a model, each on devices of its own.
+"""Implements rule 13 of docs/design/models.md: further replicas of a model, each on other devices.
 
-A model may have several replicas: the model itself, and further ones named by number (`NAME#2`). All requests wait in the model's
-queue, and each goes to the replica that routing.py chooses. So nothing is lost when a replica leaves or its engine dies: its
-requests go to the front of the queue again, and another replica takes them up.
+A model may have several replicas: the model itself, and further ones (`NAME#2`, `NAME#3` and so on). All requests wait in the
+model's queue, and each goes to the replica that routing.py chooses. So nothing is lost when a replica is evicted or its engine
+dies: its requests go to the front of the queue again, and another replica takes them up.
 
 A further replica is loaded while the model has requests (ModelFacts.replica_at says how many), one at a time, and into free memory:
-no model leaves for it. While several replicas are ready, all but the first of these are spare: other models' requests make them
-leave, idle ones before any other model, busy ones before other busy models and without being overdue.
+no model is evicted for it. While several replicas are ready, all but the first of these are spare, and evicted for other models'
+requests: idle ones before any other model, busy ones before other busy models and without being overdue.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def wanted(node: Node, model: Model) -> Model | None:
 
 def _grow(node: Node, model: Model, further: Model) -> None:
     """Begins to load the replica `further` of the model if that takes only free memory for which no other model waits. Otherwise
-    records what room there was, so that it is tried again when this has changed."""
+    records what room there was, so that the load is tried again when the room has changed."""
     options = [option for option in look.options(node, further, may_force=False) if not option.victims]
     options = [option for option in options if all(_is_quiet(node, node.devices[name]) for name in option.devices)]
     option = device_choice.choose(options)
@@ -91,8 +91,8 @@ def look_again(node: Node) -> None:
 
 
 def _room(node: Node, model: Model) -> tuple[object, ...]:
-    """Returns a value that stands for all on which the search for a further replica's room depends: if two calls return equal
-    values, a replica that found no room at the first finds none at the second. O(devices)."""
+    """Returns a snapshot of everything that decides whether there is room for a further replica. If two calls return equal values,
+    a replica that found no room at the first call finds none at the second. O(devices)."""
     devices = (node.devices[name] for name in model.devices)
     state = tuple((one.available, one.held_for, one.ledger.lease_chunks, one.pinned, _is_quiet(node, one)) for one in devices)
     return (*state, *(one.occupies for one in model.replicas))

@@ -49,8 +49,8 @@ def arrived(node: Node, event: RequestArrived) -> None:
 
 def touch_used(node: Node, model: Model) -> None:
     """Marks as changed, for `settle`, the replica that a request has joined or left, and the primary, which may want a further
-    replica. If the model has several replicas and a keep-alive, all of them are marked, because the time at which each may leave
-    has changed."""
+    replica. If the model has several replicas and a keep-alive, all of them are marked, because the time at which each may be
+    evicted has changed."""
     if model.primary.others and model.keep_alive_s != inf:
         node.touch(model)
     else:
@@ -59,7 +59,7 @@ def touch_used(node: Node, model: Model) -> None:
 
 def limit_wait(node: Node, request: Request) -> None:
     """Sets until when a request may wait, unless it was submitted before. If a client's request has several sequences, only the
-    first is limited: once it runs, the answer has begun, and the others wait for their turns."""
+    first is limited: once it runs, the answer has begun, and the others wait for as long as it takes."""
     if not request.resubmission and not request.facts.part_of:
         node.waits.set(request.facts.request_id, request.arrived + node.settings.max_wait_s)
 
@@ -141,8 +141,8 @@ def recall(node: Node, model: Model) -> None:
 
 
 def pause(node: Node, model: Model) -> None:
-    """Queues again all running requests of a replica, because its copy leaves the device, and reports them as paused. They wait
-    with open streams until the model is back."""
+    """Queues again all running requests of a replica, because its copy is evicted from the device, and reports them as paused. They
+    wait with open streams until the model is back."""
     paused = tuple(model.running.values())
     if not paused:
         return

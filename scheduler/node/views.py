@@ -73,7 +73,7 @@ class QueuedView:
 
 @dataclass(slots=True, frozen=True)
 class VictimView:
-    """A model that left for a placement, as it was when the placement was decided."""
+    """A model that was evicted for a placement, as it was when the placement was decided."""
 
     name: str
     score: float  # priority x requests/s x reload seconds / bytes freed
@@ -120,8 +120,8 @@ class CandidateView:
 
 @dataclass(slots=True, frozen=True)
 class DevicePlan:
-    """What it would take to free room on a device. verdict: "fits" (there is room), "evicts" (idle models would leave), "forces"
-    (busy ones would be made to leave) or "waits" (not possible now)."""
+    """What it would take to free room on a device. verdict: "fits" (there is room), "evicts" (idle models would be evicted),
+    "forces" (busy ones would be, too) or "waits" (not possible now)."""
 
     device: str
     verdict: str

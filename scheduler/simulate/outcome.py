@@ -1,4 +1,4 @@
-"""The outcome of each simulated request, and the figures that summarise a run."""
+"""Records the outcome of each simulated request, and computes the figures that summarise a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RequestOutcome:
 
 @dataclass(slots=True)
 class Swaps:
-    """The numbers of a run's loads and evictions, of the bytes that the loads moved, and of the tokens whose KV was saved and
+    """Counts of a run's loads and evictions, of the bytes that the loads moved, and of the tokens whose KV was saved and
     restored."""
 
     num_disk_loads: int = 0

@@ -1,8 +1,8 @@
 """Computes how long a step of a simulated model takes, and how large the engine's own rules (scheduler/batch/step_limits.py)
 allow it to be.
 
-The cost of contexts is not modelled. The rules are given the true costs from the start, while an engine has to learn them. The
-waits of a split model's steps are learned as they come.
+The cost of attention, which grows with the positions that a sequence attends to, is not modelled. The rules are given the true
+costs from the start, while an engine has to learn them. The waits of a split model's steps are learned as they come.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ModelSteps:
             self._room.clear()
 
     def max_rows(self, turns: int) -> int:
-        """Returns how many sequences may decode in one step that takes `turns` turns."""
+        """Returns how many sequences may decode in one step that takes `turns` turns (time slices of a model)."""
         if not turns:
             return self._max_tokens
         found = self._max_rows.get(turns)
@@ -86,7 +86,7 @@ class ModelSteps:
 
     def rows_beside_prompt(self, turns: int, num_rows: int, strict: bool = False) -> int:
         """Returns how many of num_rows sequences may decode in a step that also computes a chunk of a prompt. strict: whether the
-        step keeps within its turns even if the smallest chunk takes longer."""
+        step keeps within its turns (time slices of a model) even if the smallest chunk takes longer."""
         key = turns, num_rows, strict
         found = self._rows_beside_prompt.get(key)
         if found is None:
@@ -95,7 +95,8 @@ class ModelSteps:
 
     def prompt_tokens(self, turns: int, num_rows: int, num_prompts: int, strict: bool = False) -> int:
         """Returns how many tokens of prompts a step may compute while num_rows sequences decode; always at least a few.
-        num_prompts: prompts that have begun or wait. strict: whether prompts keep within the turns, too."""
+        num_prompts: prompts that have begun or wait. strict: whether prompts keep within the turns (time slices of a model),
+        too."""
         key = turns, num_rows, num_prompts, strict
         found = self._room.get(key)
         if found is None:

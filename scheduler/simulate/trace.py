@@ -1,4 +1,5 @@
-"""Traces: one line for each request, with its time, model and numbers of tokens."""
+"""Defines the requests of which a trace consists, each with its time, its model and the lengths of its prompt and answer in
+tokens."""
 
 from __future__ import annotations
 
