@@ -62,7 +62,7 @@ class CountsExperts(Protocol):
 
     @property
     def num_experts(self) -> int:
-        """The number of experts in each layer, on all devices together."""
+        """The number of experts in each layer: the sum over all devices."""
         ...
 
     @property

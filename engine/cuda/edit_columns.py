@@ -153,8 +153,9 @@ class KnownEdits:
         part.has_tokens, part.has_bias, part.has_ban = lasting.has_tokens, lasting.has_bias, lasting.has_ban
 
     def _lasting_of(self, slots: IntArray, early: BoolArray, own: npt.NDArray[np.intp]) -> _Lasting:
-        """Returns the data of these slots' edits that does not depend on their tokens: that of the last call if it was for the same
-        rows. own: the slots' rows, counted from the beginning of the range."""
+        """Returns the data of E edits that does not depend on the tokens of their sequences. If the last call had the same
+        arguments, its result is reused. slots [E]: the slot of each edit. early [E]: whether its sequence has fewer tokens than its
+        min_tokens. own [E]: its row, counted from the beginning of the range."""
         whose = slots.tobytes(), early.tobytes(), own.tobytes()
         if self._lasting is None or self._lasting[0] != whose:
             self._lasting = whose, self._lasting_made(slots, early, own)

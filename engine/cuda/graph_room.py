@@ -1,5 +1,5 @@
-"""Bounds the number of CUDA graphs of all models of a process together, because the memory that the driver keeps for a graph does
-not count towards torch's limit. This also bounds the memory that graphs keep for their results.
+"""Bounds the total number of CUDA graphs of all models of a process, because the memory that the driver keeps for a graph does not
+count towards torch's limit. This also bounds the memory that graphs keep for their results.
 
 An evicted model keeps its graphs, to use them again when it returns, until another model needs the room. If no evicted model has
 graphs, a new graph that a step needs replaces one that no step has run for a while.
@@ -47,7 +47,7 @@ class GraphRoom:
 
     @property
     def num_graphs(self) -> int:
-        """Returns the number of graphs that all models have together."""
+        """Returns the total number of graphs of all models."""
         return sum(len(one.captured) for one in self._alive())
 
     def is_free(self) -> bool:

@@ -59,7 +59,7 @@ class KeptModels:
         self._give_up_evicted(-1)
 
     def _give_up_evicted(self, most_bytes: int) -> None:
-        """Drops the models that were evicted longest ago, until the other evicted models together keep at most most_bytes."""
+        """Drops the models that were evicted longest ago, until the other evicted models keep at most most_bytes in sum."""
         with self._lock:
             evicted = sorted(
                 ((evicted_s, name) for name, (_, model) in self._models.items() if (evicted_s := model.evicted_s) is not None),

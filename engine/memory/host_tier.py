@@ -27,7 +27,7 @@ class HostTier:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The address of the first slot and the bytes of all slots together."""
+        """The address of the first slot, and the sum of the bytes of all slots."""
         return self._address, self.num_slots * self.slot_bytes
 
     def slot(self, index: int) -> Any:

@@ -581,8 +581,8 @@ def long_row_attention(
 def _attention_by_head(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Computes causal_attention for a mask together with a softcap or sinks. Computes one KV head at a time, because all scores of
-    a head are held in memory."""
+    """Computes causal_attention for a combination of a mask with a softcap or sinks. Computes one KV head at a time, because all
+    scores of a head are held in memory."""
     group = query.shape[0] // key.shape[0]
     out = torch.empty_like(query)
     hidden = ~mask

@@ -362,9 +362,10 @@ class Constraints:
         return ends
 
     def receive(self) -> list[End]:
-        """Processes the answers of all grammar processes that have arrived, and sends messages that were kept for processes that
-        read again. A request whose mask is ready is submitted to the scheduler, or released if the scheduler holds it; a request
-        that has ended is removed from the scheduler. Returns the ends of requests, for the engine to report."""
+        """Processes the answers of all grammar processes that have arrived, and sends the messages that were kept back while a
+        process did not read, if it reads again. A request whose mask is ready is submitted to the scheduler, or released if the
+        scheduler holds it; a request that has ended is removed from the scheduler. Returns the ends of requests, for the engine to
+        report."""
         ends: list[End] = []
         ready = dict(self._poller.poll(0))
         for model, grammars in list(self._models.items()):
