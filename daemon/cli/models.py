@@ -137,7 +137,7 @@ def _bits(row: dict[str, Any]) -> str:
 
 
 def _leaves(row: dict[str, Any]) -> str:
-    """Returns when the model leaves its device if no request comes; "" if it stays."""
+    """Returns, as text, when the model is evicted from its device if no request comes; "" if it stays."""
     if row["keep_alive_s"] is None or row["pinned"] or not row["device"]:
         return ""
     if row["leaves"] is not None:

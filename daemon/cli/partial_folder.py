@@ -1,4 +1,5 @@
-"""A folder `.partial-NAME` that a command fills and then renames, so that others see either all of its content or nothing."""
+"""Locks and publishes the folder `.partial-NAME` that a command fills. The folder is renamed once it is complete, so that others
+see either all of its content or nothing."""
 
 from __future__ import annotations
 

@@ -203,8 +203,8 @@ def _placement(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _score(score: float) -> str:
-    """Returns a model's score as a number per GiB, for people to read. score: the seconds of reloading that an eviction would cost
-    per second, per byte that it frees."""
+    """Formats a model's eviction score for display, per GiB. score: the seconds of reloading that its eviction is expected to cost
+    in each second, per byte that it frees."""
     return f"{score * 2**30:.3g}"
 
 

@@ -49,7 +49,7 @@ class EngineEvents:
         self._loaded_s: dict[str, float] = {}  # model -> when its last load ended
         self._measure_prefill_at: dict[str, float] = {}  # model -> when a prefill may be measured again
         self._post, self._by_id = dispatcher.post, dispatcher.open.by_id
-        # Set by the node: returns which experts the next loads of a model hold several times; None: it has no such copies.
+        # Set by the node: returns the experts of which the next loads of a model keep copies; None: its settings allow no copies.
         self.chosen_copies: Callable[[str], events.CopiesChosen | None] = lambda model: None
         self.is_over = False  # whether messages of engines are dropped, because the next daemon computes their content again
 

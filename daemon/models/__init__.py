@@ -1,1 +1,1 @@
-"""The models of this node: their names, settings and files."""
+"""Keeps the models of this node: their names, settings and files."""

@@ -1,4 +1,4 @@
-"""The sender of a request, as far as the choice of the model depends on it."""
+"""Describes the sender of a request, as far as the choice of the model depends on it."""
 
 from __future__ import annotations
 

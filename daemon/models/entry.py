@@ -1,4 +1,4 @@
-"""The facts about a registered model that requests and loads need."""
+"""Defines the facts about a registered model that requests and loads need."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.exchange import GroupForm
 
 @dataclass(slots=True, frozen=True)
 class ServedAdapter:
-    """A LoRA adapter that can be served. name: by which requests name it. path: the folder of its files. created: Unix time in
-    seconds. rank: the largest rank of its matrices. num_bytes: the size of its tensors in the file."""
+    """A LoRA adapter that can be served. name: the name that requests use for it. path: the folder of its files. created: Unix time
+    in seconds. rank: the largest rank of its matrices. num_bytes: the size of its tensors in the file."""
 
     name: str
     path: str

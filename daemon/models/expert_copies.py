@@ -1,4 +1,5 @@
-"""Chooses copies of experts for a model whose experts are divided among devices, from what its experts have computed so far."""
+"""Chooses which experts of a model are copied to further devices, by how many tokens each expert has computed so far. It applies to
+models whose experts are divided among devices."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from scheduler.node import events
 
 
 def chosen(found: Registered, counts: Mapping[int, Sequence[int]]) -> events.ExpertCopies | None:
-    """Returns the copies for the next loads of a model; None for none: its tokens are spread evenly, or too few are counted yet.
-    counts: for each layer, the tokens that have passed through each of its experts."""
+    """Returns the copies of experts for the next loads of a model; None if there are to be none, because the tokens are spread
+    evenly over the experts or too few have been counted yet. counts: for each layer, how many tokens have passed through each of
+    its experts."""
     shape = found.shape
     assert shape is not None
     assert shape.experts is not None

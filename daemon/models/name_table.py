@@ -1,5 +1,5 @@
-"""The table [names] of the settings, which leads requests for some names to other models: finds the entry for a name, and the first
-of its models that can serve."""
+"""Looks up requested names in the table [names] of the settings, which leads requests for some names to other models: finds the
+entry for a name, and the first of the entry's models that can serve."""
 
 from __future__ import annotations
 

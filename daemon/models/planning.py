@@ -1,7 +1,7 @@
 """Decides how each model is served: over how many devices (the key `parallel`), in which dtype, and how tokens are drafted for it.
 
 `parallel = "auto"` takes the fewest devices of this machine that hold the model, or else the fewest of all hosts' for a pipeline.
-Each number is tried as if the settings had named it, so the result is the same as with that setting.
+Each number of devices is tried as if the settings had named it, so the result is the same as with that setting.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Plan:
     fits: bool
 
     def told(self, if_too_large: str) -> Plan:
-        """Returns a copy of the plan whose error, with which a model that does not fit is refused, has a further text at its end.
-        if_too_large: that text."""
+        """Returns a copy of the plan with the text `if_too_large` added to the error with which a model that does not fit is
+        refused."""
         return replace(self, facts=replace(self.facts, if_too_large=if_too_large))
 
 

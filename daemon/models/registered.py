@@ -1,4 +1,4 @@
-"""The registry's record of one model name."""
+"""Defines the registry's record of one model name."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Registered:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for operators about what the model's files hold and is not used, what they lack, and which replicas it cannot
-        have."""
+        """Sentences for operators: which content of the model's files is not used, which files are missing, and which replicas the
+        model cannot have."""
         notes = list(self.checkpoint.notes)
         if not self.has_tokenizer:
             notes.append(f"{_TOKENIZER} is missing, so it can read and write no text: copy it there from where the model came from")

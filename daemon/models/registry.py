@@ -150,9 +150,9 @@ class Registry:
     def chosen_copies(
         self, name: str, counts: Callable[[Sequence[str]], Mapping[int, Sequence[int]]]
     ) -> events.CopiesChosen | None:
-        """Returns which experts the next loads of a model, or of one of its further replicas, hold several times if there is room;
-        None for a model whose settings allow no copies. counts: returns for each layer the tokens that have passed through each of
-        its experts, in all replicas of these names."""
+        """Returns the event that names the experts of which the next loads of a model keep more than one copy if there is room;
+        None for a model whose settings allow no copies. name: the model, or one of its further replicas. counts(names): returns for
+        each layer how many tokens have passed through each of its experts, summed over the replicas with these names."""
         name = model_of(name, self.models)
         found = self.models.get(name)
         if found is None or found.shape is None or not found.bytes_with_copies:

@@ -56,8 +56,8 @@ class Sizing:
         speculator: Speculator,
         dtype: str,
     ) -> events.ModelFacts:
-        """Returns the facts that the scheduler needs about a model, with the layers of its speculator. dtype: in which it is
-        computed. For a model that is split over devices, the bytes are those of its largest share."""
+        """Returns the facts that the scheduler needs about a model, with the layers of its speculator. dtype: the dtype in which it
+        is computed. For a model that is split over devices, the bytes are those of its largest share."""
         name, ranks, shape = checkpoint.name, parallel.num_ranks(settings), speculator.shape
         weight_format = held_format(shape, settings.quantize, settings.resident)
         if ranks > 1:
@@ -99,8 +99,9 @@ class Sizing:
         return min(settings.expert_copies, experts.num_experts - experts.num_experts // parts)
 
     def bytes_with_copies(self, settings: ModelConfig, shape: ModelShape, dtype: str) -> dict[int, int]:
-        """Returns how large a device's share of a model's weights is with copies of experts: number of copies in each layer -> most
-        bytes of the weights, for the numbers that loads may take. shape: that of the whole model."""
+        """Returns how many bytes of a model's weights one device holds at most if it also gets copies of experts: for each number
+        of copies that a load may choose, (number of copies that the device gets in each layer) -> bytes. shape: that of the whole
+        model."""
         weight_format = held_format(shape, settings.quantize, settings.resident)
         how = (shape, dtype, division_of(settings), weight_format)
         numbers = expert_copies.numbers(self.most_copies(settings, shape))
@@ -178,16 +179,17 @@ class Sizing:
             log.warning("%s: dtype: float16 has no kernels on cpu devices and is several times slower there than bfloat16", name)
 
     def _budgets(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[int, int]:
-        """Returns two budgets in bytes: that of the smallest of the devices that the model would take if it took the largest ones
-        where it may live, as many as it is split over and all of one kind; and what it would be if no carve-outs had been set
-        aside. Of several kinds of devices the one with the larger budget counts. (0, 0) if there are too few devices."""
+        """Returns two budgets of one device in bytes: its budget, and what the budget would be if no carve-outs had been set aside.
+        The device is the smallest one of those that the model takes if it takes the largest devices on which it may live, all of
+        one kind, as many as it is split over. Of several kinds of devices the one with the larger budget counts. (0, 0) if there
+        are too few devices."""
         budgets = self._budgets_by_kind(name, settings, shape)
         return max((budget for budget, _ in budgets), default=0), max((whole for _, whole in budgets), default=0)
 
     def _budgets_by_kind(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[tuple[int, int]]:
-        """Returns a pair (budget, budget without carve-outs), in bytes, for each kind of devices on which the model may live. They
-        are the budgets of the smallest device that the model would take if it took the largest ones of this kind, as many as it is
-        split over."""
+        """Returns a pair (budget, budget without carve-outs), in bytes, for each kind of devices on which the model may live. These
+        are the budgets of the smallest one of those devices that the model takes if it takes the largest devices of the kind, as
+        many as it is split over."""
         division, found = division_of(settings), []
         for allowed in self._allowed_by_kind(name, settings, shape):
             budgets = {device.name: device.budget_bytes for device in allowed}

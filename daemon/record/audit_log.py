@@ -212,7 +212,8 @@ class AuditLog:
         return sink
 
     def _append(self, acts: list[dict[str, Any]], sink: LineFile) -> None:
-        """Writes acts to the file. If acts were dropped since that was last reported, a line with their number comes first."""
+        """Writes acts to the file. If acts were dropped since the last report of dropped acts, a line with the count of them comes
+        first."""
         num_dropped = self.num_dropped
         gap = []
         if num_dropped > self._num_told:

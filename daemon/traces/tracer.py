@@ -54,7 +54,7 @@ class Tracer:
 
     def __init__(self, sample: float, export: Callable[[bytes, int], None]) -> None:
         """sample: the share, from 0 to 1, of traces that are sampled; for a request whose caller has a trace, the caller's flag
-        decides. export: takes encoded spans and their number."""
+        decides. export: takes encoded spans and how many they are."""
         self._below = round(sample * (1 << 64))
         self._out = export
         self._loads: dict[int, _OpenLoad] = {}  # by placement id

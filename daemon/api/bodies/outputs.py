@@ -1,4 +1,4 @@
-"""A request's settings for its outputs besides the text: their number, log-probabilities, and limits on the sampled tokens."""
+"""Defines a request's settings for its outputs: how many there are, log-probabilities, and limits on the sampled tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_BIASED_TOKENS = 1024
 
 
 class Outputs(Struct, array_like=True, frozen=True):
-    """A request's settings for its answers: their number, penalties, log-probabilities, and limits on the sampled tokens. None: the
-    model's default applies."""
+    """A request's settings for its answers: how many there are, penalties, log-probabilities, and limits on the sampled tokens.
+    None: the model's default applies."""
 
     n: int = 1
     presence_penalty: float = 0.0

@@ -24,9 +24,9 @@ _pack = msgspec.msgpack.encode
 
 
 def prompts(raw: bytes, field: str = "prompt", most: int = MAX_PROMPTS) -> tuple[str, bytes, int]:
-    """Parses the prompts or inputs of a request. Returns their kind, the prompts packed as msgpack, and their number. The kind is
-    "text" for a list of strings, "ids" for a list of int32 arrays. raw: the JSON of the body's field. field: its name, for errors.
-    most: the largest number that is allowed. Raises BadRequest."""
+    """Parses the prompts or inputs of a request. Returns their kind, the prompts packed as msgpack, and how many there are. The
+    kind is "text" for a list of strings, "ids" for a list of int32 arrays. raw: the JSON of the body's field. field: its name, for
+    errors. most: the largest number that is allowed. Raises BadRequest."""
     data = raw.lstrip(b" \t\r\n")
     if data[:1] == b'"':
         texts: list[str] = [decode(msgspec.json.Decoder(str), data, field)]

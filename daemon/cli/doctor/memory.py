@@ -41,7 +41,7 @@ def budgets(devices: Mapping[str, int], host_tier_bytes: int, memory_bytes: int)
 
 
 def needed_bytes(devices: Mapping[str, int], host_tier_bytes: int, num_cores: int) -> int:
-    """Returns the most memory in bytes that all processes of hearthd may need together: what a limit on them, such as MemoryMax=,
+    """Returns the most memory, in bytes, that all processes of hearthd may need in sum: what a limit on them, such as MemoryMax=,
     should allow at least. devices: name -> budget in bytes. num_cores: how many cores they may use, by which kernels are compiled
     at once."""
     cpu = [value for name, value in devices.items() if is_local(name, "cpu")]
