@@ -87,8 +87,8 @@ class Adapters:
             self._chunks.version += 1
 
     def undo(self, key: str) -> None:
-        """Takes back one `take` of an adapter, for a request that was not admitted after all. Unlike `leave`, this does not make
-        requests that wait for memory be tried again."""
+        """Takes back one `take` of an adapter, for a request that was not admitted after all. Unlike after `leave`, requests that
+        wait for memory are not tried again."""
         self.resident[key].num_rows -= 1
 
     def retire(self, key: str) -> None:

@@ -1,9 +1,9 @@
 """Drafts tokens (speculative decoding): tokens that a cheap guess expects next are computed together with a sequence's last token.
 
 A sequence that decodes may bring drafted tokens along, each as one more row of the step, at the positions after its last token.
-Every row samples its next token with the noise of its own position, as it would without drafts. So as long as the sampled tokens
-are those that were drafted, the rows behind them computed what later steps would have, and their tokens count too; from the first
-difference on, rows are dropped. The text is the same as without drafts, only in fewer steps.
+Every row samples its next token with the random numbers of its own position, as it would without drafts. So as long as the sampled
+tokens are those that were drafted, the rows behind them computed what later steps would have, and their tokens count too; from the
+first difference on, rows are dropped. The text is the same as without drafts, only in fewer steps.
 
 How many tokens are drafted follows from what they are worth: the chance that the model samples a sequence's drafted tokens, learned
 from its earlier ones, against what a step of more rows costs (StepRoom.worth_drafting). A sequence for which nothing pays is left

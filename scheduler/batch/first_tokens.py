@@ -9,8 +9,8 @@ from scheduler.batch.request import BatchRequest
 
 
 class FirstTokens:
-    """Remembers for which requests it is still to be reported how many of their tokens were cached. requests [S]: the request in
-    each of S slots of a sequence table, a list that the batch scheduler owns."""
+    """Remembers the requests for which the number of cached tokens has not been reported yet. requests [S]: the request in each of
+    S slots of a sequence table, a list that the batch scheduler owns."""
 
     def __init__(self, table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self._table, self._requests = table, requests

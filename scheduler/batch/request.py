@@ -64,7 +64,7 @@ class BatchRequest:
 
 class WaitingQueue:
     """Waiting requests, ordered by the tenants' shares. Of one tenant the highest priority comes first, then the oldest. Withdrawn
-    requests are skipped when their turn comes."""
+    requests are skipped when they would be next."""
 
     def __init__(self) -> None:
         self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tenant -> (-priority, order, request id)

@@ -197,8 +197,9 @@ class SequenceBlocks:
     # ---- inside
 
     def _free_behind(self, slots: IntArray, positions: IntArray) -> None:
-        """Frees blocks of decoding sequences whose next token begins a block: those that a query at positions[i] of slots[i] does
-        not attend to. Usually that is one block a sequence; with chunked windows, all blocks of a chunk."""
+        """Frees those blocks of decoding sequences that a query at positions[i] of the sequence in slots[i] does not attend to.
+        Called for sequences whose next token begins a block. Usually that is one block a sequence; with chunked attention, all
+        blocks of a chunk."""
         for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
             if group.is_chunked:
                 due = starts[slots] < group.first_blocks(positions)

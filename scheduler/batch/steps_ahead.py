@@ -59,10 +59,10 @@ class StepsAhead:
         return self._table.num_tokens + self._num_sampled if self._steps else self._table.num_tokens
 
     def going_on(self, running: IntArray) -> IntArray:
-        """Returns the slots, among the running ones, of the sequences that may be in the next step: those that started steps do not
-        bring to their greatest length, or, with `apart`, those whose next token no started step samples. Unless `apart`, raises
-        TokensNeeded if one of the running sequences must wait for its token, or if the latest started step has drafted tokens or
-        lets the predictor draft some."""
+        """Returns those of the slots `running` whose sequences may be in the next step. With `apart`, these are the sequences whose
+        next token is not sampled by a started step. Without `apart`, they are the sequences that will not have reached their
+        greatest length when all started steps have run; TokensNeeded is raised if a running sequence must wait for its last token,
+        or if the latest started step has drafted tokens or lets the predictor draft some."""
         if not self._steps:
             return running
         if self.apart:

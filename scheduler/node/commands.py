@@ -38,8 +38,8 @@ def load(node: Node, event: LoadRequested | WarmRequested) -> None:
 
 
 def warm(node: Node, event: WarmRequested) -> None:
-    """Loads a model that no request waits for yet, or refuses the command if the load cannot begin at once. (It is not queued,
-    because a model that waits without a request would in time count as overdue, and be placed before models with requests.)"""
+    """Loads a model that no request waits for yet, or refuses the command if the load cannot begin at once. (The model is not
+    queued: one that waits without a request would in time count as overdue, and be placed before models with requests.)"""
     model = node.models.get(event.model)
     is_resting = model is not None and model.copy is None and model.placement is None
     if model is not None and is_resting and not model.removed and admission.closed(node, model) is None:

@@ -67,8 +67,8 @@ def most_groups(pool: Iterable[str], num_ranks: int, num_stages: int = 1) -> int
 
 
 def _usable(devices: Sequence[str], stage_size: int, num_stages: int) -> tuple[str, ...]:
-    """Returns those of the devices, which are all of one kind, that could be in a group that holds a split model; () if there is no
-    group. stage_size: devices of each pipeline stage. num_stages: number of stages."""
+    """Returns those of the devices that could be in a group that holds a split model; () if they can form no group. devices: all of
+    one kind. stage_size: devices of each pipeline stage. num_stages: number of stages."""
     numbers = Counter(map(host_of, devices))
     if numbers[HERE] < stage_size or sum(number // stage_size for number in numbers.values()) < num_stages:
         return ()

@@ -75,8 +75,8 @@ class HostTierAccount:
         return [*self.weights.items(), *self.kv.items()]
 
     def grant(self, placement_id: int, model: str, num_slots: int) -> Slots:
-        """Takes num_slots free slots, lowest first, and returns them. The load or eviction of the model that the placement stands
-        for may write them until `end_grant`. Raises ValueError if there are too few, or if the placement has slots already."""
+        """Takes num_slots free slots, lowest first, and returns them. The placement's load or eviction may write these slots until
+        `end_grant` is called. Raises ValueError if there are too few, or if the placement has slots already."""
         if num_slots > len(self._free):
             raise ValueError(f"{num_slots} slots asked for {model}, {len(self._free)} are free")
         if placement_id in self.transit:

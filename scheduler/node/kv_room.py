@@ -1,8 +1,9 @@
 """Makes room for KV and adapters: if requests wait in an engine for either, an idle model is evicted from its device, and loaded
 again when it is requested.
 
-That pays if more requests wait than are expected to arrive for the idle model while it is loaded again: its request rate times its
-reload seconds. One model is evicted at a time, so that the freed memory has an effect before the next one is considered.
+That pays if more requests wait than are expected to arrive for the idle model while it is loaded again (its requests per second
+times the seconds of its reload). One model is evicted at a time, so that the freed memory has an effect before the next one is
+considered.
 """
 
 from __future__ import annotations

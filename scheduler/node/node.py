@@ -69,9 +69,9 @@ class Copy:
 
     devices: the devices that hold it, by rank. The first one leads: requests are submitted to its engine. A device whose engine
     dies is removed from the list, and the copy is then evicted from the others. keep_slots: slots of the host tier that the load is
-    to fill with the weights; from_host: whether the weights were to be loaded from the host tier. expert_copies: as
-    ExpertCopies.number. counted_to: until when its engines' long steps have been counted for the deadline of its load or eviction
-    (engines.step_lasts)."""
+    to fill with the weights; from_host: whether the weights were to be loaded from the host tier. expert_copies: the most copies of
+    experts that a device has in a layer; 0: none. counted_to: the time up to which long steps of its engines have been added to the
+    deadline of its load or eviction (engines.step_lasts)."""
 
     placement_id: int
     devices: tuple[str, ...]

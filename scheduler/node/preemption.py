@@ -53,8 +53,9 @@ def pause_cost_s(node: Node, model: Model) -> float:
 
 
 def pause_victims(node: Node, placement: Placement) -> None:
-    """Pauses those victims of a placement that still have running requests, because their time to drain is up. The requests of one
-    that cannot come back end. If the time of such requests is not up, sets the deadline at which it is instead."""
+    """Pauses those victims of a placement that still have running requests, because their time to drain is up. If the folder of a
+    victim is gone, so that it cannot come back, its requests are ended instead. While such requests may still run (drain_timeout_s
+    after the folder went), pauses nothing and sets a deadline at which to try again."""
     busy = [victim for name in placement.victims if (victim := node.models[name]).running]
     ends_at = (one.primary.removed_at + node.settings.drain_timeout_s for one in busy if _cannot_come_back(one))
     until = max(ends_at, default=node.now)

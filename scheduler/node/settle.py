@@ -102,9 +102,9 @@ def settle_resting(node: Node, model: Model) -> None:
 
 
 def enlist(node: Node, model: Model) -> None:
-    """Puts a model that waits to be placed on the lists of its devices, ordered by rule 8 of docs/design/models.md, and removes any
-    other model from them. A split model is on the list of each of its devices. If pinned models leave it no place and no other
-    replica serves it, its requests and commands are refused."""
+    """Puts a model that waits to be placed on the waiting lists of all devices on which it fits beside pinned models, in the order
+    of rule 8 of docs/design/models.md. Removes a model that does not wait from these lists. If pinned models leave a waiting model
+    no place and no other replica serves it, its requests and commands are refused."""
     if not node.wanted(model) or not node.resting(model) or model.retry_at > node.now:
         placements.unlist(node, model)
         return
