@@ -1,4 +1,4 @@
-"""The result of one check of `hearth doctor`."""
+"""Defines the result of one check of `hearth doctor`."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def needed_bytes(devices: Mapping[str, int], host_tier_bytes: int, num_cores: in
 
 
 def service_limit(needed: int, limit: int | None, whose: str) -> Finding:
-    """Compares the memory limit of hearthd's processes with what they need, and returns the finding. needed: as needed_bytes
-    returns it. limit: the limit of their control group in bytes; None: there is none. whose: words for the processes whose limit it
+    """Compares the memory limit of hearthd's processes with what they need, and returns the finding. needed: the bytes that they
+    need. limit: the limit of their control group in bytes; None: there is none. whose: words for the processes whose limit it
     is."""
     found = f"budgets and what hearthd's processes need beside them come to {size(needed)}"
     mib = -(-needed // (1 << 20))
