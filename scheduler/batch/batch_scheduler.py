@@ -224,11 +224,11 @@ class BatchScheduler:
         """Returns the next step; None if nothing can run now. Raises TokensNeeded if the next step depends on tokens that a started
         step has not reported yet.
 
-        max_tokens: the most tokens of the step (default: max_num_batched_tokens, which it must not exceed if a KV group has
-        sliding-window or chunked attention). room: what limits the step's rows and prompt tokens (StepRoom); None: no limits.
-        Requests are admitted while fewer sequences run than `room` has rows for. If the head of the queue has waited for many
-        steps, more sequences may run than that, and take turns (step_limits.most_running). now_s: the time, which is reported of
-        requests that this step admits (StepOutcome.began_s); 0: it is not reported."""
+        max_tokens: the most tokens of the step (default: max_num_batched_tokens, which it must not exceed unless all layers have
+        full attention). room: what limits the step's rows and prompt tokens (StepRoom); None: no limits. Requests are admitted
+        while fewer sequences run than `room` has rows for. If the head of the queue has waited for many steps, more sequences may
+        run than that, and take turns (step_limits.most_running). now_s: the time, which is reported of requests that this step
+        admits (StepOutcome.began_s); 0: it is not reported."""
         room = room or StepRoom()
         self._now_s = now_s
         plan = self._plan(step_id, room, max_tokens)

@@ -56,7 +56,7 @@ class Place:
 
 class Rule(Protocol):
     """Decides which models are evicted first from a device, and whose weights are dropped first from host memory. max_residents:
-    the most models on a device; 0: no limit. idle_s: the seconds after which an idle model is evicted; 0: it never does."""
+    the most models on a device; 0: no limit. idle_s: the seconds after which an idle model is evicted; 0: never."""
 
     name: str
     max_residents: int
