@@ -41,8 +41,8 @@ class Registered:
 
     @property
     def held_as(self) -> str:
-        """How the model's matrices are held in memory, in words: their weight format, such as "int4 by 128", or the dtype of plain
-        ones."""
+        """Words that say how the model's matrices are held in memory: their weight format, such as "int4 by 128", or the dtype of
+        plain ones."""
         return self.quantize or self.dtype
 
     @property

@@ -27,8 +27,8 @@ def named_heads(config: NodeConfig, checkpoints: Mapping[str, Checkpoint]) -> di
 
 
 class MayPredict(Protocol):
-    """What is known about the predictor in a model's own checkpoint (loader.models.catalog.Checkpoint). predicting: the model's
-    shape with that predictor, None if none can be used. predictor_error: why it cannot be used, or "" if nothing is wrong."""
+    """Facts about the predictor in a model's own checkpoint (loader.models.catalog.Checkpoint). predicting: the model's shape with
+    that predictor, None if none can be used. predictor_error: why it cannot be used, or "" if nothing is wrong."""
 
     @property
     def predicting(self) -> ModelShape | None: ...

@@ -120,8 +120,8 @@ class CandidateView:
 
 @dataclass(slots=True, frozen=True)
 class DevicePlan:
-    """What it would take to free room on a device. verdict: "fits" (there is room), "evicts" (idle models would be evicted),
-    "forces" (busy ones would be, too) or "waits" (not possible now)."""
+    """Description of what it would take to free room on a device. verdict: "fits" (there is room), "evicts" (idle models would be
+    evicted), "forces" (busy ones would be, too) or "waits" (not possible now)."""
 
     device: str
     verdict: str
