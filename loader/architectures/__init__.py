@@ -1,1 +1,3 @@
-"""Model families: one file describes each (what it reads from config.json, its tensors, its windows), `registry` lists them."""
+"""Describes the model families, one in each file: what a family reads from config.json, its tensors, and its layers with sliding
+windows. `registry` lists them.
+"""

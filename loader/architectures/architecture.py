@@ -1,4 +1,4 @@
-"""Defines the interface of the description of a model family, and parts that several descriptions use."""
+"""Defines the interface of a model family's description (Architecture), and parts that several descriptions use."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ WHOLE = "whole"  # every stage of a pipeline has a tensor whole (TensorGroup.by_
 
 
 class Cut(NamedTuple):
-    """A device's share of a stored tensor: along one axis, which has `whole` elements, it has the elements of `ranges` [begin,
-    end). The ranges are in ascending order, do not touch, and lie one after the other in the share. axis: 0 selects rows. For
-    another axis k the tensor is regarded as a matrix [prod(dims[:k]), prod(dims[k:])], of which the share has some columns.
-    experts: for a tensor that has experts along its first axis and is cut along another one, the cut of the first axis; None: all
-    experts."""
+    """A device's share of a stored tensor. Along one axis, which has `whole` elements, the share has the elements of `ranges`
+    [begin, end). The ranges are in ascending order, do not touch, and lie one after the other in the share.
+
+    axis: 0 selects rows. For another axis k the tensor is regarded as a matrix [prod(dims[:k]), prod(dims[k:])], of which the share
+    has some columns. experts: for a tensor that has experts along its first axis and is cut along another one, the cut of the first
+    axis; None: all experts."""
 
     axis: int
     ranges: tuple[tuple[int, int], ...]
@@ -34,7 +35,7 @@ class Cut(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of elements that the share has along the axis."""
+        """The number of elements that the share has along the axis `axis`."""
         return sum(end - begin for begin, end in self.ranges)
 
     def part_of(self, dims: Dims) -> Dims:
@@ -52,24 +53,28 @@ class TensorGroup(NamedTuple):
     """Tensors that lie end to end in a model's memory, because one matrix multiplication reads them together.
 
     tensors: for each tensor, its name in the checkpoint and its shape. layer: the index of the layer that needs them; None: they
-    are needed before the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize`
-    may round; embeddings, heads, norms and biases are not. may_be_packed: whether they are an embedding or a head, which only a
-    lossless format may hold. held_as: their dtype in memory; "": the model's dtype. may_be_reordered: whether the matrix
-    multiplication that reads them may take its inputs in an order that the checkpoint gives.
+    are needed before the first layer or after the last.
 
-    divided: how the devices of a split model share the tensors: ROWS, COLUMNS, FIRST_ALONE; "": each device has them whole. unit:
-    number of rows or columns that are kept together, for example those of a head; with fewer units than devices several devices
-    have the same unit. joined: for each tensor, how many rows each of the matrices has that it holds one after the other and that
-    are divided one by one; (): each tensor is one matrix. cuts: in a device's share (loader/sizes/slices.py), for each tensor which
-    part of it the share has; `tensors` then has the shapes of the parts; (): the tensors are whole.
+    may_be_quantized: whether they are matrices of a layer, which `quantize` may round; embeddings, heads, norms and biases are not.
+    may_be_packed: whether they are an embedding or a head, which only a lossless format may hold. held_as: their dtype in memory;
+    "": the model's dtype. may_be_reordered: whether the matrix multiplication that reads them may take its inputs in an order that
+    the checkpoint gives.
 
-    num_experts: number of experts, in order, to which the tensors belong; each device may have some of the experts, and `divided`
-    says how devices with the same experts share each expert. 0: the tensors do not belong to routed experts. stacked: each tensor
-    has the experts along its first axis, and `divided` applies to the other axes.
+    divided: how the devices of a split model (tensor parallelism) share the tensors: ROWS, COLUMNS, FIRST_ALONE; "": each device
+    has them whole. unit: number of rows or columns that stay on one device, for example those of a head; if there are fewer units
+    than devices, several devices have the same unit. joined: for each tensor that consists of several matrices one after the other,
+    the number of rows of each, since every matrix is divided by itself; (): each tensor is one matrix. cuts: in a device's share
+    (loader/sizes/slices.py), for each tensor the part that the share has; `tensors` then has the shapes of these parts; (): the
+    tensors are whole.
 
-    by_layer: how the stages of a pipeline share tensors of which every layer needs something: each layer has an equal part of their
-    ROWS or of their COLUMNS, in the order of the layers, and a stage has the parts of its own layers; WHOLE: each stage has the
-    tensors whole; "": only one stage, or the layer, needs them. Such tensors are not divided among the devices of a stage."""
+    num_experts: number of experts to which the tensors belong, in the experts' order; 0: they do not belong to routed experts. Each
+    device may have some of the experts, and `divided` says how devices with the same experts share each of them. stacked: each
+    tensor has the experts along its first axis, and `divided` applies to the other axes.
+
+    by_layer: how the stages of a pipeline share tensors of which every layer needs something. ROWS or COLUMNS: each layer has an
+    equal number of rows or columns, in the order of the layers, and a stage has those of its own layers. WHOLE: each stage has the
+    tensors whole. "": only one stage, or the layer, needs them. Tensors that by_layer divides are not divided among the devices of
+    a stage."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
@@ -86,7 +91,8 @@ class TensorGroup(NamedTuple):
     cuts: tuple[Cut, ...] = ()
 
     def in_parts(self, cuts: tuple[Cut, ...]) -> TensorGroup:
-        """Returns the group as a device's share has it: of each tensor only the part that `cuts` says, one for each tensor."""
+        """Returns the group as a device's share has it, with only a part of each tensor. cuts: for each tensor, which part that
+        is."""
         tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(self.tensors, cuts, strict=True))
         return self._replace(tensors=tensors, cuts=cuts)
 
@@ -97,8 +103,9 @@ class TensorGroup(NamedTuple):
 
 
 class Architecture(Protocol):
-    """A family of models. name: its value of the key `architectures` in config.json. model_type: its value of the key `model_type`,
-    which is used if `architectures` is missing; "": a file without `architectures` means another family."""
+    """The description of a family of models. name: the value that the key `architectures` of config.json has for this family.
+    model_type: the value of the key `model_type`, which decides if `architectures` is missing; "": a file without `architectures`
+    means another family."""
 
     @property
     def name(self) -> str: ...
@@ -116,8 +123,8 @@ class Architecture(Protocol):
         ...
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether a checkpoint may contain the tensor of this name although it is not among those of tensor_groups. Such a
-        tensor is not read."""
+        """Returns whether a checkpoint may contain the tensor `name` although tensor_groups does not list it. Such a tensor is not
+        read."""
         ...
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:

@@ -1,5 +1,5 @@
-"""BERT and its MiniLM distillations: encoders that turn texts into vectors. They have no KV, and nothing is sampled. Families with
-the same layers, RoBERTa's and cross-encoders, are described by other values of Encoder.
+"""Describes BERT and its MiniLM distillations: encoders that turn texts into vectors. They have no KV cache, and nothing is
+sampled. Other values of Encoder describe families with the same layers: RoBERTa and cross-encoders.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ _SUPPORTED = (("hidden_act", "gelu"), ("position_embedding_type", "absolute"))
 
 @dataclass(slots=True, frozen=True)
 class Encoder:
-    """Describes a family of BERT's kind: what its config.json may say, and which tensors its checkpoints hold.
+    """The description of a family with BERT's layers: what its config.json may say, and which tensors its checkpoints hold.
 
-    body: prefix of the encoder's tensors in models that have a head. pad_token_id: the id of padding if config.json gives none; a
-    text's first position is this id plus 1; None: the first position is 0. score_head: for a cross-encoder, the names of the two
-    matrices with biases that compute a score from a pair's first vector, with tanh after the first; `{}` stands for `body`, or for
-    "" in a checkpoint whose names lack it. (): the family computes vectors."""
+    body: prefix of the names of the encoder's tensors in models that have a head. pad_token_id: the id of padding if config.json
+    gives none; a text's first position is this id plus 1; None: the first position is 0.
+
+    score_head: for a cross-encoder, the names of two matrices with biases that compute a score from the first vector of a pair of
+    texts, with tanh after the first matrix; {} stands for `body`, or for "" in a checkpoint whose names lack that prefix. (): the
+    family computes vectors."""
 
     name: str
     model_type: str
@@ -33,8 +35,9 @@ class Encoder:
     score_head: tuple[str, ...] = ()
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Returns the shape of the encoder that a config.json describes, as Architecture.parse says. How token vectors are pooled
-        is read from another file (loader/configs/pooling.py)."""
+        """Returns the shape of the encoder that a config.json describes. Raises UnsupportedModel for a variant that is not served,
+        and CheckpointError, which names a key with a wrong value. How token vectors are pooled is read from another file
+        (loader/configs/pooling.py)."""
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if hidden_size % num_heads:
             raise fields.fail("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
@@ -85,7 +88,7 @@ class Encoder:
         return tuple(name.format(shape.tensor_prefix) for name in self.score_head)
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Lists the tensors that an encoder's checkpoint must hold, as Architecture.tensor_groups says."""
+        """Lists the tensors that an encoder's checkpoint must hold, in the order of the model's memory."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
 
         def one(name: str, *dims: int) -> list[TensorGroup]:

@@ -1,4 +1,4 @@
-"""BERT as a cross-encoder (ms-marco-MiniLM): its pooler and one output score a pair of texts."""
+"""Describes BERT as a cross-encoder (ms-marco-MiniLM), which scores a pair of texts by its pooler and a matrix with one output."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Command R: LayerNorm without biases, whose output both attention and the MLP read, and a factor of the logits. Pairs of
-neighbouring dimensions are rotated. Command R+ has norms of queries and keys, each head with weights of its own, which are not
-supported.
+"""Describes Command R: attention and the MLP read the output of the same LayerNorm, which has no bias, and a factor scales the
+logits. Rotary embedding (RoPE) pairs neighbouring dimensions. Command R+ is not supported: it has norms of queries and keys in
+which each head has weights of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Command R7B and Command A: Command R with a window on three of four layers; the fourth is not rotated."""
+"""Describes Command R7B and Command A: Command R with a sliding window and rotary embedding (RoPE) on three of four layers. The
+fourth layer has full attention and no RoPE.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Decoders that generate text: an embedding, layers of attention and MLP with norms around them, and a head. The MLP of a layer may
-be a mixture of experts (experts.py). Decoders whose folder says how to pool (loader/configs/pooling.py) are embedding models: they
-compute vectors, and have no head.
+"""Describes decoders that generate text: an embedding, layers of attention and MLP with norms around them, and a head. The MLP of a
+layer may be a mixture of experts (experts.py). Decoders whose folder says how to pool token vectors (loader/configs/pooling.py) are
+embedding models: they compute vectors, and have no head.
 
-A family is one `Decoder`, whose fields describe its differences from other families. loader/architectures reads config.json and
-lists tensors as these fields say; engine/models/decoder.py runs the model as they say. Defaults are those of transformers'
-configuration classes, which apply if a checkpoint leaves a key out.
+A family is one `Decoder`, whose fields describe how it differs from other families. loader/architectures reads config.json and
+lists tensors by these fields; engine/models/decoder.py runs the model by them. Defaults are those of transformers' configuration
+classes, which apply if a checkpoint leaves a key out.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ _NO_WINDOWS, _PLAIN_ROPE, _NO_FACTORS = Windows(), RopeRules(), Factors()
 
 @dataclass(slots=True, frozen=True)
 class TensorNames:
-    """Names of a decoder's tensors in the checkpoint, without `.weight` and `.bias`. Those of a layer follow `layer`, in which {}
-    is the layer's number. A norm that the family does not have is "".
+    """The names of a decoder's tensors in the checkpoint, without `.weight` and `.bias`. The names of a layer's tensors follow
+    `layer`, in which {} stands for the layer's index. The name of a norm that the family does not have is "".
 
-    queries_keys_values, gate_up: a name for each matrix, or a single name if the checkpoint holds them as one tensor. In an MLP
-    without a gate, gate_up is its first matrix.
-    """
+    queries_keys_values, gate_up: a name for each matrix, or a single name if the checkpoint holds these matrices as one tensor. In
+    an MLP without a gate, gate_up is its first matrix."""
 
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}."
@@ -67,15 +66,15 @@ class TensorNames:
     not_read: str = ""  # prefix of the names of tensors that predict further tokens; "": there are none
 
     def of_heads(self, heads: HeadShape) -> tuple[str, ...]:
-        """Returns the names of the matrices that make queries, keys and values in a layer with these heads: without those of keys
-        or values that the layer does not make."""
+        """Returns the names of the matrices that make queries, keys and values in a layer. heads: the layer's heads. The names of
+        keys or values are left out if the layer does not make them."""
         return self.queries_keys_values[: heads.num_projections]
 
 
 @dataclass(slots=True, frozen=True)
 class Decoder:
-    """The description of one family of decoders: the names of its tensors, the keys that its config.json may contain, with their
-    defaults, and how its layers differ from Llama's, which most defaults of the fields describe."""
+    """The description of one family of decoders: the names of its tensors, the keys that its config.json may contain and their
+    defaults, and how its layers differ from Llama's. Most defaults of the fields describe Llama."""
 
     name: str
     model_type: str
@@ -127,7 +126,8 @@ class Decoder:
     causal_modes: tuple[str, ...] = ()
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Returns the shape of the decoder that a config.json describes, as Architecture.parse says."""
+        """Returns the shape of the decoder that a config.json describes. Raises UnsupportedModel for a variant that is not served,
+        and CheckpointError, which names a key with a wrong value."""
         self._refuse_variants(fields)
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -211,7 +211,7 @@ class Decoder:
         )
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Lists the tensors that a decoder's checkpoint must hold, as Architecture.tensor_groups says."""
+        """Lists the tensors that a decoder's checkpoint must hold, in the order of the model's memory."""
         names, hidden = self.decoder_of(shape).names, shape.hidden_size
         embedding = one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden, divided=ROWS)
         groups = [embedding._replace(may_be_packed=True), *self._input_groups(shape)]
@@ -258,9 +258,9 @@ class Decoder:
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{names.head}.weight")
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Returns the shape with what the names of a checkpoint's tensors tell: whether the matrices of a layer's experts are one
-        tensor or one for each expert, and whether an embedding model was saved without a head, so that its tensors have names of
-        their own."""
+        """Returns the shape adapted to a checkpoint whose tensors have these names. They tell whether the matrices of a layer's
+        experts are one tensor or one for each expert, and whether an embedding model was saved without a head, which shortens all
+        names."""
         bare = f"{self.names.embedding.removeprefix(_BODY)}.weight"
         if shape.pooling and bare in names and f"{self.names.embedding}.weight" not in names:
             shape = replace(shape, bare_names=True)
@@ -278,20 +278,20 @@ class Decoder:
         return replace(shape, predicts=True)
 
     def decoder_of(self, shape: ModelShape) -> Decoder:
-        """Returns this description with the names that a checkpoint of this shape gives its tensors: without "model." if the
-        decoder was saved without a head."""
+        """Returns this description with the names that the checkpoint gives the tensors: without the prefix "model." if the decoder
+        was saved without a head (shape.bare_names)."""
         return replace(self, names=_bare(self.names)) if shape.bare_names else self
 
     def _is_of_unmade_kv(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether the tensor of this name belongs to the keys or values of a layer that uses those of an earlier layer
-        instead, so that the tensor is not needed."""
+        """Returns whether the tensor `name` makes or norms keys or values in a layer that reads those of an earlier layer instead,
+        so that the tensor is not needed."""
         names, parts = self.decoder_of(shape).names, (*self.names.queries_keys_values[1:], self.names.key_norm)
         reading = range(shape.num_writing_layers, shape.num_layers)
         return name.startswith(tuple(f"{names.layer.format(layer)}{part}." for layer in reading for part in parts if part))
 
     def _groups_around_mlp(self, shape: ModelShape, heads: HeadShape) -> tuple[list[TensorGroup], list[TensorGroup]]:
-        """Returns the tensor groups that a layer of attention has before those of its MLP, and those after them. heads: the layer's
-        heads. Names lack the layer's prefix."""
+        """Returns the tensor groups that a layer with attention has before the groups of its MLP, and those after them. heads: the
+        layer's heads. The tensors' names lack the layer's prefix."""
         names, hidden = self.names, shape.hidden_size
         if self.latents is not None and shape.latent is not None:
             attention = self.latents.tensor_groups(shape.latent, shape.num_heads, hidden, shape.attention_bias)
@@ -311,8 +311,8 @@ class Decoder:
         return before, self._norms(hidden, names.mlp_output_norm)
 
     def _head_norms(self, width: int, name: str, heads: HeadShape) -> list[TensorGroup]:
-        """Returns the tensor group of the norm of queries or keys; [] if the family has none. width: number of the norm's weights.
-        A norm over all heads is divided among devices like the heads."""
+        """Returns the tensor group of a norm of queries or keys; [] if the family has none. width: number of the norm's weights. A
+        norm over all heads at once is divided among devices in the same way as the heads."""
         divided = ROWS if self.whole_width_norms else ""
         return [group._replace(divided=divided, unit=heads.head_dim) for group in _weights(width, name)]
 
@@ -324,8 +324,8 @@ class Decoder:
         return [one_tensor(f"{name}.{part}", width) for name in names if name for part in ("weight", "bias")]
 
     def _groups_before_mlp_of_delta(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the tensor groups that a layer of the gated delta rule has before those of its MLP; [] in a family without such
-        layers. Names lack the layer's prefix."""
+        """Returns the tensor groups that a layer of the gated delta rule has before the groups of its MLP; [] in a family without
+        such layers. The tensors' names lack the layer's prefix."""
         if self.deltas is None or shape.delta is None:
             return []
         names, hidden = self.names, shape.hidden_size
@@ -333,7 +333,8 @@ class Decoder:
         return [*self._norms(hidden, names.attention_norm), *own, *self._norms(hidden, names.attended_norm, names.mlp_norm)]
 
     def _input_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the tensor groups, shared by all layers, that make the additional inputs of layers; [] if layers have none."""
+        """Returns the tensor groups from which additional inputs are computed for all layers together; [] if layers have no
+        additional inputs."""
         names, inputs = self.names, shape.layer_inputs
         if inputs is None:
             return []
@@ -345,8 +346,8 @@ class Decoder:
         ]
 
     def _groups_at_the_end(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the last tensor groups of a layer: those for its additional input, and the factor of the residual; [] in a family
-        without either. Names lack the layer's prefix."""
+        """Returns the last tensor groups of a layer: those that apply its additional input, and the factor of the residual; [] in a
+        family without either. The tensors' names lack the layer's prefix."""
         names, groups = self.names, []
         if (inputs := shape.layer_inputs) is not None:
             groups += _projections((names.input_gate,), (inputs.width,), shape.hidden_size, False)
@@ -383,8 +384,9 @@ class Decoder:
             raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
 
     def _reading_layers(self, fields: Fields, sliding: list[bool]) -> int:
-        """Returns how many of the last layers read the KV of earlier layers. sliding: for each layer, whether it has a window.
-        Raises CheckpointError if such a layer has no earlier layer of its kind."""
+        """Returns how many of the last layers read the KV of earlier layers. sliding: for each layer, whether it has a sliding
+        window. Raises CheckpointError if such a layer has no earlier layer with the same kind of attention (sliding-window or
+        full)."""
         key, num_layers = "num_kv_shared_layers", len(sliding)
         num = fields.integer(key, 0, at_least=0, at_most=MAX_LAYERS)
         if num and not set(sliding[num_layers - num :]) <= set(sliding[: max(0, num_layers - num)]):
@@ -404,7 +406,8 @@ class Decoder:
         return inputs
 
     def _unrotated(self, fields: Fields, sliding: list[bool]) -> frozenset[int]:
-        """Returns the indices of the layers that apply no rotary embedding. sliding: for each layer, whether it has a window."""
+        """Returns the indices of the layers without rotary embedding (RoPE). sliding: for each layer, whether it has a sliding
+        window."""
         rotated = [True] * len(sliding)
         if self.rope.only_windows:
             rotated = sliding
@@ -459,9 +462,10 @@ def _sinks(name: str, num_heads: int) -> list[TensorGroup]:
 def _projections(
     names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool, divided: str = "", unit: int = 1
 ) -> list[TensorGroup]:
-    """Returns the tensor groups of matrices [outputs, inputs] that one matrix multiplication reads together, and of their biases.
-    names: the matrices' names; a single name if one tensor holds all of them. outputs: number of outputs of each matrix. divided:
-    how devices share the matrices (ROWS, COLUMNS or ""). unit: number of rows or columns that are kept together (TensorGroup)."""
+    """Returns the tensor groups of matrices [outputs, inputs] that one matrix multiplication reads, and of their biases if
+    has_bias. names: the matrices' names; a single name if one tensor holds all of them. outputs: number of outputs of each matrix.
+    divided: how devices share the matrices (ROWS, COLUMNS or ""). unit: number of rows or columns that stay on one device
+    (TensorGroup)."""
     widths = outputs if len(names) > 1 else (sum(outputs),)
     pairs, joined = list(zip(names, widths, strict=True)), (outputs,) if widths != outputs else ()
     matrices = tuple((f"{name}.weight", (width, inputs)) for name, width in pairs)
@@ -472,8 +476,8 @@ def _projections(
 
 
 def _temperature(fields: Fields) -> TemperatureShape | None:
-    """Returns how config.json says that queries are scaled by their position; None: they are not scaled. Raises CheckpointError for
-    a wrong value."""
+    """Returns how queries are scaled with their position, by config.json; None: they are not scaled. Raises CheckpointError for a
+    wrong value."""
     key = "attn_temperature_tuning"
     asked = fields.values.get(key, True)
     if not isinstance(asked, bool | int):

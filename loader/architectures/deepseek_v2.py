@@ -1,6 +1,7 @@
-"""DeepSeek-V2 and Coder-V2, and their Lite models: latent attention, and a mixture of experts with shared experts. The first layers
-have one MLP. The larger models choose experts in groups, by the softmax of their scores in float32 (`topk_method:
-"group_limited_greedy"`), and multiply their weights by a factor.
+"""Describes DeepSeek-V2 and Coder-V2, and their Lite models: multi-head latent attention, and a mixture of experts with shared
+experts. The first layers have one MLP each instead of experts. In the larger models the router takes the softmax of its scores in
+float32 and first chooses groups of experts, then experts within them (`topk_method: "group_limited_greedy"`); the weights of the
+chosen experts are multiplied by a factor.
 """
 
 from __future__ import annotations

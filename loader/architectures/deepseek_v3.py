@@ -1,7 +1,8 @@
-"""DeepSeek-V3, V3.1 and R1, and Kimi K2: latent attention, and a mixture of experts whose router's scores pass through a sigmoid.
-Experts are chosen in groups. The first layers have one MLP.
+"""Describes DeepSeek-V3, V3.1 and R1, and Kimi K2: multi-head latent attention, and a mixture of experts. The router's scores pass
+through a sigmoid; it first chooses groups of experts, then experts within them. The first layers have one MLP each instead of
+experts.
 
-Of the multi-token-prediction layers after the last one, at most the first is read (predictor.py).
+Of the multi-token-prediction layers after the last layer, at most the first is read (predictor.py).
 """
 
 from __future__ import annotations

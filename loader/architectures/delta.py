@@ -1,8 +1,8 @@
-"""Layers of the gated delta rule (https://arxiv.org/abs/2412.06464), which keep all earlier tokens in a state of fixed size. They
-take the place of attention in some layers of a decoder.
+"""Describes layers of the gated delta rule (linear attention, https://arxiv.org/abs/2412.06464), which keep all earlier tokens in a
+state of fixed size. They take the place of attention in some layers of a decoder.
 
-A family of decoders that has them says so with `Deltas` in its description. Defaults are those of transformers' configuration
-classes, as in decoder.py.
+The description of a family of decoders that has such layers contains a `Deltas`. Defaults are those of transformers' configuration
+classes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 @dataclass(slots=True, frozen=True)
 class DeltaNames:
-    """Names of the tensors of a layer of the gated delta rule, without `.weight`, except decay and step_bias, which are complete
-    names. They follow the layer's prefix.
+    """The names of the tensors of a layer of the gated delta rule, without `.weight`; decay and step_bias are complete names. All
+    follow the layer's prefix.
 
-    inputs: the matrices that make queries, keys, values and the output's gates; gates: the matrices that make a head's update and
-    decay. convolution: the convolution over queries, keys and values, each column by itself. norm: the norm of each head's
-    output."""
+    inputs: the matrices that make queries, keys, values and the output's gates. gates: the matrices that make the update rate and
+    the decay of each head. convolution: the convolution over queries, keys and values, in which each column is independent. norm:
+    the norm of each head's output."""
 
     inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
     gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
@@ -36,9 +36,9 @@ class DeltaNames:
 
 @dataclass(slots=True, frozen=True)
 class Deltas:
-    """The description of the layers of the gated delta rule in a family of decoders, with defaults for keys that config.json leaves
-    out. by_head: whether the outputs of the layers' projections are grouped by key head; if not, by kind (queries, keys, ...). If
-    they are, `names` has one name for inputs and one for gates."""
+    """The settings of the layers of the gated delta rule in a family of decoders: tensor names, and defaults for keys that
+    config.json leaves out. by_head: whether the outputs of the layers' projections are grouped by key head; otherwise they are
+    grouped by kind (queries, keys, ...). If it is set, `names` has one name for inputs and one for gates."""
 
     names: DeltaNames = DeltaNames()
     by_head: bool = False
@@ -51,7 +51,7 @@ class Deltas:
 
     def parse(self, fields: Fields, num_layers: int) -> DeltaShape:
         """Returns the sizes of the layers of the gated delta rule, from config.json. Raises CheckpointError, which names a key with
-        a wrong value, and UnsupportedModel."""
+        a wrong value, and UnsupportedModel for a variant that is not served."""
         num_key_heads = fields.integer("linear_num_key_heads", self.num_key_heads)
         num_value_heads = fields.integer("linear_num_value_heads", self.num_value_heads)
         if num_value_heads % num_key_heads:
@@ -101,7 +101,7 @@ class Deltas:
 
 
 def _matrices(names: tuple[str, ...], outputs: tuple[Dims, ...], inputs: int) -> TensorGroup:
-    """Returns the tensor group of matrices that one matrix multiplication reads, to be divided among devices by rows. outputs: for
-    each named tensor, the numbers of rows of the matrices that it holds. inputs: number of columns."""
+    """Returns the tensor group of matrices that one matrix multiplication reads and that devices divide by rows. outputs: for each
+    named tensor, the numbers of rows of the matrices that it holds. inputs: number of columns."""
     pairs = tuple((f"{name}.weight", (sum(rows), inputs)) for name, rows in zip(names, outputs, strict=True))
     return TensorGroup(pairs, divided=ROWS, joined=outputs)

@@ -1,8 +1,9 @@
-"""Heads that draft tokens for another model: EAGLE-3 (https://arxiv.org/abs/2503.01840), as SpecForge and `speculators` save them.
+"""Describes EAGLE-3 heads (https://arxiv.org/abs/2503.01840), which draft tokens for another model, as SpecForge and `speculators`
+save them.
 
-A draft head is one layer. It reads hidden states of some of the model's layers, by default three, and the embedding of the token
-that follows. Its output vocabulary has only the most frequent tokens of the model's. Its tensors lie among the model's own, under
-names that begin with PREFIX.
+A draft head is one layer. It reads hidden states of some of the model's layers, by default three, and the embedding of the next
+token. Its output vocabulary has only the most frequent tokens of the model's vocabulary. In memory its tensors are listed among the
+model's, under names that begin with PREFIX.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ MOST_READ = 8  # most layers whose states are read; published heads read three
 
 @dataclass(slots=True, frozen=True)
 class EagleHead:
-    """A head that drafts tokens (EAGLE-3), as its own files describe it. tensors: as the files' headers list them. read_layers:
-    indices of the model's layers whose inputs the head reads; (): the default ones. target_size: the model's width; 0: the same as
-    the head's. verifier: the name of the model that the head was made for; "": it is not given."""
+    """A head that drafts tokens for another model (EAGLE-3), as its own files describe it.
+
+    tensors: as the files' headers list them. read_layers: indices of the model's layers whose inputs the head reads; (): the
+    default ones. target_size: the model's width (hidden size); 0: the same as the head's. verifier: the name of the model that the
+    head was made for; "": it is not given."""
 
     shape: EagleShape
     tensors: tuple[TensorRef, ...]
@@ -41,9 +44,9 @@ class EagleHead:
     verifier: str
 
     def fitted(self, shape: ModelShape, file: str) -> EagleShape:
-        """Returns the shape of the head (EagleShape) as a part of the model with the given shape, with the layers that it reads and
-        the model's width filled in. file: path of the head's config.json, for errors. Raises CheckpointError, which names the key,
-        if head and model do not belong together."""
+        """Returns the shape of the head (EagleShape) for use with a given model: the layers that it reads and the model's width are
+        filled in. shape: the model's shape. file: path of the head's config.json, for errors. Raises CheckpointError, which names
+        the key, if head and model do not belong together."""
         fields = Fields({}, file)
         num_layers, own = shape.num_layers, self.shape
         if own.layer.vocab_size != shape.vocab_size:
@@ -114,15 +117,15 @@ def family_of(layer_fields: Fields) -> Decoder:
 
 
 def layer_family(eagle: EagleShape) -> Decoder:
-    """Returns the description of the family of a draft head's layer, with the names that the layer's tensors have among the
-    model's."""
+    """Returns the description of the family of decoders to which a draft head's layer belongs, with the names that the layer's
+    tensors have among the model's tensors."""
     family = _FAMILIES[eagle.family]
     return replace(family, names=replace(family.names, layer=PREFIX + eagle.outer_prefix + eagle.layer_prefix))
 
 
 def eagle_groups(eagle: EagleShape, number: int) -> list[TensorGroup]:
-    """Returns the tensor groups of a draft head, all plain, its final norm last. number: the index that the head's layer has among
-    the model's layers."""
+    """Returns the tensor groups of a draft head, none of them quantised, with its final norm last. number: the index that the
+    head's layer has among the model's layers."""
     shape, family = eagle.layer, _FAMILIES[eagle.family]
     hidden, num_read, names = shape.hidden_size, len(eagle.read_layers), family.names
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -159,8 +162,8 @@ def eagle_groups(eagle: EagleShape, number: int) -> list[TensorGroup]:
 
 
 def ignores(name: str) -> bool:
-    """Returns whether a draft head's files may hold this tensor although it is not read. A stored embedding is such a tensor if the
-    head uses the model's embedding."""
+    """Returns whether a draft head's files may hold the tensor `name` although it is not read, for example a stored embedding if
+    the head uses the model's embedding."""
     bare = name.removeprefix(PREFIX).removeprefix("model.")
     return bare in _NOT_READ or bare == f"{EMBEDDING}.weight" or bare.endswith("rotary_emb.inv_freq")
 

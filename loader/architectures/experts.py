@@ -1,7 +1,7 @@
-"""Mixtures of experts: layers with many small MLPs, of which a router chooses a few for each token.
+"""Describes mixtures of experts: layers with many small MLPs (experts), of which a router chooses a few for each token.
 
-A family of decoders that has them says so with `Experts` in its description. Defaults are those of transformers' configuration
-classes, as in decoder.py.
+The description of a family of decoders that has them contains an `Experts`. Defaults are those of transformers' configuration
+classes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _CHOSEN_KEY, _CHOSEN_KEYS = "num_experts_per_tok", ("num_experts_per_tok", "expe
 
 @dataclass(slots=True, frozen=True)
 class ExpertNames:
-    """Names of the tensors of a layer's experts, without `.weight`. They follow the layer's prefix.
+    """The names of the tensors of a layer's experts, without `.weight`. They follow the layer's prefix.
 
-    expert: prefix of the names gate_up and down of each expert; {} is its number. shared: the same prefix for the shared expert;
-    "": there is none. shared_gate: the vector that weighs the shared expert's output for each token; "": its weight is 1.
-    correction: the complete name of the numbers that are added to the scores when experts are chosen, in families with the sigmoid
-    rule; "": there are none. stacked_gate_up, stacked_down: the complete names if the checkpoint holds the matrices of all experts
-    as one tensor; "": it does not. Their biases have the same names with `_bias`."""
+    expert: prefix of the names gate_up and down of a routed expert; {} stands for its index. shared: the same prefix for the shared
+    expert; "": there is none. shared_gate: the vector from which each token's factor of the shared expert's output is computed; "":
+    the factor is 1.
+
+    correction: the complete name of the biases that are added to the router's scores when experts are chosen, in families with the
+    sigmoid rule; "": there are none. stacked_gate_up, stacked_down: the complete names if the checkpoint holds the matrices of all
+    experts as one tensor; "": it does not. Their biases have the same names followed by `_bias`."""
 
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}."
@@ -44,8 +46,8 @@ class ExpertNames:
     stacked_down: str = ""
 
     def all_gate_up(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        """Returns the names of the gate and up matrices of the experts with these numbers, in the order in which they lie in
-        memory: gate and up of each expert in turn."""
+        """Returns the names of the gate and up matrices of the experts with these indices, in the order of memory: the gate and the
+        up matrix of one expert, then those of the next."""
         return tuple(self.expert.format(number) + name for number in numbers for name in self.gate_up)
 
     def all_down(self, numbers: Iterable[int]) -> tuple[str, ...]:
@@ -53,15 +55,15 @@ class ExpertNames:
 
     @property
     def router_and_gate(self) -> tuple[str, ...]:
-        """The names of the matrices that are multiplied with each token in one matrix multiplication: the router, and the shared
-        expert's gate."""
+        """The names of the matrices that are fused into one matrix multiplication: the router, and the shared expert's gate if
+        there is one."""
         return (self.router, self.shared_gate) if self.shared_gate else (self.router,)
 
 
 @dataclass(slots=True, frozen=True)
 class BesideNames:
-    """Names of the additional tensors of a layer whose experts are beside its MLP (engine/layers/beside_experts.py), without
-    `.weight`, except router_scale and expert_scale, which are complete names. They follow the layer's prefix.
+    """The names of the additional tensors of a layer that has both an MLP and experts (engine/layers/beside_experts.py), without
+    `.weight`; router_scale and expert_scale are complete names. All follow the layer's prefix.
 
     router_scale: factors of the router's normalised input. expert_scale: factor of each expert's weight. norm: norm of the experts'
     input. mlp_output_norm, output_norm: norms of the outputs of the MLP and of the experts."""
@@ -75,8 +77,8 @@ class BesideNames:
 
 @dataclass(slots=True, frozen=True)
 class SigmoidRule:
-    """Defaults of the keys n_group, topk_group and routed_scaling_factor for a router whose scores pass through a sigmoid.
-    by_softmax: the scores are a softmax instead, and a group's score is that of its best expert."""
+    """The settings of a router whose scores pass through a sigmoid: defaults of the keys n_group, topk_group and
+    routed_scaling_factor. by_softmax: scores pass through a softmax instead, and a group's score is that of its best expert."""
 
     num_groups: int = 1
     num_chosen_groups: int = 1
@@ -84,8 +86,9 @@ class SigmoidRule:
     by_softmax: bool = False
 
     def parse(self, fields: Fields, num_key: str, num_experts: int, num_chosen: int) -> SigmoidShape:
-        """Returns the sizes of the router, from config.json. num_key: the key that gave num_experts. num_chosen: number of experts
-        of a token. Raises CheckpointError, which names a key with a wrong value."""
+        """Returns the sizes of a router whose scores pass through a sigmoid, from config.json. num_key: the key that gave
+        num_experts. num_chosen: number of experts that each token passes through. Raises CheckpointError, which names a key with a
+        wrong value."""
         num_groups = fields.integer("n_group", self.num_groups)
         num_chosen_groups = fields.integer("topk_group", self.num_chosen_groups)
         size, rest = divmod(num_experts, num_groups)
@@ -105,8 +108,8 @@ class SigmoidRule:
 
 @dataclass(slots=True, frozen=True)
 class Experts:
-    """The mixtures of experts in a family of decoders: the names of their tensors, and the keys of config.json about them with
-    their defaults."""
+    """The settings of the mixtures of experts in a family of decoders: the names of their tensors, and the keys of config.json
+    about them with their defaults."""
 
     num_experts: int | None  # default; None: config.json must have the number; the same holds for num_chosen
     num_chosen: int | None
@@ -177,8 +180,8 @@ class Experts:
 
     def tensor_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
         """Returns the tensor groups of one layer's experts and router, with names that lack the layer's prefix. hidden: the model's
-        width. All experts' gate and up lie in one block [experts, 2 * intermediate, hidden], all their down in another [experts,
-        hidden, intermediate]."""
+        width. The gate and up matrices of all experts form one block [experts, 2 * intermediate, hidden], their down matrices
+        another [experts, hidden, intermediate]."""
         if experts.stack == ALTERNATING:
             return self._stacked_groups(experts, hidden)
         names, num, shared = self.names, experts.num_experts, experts.shared_size
@@ -200,8 +203,8 @@ class Experts:
         return groups
 
     def as_stored(self, experts: ExpertShape, tensors: Collection[str]) -> ExpertShape:
-        """Returns the experts with a note of how a checkpoint with tensors of these names stores them: the matrices of all experts
-        of a layer in one tensor, or each expert's by itself."""
+        """Returns `experts` with the field `stacked` set as a checkpoint with these tensor names stores them: True if one tensor
+        holds the matrices of all experts of a layer, False if each expert has its own."""
         stacked = any(name.endswith((self.names.stacked_gate_up, self.names.stacked_down)) for name in tensors)
         return replace(experts, stacked=stacked)
 
@@ -218,13 +221,13 @@ class Experts:
         return [gate_up._replace(divided=ROWS, num_experts=num), down._replace(divided=COLUMNS, num_experts=num)]
 
     def _shared_size(self, fields: Fields, size: int) -> int:
-        """Returns the intermediate size of the shared expert. size: intermediate size of each routed expert."""
+        """Returns the intermediate size of the shared expert, in elements. size: intermediate size of each routed expert."""
         if self.num_shared:
             return fields.integer(_SHARED_NUM_KEY, self.num_shared, at_most=MAX_EXPERTS) * size
         return fields.integer(_SHARED_SIZE_KEY, self.shared_size)
 
     def _dense_layers(self, fields: Fields, num_layers: int) -> frozenset[int]:
-        """Returns the numbers of the layers that have an MLP instead of experts."""
+        """Returns the indices of the layers that have an MLP instead of experts."""
         if self.has_layer_types and fields.has(_TYPES_KEY):
             types = fields.values[_TYPES_KEY]
             if not isinstance(types, list) or len(types) != num_layers or not all(one in _LAYER_TYPES for one in types):
@@ -237,9 +240,8 @@ class Experts:
         return _dense_layers(fields, num_layers) if self.has_dense_layers else frozenset()
 
     def _float32_router(self, router: TensorGroup, num_experts: int) -> list[TensorGroup]:
-        """Returns the tensor groups of a router whose scores are computed in float32, because with less precision other experts
-        would be chosen. router: the group of its matrices. They include the numbers added to the scores, if the family has
-        these."""
+        """Returns the tensor groups of a router whose scores are computed in float32, because lower precision would choose other
+        experts: its matrices, and the biases that the family may add to the scores. router: the group of its matrices."""
         own = router._replace(held_as="float32")
         if not self.names.correction:
             return [own]
@@ -263,9 +265,9 @@ class Experts:
 
 
 def _same_of(fields: Fields, keys: tuple[str, str], default: int | None, at_most: int) -> int:
-    """Returns a whole number that config.json may give under either of two keys, or under both alike. default: the number if it has
-    neither; None: it must have one. Raises CheckpointError if the number is missing or out of range, or if the keys contradict each
-    other."""
+    """Returns a whole number that config.json may give under either of two keys, or under both with the same value. default: the
+    number if both keys are absent; None: one of them must be there. Raises CheckpointError if the number is missing or out of
+    range, or if the keys contradict each other."""
     given = {key: fields.integer(key, at_most=at_most) for key in keys if fields.has(key)}
     if len(set(given.values())) > 1:
         raise fields.fail(keys[0], f"{given[keys[0]]} contradicts {keys[1]} {given[keys[1]]}")
@@ -276,8 +278,8 @@ def _same_of(fields: Fields, keys: tuple[str, str], default: int | None, at_most
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
-    """Returns the numbers of the layers with experts: those that `moe_layers` lists, or else the last of every
-    `interleave_moe_layer_step`. Raises CheckpointError for a list that is not valid."""
+    """Returns the indices of the layers with experts: those that `moe_layers` lists, or else the last of every
+    `interleave_moe_layer_step` layers. Raises CheckpointError for a list that is not valid."""
     step, key = fields.integer("interleave_moe_layer_step", 1), "moe_layers"
     listed = fields.values.get(key)
     if listed is None:
@@ -288,8 +290,8 @@ def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
 
 
 def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:
-    """Returns the numbers of the layers that have an MLP instead of experts: those that `mlp_only_layers` lists, and of every
-    `decoder_sparse_step` layers all but the last. Raises CheckpointError for a list that is not valid."""
+    """Returns the indices of the layers that have an MLP instead of experts: those that `mlp_only_layers` lists, and all but the
+    last of every `decoder_sparse_step` layers. Raises CheckpointError for a list that is not valid."""
     step, key = fields.integer("decoder_sparse_step", 1), "mlp_only_layers"
     listed = fields.values.get(key) or []
     if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
@@ -298,7 +300,7 @@ def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:
 
 
 def _stack(name: str, dims: Dims) -> TensorGroup:
-    """Returns the tensor group for a single tensor that holds one matrix, or bias, of each expert of a layer along its first axis.
+    """Returns the tensor group for a single tensor that holds, along its first axis, one matrix or bias for each expert of a layer.
     name, dims: the tensor's name and shape."""
     return TensorGroup(((name, dims),), num_experts=dims[0], stacked=True)
 

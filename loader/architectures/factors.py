@@ -1,4 +1,4 @@
-"""Names the keys of config.json for factors that only some families have."""
+"""Names the keys of config.json under which some families have factors that scale embeddings, attention scores or logits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ class Factors:
     """The keys of config.json under which a family has factors of its computation; "": the family has no such factor. A factor that
     config.json leaves out is 1.
 
-    embeddings: factor of the embeddings. branches: factor of the outputs of attention and MLP. scores: factor of attention's
-    scores, in place of the one that follows from the heads' size. logits: factor of the logits, with default logits_default.
-    logits_divisor: divisor of the logits."""
+    embeddings: factor of the embeddings. branches: factor of the outputs of attention and MLP.
+
+    scores: factor of attention's scores, which replaces 1 / sqrt(head size). logits: factor of the logits; logits_default is its
+    value if the key is absent. logits_divisor: divisor of the logits."""
 
     embeddings: str = ""
     branches: str = ""

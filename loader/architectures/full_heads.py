@@ -1,4 +1,6 @@
-"""Heads of layers without windows that differ in number and size from those of layers with windows."""
+"""Reads how many heads layers with full attention have, and of what size, in families in which layers with sliding windows have
+other heads.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ _BY_LAYER, _NUM, _DIM, _TIED = "per_layer_config", "num_key_value_heads", "head_
 
 @dataclass(slots=True, frozen=True)
 class FullHeads:
-    """The heads of layers without windows, for a family in which they differ from the heads of layers with windows. head_dim: the
-    heads' size if config.json has neither `global_head_dim` nor `per_layer_config`."""
+    """The heads of layers with full attention, in a family in which layers with sliding windows have other heads. head_dim:
+    dimensions of a head if config.json has neither `global_head_dim` nor `per_layer_config`."""
 
     head_dim: int
 
     def parse(self, fields: Fields, sliding: Sequence[bool], usual: HeadShape, num_heads: int) -> HeadShape | None:
-        """Returns the heads of layers without windows; None if they are the same as `usual`, those of layers with windows. sliding:
-        by layer, whether it has a window. num_heads: number of heads of queries. Raises UnsupportedModel for heads that are not
-        served, and CheckpointError for a wrong value.
+        """Returns the heads of layers with full attention; None if they are the same as `usual`, the heads of layers with sliding
+        windows. sliding: for each layer, whether it has a sliding window. num_heads: number of query heads. Raises UnsupportedModel
+        for heads that are not served, and CheckpointError for a wrong value.
 
-        The key `per_layer_config`, which later versions of transformers write, has an object for each layer that differs, by its
-        number. Files without it have `global_head_dim` and `num_global_key_value_heads`, which is used if one projection makes keys
-        and values."""
+        The key `per_layer_config`, which later versions of transformers write, maps the index of each layer whose heads differ to
+        an object that describes them. Files without it have `global_head_dim`, and `num_global_key_value_heads`, which counts only
+        if one projection makes keys and values."""
         tied = fields.boolean(_TIED)
         if fields.has(_BY_LAYER):
             num_key = dim_key = _BY_LAYER
@@ -43,9 +45,9 @@ class FullHeads:
 
 
 def _listed(fields: Fields, sliding: Sequence[bool], usual: HeadShape) -> HeadShape:
-    """Returns the heads of layers without windows as `per_layer_config` lists them. sliding: for each layer, whether it has a
-    window. usual: the heads of layers that are not listed. Raises UnsupportedModel unless all layers without windows have the same
-    heads and all others the usual ones, and CheckpointError for an entry that is not valid."""
+    """Returns the heads of layers with full attention as `per_layer_config` lists them. sliding: for each layer, whether it has a
+    sliding window. usual: the heads of layers that are not listed. Raises UnsupportedModel unless all layers with full attention
+    have the same heads and all other layers have `usual`, and CheckpointError for an entry that is not valid."""
     by_layer = fields.mapping(_BY_LAYER)
     assert by_layer is not None
     numbers = {str(layer): layer for layer in range(len(sliding))}

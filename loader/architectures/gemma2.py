@@ -1,4 +1,6 @@
-"""Gemma 2: norms before and after each branch, capped attention scores and logits, every second layer within a window."""
+"""Describes Gemma 2: norms before and after attention and MLP, soft caps of attention scores and logits, and a sliding window on
+every second layer.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Gemma 3 (text): like Gemma 2, but with norms on queries and keys instead of caps. Five of six layers have a window, and rotary
-frequencies of their own.
+"""Describes Gemma 3 (text): Gemma 2 with norms of queries and keys instead of soft caps. Five of six layers have a sliding window
+and frequencies of rotary embedding (RoPE) that differ from those of the sixth layer.
 """
 
 from __future__ import annotations

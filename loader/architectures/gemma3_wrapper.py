@@ -1,4 +1,6 @@
-"""Gemma 3 from 4B on: Gemma 3 (text) beside an encoder of images. Its text_config leaves out what its smallest model has."""
+"""Describes the checkpoints of Gemma 3 from 4B on: Gemma 3 (text) beside an image encoder, which is not read. Their text_config
+leaves out the keys whose values are those of the smallest of these models.
+"""
 
 from __future__ import annotations
 

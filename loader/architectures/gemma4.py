@@ -1,7 +1,9 @@
-"""Gemma 4 (text): like Gemma 3, but with norms that do not multiply by 1 + weight, norms of values and a factor of the residual
-behind each layer. Layers without windows have fewer and larger heads, of which a quarter is rotated, and may have one projection
-for keys and values. In E2B and E4B each layer has inputs of its own, and the last ones read the KV of earlier ones. The 26B model
-has experts beside the MLP of each layer.
+"""Describes Gemma 4 (text): like Gemma 3, but norms multiply by weight instead of 1 + weight, values have norms too, and a factor
+scales the residual after each layer. Layers with full attention have fewer and larger heads than layers with a sliding window;
+rotary embedding (RoPE) applies to a quarter of each of these heads, and one projection may make both keys and values.
+
+In E2B and E4B each layer has additional inputs (engine/layers/layer_inputs.py), and the last layers read the KV of earlier ones. In
+the 26B model each layer has experts beside its MLP.
 """
 
 from __future__ import annotations

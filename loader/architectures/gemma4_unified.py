@@ -1,4 +1,6 @@
-"""The text model of Gemma 4 12B: Gemma 4 without additional layer inputs. The encoders in the same checkpoint are not read."""
+"""Describes the text model of Gemma 4 12B: Gemma 4 without additional layer inputs. The encoders in the same checkpoint are not
+read.
+"""
 
 from __future__ import annotations
 

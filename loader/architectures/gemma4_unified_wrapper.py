@@ -1,4 +1,4 @@
-"""Gemma 4 12B: its text model beside embeddings of images and sound."""
+"""Describes the checkpoints of Gemma 4 12B: the text model beside embeddings of images and sound, which are not read."""
 
 from __future__ import annotations
 

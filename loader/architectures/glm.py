@@ -1,5 +1,5 @@
-"""GLM-4 9B as published for transformers (Glm): q, k and v apart, gate and up as one tensor. Half of each head is rotated, in pairs
-of neighbouring dimensions.
+"""Describes GLM-4 9B as published for transformers (Glm): checkpoints store q, k and v as three tensors, and gate and up as one.
+Rotary embedding (RoPE) applies to half of each head's dimensions, in pairs of neighbours.
 """
 
 from __future__ import annotations

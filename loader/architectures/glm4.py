@@ -1,4 +1,4 @@
-"""GLM-4-0414 and GLM-Z1, 9B and 32B (Glm4): GLM-4 with norms of the outputs of attention and MLP."""
+"""Describes GLM-4-0414 and GLM-Z1, 9B and 32B (Glm4): GLM-4 with further norms, of the outputs of attention and MLP."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""GLM-4.5, GLM-4.5-Air and GLM-4.6 (Glm4Moe): a mixture of experts whose router's scores pass through a sigmoid, and an expert for
-all tokens. The first layers have one MLP. Half of each head is rotated.
+"""Describes GLM-4.5, GLM-4.5-Air and GLM-4.6 (Glm4Moe): a mixture of experts whose router's scores pass through a sigmoid, and a
+shared expert for all tokens. The first layers have one MLP each instead. Rotary embedding (RoPE) applies to half of each head's
+dimensions.
 
-Of the multi-token-prediction layers after the last one, at most the first is read (predictor.py).
+Of the multi-token-prediction layers after the last layer, at most the first is read (predictor.py).
 """
 
 from __future__ import annotations

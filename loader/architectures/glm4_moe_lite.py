@@ -1,6 +1,7 @@
-"""GLM-4.7-Flash (Glm4MoeLite): latent attention, and a mixture of experts as GLM-4.5's. The first layer has one MLP.
+"""Describes GLM-4.7-Flash (Glm4MoeLite): multi-head latent attention, and a mixture of experts like that of GLM-4.5. The first
+layer has one MLP instead.
 
-Of the multi-token-prediction layers after the last one, at most the first is read (predictor.py).
+Of the multi-token-prediction layers after the last layer, at most the first is read (predictor.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""gpt-oss 20B and 120B: a mixture of experts in each layer with biases and a clamped activation, a window on every second layer,
-and attention sinks.
+"""Describes gpt-oss 20B and 120B: attention sinks, a sliding window on every second layer, and in each layer a mixture of experts
+with biases and a clamped activation (SwiGLU).
 """
 
 from __future__ import annotations

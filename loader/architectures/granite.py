@@ -1,4 +1,6 @@
-"""Granite 3.x (dense): Llama with factors of embeddings, scores, branches' outputs and logits."""
+"""Describes Granite 3.x (dense): Llama with factors that scale embeddings, attention scores, the outputs of attention and MLP, and
+logits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Kimi K2.5: Kimi K2, which is DeepSeek-V3, beside an encoder of images. Its experts are published in INT4."""
+"""Describes the checkpoints of Kimi K2.5: Kimi K2, whose architecture is DeepSeek-V3's, beside an image encoder, which is not read.
+The experts are published in INT4.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Multi-head latent attention (https://arxiv.org/abs/2405.04434): the keys and values of all heads come from one latent a token,
-and the KV cache holds the latent.
+"""Describes multi-head latent attention (MLA, https://arxiv.org/abs/2405.04434): the keys and values of all heads are computed from
+one vector for each token, the latent, which the KV cache holds instead of them.
 
-A family of decoders that has it says so with `Latents` in its description. Defaults are those of transformers' configuration
-classes, as in decoder.py.
+The description of a family of decoders that has it contains a `Latents`. Defaults are those of transformers' configuration classes.
 """
 
 from __future__ import annotations
@@ -18,11 +17,14 @@ NORM_EPS = 1e-6  # eps of the norms of latents; rms_norm_eps applies to other no
 
 @dataclass(slots=True, frozen=True)
 class LatentNames:
-    """Names of a layer's tensors of latent attention, without `.weight` and `.bias`. They follow the layer's prefix.
+    """The names of the tensors of multi-head latent attention in a layer, without `.weight` and `.bias`. They follow the layer's
+    prefix.
 
-    queries: the matrix of queries, in models that make them with a single one. query_down, query_norm, query_up: the two matrices,
-    and the norm between them, in all other models. down: the matrix that makes the latent and the rotated part of the keys. norm:
-    the norm of the latent. up: the matrix that makes, head by head, the other part of the keys, and the values, from a latent."""
+    queries: the matrix of queries, in models that make them with a single matrix. query_down, query_norm, query_up: in all other
+    models, the two matrices that make the queries, and the norm between them.
+
+    down: the matrix that makes the latent and the part of the keys that has rotary embedding (RoPE). norm: the norm of the latent.
+    up: the matrix that makes values, and the other part of the keys, from a latent, head by head."""
 
     queries: str = "self_attn.q_proj"
     query_down: str = "self_attn.q_a_proj"
@@ -34,15 +36,15 @@ class LatentNames:
     output: str = "self_attn.o_proj"
 
     def read_together(self, latent: LatentShape) -> tuple[str, ...]:
-        """Returns the names of the matrices that one matrix multiplication reads: those that make the latents of KV and, in models
-        that have such, of queries."""
+        """Returns the names of the matrices that are fused into one matrix multiplication: the one that makes the latents of KV
+        and, in models that have it, the one that makes the latents of queries."""
         return (self.query_down, self.down) if latent.query_rank else (self.down,)
 
 
 @dataclass(slots=True, frozen=True)
 class Latents:
-    """Multi-head latent attention in a family of decoders, with defaults for keys that config.json leaves out; the sizes are those
-    of LatentShape."""
+    """The settings of multi-head latent attention in a family of decoders: tensor names, and defaults for keys that config.json
+    leaves out. LatentShape explains the sizes."""
 
     query_rank: int
     rank: int = 512
@@ -67,12 +69,12 @@ class Latents:
         return latent
 
     def interleaved(self, fields: Fields) -> bool:
-        """Returns whether the two dimensions of a rotated pair are neighbours, instead of one in each half."""
+        """Returns whether rotary embedding (RoPE) pairs neighbouring dimensions; if not, a pair is one dimension of each half."""
         return fields.boolean(self.interleaved_key, True) if self.interleaved_key else True
 
     def tensor_groups(self, latent: LatentShape, num_heads: int, hidden: int, has_bias: bool) -> list[TensorGroup]:
-        """Returns the tensor groups of one layer's attention, with names that lack the layer's prefix. hidden: the model's width.
-        Devices divide the matrices that belong to heads. Each device has all other matrices whole, and computes and keeps the
+        """Returns the tensor groups of attention in one layer, with names that lack the layer's prefix. hidden: the model's width.
+        Devices divide the matrices that belong to heads. Each device has all other matrices whole, so it computes and keeps the
         latents of all tokens."""
         names, rank = self.names, latent.query_rank
         of_query, of_key_value = latent.plain_dim + latent.rope_dim, latent.plain_dim + latent.value_dim

@@ -1,4 +1,4 @@
-"""Llama 2, 3.x and relatives."""
+"""Describes Llama 2, Llama 3.x and other models of the same architecture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Llama 4 Scout and Maverick: a mixture of experts of which a token passes through one and a shared one, beside an encoder of
-images. Three of four layers attend to chunks and are rotated; the fourth sees all positions, and is not.
+"""Describes the decoder of Llama 4 Scout and Maverick, a mixture of experts: each token passes through one routed expert and one
+shared expert. In three of four layers a query attends to the positions of its own chunk, with rotary embedding (RoPE); in the
+fourth it attends to all positions up to its own, without RoPE.
 """
 
 from __future__ import annotations

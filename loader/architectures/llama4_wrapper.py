@@ -1,4 +1,4 @@
-"""Llama 4 as it is published: the decoder beside an encoder of images."""
+"""Describes the checkpoints of Llama 4 as they are published: the decoder beside an image encoder, which is not read."""
 
 from __future__ import annotations
 

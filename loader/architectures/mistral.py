@@ -1,4 +1,4 @@
-"""Mistral 7B and relatives: Llama without biases, with a window on every layer where the checkpoint sets `sliding_window`."""
+"""Describes Mistral 7B and relatives: Llama without biases, with a sliding window on every layer if config.json sets a length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and 3.2: Mistral beside an encoder of images."""
+"""Describes the checkpoints of Mistral Small 3.1 and 3.2: Mistral beside an image encoder, which is not read."""
 
 from __future__ import annotations
 

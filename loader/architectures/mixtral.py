@@ -1,4 +1,4 @@
-"""Mixtral 8x7B, 8x22B and relatives: Mistral with a mixture of experts in each layer."""
+"""Describes Mixtral 8x7B, 8x22B and relatives: Mistral with a mixture of experts in each layer."""
 
 from __future__ import annotations
 

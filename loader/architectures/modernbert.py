@@ -1,5 +1,6 @@
-"""ModernBERT (gte-modernbert): an encoder with rotary embedding, norms before each branch, a gated MLP, and windows around a token
-on most layers. The family as a cross-encoder is described by another value of ModernEncoder.
+"""Describes ModernBERT (gte-modernbert): an encoder with rotary embedding (RoPE), norms before attention and MLP, and a gated MLP.
+In most layers a token attends only to a window of tokens on both sides of it. modernbert_reranker.py describes the family's
+cross-encoders.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _POOLINGS = ("cls", "mean")
 
 
 def _all_but_first_of_every(asked: Asked) -> list[bool]:
-    """Returns which layers have a window (loader/architectures/windows.py): those that `layer_types` lists, or else all except the
-    first of every `global_attn_every_n_layers`."""
+    """Returns which layers of ModernBERT have a sliding window: those that `layer_types` lists, or else all except the first of
+    every `global_attn_every_n_layers`."""
     every = asked.fields.integer("global_attn_every_n_layers", 3)
     return asked.listed if asked.listed is not None else [layer % every != 0 for layer in range(asked.num_layers)]
 
@@ -33,16 +34,17 @@ _WINDOWS = Windows(_all_but_first_of_every, 128, "local_attention")
 
 @dataclass(slots=True, frozen=True)
 class ModernEncoder:
-    """Describes ModernBERT: what its config.json may say, and which tensors its checkpoints hold. scores: whether it has the head
-    that scores a pair."""
+    """Describes ModernBERT: what its config.json may say, and which tensors its checkpoints hold. scores: whether the model is a
+    cross-encoder, with a head that scores a pair of texts."""
 
     name: str
     model_type: str
     scores: bool = False
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Returns the shape of the encoder that a config.json describes, as Architecture.parse says. For models other than
-        cross-encoders, the pooling of token vectors is read from another file (loader/configs/pooling.py)."""
+        """Returns the shape of the encoder that a config.json describes. Raises UnsupportedModel for a variant that is not served,
+        and CheckpointError, which names a key with a wrong value. For models other than cross-encoders, the pooling of token
+        vectors is read from another file (loader/configs/pooling.py)."""
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if hidden_size % (2 * num_heads):
             raise fields.fail("num_attention_heads", f"{num_heads} heads of hidden_size {hidden_size} are no pairs of dimensions")
@@ -84,8 +86,9 @@ class ModernEncoder:
         )
 
     def _ropes(self, fields: Fields, head_dim: int, max_position_embeddings: int) -> tuple[RopeParameters, RopeParameters | None]:
-        """Returns the rotary embedding of layers without windows, and that of layers with windows. Older config files give their
-        bases as `global_rope_theta` and `local_rope_theta`. Raises UnsupportedModel for scaled frequencies."""
+        """Returns the settings of rotary embedding (RoPE) for layers with full attention, and those for layers with a window. Older
+        config files give the base frequencies under `global_rope_theta` and `local_rope_theta`. Raises UnsupportedModel for scaled
+        frequencies."""
         wide, near = (fields.positive(key, default) for key, default in _THETA)
         if fields.has("rope_scaling"):
             raise fields.unsupported("rope_scaling", f"{self.name} is supported without it")
@@ -96,8 +99,8 @@ class ModernEncoder:
         return ropes
 
     def _windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
-        """Returns, for each layer, how many positions a token attends to, its own included; 0: all. In config.json
-        `local_attention` counts the positions on both sides of a token, without its own."""
+        """Returns, for each layer, to how many positions a token attends, its own included; 0: to all. The key `local_attention` of
+        config.json counts the positions on both sides of a token, without its own."""
         windows = _WINDOWS.by_layer(fields, _WINDOWS.sliding(fields, self.name, num_layers), 0, keeps_all=True)
         return tuple(2 * (window // 2) + 1 if window else 0 for window in windows)
 
@@ -108,7 +111,7 @@ class ModernEncoder:
         return str(value)
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Lists the tensors that an encoder's checkpoint must hold, as Architecture.tensor_groups says."""
+        """Lists the tensors that an encoder's checkpoint must hold, in the order of the model's memory."""
         hidden, inner, at = shape.hidden_size, shape.intermediate_size, shape.tensor_prefix
 
         def one(name: str, has_bias: bool, *dims: int) -> list[TensorGroup]:

@@ -1,4 +1,6 @@
-"""ModernBERT as a cross-encoder (gte-reranker-modernbert): a matrix, GELU, a norm and one output score a pair of texts."""
+"""Describes ModernBERT as a cross-encoder (gte-reranker-modernbert), which scores a pair of texts by a matrix, GELU, a norm and a
+matrix with one output.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""OLMo 2: Llama with norms after each branch and none before, and norms over all queries and all keys of a token."""
+"""Describes OLMo 2: Llama with norms after attention and MLP instead of before them. A norm of queries or keys is over all heads of
+a token at once.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""OLMo 3: OLMo 2 with a window on three of four layers. A scaling of the rotary embedding applies only to layers without a
-window."""
+"""Describes OLMo 3: OLMo 2 with a sliding window on three of four layers. Scaling of the rotary embedding (RoPE) applies only to
+the layers with full attention.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Phi-1, Phi-1.5 and Phi-2: LayerNorm, whose output both attention and the MLP read, an MLP without a gate, and biases throughout.
-A part of each head is rotated.
+"""Describes Phi-1, Phi-1.5 and Phi-2: attention and the MLP read the output of the same LayerNorm, the MLP has no gate, and all
+matrices have biases. Rotary embedding (RoPE) applies to a part of each head's dimensions.
 """
 
 from __future__ import annotations

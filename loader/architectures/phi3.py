@@ -1,5 +1,5 @@
-"""The family of Phi-3 and Phi-4. It differs from Llama in that the checkpoint stores q, k and v as one tensor, and gate and up as
-one. Some of its models rotate only a part of each head's dimensions, scaled by LongRoPE.
+"""Describes Phi-3 and Phi-4: Llama, but checkpoints store q, k and v as one tensor, and gate and up as one. In some models rotary
+embedding (RoPE) applies only to a part of each head's dimensions, with frequencies scaled by LongRoPE.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The predictor: a layer after the last one, which some checkpoints hold and which predicts one token further (multi-token
-prediction, https://arxiv.org/abs/2412.19437, section 2.2). It reads the model's last hidden state of a token beside the embedding
-of the token that follows, and shares the model's embedding and head.
+"""Lists the tensors of a model's predictor: a layer after the last one, which some checkpoints hold and which predicts one token
+further (multi-token prediction, https://arxiv.org/abs/2412.19437, section 2.2). For each token it reads the model's last hidden
+state and the embedding of the next token. It shares the model's embedding and head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ TOKEN_NORM, HIDDEN_NORM, PROJECTION, OUTPUT_NORM = "enorm", "hnorm", "eh_proj", 
 
 def predictor_groups(shape: ModelShape, layer: list[TensorGroup]) -> list[TensorGroup]:
     """Returns the tensor groups of a model's predictor, the layer that predicts one token further. layer: the groups of an ordinary
-    layer of its kind. The norm of its output comes last, since it is plain in every format."""
+    layer of the same kind in this model. The group of the norm of the predictor's output comes last, since it is plain in every
+    weight format."""
     hidden = shape.hidden_size
     return [
         one_tensor(f"{TOKEN_NORM}.weight", hidden),
@@ -28,6 +29,6 @@ def predictor_groups(shape: ModelShape, layer: list[TensorGroup]) -> list[Tensor
 
 
 def holds_predictor(prefix: str, names: Collection[str] | None) -> bool:
-    """Returns whether a checkpoint whose tensors have these names holds a predictor. prefix: prefix of its layer's tensors. names:
-    None if they are not known; the result is then True."""
+    """Returns whether a checkpoint holds a predictor, the layer that predicts one token further. prefix: prefix of the names of the
+    predictor's tensors. names: names of all tensors of the checkpoint; None: they are not known, and the result is True."""
     return names is None or f"{prefix}{PROJECTION}.weight" in names

@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5 (dense): like Llama, with biases on queries, keys and values. Some checkpoints have windows from a given
-layer on.
+"""Describes Qwen2 and Qwen2.5 (dense): Llama with biases of queries, keys and values. In some checkpoints the layers from a given
+one on have a sliding window.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with a mixture of experts, and an expert for all tokens whose output a gate weighs."""
+"""Describes Qwen1.5-MoE and Qwen2-MoE: Qwen2 with a mixture of experts, and a shared expert for all tokens whose output is
+multiplied by a gate.
+"""
 
 from __future__ import annotations
 

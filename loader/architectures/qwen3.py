@@ -1,4 +1,4 @@
-"""Qwen3 (dense): Llama with RMS norms on each head's queries and keys before the rotary embedding."""
+"""Describes Qwen3 (dense): Llama with RMS norms of each head's queries and keys before the rotary embedding (RoPE)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Qwen3.5 (text): three of four layers of the gated delta rule, the fourth with gated attention. A quarter of each head is rotated.
-The rotary embedding can also take positions within images, which texts do not have.
+"""Describes Qwen3.5 (text): three of four layers have the gated delta rule (linear attention), the fourth has gated attention.
+Rotary embedding (RoPE) applies to a quarter of each head's dimensions. It could also encode positions within images, which texts do
+not have.
 
 Multi-token-prediction layers are not read.
 """

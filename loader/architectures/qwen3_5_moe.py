@@ -1,5 +1,5 @@
-"""Qwen3.5's mixtures (35B-A3B, 122B-A10B, 397B-A17B; text): qwen3_5.py with experts in every layer, and an expert for all tokens
-whose output a gate weighs.
+"""Describes the mixtures of experts of Qwen3.5 (35B-A3B, 122B-A10B, 397B-A17B; text): Qwen3.5 (qwen3_5.py) with experts in every
+layer, and a shared expert for all tokens whose output is multiplied by a gate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Qwen3.5's mixtures as they are published: the decoder beside an encoder of images."""
+"""Describes the checkpoints of Qwen3.5's mixtures of experts as they are published: the decoder beside an image encoder, which is
+not read.
+"""
 
 from __future__ import annotations
 

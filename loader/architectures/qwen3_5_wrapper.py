@@ -1,4 +1,4 @@
-"""Qwen3.5 as it is published: the decoder beside an encoder of images."""
+"""Describes the checkpoints of Qwen3.5 as they are published: the decoder beside an image encoder, which is not read."""
 
 from __future__ import annotations
 

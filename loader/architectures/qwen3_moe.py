@@ -1,4 +1,4 @@
-"""Qwen3 mixtures of experts (30B-A3B, 235B-A22B, Coder): Qwen3's attention, and experts in each layer."""
+"""Describes the mixtures of experts of Qwen3 (30B-A3B, 235B-A22B, Coder): Qwen3's attention, and experts in each layer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Qwen3-Next (80B-A3B): three of four layers of the gated delta rule, the fourth with gated attention; a mixture of experts, and an
-expert for all tokens whose output a gate weighs. A quarter of each head is rotated.
+"""Describes Qwen3-Next (80B-A3B): three of four layers have the gated delta rule (linear attention), the fourth has gated
+attention. Each layer has a mixture of experts, and a shared expert for all tokens whose output is multiplied by a gate. Rotary
+embedding (RoPE) applies to a quarter of each head's dimensions.
 
 Multi-token-prediction layers are not read.
 """

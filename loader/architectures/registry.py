@@ -91,7 +91,8 @@ def named_architecture(fields: Fields) -> tuple[Architecture, bool]:
 
 
 def _nearest(name: str) -> str:
-    """Returns the end of an error message that names the supported family whose name is most like `name`; "" if none is similar."""
+    """Returns the end of an error message, which names the supported architecture whose name is most like `name`; "" if none is
+    similar."""
     from difflib import get_close_matches  # needed only when there is an error
 
     own = _family(name)
@@ -104,5 +105,6 @@ def _nearest(name: str) -> str:
 
 
 def _family(name: str) -> str:
-    """Returns an architecture's name without its end, such as ForCausalLM, because most names end alike."""
+    """Returns the part of an architecture's name before an ending such as ForCausalLM. Names are compared by this part, because
+    most endings are alike."""
     return name.partition("For")[0].removesuffix("Model").removesuffix("LMHead")

@@ -1,4 +1,4 @@
-"""RoBERTa: the same as XLM-RoBERTa with another vocabulary."""
+"""Describes RoBERTa: the same as XLM-RoBERTa with another vocabulary."""
 
 from __future__ import annotations
 

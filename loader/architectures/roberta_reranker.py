@@ -1,4 +1,4 @@
-"""RoBERTa as a cross-encoder: the same as XLM-RoBERTa with another vocabulary."""
+"""Describes RoBERTa as a cross-encoder, which scores a pair of texts: the same as XLM-RoBERTa with another vocabulary."""
 
 from __future__ import annotations
 

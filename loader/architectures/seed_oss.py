@@ -1,4 +1,6 @@
-"""Seed-OSS: Llama with biases of queries, keys and values, and a key of its own for the bias of attention's output."""
+"""Describes Seed-OSS: Llama with biases of queries, keys and values. A separate key of config.json says whether attention's output
+has a bias.
+"""
 
 from __future__ import annotations
 

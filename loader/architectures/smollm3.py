@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, in which the last of every four layers is not rotated."""
+"""Describes SmolLM3: Llama, in which the last of every four layers has no rotary embedding (NoPE)."""
 
 from __future__ import annotations
 

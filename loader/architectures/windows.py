@@ -1,5 +1,5 @@
-"""Decides which layers of a decoder attend only to a window of recent positions, and which of an encoder to one around each token.
-Config files say this in several ways; each way is one rule here.
+"""Decides from config.json which layers have a sliding window: in a decoder a window of the most recent positions, in an encoder
+one around each token. Families say this in several ways; each way is one rule (function) here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ _FULL, _SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_atten
 
 @dataclass(slots=True, frozen=True)
 class Asked:
-    """The values from config.json by which a rule decides which layers have windows. fields: config.json. name: the architecture,
-    for errors. listed: for each layer, whether the key `layer_types` calls it sliding (or chunked, in a family with chunks); None:
-    the key is absent. default_tokens: the window's length if its key is absent; None: there is no default."""
+    """The values of config.json by which a rule decides which layers have sliding windows. fields: config.json. name: the
+    architecture, for errors. listed: for each layer, whether the key `layer_types` calls it sliding (or chunked, in a family with
+    chunks); None: the key is absent. default_tokens: the window's length in tokens if its key is absent; None: there is no
+    default."""
 
     fields: Fields
     name: str
@@ -30,7 +31,8 @@ Rule = Callable[[Asked], list[bool]]  # returns for each layer whether it has a 
 
 
 def no_layer(asked: Asked) -> list[bool]:
-    """Returns False for every layer, in families without windows. Raises UnsupportedModel if config.json asks for windows."""
+    """Returns False for every layer: the rule of families without sliding windows. Raises UnsupportedModel if config.json asks for
+    windows."""
     message = f"{asked.name} is supported without windows only"
     if asked.fields.boolean("use_sliding_window"):
         raise asked.fields.unsupported("use_sliding_window", message)
@@ -51,8 +53,8 @@ def every_layer(asked: Asked) -> list[bool]:
 
 
 def from_a_layer_on(asked: Asked) -> list[bool]:
-    """Returns which layers have a window: none unless `use_sliding_window` is true; then those that `layer_types` lists, or else
-    the layers from number `max_window_layers` on."""
+    """Returns which layers have a sliding window. Without `use_sliding_window` none has; with it those have that `layer_types`
+    lists, or else the layers from index `max_window_layers` on."""
     fields = asked.fields
     if not _wants_windows(asked):
         return [False] * asked.num_layers
@@ -62,8 +64,8 @@ def from_a_layer_on(asked: Asked) -> list[bool]:
 
 
 def every_second_up_to_a_layer(asked: Asked) -> list[bool]:
-    """Returns which layers have a window: none unless `use_sliding_window` is true; then those that `layer_types` lists, or else
-    the first, third, fifth layer and so on below number `max_window_layers`."""
+    """Returns which layers have a sliding window. Without `use_sliding_window` none has; with it those have that `layer_types`
+    lists, or else the first, third, fifth layer and so on, of those whose index is below `max_window_layers`."""
     if not _wants_windows(asked):
         return [False] * asked.num_layers
     end = asked.fields.integer("max_window_layers", 28, at_least=0)
@@ -94,7 +96,8 @@ def all_but_every_nth_and_the_last(nth: int) -> Rule:
 
 
 def where_rotated(asked: Asked) -> list[bool]:
-    """Returns which layers have a window: those with rotary embedding. Raises UnsupportedModel if `layer_types` says otherwise."""
+    """Returns which layers have a window: those with rotary embedding (RoPE). Raises UnsupportedModel if `layer_types` lists other
+    layers."""
     rotated = rotated_layers(asked.fields, asked.num_layers)
     if asked.listed is not None and asked.listed != rotated:
         raise asked.fields.unsupported("layer_types", f"{asked.name} has chunks where layers are rotated")
@@ -102,8 +105,8 @@ def where_rotated(asked: Asked) -> list[bool]:
 
 
 def where_unrotated_if_asked(asked: Asked) -> list[bool]:
-    """Returns which layers have a window: none unless `use_sliding_window` is true; then those that `layer_types` lists, or else,
-    if `sliding_window` is set, the layers without rotary embedding."""
+    """Returns which layers have a sliding window. Without `use_sliding_window` none has; with it those have that `layer_types`
+    lists, or else, if `sliding_window` is set, the layers without rotary embedding (RoPE)."""
     if not _wants_windows(asked):
         return [False] * asked.num_layers
     has_window = asked.fields.has("sliding_window")
@@ -111,8 +114,8 @@ def where_unrotated_if_asked(asked: Asked) -> list[bool]:
 
 
 def _wants_windows(asked: Asked) -> bool:
-    """Returns whether config.json's key `use_sliding_window` is true. Raises CheckpointError if it is not, although `layer_types`
-    lists layers with windows."""
+    """Returns whether `use_sliding_window` is true in config.json. Raises CheckpointError if it is not, although `layer_types`
+    lists layers with sliding windows."""
     if asked.fields.boolean("use_sliding_window"):
         return True
     if asked.listed is not None and any(asked.listed):
@@ -122,9 +125,9 @@ def _wants_windows(asked: Asked) -> bool:
 
 @dataclass(slots=True, frozen=True)
 class Windows:
-    """The windows of a family. rule: decides which layers have one. default_tokens: their length if the key `key` is absent; None:
-    a config.json with windows must have that key. kind: the name of such layers in `layer_types`; CHUNKED: a query attends to the
-    positions of its own chunk."""
+    """The sliding windows of a family. rule: decides which layers have one. default_tokens: the windows' length in tokens if the
+    key `key` is absent; None: a config.json with windows must have that key. kind: the name of layers with windows in
+    `layer_types`; CHUNKED: windows are chunks, and a query attends only to positions of its own chunk."""
 
     rule: Rule = no_layer
     default_tokens: int | None = None
@@ -132,8 +135,8 @@ class Windows:
     kind: str = _SLIDING
 
     def sliding(self, fields: Fields, name: str, num_layers: int) -> list[bool]:
-        """Returns for each layer whether it has a window. name: the architecture, for errors. Raises UnsupportedModel for windows
-        that the family's rule does not allow, and CheckpointError for a wrong value."""
+        """Returns for each layer whether it has a sliding window. name: the architecture, for errors. Raises UnsupportedModel for
+        windows that the family's rule does not allow, and CheckpointError for a wrong value."""
         return self.rule(Asked(fields, name, num_layers, _listed(fields, num_layers, self.kind), self.default_tokens))
 
     def by_layer(self, fields: Fields, sliding: list[bool], max_position_embeddings: int, keeps_all: bool) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Wrappers: checkpoints with a decoder beside an encoder of images or sound. Only the decoder is read and served.
+"""Describes wrappers: checkpoints that hold a decoder beside an encoder of images or sound. Only the decoder is read and served.
 
-The decoder's settings are the object `text_config` of config.json. The prefix of its tensors' names depends on the version of
-transformers that wrote them.
+The object `text_config` of config.json has the decoder's settings. The prefix of the names of the decoder's tensors depends on the
+version of transformers that wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _OUTER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings")
 
 @dataclass(slots=True, frozen=True)
 class Wrapper:
-    """The description of one family of wrappers: checkpoints with a decoder beside an encoder of images or sound. text: the
-    decoder's description. defaults: values of keys that text_config may leave out although a decoder's own config.json must have
-    them. also: other model types that text_config may name. others: prefixes of the names of all tensors that are not the
-    decoder's."""
+    """The description of one family of wrappers: checkpoints with a decoder beside an encoder of images or sound.
+
+    name, model_type: as in Architecture. text: the decoder's description. defaults: key -> value of settings that text_config may
+    leave out although config.json of the decoder alone must have them. also: further values of `model_type` that text_config may
+    have. others: prefixes of the names of all tensors that do not belong to the decoder."""
 
     name: str
     model_type: str
@@ -45,7 +46,8 @@ class Wrapper:
     )
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Returns the shape of the decoder that a wrapper's config.json describes in text_config, as Architecture.parse says."""
+        """Returns the shape of the decoder that text_config in a wrapper's config.json describes. Raises UnsupportedModel for a
+        variant that is not served, and CheckpointError, which names a key with a wrong value."""
         text = fields.mapping(TEXT_KEY)
         if text is None:
             raise fields.fail(TEXT_KEY, "missing")
@@ -59,19 +61,19 @@ class Wrapper:
         return replace(shape, architecture=self.name, tensor_prefix=_FIRST)
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Lists the decoder's tensors, with the names that they have in a wrapper's checkpoint, as Architecture.tensor_groups
-        says."""
+        """Lists the decoder's tensors, in the order of the model's memory, with the names that a wrapper's checkpoint gives
+        them."""
         return self.decoder_of(shape).tensor_groups(shape)
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether a checkpoint may contain this tensor although it is not read: one of another part than the decoder, or
-        one that the decoder does not read."""
+        """Returns whether a checkpoint may contain the tensor `name` although it is not read: it belongs to an encoder, or the
+        decoder does not need it."""
         return name.startswith(self.others) or self.decoder_of(shape).ignores(shape, name)
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Returns the shape with the prefix that the decoder's tensors have in this checkpoint. A head (output matrix) that the
-        checkpoint holds is used even if config.json says that the embedding is the head, because some config files are wrong in
-        that."""
+        """Returns the shape with the prefix that this checkpoint gives to the names of the decoder's tensors. names: names of all
+        tensors of the checkpoint. If they include a head (output matrix), it is used even if config.json says that the embedding
+        serves as the head, because some config files are wrong about that."""
         for prefix, of_head in _PREFIXES.items():
             if any(name.startswith(prefix) for name in names):
                 tied = shape.tie_word_embeddings and f"{of_head}{self.text.names.head}.weight" not in names
@@ -86,7 +88,8 @@ class Wrapper:
         return self.decoder_of(shape).predicting(shape, names)
 
     def decoder_of(self, shape: ModelShape) -> Decoder:
-        """Returns the decoder's description with the names that a checkpoint of this shape gives its tensors."""
+        """Returns the decoder's description with the tensor names of a wrapper's checkpoint, whose names begin with
+        shape.tensor_prefix."""
         return replace(self.text, names=_placed(self.text.names, shape.tensor_prefix))
 
 

@@ -1,4 +1,4 @@
-"""XLM-RoBERTa (BGE-M3, multilingual E5): BERT whose positions begin after the id of padding."""
+"""Describes XLM-RoBERTa (BGE-M3, multilingual E5): BERT in which a text's first position is the id of padding plus 1."""
 
 from __future__ import annotations
 

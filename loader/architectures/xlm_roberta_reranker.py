@@ -1,4 +1,4 @@
-"""XLM-RoBERTa as a cross-encoder (bge-reranker-v2-m3): two matrices score a pair of texts."""
+"""Describes XLM-RoBERTa as a cross-encoder (bge-reranker-v2-m3), which scores a pair of texts by two matrices."""
 
 from __future__ import annotations
 
