@@ -1,4 +1,4 @@
-"""Looks up typed values in the JSON objects of a checkpoint's configuration files. Every error names file and key."""
+"""Looks up typed values in the JSON objects of a checkpoint's configuration files. Every error names the file and the key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fields:
         return self.values.get(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Returns whether the key exists with the value null, which for some keys means something else than a missing key."""
+        """Returns whether the key exists with the value null. For some keys null means something else than a missing key."""
         return key in self.values and self.values[key] is None
 
     def integer(self, key: str, default: int | None = None, at_least: int = 1, at_most: int = 1 << 40) -> int:
@@ -87,8 +87,8 @@ class Fields:
         return value
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Returns the token ids under a key, without repetitions. The value is one id, a list of ids, or null (no ids); others
-        raise CheckpointError."""
+        """Returns the token ids under a key, without repetitions. The value may be one id, a list of ids, or null (no ids); any
+        other value raises CheckpointError."""
         value = self.values.get(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if len(values) > MAX_IDS:
@@ -107,8 +107,8 @@ class Fields:
 
 
 def json_fields(text: bytes, file: str) -> Fields:
-    """Parses a configuration file that holds a JSON object. file: its name, for errors. Raises CheckpointError if `text` is not
-    one."""
+    """Parses `text`, a configuration file that holds a JSON object, and returns the object. file: the file's name, for errors.
+    Raises CheckpointError if the text is not a JSON object."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The types in which weights are held, and the sizes of their elements."""
+"""Lists the types in which weights are held, and the bytes of an element of each."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DTYPE_OF = {
 
 
 def computed_dtype(asked: str, stored: str, kinds: Collection[str]) -> str:
-    """Returns the dtype that a model is computed in. asked: the setting; "auto" means the stored dtype, but bfloat16 in place of
-    float16 if every device that may hold the model is of the kind cpu, which has no kernels for float16. kinds: the kinds of these
-    devices."""
+    """Returns the dtype in which a model is computed. asked: the value of the setting `dtype`. "auto" means the dtype that the
+    checkpoint stores; but a float16 model becomes bfloat16 if every device that may hold it is a cpu device, which has no kernels
+    for float16. kinds: the kinds of these devices (cuda, cpu)."""
     if asked != "auto":
         return asked
     return "bfloat16" if stored == "float16" and set(kinds) == {"cpu"} else stored

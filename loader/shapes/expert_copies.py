@@ -1,8 +1,9 @@
-"""Copies of experts, for models whose experts are divided among the devices of a group: the devices with one part of a layer's
-experts may also hold experts of other parts (Division.copies). The tokens of an expert are then divided among all its holders.
+"""Computes which device holds copies of which experts, and which tokens it computes, for models whose experts are divided among
+devices (expert parallelism). The devices with one part of a layer's experts may also hold experts of other parts (Division.copies).
+The tokens of an expert are then divided among all devices that hold it.
 
-A token's place in the KV cache decides which holder computes it, because that is the same number on all devices of a stage. The
-token's index in the step would not do: devices may pad a step in different ways.
+A token's slot in the KV cache decides which of these devices computes it, because the slot is the same number on all devices of a
+stage. The token's index in the step would not do: devices may pad a step in different ways.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from loader.shapes.model_shape import Division, ExpertCopies, ExpertShape, Model
 
 
 def refused_copies(shape: ModelShape, division: Division) -> str:
-    """Returns why a model cannot have the copies of experts that a division asks for, as a sentence; "" if it can."""
+    """Returns why a model cannot have the copies of experts that a division (Division.copies) asks for, as a sentence; "" if it
+    can."""
     experts, copies = shape.experts, division.copies
     if experts is None or division.expert_parts == 1:
         return "copies of experts need experts that are divided (expert)"
@@ -29,8 +31,8 @@ def refused_copies(shape: ModelShape, division: Division) -> str:
 
 
 def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopies:
-    """Returns one possible choice of copies of experts, by which to compute a model's sizes: in each layer, each part gets the
-    first `number` experts that it does not have, or all of these if there are fewer."""
+    """Returns one possible choice of copies of experts, from which the sizes of a model are computed. In each layer, the devices
+    with each part of the experts get copies of the first `number` experts that they lack, or of all of these if there are fewer."""
     experts = shape.experts
     assert experts is not None
     num_own, every = experts.num_experts // division.expert_parts, range(experts.num_experts)
@@ -41,11 +43,11 @@ def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopi
 def turns(share: SplitShape, layer: int, experts: ExpertShape) -> list[tuple[int, int, int]]:
     """Returns for each of a layer's experts which of its tokens this share of the model computes: (number of devices that hold the
     expert, index of this share among these holders, index of the expert among those that this share holds). The last two are -1 if
-    the share does not hold the expert. A holder computes the tokens whose place in the KV cache, modulo the number of holders, is
+    the share does not hold the expert. A holder computes the tokens whose slot in the KV cache, modulo the number of holders, is
     the holder's index.
 
-    Which holder has the index 0 differs from expert to expert and from layer to layer, because otherwise the first holder would
-    compute most of the steps that have few tokens."""
+    Which holder has the index 0 differs from expert to expert and from layer to layer; otherwise the first holder would compute
+    most tokens in steps with few tokens."""
     held = [share.experts_of(part, layer, experts.num_experts) for part in range(share.expert_parts)]
     own = {expert: at for at, expert in enumerate(held[share.expert_part])}
     found = []

@@ -1,5 +1,5 @@
-"""The types in which keys and values can be held. A model's KV is held in the model's own dtype, or in one of KV_CACHE_DTYPES.
-CONTRIBUTING.md says how to add one.
+"""Lists the types in which keys and values can be held: the model's own dtype, or one of KV_CACHE_DTYPES. CONTRIBUTING.md says how
+to add one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from loader.shapes.dtypes import DTYPES, ITEM_BYTES
 
 @dataclass(slots=True, frozen=True)
 class KVDtype:
-    """A type of keys and values. name: a dtype of models, or a value of the setting `kv_cache_dtype`. item_bytes: the size of a
-    number. scale_bytes: the size of the scale that the numbers of one head of a token share; 0: they have none. device_kinds: the
-    kinds of devices that have kernels for it; (): all. capability: the lowest compute capability of a GPU that can compute with it,
-    (8, 9) for 8.9."""
+    """A type in which keys and values can be held.
+
+    name: a dtype of models, or a value of the setting `kv_cache_dtype`. item_bytes: bytes of an element. scale_bytes: bytes of the
+    scale that the elements of one head of a token share; 0: there is none. device_kinds: the kinds of devices (cuda, cpu) that have
+    kernels for the type; (): all. capability: the lowest compute capability of a GPU that can compute with it, (8, 9) for 8.9."""
 
     name: str
     item_bytes: int
@@ -27,12 +28,12 @@ class KVDtype:
         return head_dim * self.item_bytes + self.scale_bytes
 
     def runs_on(self, kind: str) -> bool:
-        """Returns whether devices of this kind have kernels for it."""
+        """Returns whether devices of the given kind (cuda, cpu) have kernels for this type of keys and values."""
         return not self.device_kinds or kind in self.device_kinds
 
     @property
     def about_devices(self) -> str:
-        """A text for messages about a type for which only some devices have kernels: which devices these are."""
+        """A text for messages that says which kinds of devices have kernels for this type, if only some do."""
         return f"{self.name} is built for {' and '.join(self.device_kinds)} devices only"
 
 

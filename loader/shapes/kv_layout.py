@@ -1,4 +1,6 @@
-"""Computes the KV groups of a model and how much memory its KV takes: bytes of a token and of a block, chunks of a sequence."""
+"""Computes the KV groups of a model, and how much memory its KV takes: bytes of a token and of a block, and the chunks that a
+sequence needs. A KV group consists of layers that share block tables; a chunk is the unit in which memory is given to models.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ _FEW_STATES = 8  # states that one sequence holds, with up to 4,096 tokens in a 
 
 @dataclass(slots=True, frozen=True)
 class KVGroupSpec:
-    """The layers that share block tables (docs/design/memory.md). block_bytes: the size of one block, for all these layers. Every
-    stage of a pipeline has places for as many layers of the group as the stage with the most of them, so that the blocks of all
-    stages have the same size; a place without a layer is NO_LAYER.
+    """A KV group: layers that share block tables (docs/design/memory.md). block_bytes: the size of one block, for all these layers.
 
-    In a `window` group a query at position p attends to positions [p - window_tokens + 1, p], in a `chunked` group to those of p's
-    own chunk of window_tokens, from p // window_tokens * window_tokens to p. In a `full` group it attends to [0, p], and
-    window_tokens is 0. A `latent` group is full, and its tokens have one vector for all heads (LatentShape).
+    layers: the layers for which a block has room, by index. Blocks must have the same size in all pipeline stages, so every stage
+    has room for as many layers of the group as the stage with the most of them; unused room is marked by NO_LAYER.
+
+    In a `full` group a query at position p attends to [0, p], and window_tokens is 0. In a `window` group it attends to positions
+    [p - window_tokens + 1, p]. In a `chunked` group it attends to the positions up to p of its own chunk of window_tokens, which
+    begins at p // window_tokens * window_tokens. A `latent` group is full, and its tokens have one vector for all heads
+    (LatentShape).
 
     A block of a `state` group holds the state of all these layers after the last computed token within a block of tokens
     (scheduler/batch/group_cache.py). snapshot_tokens: a prompt saves a state after each multiple of this number of tokens; 0 for
@@ -40,14 +44,15 @@ class KVGroupSpec:
 
     @property
     def reach(self) -> int:
-        """The number that tells kernels how far back a query attends: window_tokens (0: to all tokens), or -window_tokens in a
-        chunked group."""
+        """The length of the window in the form that kernels expect: window_tokens (0: a query attends to all earlier tokens), or
+        -window_tokens in a chunked group."""
         return -self.window_tokens if self.kind == "chunked" else self.window_tokens
 
 
 def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
-    """Returns the dimensions of a token's KV in one layer: (2 for keys and values, number of KV heads, size of a head); for latent
-    attention (1, 1, size of the latent). They are the same for all layers of a KV group."""
+    """Returns the dimensions of one token's KV in a layer: (2 for keys and values, number of KV heads, size of a head in elements).
+    For latent attention they are (1, 1, size of the latent with the keys' RoPE dimensions). All layers of a KV group have the
+    same."""
     if shape.latent is not None and not (shape.eagle is not None and layer == shape.num_layers):
         return 1, 1, shape.latent.token_values
     heads = shape.heads_of(layer)
@@ -55,9 +60,9 @@ def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
 
 
 def group_token_dims(shape: ModelShape, group: KVGroupSpec) -> tuple[int, int, int]:
-    """Returns the dimensions of a token's KV in the layers of one of the model's KV groups: (2 for keys and values, number of KV
-    heads, size of a head), or (1, 1, size of the latent). Those of a group of states mean nothing. A stage of a pipeline that has
-    none of the layers sees blocks as the other stages do."""
+    """Returns the dimensions of one token's KV in the layers of a KV group: (2 for keys and values, number of KV heads, size of a
+    head in elements), or for latent attention (1, 1, size of the latent with the keys' RoPE dimensions). For a group of states the
+    result has no meaning. In a pipeline stage without layers of the group it is that of the other stages."""
     layer, windows = group.layers[0], _windows(shape)
     if layer == NO_LAYER:
         layer = next((one for one in shape.attention_layers if windows[one] == group.window_tokens), layer)
@@ -65,38 +70,41 @@ def group_token_dims(shape: ModelShape, group: KVGroupSpec) -> tuple[int, int, i
 
 
 def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
-    """Returns the bytes of one token's keys and values in all layers that keep them; 0 for an encoder."""
+    """Returns the bytes of one token's keys and values in all layers that keep them; 0 for an encoder. kv_dtype: the name of their
+    dtype."""
     return 0 if shape.is_encoder else sum(_layer_bytes(shape, layer, kv_dtype) for layer in _counted_layers(shape))
 
 
 def state_bytes(shape: ModelShape) -> int:
-    """Returns the bytes of one state of a sequence, in float32, in all layers of the delta rule; 0 without such layers."""
+    """Returns the bytes of one state of a sequence, in float32, in all layers of the gated delta rule; 0 if there are no such
+    layers."""
     if shape.delta is None:
         return 0
     return len(_places(shape, sorted(shape.delta.layers))) * shape.delta.state_values * ITEM_BYTES["float32"]
 
 
 def is_bounded(shape: ModelShape) -> bool:
-    """Returns whether some layers keep KV of only a window of a sequence's tokens, or a state instead of KV."""
+    """Returns whether some layers keep only the KV of a sliding window or chunk of a sequence's tokens, or a state instead of
+    KV."""
     return any(shape.layer_windows) or shape.delta is not None
 
 
 def has_several_groups(shape: ModelShape) -> bool:
-    """Returns whether memory for KV is reserved for each KV group by itself, in chunks of its own: the model has layers with
-    windows or states, or a head that drafts tokens."""
+    """Returns whether memory for KV is reserved in separate chunks for each KV group (layers that share block tables). That is so
+    if the model has layers with windows or states, or a head that drafts tokens."""
     return is_bounded(shape) or shape.eagle is not None
 
 
 def _windows(shape: ModelShape) -> tuple[int, ...]:
-    """Returns the window of each layer in tokens (0: the layer attends to all tokens), and after them the 0 of the layer that a
-    predictor would add, whether or not there is one."""
+    """Returns the window of each layer in tokens; 0: the layer has full attention. A further 0 at the end is for the layer of a
+    predictor, whether or not there is one."""
     return (*(shape.layer_windows or (0,) * shape.num_layers), 0)
 
 
 def _counted_layers(shape: ModelShape) -> list[int]:
-    """Returns layers by which to count the KV that a device holds for each token. For a whole model they are all layers that keep
-    KV. For a stage of a pipeline they are, for each length of window, as many of the model's first layers as the stage has places
-    for: only their number and sizes matter, not which they are."""
+    """Returns layers by which to count the KV bytes that a device holds for each token. For a whole model they are all layers that
+    keep KV. For a pipeline stage they are, for each length of window, as many of the model's first layers as a block of the stage
+    has room for: only their number and sizes matter, not which layers they are."""
     windows, counted = _windows(shape), list[int]()
     for window in sorted(set(windows)):
         layers = [layer for layer in shape.attention_layers if windows[layer] == window]
@@ -105,9 +113,9 @@ def _counted_layers(shape: ModelShape) -> list[int]:
 
 
 def _places(shape: ModelShape, layers: Sequence[int]) -> tuple[int, ...]:
-    """Returns for which layers of a KV group the blocks on a device have places. layers: all layers of the group. For a stage of a
-    pipeline they are the stage's own layers among these, followed by NO_LAYER up to the number of layers in the stage that has the
-    most of them."""
+    """Returns the layers of a KV group for which blocks on a device have room. layers: all layers of the group. For a pipeline
+    stage the result is the stage's own layers among these, filled up with NO_LAYER to the number that the stage with the most of
+    them has."""
     share = shape.split
     if share is None or not share.stage_ends:
         return tuple(layers)
@@ -123,13 +131,15 @@ def _layer_bytes(shape: ModelShape, layer: int, kv_dtype: str) -> int:
 
 
 def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
-    """Returns the bytes of one KV block of block_tokens tokens, for a model whose layers all form one KV group."""
+    """Returns the bytes of a KV block of block_tokens tokens, for a model whose layers all form one KV group (share block
+    tables)."""
     return kv_bytes_per_token(shape, kv_dtype) * block_tokens
 
 
 def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
-    """Returns the model's KV groups, one for each length of window: first layers with full attention, then the others by length of
-    window, then layers that keep states, then the layer of a head that drafts tokens."""
+    """Returns the model's KV groups (layers that share block tables): first that of the layers with full attention, then one for
+    each length of sliding window, in ascending order, then that of layers that keep states, then that of a head that drafts
+    tokens."""
     windows, with_keys = _windows(shape), shape.attention_layers
     groups = []
     own_layers = with_keys if shape.eagle is None else with_keys[:-1]
@@ -150,9 +160,11 @@ def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGr
 
 
 def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens: int, chunk_bytes: int) -> int:
-    """Returns how many chunks hold all blocks of one sequence of max_model_len in one group. The memory of one more block is added,
-    because blocks do not begin and end where chunks do. A window group holds the window and the chunk of a prompt that is being
-    computed; a state group holds the states before that chunk, within it, and at its end (GroupCache.most_blocks)."""
+    """Returns how many chunks (units in which memory is given to models) hold all blocks of one sequence of max_model_len tokens in
+    one KV group. The memory of one more block is added, because blocks do not begin and end where chunks do.
+
+    For a group with sliding windows it is enough for the window and the part of a prompt that a step computes; for a group of
+    states, for the states before that part, within it, and at its end (GroupCache.most_blocks)."""
     blocks = -(-max_model_len // group.block_tokens)
     if group.snapshot_tokens:
         blocks = min(blocks, 4 - (-max_num_batched_tokens // group.snapshot_tokens))
@@ -164,16 +176,16 @@ def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens:
 def kv_reserved_bytes(
     shape: ModelShape, kv_dtype: str, max_model_len: int, block_tokens: int, max_num_batched_tokens: int, chunk_bytes: int
 ) -> int:
-    """Returns the bytes of the chunks that one sequence of max_model_len needs, where each group has chunks of its own. The one
-    chunk that the ledger adds for every model is not included."""
+    """Returns the bytes of the chunks that one sequence of max_model_len tokens needs if each KV group has chunks of its own. The
+    one chunk that the scheduler's ledger adds for every model is not included."""
     groups = kv_groups(shape, kv_dtype, block_tokens)
     return (sum(group_chunks(group, max_model_len, max_num_batched_tokens, chunk_bytes) for group in groups) - 1) * chunk_bytes
 
 
 def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes: int) -> int:
-    """Returns the context length that a model is served with by default: the checkpoint's, or as many tokens as fit into a quarter
-    of the device if that is less, but at least 2,048. A layer with a window needs no more memory than for its window, a layer with
-    states no more than for a few states."""
+    """Returns the context length in tokens with which a model is served by default: the checkpoint's, or as many tokens as fit into
+    a quarter of the device if that is less, but at least 2,048. A layer with a sliding window counts with at most the KV of its
+    window, a layer that keeps states with a few states."""
     if shape.is_encoder:
         return shape.max_position_embeddings
     windows = {layer: shape.layer_windows[layer] for layer in _counted_layers(shape) if any(shape.layer_windows)}

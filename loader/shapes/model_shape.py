@@ -1,4 +1,6 @@
-"""Holds what config.json says about a model of any family: the sizes and settings that the engine and the memory accounts need."""
+"""Defines the shape of a model of any family: the sizes and settings from config.json that the engine and the memory accounting
+need.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ SIGMOID, IDENTITY = "sigmoid", "identity"
 
 @dataclass(slots=True, frozen=True)
 class SigmoidShape:
-    """Sizes of a router whose scores pass through a sigmoid, or through a softmax (by_softmax), and which chooses a token's experts
-    in two steps: first some groups of experts, then experts within them (reference.route_by_sigmoid)."""
+    """The sizes of a router whose scores pass through a sigmoid, or through a softmax (by_softmax). It chooses a token's experts in
+    two steps: first some groups of experts, then experts within them (reference.route_by_sigmoid)."""
 
     num_groups: int  # number of equal groups of a layer's experts
     num_chosen_groups: int  # number of groups whose experts a token may pass through
@@ -24,8 +26,8 @@ class SigmoidShape:
 
 @dataclass(slots=True, frozen=True)
 class TemperatureShape:
-    """The settings by which queries are scaled with their position p: they are multiplied by 1 + scale * ln(1 + floor((p + 1) /
-    tokens)) (temperature_of in engine/ops/reference.py)."""
+    """The settings by which queries are scaled with their position p, a number of tokens: they are multiplied by 1 + scale * ln(1 +
+    floor((p + 1) / tokens)) (temperature_of in engine/ops/reference.py)."""
 
     scale: float
     tokens: int
@@ -47,7 +49,8 @@ LAST_TOKEN = "lasttoken"  # ModelShape.pooling of a decoder: the vector is the l
 @dataclass(slots=True, frozen=True)
 class ExpertShape:
     """The experts of a model (loader/architectures/experts.py). Every layer has them, except dense_layers, which have an MLP of
-    ModelShape.intermediate_size. In a share of a model (SplitShape), intermediate_size and shared_size are the share's."""
+    ModelShape.intermediate_size. In the shape of a device's share of a split model (SplitShape), intermediate_size and shared_size
+    are those of the share."""
 
     num_experts: int  # number of experts of a layer
     num_chosen: int  # number of experts that each token passes through
@@ -67,15 +70,16 @@ class ExpertShape:
 
     @property
     def own(self) -> range:
-        """Returns the indices, among a layer's experts, of those whose matrices the model or this share of it has; they are the
-        same in every layer. Experts of other shares of which this share has copies are not included."""
+        """The indices, among a layer's experts, of those whose matrices the model or this share of it has; they are the same in
+        every layer. Copies that this share has of other shares' experts are not included."""
         return range(self.first_own, self.first_own + (self.num_own or self.num_experts))
 
 
 @dataclass(slots=True, frozen=True)
 class HeadShape:
-    """The heads of a layer of attention. keys_are_values: one projection makes keys and values: values are its output, keys its
-    normalised and rotated output. reads_only: the layer makes only queries, and reads the keys and values of an earlier layer."""
+    """The heads of a layer with attention. keys_are_values: one projection makes keys and values; its output is the values, and the
+    keys are this output after a norm and rotary embedding (RoPE). reads_only: the layer makes only queries, and reads the keys and
+    values of an earlier layer."""
 
     num_kv_heads: int
     head_dim: int  # dimensions of a head of queries, keys or values
@@ -91,8 +95,8 @@ class HeadShape:
 
 @dataclass(slots=True, frozen=True)
 class LayerInputShape:
-    """Sizes of the additional inputs of layers (engine/layers/layer_inputs.py). A layer's input for a token comes from an embedding
-    table that has inputs for all layers, and from a projection of the token's embedding."""
+    """The sizes of the additional inputs of layers (engine/layers/layer_inputs.py). A layer's input for a token comes from an
+    embedding table with inputs for all layers, and from a projection of the token's embedding."""
 
     vocab_size: int
     width: int  # size of one layer's input for a token
@@ -100,8 +104,9 @@ class LayerInputShape:
 
 @dataclass(slots=True, frozen=True)
 class LatentShape:
-    """Sizes of multi-head latent attention (https://arxiv.org/abs/2405.04434). The KV of a token is one vector for all heads: a
-    latent, from which a matrix makes every head's keys and values, and the rotated part of the keys."""
+    """The sizes of multi-head latent attention (https://arxiv.org/abs/2405.04434). The KV of a token is one vector for all heads,
+    which has two parts: a latent, from which a matrix computes every head's keys and values, and the dimensions of the keys that
+    have rotary embedding (RoPE)."""
 
     query_rank: int  # rank of the two matrices that make the queries; 0: a single matrix makes them
     rank: int  # size of a latent
@@ -111,14 +116,14 @@ class LatentShape:
 
     @property
     def token_values(self) -> int:
-        """The count of numbers that a layer's KV has for one token."""
+        """The number of elements that the KV of one token has in a layer."""
         return self.rank + self.rope_dim
 
 
 @dataclass(slots=True, frozen=True)
 class DeltaShape:
-    """Sizes of layers of the gated delta rule (https://arxiv.org/abs/2412.06464). The state that such a layer keeps of a sequence
-    is a matrix for each value head, and the inputs of the last tokens to its convolution."""
+    """The sizes of layers of the gated delta rule (https://arxiv.org/abs/2412.06464). The state that such a layer keeps of a
+    sequence is a matrix for each value head, and the convolution's inputs for the last tokens."""
 
     layers: frozenset[int]  # layers with the delta rule; the others have attention
     num_key_heads: int  # number of heads of queries and of keys; each serves the same number of value heads
@@ -130,7 +135,7 @@ class DeltaShape:
 
     @property
     def conv_width(self) -> int:
-        """The count of numbers that the queries, keys and values of one token have together, over which the convolution runs."""
+        """The number of elements that the queries, keys and values of one token have in all, over which the convolution runs."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def with_key_heads(self, num: int) -> DeltaShape:
@@ -139,24 +144,26 @@ class DeltaShape:
 
     @property
     def state_values(self) -> int:
-        """The count of numbers that the state of one sequence has in one layer."""
+        """The number of elements that the state of one sequence has in one layer."""
         return self.num_value_heads * self.key_dim * self.value_dim + (self.conv_tokens - 1) * self.conv_width
 
 
 @dataclass(slots=True, frozen=True)
 class EagleShape:
-    """Sizes and settings of an EAGLE-3 head, a layer that drafts tokens for another model (loader/architectures/eagle.py).
+    """The sizes and settings of an EAGLE-3 head, a layer that drafts tokens for another model (loader/architectures/eagle.py).
 
-    layer: the shape of this layer; family: its model_type. outer_prefix: prefix of the names of the head's tensors in its files;
-    layer_prefix: the further prefix of the layer's tensors. draft_vocab_size: number of tokens that the head can draft;
-    has_offsets: they are not simply the first tokens of the model's vocabulary.
+    layer: the shape of this layer. family: the layer's model_type. outer_prefix: prefix of the names of all the head's tensors in
+    its files. layer_prefix: the prefix that follows it in the names of the layer's tensors.
 
-    read_layers: indices of the model's layers whose inputs (hidden states) the head reads; the number of layers stands for the last
-    one's output. target_size: width of these states.
+    draft_vocab_size: number of tokens that the head can draft. has_offsets: whether they are not simply the first tokens of the
+    model's vocabulary, so that the files hold offsets to the model's token ids.
 
-    has_embedding: the head has an embedding table of its own. norm_before_residual: the residual is the normed state. one_norm: one
-    norm over all states together; norms: a norm for each state. norm_output: the head's own state is normed before the next draft
-    reads it."""
+    read_layers: indices of the model's layers whose inputs (hidden states) the head reads; the number of layers stands for the
+    output of the last one. target_size: width of these states, in elements.
+
+    has_embedding: the head has an embedding table of its own. norm_before_residual: the residual is taken after the norm of the
+    state. one_norm: one norm over all states together; norms: a norm for each state. norm_output: the state that the head outputs
+    passes through a norm before the next draft reads it."""
 
     layer: ModelShape
     family: str
@@ -174,12 +181,12 @@ class EagleShape:
 
 
 class Division(NamedTuple):
-    """How a model is divided among devices. size: number of devices. num_stages: number of pipeline stages, each of consecutive
-    layers and with the same number of devices.
+    """The way in which a model is divided among devices. size: number of devices. num_stages: number of pipeline stages; each has
+    consecutive layers, and all have the same number of devices.
 
-    expert_parts: number of parts, of whole experts, into which the experts of a layer are divided; each expert is divided among
-    the devices of a stage that hold its part. copies: further experts that the parts hold (loader/shapes/expert_copies.py); ():
-    none."""
+    expert_parts: number of parts, of whole experts, into which the experts of a layer are divided (expert parallelism); each expert
+    is divided among the devices of a stage that hold its part. copies: further experts that the devices with each part hold
+    (loader/shapes/expert_copies.py); (): none."""
 
     size: int
     expert_parts: int = 1
@@ -202,7 +209,7 @@ class Division(NamedTuple):
 
 
 class DeviceShare(NamedTuple):
-    """Which device's share of a divided model is meant. rank: the device's index, from 0. division: how the model is divided."""
+    """A device's share of a divided model. rank: the device's index, from 0. division: how the model is divided."""
 
     rank: int
     division: Division
@@ -210,16 +217,17 @@ class DeviceShare(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class SplitShape:
-    """The share of a split model that a ModelShape describes. In that shape num_heads, num_kv_heads, intermediate_size, experts and
-    the like are the share's; all other sizes are the whole model's.
+    """The share of a split model that a ModelShape describes. In such a ModelShape num_heads, num_kv_heads, intermediate_size,
+    experts and the like are those of the share; all other sizes are those of the whole model.
 
     rank: index of the share within its stage. size: number of devices in the stage. expert_parts: number of parts, of whole
-    experts, into which the experts of a layer are divided. num_kv_heads: number of KV heads of the whole model if several devices
-    hold the same head, because there are fewer than `size`; 0: each device has heads of its own. num_full_kv_heads: the same for
-    ModelShape.full_heads.
+    experts, into which the experts of a layer are divided.
 
-    stage: index of the stage. stage_ends: for each stage, the index of its last layer plus 1; (): the layers are not divided.
-    copies: as in Division, of all parts."""
+    num_kv_heads: number of KV heads of the whole model if several devices hold the same head, because there are fewer heads than
+    devices; 0: no head is on several devices. num_full_kv_heads: the same for ModelShape.full_heads.
+
+    stage: index of the pipeline stage. stage_ends: for each stage, the index of its last layer plus 1; (): the layers are not
+    divided. copies: the further experts that the devices with each part hold (Division), of all parts."""
 
     rank: int
     size: int
@@ -249,24 +257,25 @@ class SplitShape:
         return self.stage == self.num_stages - 1
 
     def layers_of(self, stage: int) -> range:
-        """Returns the indices of the layers that a pipeline stage computes. stage: its index. Only for a model whose layers are
-        divided into stages."""
+        """Returns the indices of the layers that the pipeline stage with the index `stage` computes. Only for a model whose layers
+        are divided into stages."""
         return range(self.stage_ends[stage - 1] if stage else 0, self.stage_ends[stage])
 
     @property
     def expert_part(self) -> int:
-        """The number, from 0, of the part of a layer's experts that this share has."""
+        """The index (from 0) of the part of each layer's experts that this share has. A layer's experts are divided into
+        expert_parts parts."""
         return self.rank // self.division.inner_parts
 
     @property
     def inner_part(self) -> int:
-        """The index of the slice that this share has of each of its experts, if several devices of a stage divide each expert among
-        them."""
+        """The index (from 0) of the slice that this share has of each of its experts, if several devices of a stage divide each
+        expert among them."""
         return self.rank % self.division.inner_parts
 
     def experts_of(self, part: int, layer: int | None, num_experts: int) -> tuple[int, ...]:
-        """Returns the indices of those experts of a layer that the devices with the part `part` hold, copies included, in ascending
-        order. num_experts: number of experts of the layer."""
+        """Returns the indices of the experts of a layer that the devices with the part `part` hold, copies included, in ascending
+        order. layer: the layer's index; None: copies are left out. num_experts: number of experts of the layer."""
         num_own = num_experts // self.expert_parts
         own = range(part * num_own, (part + 1) * num_own)
         copies = self.copies[layer] if layer is not None and layer < len(self.copies) else ()
@@ -275,8 +284,8 @@ class SplitShape:
 
 @dataclass(slots=True, frozen=True)
 class ModelShape:
-    """Sizes and settings of one model. Counts are numbers of elements, lengths are in tokens. Facts that all models of a family
-    share are in the family's description (loader/architectures)."""
+    """The sizes and settings of one model. Sizes are numbers of elements, lengths are in tokens. What all models of a family have
+    in common is in the family's description (loader/architectures) instead."""
 
     architecture: str
     hidden_size: int
@@ -338,7 +347,7 @@ class ModelShape:
 
     @property
     def is_encoder(self) -> bool:
-        """Returns whether the model is an encoder, which keeps no KV."""
+        """Returns whether the model is an encoder, which has no KV cache."""
         return self.pooling not in ("", LAST_TOKEN)
 
     @property
@@ -349,8 +358,8 @@ class ModelShape:
         return split.layers_of(split.stage)
 
     def experts_of(self, layer: int) -> tuple[int, ...]:
-        """Returns the indices of the experts of a layer whose matrices the model, or the share, has, copies included, in ascending
-        order. Only for a mixture of experts."""
+        """Returns the indices of the experts of a layer whose matrices the model or this share of it has, copies included, in
+        ascending order. Only for a mixture of experts."""
         assert self.experts is not None
         if (split := self.split) is None:
             return tuple(self.experts.own)
@@ -358,25 +367,25 @@ class ModelShape:
 
     @property
     def num_writing_layers(self) -> int:
-        """The number of layers, from the first one on, that make keys and values of their own. All later layers read those of
+        """The number of layers, from the first one on, that compute keys and values themselves. All later layers read those of
         earlier layers."""
         return self.num_layers - self.num_reading_layers
 
     @property
     def num_computed_layers(self) -> int:
-        """The number of layers that have weights, with the layer that drafts tokens if it is loaded."""
+        """The number of layers that have weights, including the layer that drafts tokens if it is loaded."""
         return self.num_layers + self.predicts
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The indices of the layers that keep keys and values of each token. Not among them are layers of the delta rule and layers
-        that read other layers' KV; the layer that drafts tokens, if it is loaded, comes last."""
+        """The indices of the layers that keep keys and values of each token. Layers of the gated delta rule, and layers that read
+        other layers' KV, are left out; the layer that drafts tokens, if it is loaded, comes last."""
         own = tuple(layer for layer in range(self.num_writing_layers) if self.delta is None or layer not in self.delta.layers)
         return (*own, self.num_layers) if self.predicts else own
 
     def heads_of(self, layer: int) -> HeadShape:
-        """Returns number and size of the heads in a layer of attention, which may depend on whether the layer has a window. layer:
-        number of the layer; num_layers stands for the layer that drafts tokens."""
+        """Returns the number and size of the heads in a layer with attention; sliding-window layers may have other heads than
+        full-attention layers. layer: index of the layer; num_layers stands for the layer that drafts tokens."""
         if self.eagle is not None and layer == self.num_layers:
             return HeadShape(self.eagle.layer.num_kv_heads, self.eagle.layer.head_dim)
         heads = self.full_heads
@@ -385,8 +394,8 @@ class ModelShape:
         return replace(heads, reads_only=True) if self._reads(layer) else heads
 
     def kv_layer(self, layer: int) -> int:
-        """Returns the layer whose keys and values a layer reads: itself or, if it reads those of another, the last layer with KV of
-        its own that has the same window."""
+        """Returns the index of the layer whose keys and values a layer reads. That is the layer itself or, if it reads those of
+        another one, the last layer with the same window length that computes keys and values itself."""
         if not self._reads(layer):
             return layer
         windows = self.layer_windows
@@ -394,17 +403,17 @@ class ModelShape:
 
     @property
     def first_joined_layer(self) -> int:
-        """The index of the first of the layers at the end that must be in one pipeline stage: the first layer whose keys and values
-        another one reads, or, if none are read, the last layer."""
+        """The index of the first layer that must be in the same pipeline stage as the last one: the first layer whose keys and
+        values another layer reads or, if there is none, the last layer."""
         reading = range(self.num_writing_layers, self.num_layers)
         return min(map(self.kv_layer, reading), default=self.num_layers - 1)
 
     def _reads(self, layer: int) -> bool:
-        """Returns whether a layer reads the keys and values of an earlier layer instead of making its own."""
+        """Returns whether a layer reads the keys and values of an earlier layer instead of computing them itself."""
         return self.num_writing_layers <= layer < self.num_layers
 
     def inner_size_of(self, layer: int) -> int:
-        """Returns the intermediate size of a layer's MLP."""
+        """Returns the intermediate size of a layer's MLP, in elements."""
         return self.intermediate_size if layer < self.num_writing_layers else self.widest_inner_size
 
     @property
@@ -413,7 +422,7 @@ class ModelShape:
 
     @property
     def kinds_of_heads(self) -> tuple[HeadShape, ...]:
-        """The heads of layers without windows and of layers with windows; one entry if they are the same."""
+        """The heads of full-attention layers and those of sliding-window layers; one entry if both are the same."""
         usual = HeadShape(self.num_kv_heads, self.head_dim)
         return (usual,) if self.full_heads is None else (self.full_heads, usual)
 
@@ -423,7 +432,8 @@ class ModelShape:
 
     @property
     def widest_key(self) -> int:
-        """The size of one token's keys in the layer where it is largest; values have the same size."""
+        """The number of elements of one token's keys, over all KV heads, in the layer where they have the most; values have as
+        many."""
         return max(heads.num_kv_heads * heads.head_dim for heads in self.kinds_of_heads)
 
     @property
@@ -432,8 +442,8 @@ class ModelShape:
 
     @property
     def rotary_head_dims(self) -> tuple[int, int]:
-        """The number of dimensions of a head that rotary embedding applies to (it may rotate only a part of them): in layers
-        without windows, and in layers with windows."""
+        """The dimensions of a head to which rotary embedding (RoPE) may apply, in full-attention and in sliding-window layers. It
+        may still apply to only a part of them (RopeParameters.partial_rotary_factor)."""
         if self.latent is not None:
             return self.latent.rope_dim, self.latent.rope_dim
         return self.kinds_of_heads[0].head_dim, self.head_dim

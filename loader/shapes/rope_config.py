@@ -1,5 +1,5 @@
-"""Reads the rotary embedding's settings from a config.json, in both forms: `rope_parameters` (transformers 5), or `rope_theta` and
-`rope_scaling` (before).
+"""Reads the settings of the rotary embedding (RoPE) from a config.json, in both forms: `rope_parameters` (transformers 5), or
+`rope_theta` and `rope_scaling` (before).
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ _ROTATED_KEY = "no_rope_layers"  # in spite of its name, a list with 1 for layer
 
 @dataclass(slots=True, frozen=True)
 class RopeRules:
-    """The rotary settings that a family's config.json may have. theta: the base if config.json gives none. scaling: (key, value)
-    pairs that apply if config.json has no rotary settings; with is_local, only to layers without windows.
+    """The settings of rotary embedding (RoPE) that a family's config.json may have.
 
-    may_be_partial: whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: the share of
-    each head that is rotated if config.json gives none. may_be_proportional: whether the rope_type may be "proportional".
+    theta: the base of the frequencies if config.json gives none. scaling: (key, value) pairs that apply if config.json has no RoPE
+    settings; with is_local, only to layers with full attention.
+
+    may_be_partial: whether RoPE may apply to only a part of each head's dimensions, and LongRoPE may scale the frequencies.
+    partial: that part, as a fraction, if config.json gives none. may_be_proportional: whether the rope_type may be "proportional".
     interleaved: whether a pair is two neighbouring dimensions, instead of one of the first half and one of the second.
 
-    is_local: whether layers with windows have frequencies of their own; their base is local_theta if config.json gives none (None:
-    the base of the other layers). only_windows: whether only layers with windows are rotated. only_listed: whether only layers with
-    a 1 in the key no_rope_layers are rotated."""
+    is_local: whether sliding-window layers have frequencies of their own. local_theta: their base if config.json gives none; None:
+    the base of the other layers. only_windows: whether RoPE applies only in layers with windows. only_listed: whether it applies
+    only in layers with a 1 in the key no_rope_layers."""
 
     theta: float = 10000.0
     may_be_partial: bool = False
@@ -43,16 +45,21 @@ class RopeRules:
 
 @dataclass(slots=True, frozen=True)
 class RopeParameters:
-    """The settings of a rotary embedding: its base `theta`, and how its frequencies are scaled (engine/layers/rope.py). kind: one
-    of ROPE_TYPES, "longrope" or PROPORTIONAL.
+    """The settings of a rotary embedding (RoPE): its base `theta`, and how its frequencies are scaled (engine/layers/rope.py).
+    kind: one of ROPE_TYPES, "longrope" or PROPORTIONAL.
 
-    partial_rotary_factor: the share of each head's dimensions that is rotated. longrope: short_factors and long_factors have one
-    factor per frequency, for sequences within original_max_position_embeddings and for longer ones; cosines and sines are
-    multiplied by attention_factor. score_factor: factor of attention's scores, which latent attention applies (yarn). yarn:
-    dimensions that rotate at least beta_fast times within the original length keep their frequency, those that rotate at most
-    beta_slow times are stretched. extended_to: the number of positions that the scaling reaches, if that may be more than
-    config.json gives (yarn, dynamic), else 0. proportional: frequencies are those of a head that is rotated as a whole, and only
-    the fastest, partial_rotary_factor of them, are not 0."""
+    partial_rotary_factor: the fraction of each head's dimensions to which RoPE applies. score_factor: factor of attention's scores,
+    which latent attention applies (yarn). extended_to: the number of positions to which the scaling extends the context, if that
+    may be more than config.json gives (yarn, dynamic), else 0.
+
+    longrope: short_factors and long_factors have one factor per frequency, for sequences within original_max_position_embeddings
+    and for longer ones; cosines and sines are multiplied by attention_factor.
+
+    yarn: dimensions that rotate at least beta_fast times within the original length keep their frequency; those that rotate at most
+    beta_slow times have it divided by `factor`.
+
+    proportional: frequencies are those of a head to which RoPE applies as a whole; of these only the fastest, a fraction
+    partial_rotary_factor, are kept, and the others are 0."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -78,10 +85,12 @@ class RopeParameters:
 def parse_rope(
     fields: Fields, name: str, rules: RopeRules, head_dim: int, full_head_dim: int, max_position_embeddings: int
 ) -> tuple[RopeParameters, RopeParameters | None]:
-    """Returns the rotary settings of layers with full attention, and those of layers with windows; None: these have none of their
-    own. fields: config.json. name: the architecture, for errors. head_dim: dimensions of a head; full_head_dim: the same in layers
-    with full attention, if both kinds of layers have settings of their own. max_position_embeddings: the longest context by
-    config.json. Raises UnsupportedModel for settings that are not served, and CheckpointError for a wrong value."""
+    """Returns two settings of rotary embedding (RoPE): those of layers with full attention, and those of layers with sliding
+    windows (None: all layers have the first ones).
+
+    fields: config.json. name: the architecture, for errors. head_dim: dimensions of a head. full_head_dim: the same in layers with
+    full attention, if both kinds of layers have settings of their own. max_position_embeddings: the longest context by config.json,
+    in tokens. Raises UnsupportedModel for settings that are not served, and CheckpointError for a wrong value."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     nothing = Fields({}, fields.file)
     has_kinds = new is not None and any(isinstance(new.values.get(kind), dict) for kind in _LAYER_KINDS)
@@ -110,8 +119,9 @@ def parse_rope(
 
 
 def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """Returns, for each layer, whether rotary embedding is applied in it: as the list `no_rope_layers` says (1: applied), or else
-    in all but the last of every `no_rope_layer_interval` layers. Raises CheckpointError for another list."""
+    """Returns, for each layer, whether rotary embedding (RoPE) applies in it. The list `no_rope_layers` decides (1: it applies);
+    without the list it applies in all but the last of every `no_rope_layer_interval` layers. Raises CheckpointError for a list that
+    is not valid."""
     interval = fields.integer("no_rope_layer_interval", 4)
     given = fields.values.get(_ROTATED_KEY) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if not isinstance(given, list) or len(given) != num_layers or not all(one in (0, 1) for one in given):
@@ -187,8 +197,8 @@ def _proportional(given: Fields, theta: float, head_dim: int) -> RopeParameters:
 
 
 def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_position_embeddings: int) -> RopeParameters:
-    """Reads the parameters of YaRN (https://arxiv.org/abs/2309.00071). given: the object of rotary settings; fields: config.json,
-    whose own key original_max_position_embeddings has precedence over the one in `given`, as in transformers."""
+    """Reads the parameters of YaRN (https://arxiv.org/abs/2309.00071) and returns them. given: the object of RoPE settings. fields:
+    config.json, whose own key original_max_position_embeddings has precedence over the one in `given`, as in transformers."""
     holder = fields if fields.has("original_max_position_embeddings") else given
     original = holder.integer("original_max_position_embeddings", max_position_embeddings)
     is_given = holder.has("original_max_position_embeddings")
