@@ -1,4 +1,4 @@
-"""Errors that a load of a checkpoint can raise. Each names the file and, if it is about a tensor, the tensor."""
+"""Defines the errors that a load of a checkpoint can raise. Each names the file and, if it is about a tensor, the tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 class LoaderError(Exception):
-    """The base class of loader errors. permanent: whether trying again is pointless until the files change."""
+    """The base class of the errors of a load. permanent: whether another attempt is pointless until the files change."""
 
     permanent: bool = True
 
@@ -34,7 +34,7 @@ class FileTooShort(CheckpointError):
 
 
 class UnsupportedModel(CheckpointError):
-    """Raised for a well-formed checkpoint of a kind that this build can't run."""
+    """Raised for a well-formed checkpoint that this version of hearthd can't run."""
 
 
 class CheckpointChanged(LoaderError):

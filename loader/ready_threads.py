@@ -1,7 +1,7 @@
-"""An executor whose threads are all started when it is made.
+"""Defines an executor whose threads are all started when it is made.
 
 ThreadPoolExecutor starts its threads within `submit`, which for asyncio.to_thread is on the event loop, and threading.Thread.start
-may wait for ever where memory has run out (loader/threads.py). So a process starts them before there is any load.
+may wait for ever where memory has run out (loader/threads.py). So a process starts all of them before it has any work.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ MOST_THREADS, MORE_THAN_CORES = 32, 4  # as for asyncio's own executor
 
 
 class ReadyThreads(ThreadPoolExecutor):
-    """A ThreadPoolExecutor that starts no thread later. Raises OSError if the system refuses one of its threads.
+    """A ThreadPoolExecutor that starts all its threads at once and none later. Raises OSError if the system refuses one of the
+    threads.
 
-    num_threads: None: as many as asyncio's own executor would have at most. name: the beginning of the threads' names."""
+    num_threads: None: the most that asyncio's own executor would start. name: the beginning of the threads' names."""
 
     def __init__(self, name: str, num_threads: int | None = None) -> None:
         num_threads = num_threads or min(MOST_THREADS, len(os.sched_getaffinity(0)) + MORE_THAN_CORES)

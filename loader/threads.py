@@ -1,4 +1,4 @@
-"""Threads whose `start` returns or raises within a bounded time, even if there is no memory left for the thread."""
+"""Defines threads whose `start` returns or raises within a bounded time, even if there is no memory left for the thread."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LOOK_EVERY_S = 0.05
 
 
 class Thread(threading.Thread):
-    """A thread that the process does not wait for at its end. `start` raises MemoryError if there is no memory for the thread; its
-    target is never called then.
+    """A thread for whose end the process does not wait when it exits. `start` raises MemoryError if there is no memory for the
+    thread; its target is never called then.
 
-    threading.Thread.start waits for the first sign of the new thread, and waits for ever where that thread has no memory to give
-    one, as in a process that may map no more (https://github.com/python/cpython/issues/140746; found with engines). Such a thread
-    ends, and the system no longer lists it. A thread that has not had a processor yet is listed."""
+    threading.Thread.start waits until the new thread signals that it runs. If the thread lacks the memory to do so, as in a process
+    that may map no more, that wait never ends (https://github.com/python/cpython/issues/140746). Such a thread ends, and the system
+    no longer lists it. A thread that has not had a processor yet is still listed, so the two cases can be told apart."""
 
     def __init__(self, target: Callable[..., object], args: Iterable[Any] = (), name: str | None = None) -> None:
         super().__init__(name=name, daemon=True)
@@ -54,14 +54,14 @@ class Thread(threading.Thread):
 
 
 class _Unawaited(threading.Event):
-    """An event whose `wait` returns at once, so that threading.Thread.start does not wait for its thread's first sign."""
+    """An event whose `wait` returns at once, so that threading.Thread.start does not wait until its thread signals that it runs."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return True
 
 
 def _threads() -> set[str] | None:
-    """Returns the system's ids of this process's threads; None if it lacks the memory to list them."""
+    """Returns the system's ids of all threads of this process; None if there is no memory to list them."""
     try:
         return set(os.listdir("/proc/self/task"))
     except (OSError, MemoryError):

@@ -1,3 +1,4 @@
-"""Opens LoRA adapters (https://huggingface.co/docs/peft) for a base model: their tensors, and how they lie in memory. What an
-adapter's files say is in loader/models/adapter.py, and which matrix multiplications of a model adapters may change in
-loader/configs/adapter_matrices.py."""
+"""Opens LoRA adapters (https://huggingface.co/docs/peft) for a base model: reads their tensors and computes their layout in memory.
+loader/models/adapter.py reads what an adapter's files say; loader/configs/adapter_matrices.py lists the matrix multiplications of a
+model that adapters may change.
+"""

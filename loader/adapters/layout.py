@@ -1,6 +1,7 @@
 """Computes where the matrices of a LoRA adapter lie in the device memory that holds the adapter, and why an adapter does not fit a
-base model. A product is a matrix multiplication of the base; its matrix may be several matrices of the checkpoint one below the
-other (such as q, k and v), which are the product's parts."""
+base model. In this file a product is a matrix multiplication of the base model. Its matrix may consist of several matrices of the
+checkpoint one below the other (such as q, k and v), which are called the product's parts.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +27,16 @@ _LAYERS = "layers."
 
 @dataclass(slots=True, frozen=True)
 class AdapterPlace:
-    """The place of an adapter's matrices for one matrix multiplication (product) of the base model. number: the product's matrix
-    number (loader/configs/adapter_matrices.py).
+    """The location in memory of an adapter's matrices for one matrix multiplication (product) of the base model. number: the
+    product's matrix number (loader/configs/adapter_matrices.py).
 
-    rank: the rank r of each of the product's P parts, a multiple of RANK_STEP. inputs: number of inputs of the product. outputs:
-    number of outputs of each part.
+    rank: the LoRA rank r of each of the product's P parts, a multiple of RANK_STEP. inputs: number of inputs of the product.
+    outputs: number of outputs of each part.
 
-    offset: where its matrices begin, in elements from the adapter's first byte: first "down" [P * r, inputs], in which the rows of
-    part p begin at p * r, then, part by part, "up" [r, outputs of the part].
+    offset: where the matrices begin, in elements from the adapter's first byte. First comes "down" [P * r, inputs], in which the
+    rows of part p begin at p * r; then, part by part, "up" [r, outputs of the part].
 
-    parts: the adapter's module for each part; None: it has none, and its place is filled with zeros."""
+    parts: the adapter's module for each part; None: the adapter does not change the part, and zeros take the module's place."""
 
     number: int
     rank: int
@@ -59,8 +60,8 @@ class AdapterPlace:
 
 @dataclass(slots=True, frozen=True)
 class AdapterLayout:
-    """The layout of a LoRA adapter's matrices in the memory that holds the adapter. places: one for each matrix multiplication
-    of the base model that the adapter changes, by ascending matrix number. num_bytes: the adapter's size, a multiple of
+    """The layout of a LoRA adapter's matrices in memory. places: the location of the matrices for each matrix multiplication of the
+    base model that the adapter changes, by ascending matrix number. num_bytes: the adapter's size in memory, a multiple of
     ALIGN_BYTES."""
 
     places: tuple[AdapterPlace, ...]
@@ -89,7 +90,7 @@ def adapter_layout(adapter: Adapter, shape: ModelShape, item_bytes: int) -> Adap
 
 
 def misfit(adapter: Adapter, shape: ModelShape) -> str:
-    """Returns why the adapter does not fit a base of this shape, naming the tensor; "" if it fits."""
+    """Returns why an adapter does not fit a base model of this shape, with the name of the tensor at fault; "" if it fits."""
     if not adapted_matrices(shape):
         return f"{shape.architecture} is an encoder; adapters of encoders are not served"
     try:
@@ -100,8 +101,8 @@ def misfit(adapter: Adapter, shape: ModelShape) -> str:
 
 
 def _modules_by_number(adapter: Adapter, shape: ModelShape) -> dict[int, dict[int, AdapterModule]]:
-    """Returns the adapter's modules: the number of the base's matrix -> the index of the part -> the module that changes this part.
-    Modules of the base that are not served, such as those of an image encoder, have no number and are left out. Raises
+    """Returns the adapter's modules by what they change in the base model: matrix number -> index of the part of this matrix ->
+    module. Modules that change matrices that are not served, such as those of an image encoder, are left out. Raises
     CheckpointError, which names a tensor, for a module that does not fit the base, and if no module is left."""
     known, matrices = _parts(shape), adapted_matrices(shape)
     found: dict[int, dict[int, AdapterModule]] = {}
@@ -132,8 +133,8 @@ def _parts(shape: ModelShape) -> Mapping[str, _Part]:
 
 
 def _plain(module: str) -> str:
-    """Returns the name of a module of a layer from "layers." on, since its prefix may differ between adapter and base; other names
-    are returned unchanged."""
+    """Returns the name of a layer's module without what precedes "layers.", since this prefix may differ between adapter and base.
+    Other names are returned unchanged."""
     for body in _BODIES:
         if module.startswith(body + _LAYERS):
             return module.removeprefix(body)
@@ -148,8 +149,8 @@ def _check_shape(module: AdapterModule, matrix: AdaptedMatrix, part: int) -> Non
 
 
 def _is_unread(module: str, shape: ModelShape) -> bool:
-    """Returns whether the base model does not use the matrix of a module, so that no output depends on the module. A head that is
-    the same matrix as the embedding counts as used."""
+    """Returns whether no output of the base model depends on a module, because the model does not use the matrix that the module
+    changes. A head that is the same matrix as the embedding counts as used."""
     names, plain = decoder_of(shape).names, _plain(module)
     if plain.startswith(_LAYERS):
         module = names.layer.partition(_LAYERS)[0] + plain

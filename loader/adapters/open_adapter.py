@@ -1,4 +1,4 @@
-"""Opens an adapter's folder, so that its tensors can be read."""
+"""Opens the folder of a LoRA adapter, so that its tensors can be read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _READ_BYTES = 1 << 30  # one system call reads less than 2 GiB
 
 
 class OpenAdapter:
-    """A checked adapter whose weight file is open. header: the file's header. info: the file as the check saw it. fd: the file's
-    descriptor, which is closed by `close`, or at the end of a `with`."""
+    """A checked LoRA adapter whose weight file is open. header: the file's header. info: name, size and time of the file when it
+    was checked. fd: the file's descriptor, which `close` or the end of a `with` closes."""
 
     def __init__(self, adapter: Adapter, header: Header, info: FileInfo, fd: int) -> None:
         self.adapter, self.header, self._info, self._fd = adapter, header, info, fd
@@ -41,8 +41,8 @@ class OpenAdapter:
         return data
 
     def check_unchanged(self) -> None:
-        """Raises CheckpointChanged if somebody has written to the file since it was checked, so that what was read of it may be of
-        two versions."""
+        """Raises CheckpointChanged if the file was written to since it was checked, because what was read may then mix two
+        versions."""
         check_unchanged(self._fd, self._info, "adapter")
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
-"""Lists the matrix multiplications (products) of a model that a LoRA adapter may change. The index of a product in the list is its
-matrix number, by which both the loader and the engine identify it."""
+"""Lists the matrix multiplications (products) of a model that a LoRA adapter may change. The index of a product in the list is
+called its matrix number; loader and engine both identify the product by it.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ _Product = tuple[str, tuple[str, ...]]
 
 
 class AdaptedMatrix(NamedTuple):
-    """One or more matrices of a model that are multiplied in one matrix multiplication and that an adapter may change. They are the
-    tensors prefix + name + ".weight" for all `names`. outputs: number of rows of each matrix. inputs: number of columns, the same
-    for all."""
+    """One or more matrices of a model that an adapter may change and that are fused into one matrix multiplication. Their tensors
+    have the names prefix + name + ".weight", for each name in `names`. outputs: number of rows of each matrix. inputs: number of
+    columns, the same for all."""
 
     prefix: str
     names: tuple[str, ...]
@@ -29,10 +30,10 @@ class AdaptedMatrix(NamedTuple):
 @lru_cache(maxsize=256)
 def adapted_matrices(shape: ModelShape) -> tuple[AdaptedMatrix, ...]:
     """Returns the matrix multiplications of a decoder that adapters may change, layer by layer: first those of attention (or of the
-    delta rule), then those of the MLP, or of the shared expert. () for encoders.
+    gated delta rule), then those of the MLP, or of the shared expert. () for encoders.
 
-    They are those that engine/layers builds with Weights.matrix of the same prefix and names. Not among them are experts, routers,
-    the gates of the delta rule, additional layer inputs, embeddings, the head, and the matrix of latent attention that is
+    They are those that engine/layers builds by Weights.matrix with the same prefix and names. Adapters cannot change experts,
+    routers, the gates of the delta rule, additional layer inputs, embeddings, the head, and the matrix of latent attention that is
     multiplied head by head."""
     family = architecture_of(shape)
     if not isinstance(family, Decoder | Wrapper):
@@ -55,14 +56,14 @@ def decoder_of(shape: ModelShape) -> Decoder:
 
 
 def numbers_of(shape: ModelShape) -> dict[_Product, int]:
-    """Returns the matrix number of each matrix multiplication that adapters may change: (prefix, names of its matrices) ->
+    """Returns the matrix numbers of all matrix multiplications that adapters may change: (prefix, names of the fused matrices) ->
     number."""
     return {(matrix.prefix, matrix.names): number for number, matrix in enumerate(adapted_matrices(shape))}
 
 
 def _products(family: Decoder, shape: ModelShape) -> Iterator[_Product]:
-    """Yields (prefix, names of the matrices) of each matrix multiplication that adapters may change, in the order of their matrix
-    numbers. family: the decoder's description with the names in the checkpoint."""
+    """Yields each matrix multiplication that adapters may change, as (prefix, names of the fused matrices), in the order of the
+    matrix numbers. family: the decoder's description with the names in the checkpoint."""
     names = family.names
     for layer in range(shape.num_layers):
         prefix = names.layer.format(layer)

@@ -1,6 +1,6 @@
-"""Reads config.json and generation_config.json of a Hugging Face folder, in both forms: `rope_parameters` and `dtype` (transformers
-5), or `rope_theta`, `rope_scaling` and `torch_dtype` (before). What each family reads from config.json is in loader/architectures.
-If config.json does not say how matrices are quantised, hf_quant_config.json may say it.
+"""Reads config.json and generation_config.json of a Hugging Face folder, in both forms: with `rope_parameters` and `dtype`
+(transformers 5), or with `rope_theta`, `rope_scaling` and `torch_dtype` (before). loader/architectures describes what each family
+reads from config.json. If config.json does not say how matrices are quantised, hf_quant_config.json may say it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ QUANT_CONFIG_NAME = modelopt.QUANT_CONFIG_NAME
 
 @dataclass(slots=True, frozen=True)
 class GenerationDefaults:
-    """The token ids that begin and end texts, and the sampling settings that the checkpoint's authors recommend. A setting is None
-    if they recommend none."""
+    """The token ids that begin and end texts, and the sampling settings that the checkpoint's authors recommend; None: they
+    recommend no value for a setting."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -37,9 +37,10 @@ class GenerationDefaults:
 
 
 def parse_config(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None = None) -> ModelShape:
-    """Returns the model's shape. text: the content of config.json. file: its name in errors. quant_text: the content of
-    hf_quant_config.json; None: there is no such file. Raises UnsupportedModel if the architecture, activation, kind of rotary
-    embedding or of layers, or weight format is not served, and CheckpointError, which names the key, for a wrong value."""
+    """Returns the model's shape from its configuration. text: the content of config.json. file: the file's name in errors.
+    quant_text: the content of hf_quant_config.json; None: there is no such file. Raises UnsupportedModel if the architecture, the
+    activation, the kind of rotary embedding or of layers, or the weight format is not served, and CheckpointError, which names the
+    key, for a wrong value."""
     fields = json_fields(text, file)
     architecture, headless = named_architecture(fields)
     shape = architecture.parse(fields)
@@ -58,8 +59,9 @@ def parse_config(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None 
 
 
 def check_config(text: bytes, quant_text: bytes | None) -> None:
-    """Raises UnsupportedModel or CheckpointError, which names the key, unless `text` is the config.json of a model that is served,
-    or of a head that drafts tokens for one. quant_text: the content of hf_quant_config.json; None: there is no such file."""
+    """Checks that `text` is the config.json of a model that is served, or of a head that drafts tokens for one. quant_text: the
+    content of hf_quant_config.json; None: there is no such file. Raises UnsupportedModel or CheckpointError, which name the key, if
+    it is not."""
     if eagle.is_head(fields := json_fields(text, CONFIG_NAME)):
         eagle.parse_head(fields, None)
     else:
@@ -67,26 +69,26 @@ def check_config(text: bytes, quant_text: bytes | None) -> None:
 
 
 def _quantised(fields: Fields, is_wrapper: bool) -> Fields:
-    """Returns the object under which config.json may have the key `quantization_config`: config.json itself, or its text_config if
-    is_wrapper (the checkpoint has a decoder beside other encoders) and config.json lacks the key."""
+    """Returns the object that may have the key `quantization_config`: config.json itself or, for a wrapper (a decoder beside other
+    encoders) whose config.json lacks the key, its text_config. is_wrapper: whether it is a wrapper's."""
     if not is_wrapper or fields.has(CONFIG_KEY):
         return fields
     return fields.mapping(TEXT_KEY) or fields
 
 
 def _said_by(fields: Fields, quant_text: bytes | None) -> tuple[Fields, str]:
-    """Returns the object that describes how matrices are quantised, and the key under which it has the description. The object is
-    config.json, or that in hf_quant_config.json if only that has one. quant_text: the content of hf_quant_config.json; None: there
-    is no such file."""
+    """Returns the object that describes how matrices are quantised, and the key of the description within it. The object is
+    config.json, or the one in hf_quant_config.json if only that file has a description. quant_text: the content of
+    hf_quant_config.json; None: there is no such file."""
     if quant_text is None or fields.has(CONFIG_KEY):
         return fields, CONFIG_KEY
     return modelopt.quant_config(quant_text), modelopt.QUANT_CONFIG_KEY
 
 
 def plain_modules(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None = None) -> Callable[[str], bool]:
-    """Returns a function that tells, by a module's name, whether a quantised checkpoint's configuration leaves the module
-    unquantised. text: the content of config.json. file: its name in errors. quant_text: the content of hf_quant_config.json; None:
-    there is no such file. Raises CheckpointError, which names the key."""
+    """Returns a function that takes a module's name and returns whether the configuration of a quantised checkpoint leaves the
+    module unquantised. text: the content of config.json. file: the file's name in errors. quant_text: the content of
+    hf_quant_config.json; None: there is no such file. Raises CheckpointError, which names the key."""
     fields = json_fields(text, file)
     fields = _quantised(fields, isinstance(named_architecture(fields)[0], Wrapper))
     own, key = _said_by(fields, quant_text)

@@ -1,6 +1,6 @@
-"""Determines which sets of the `cpu` device's kernels a model's steps call, so that no others are compiled for the model.
+"""Determines which sets of kernels a model needs on the `cpu` device, so that only these are compiled for it.
 
-Only this file decides that. A step that needs another set is served by the reference implementation until that set is compiled,
+Only this file decides that. A step that needs another set is computed by the reference implementation until that set is compiled,
 too, and the log says so (engine/cpu/ops.py); tests/engine/test_kernel_needs.py runs a model of each family.
 """
 
@@ -33,10 +33,11 @@ _OF_EDITED_ROWS = [KernelSet("float32", GREEDY), KernelSet("float32", SAMPLING)]
 def needed_kernels(
     shape: ModelShape, dtype: str, weight_format: WeightFormat, is_split: bool = False, has_adapters: bool = False
 ) -> list[KernelSet]:
-    """Returns the sets of compiled CPU kernels that the steps of a model call. dtype: the dtype that it is computed in. is_split:
-    whether it is divided over several devices. has_adapters: whether LoRA adapters may be applied. Encoders need none; a model in
-    float16, for which there are no kernels, needs only float32 sets (those for sampling, and for exchanges between devices if it is
-    split)."""
+    """Returns the sets of compiled CPU kernels that the steps of a model call. dtype: the dtype in which the model is computed.
+    is_split: whether it is divided among several devices. has_adapters: whether LoRA adapters may be applied.
+
+    Encoders need no set. A model in float16, for which there are no kernels, needs only sets for float32: those for sampling, and
+    for collectives between devices if it is split."""
     family = architecture_of(shape)
     if not isinstance(family, Decoder | Wrapper):
         return []
@@ -58,7 +59,8 @@ def needed_kernels(
 
 
 def _of_layers(family: Decoder, shape: ModelShape) -> set[str]:
-    """Returns the names of the kernel sets that the layers of a model, and of its draft head, call besides PLAIN."""
+    """Returns the names of the kernel sets that the layers of a model and of its draft head call, without the set PLAIN that every
+    decoder needs."""
     found = set()
     if shape.latent is None:
         found.add(ATTENTION)

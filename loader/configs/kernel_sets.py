@@ -1,5 +1,5 @@
-"""Names the sets of the `cpu` device's kernels. A set has the kernels that one kind of operation calls: engine/cpu/kernel_units.py
-lists its kernels, engine/cpu/ops.py the operations. Weight formats have sets of their own (WeightFormat.kernels).
+"""Names the sets of kernels of the `cpu` device. A set has the kernels that one kind of operation calls: engine/cpu/kernel_units.py
+lists its kernels, engine/cpu/ops.py the operations. Some weight formats have further sets (WeightFormat.kernels).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _WORDS = {
 
 
 class KernelSet(NamedTuple):
-    """A set of kernels of the `cpu` device for elements of one dtype, float32 or bfloat16. name: what the kernels are for, such as
-    "attention"; "": the kernels that every decoder needs."""
+    """A set of kernels of the `cpu` device for elements of one dtype, float32 or bfloat16. name: the purpose of the kernels, such
+    as "attention"; "": the kernels that every decoder needs."""
 
     dtype: str
     name: str

@@ -42,8 +42,9 @@ def pooled(shape: ModelShape, pooling_text: bytes | None, modules_text: bytes | 
 
 
 def parse_pooling(text: bytes | None, modes: Mapping[str, str] = _MODES) -> str:
-    """Returns the pooling: one of the values of `modes`. text: the content of 1_Pooling/config.json; None: there is no such file,
-    which means "mean". modes: key in the file -> pooling. Raises UnsupportedModel, which names the key, for any other mode."""
+    """Returns the way in which token vectors become one vector, one of the values of `modes`. text: the content of
+    1_Pooling/config.json; None: there is no such file, and the result is "mean". modes: key in the file -> the pooling that it
+    stands for. Raises UnsupportedModel, which names the key, for any other mode."""
     if text is None:
         return "mean"
     fields = json_fields(text, POOLING_NAME)
@@ -61,8 +62,8 @@ def parse_pooling(text: bytes | None, modes: Mapping[str, str] = _MODES) -> str:
 
 def check_modules(text: bytes) -> list[str]:
     """Returns the kinds of the modules that modules.json lists, such as Pooling. text: the file's content. Raises UnsupportedModel
-    for a module that would change the vectors (a dense layer after the pooling), and CheckpointError for a file that cannot be
-    read."""
+    for a module that would change the vectors (such as a dense layer after the pooling), and CheckpointError for a file that is not
+    valid."""
     try:
         modules = msgspec.json.decode(text, type=list[dict[str, object]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,1 +1,1 @@
-"""Files of checkpoints: opens and checks them, and reads what stands at their beginning."""
+"""Opens and checks the files of checkpoints, and reads their headers."""

@@ -1,8 +1,9 @@
-"""Helps with direct reads, which bypass the page cache: tells where they are faster, and what the kernel requires of them.
+"""Opens files for direct reads, which bypass the page cache. Tells where direct reads are faster, and what the kernel requires of
+them.
 
 A range that is in the page cache is read from there (a copy at memory speed). Any other range is read with O_DIRECT straight from
-the drive, which costs almost no CPU time and leaves the cache to others. Linux only; makes system calls directly where libc has
-no wrapper.
+the drive, which costs almost no CPU time and leaves the cache to others. Linux only; makes system calls directly where libc has no
+wrapper.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def open_direct(fd: int) -> int:
 
 
 def is_cached(fd: int, begin: int, end: int) -> bool:
-    """Returns whether the page cache holds at least half of a file's bytes [begin, end), from which on a buffered read is faster
+    """Returns whether the page cache holds at least half of a file's bytes [begin, end). From half on, a buffered read is faster
     than a direct one."""
     pages = _cached_pages(fd, begin, end - begin)
     if pages is not None:
@@ -68,8 +69,8 @@ def is_cached(fd: int, begin: int, end: int) -> bool:
 
 
 def _cached_pages(fd: int, offset: int, length: int) -> int | None:
-    """Returns how many pages of the range the page cache holds, or None if the kernel does not say: it is too old, or the file
-    belongs to another user."""
+    """Returns how many pages of a range of a file the page cache holds; None if the kernel does not say, because it is too old or
+    the file belongs to another user."""
     asked = struct.pack("=QQ", offset, length)
     answer = ctypes.create_string_buffer(40)
     if _libc.syscall(_CACHESTAT, fd, asked, answer, 0):
@@ -78,8 +79,8 @@ def _cached_pages(fd: int, offset: int, length: int) -> int | None:
 
 
 def _page_is_cached(fd: int, offset: int) -> bool:
-    """Returns whether the page cache holds the page at `offset`, found out by a read that must not wait. mincore does not help: for
-    another user's file it says that everything is cached."""
+    """Returns whether the page cache holds the page of a file at `offset` (bytes). A read that must not wait finds out. mincore
+    does not help: for another user's file it says that everything is cached."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except OSError:

@@ -1,7 +1,8 @@
-"""Calls of the file system that can be left behind: their caller stops waiting for them and goes on.
+"""Makes file system calls that their caller can abandon: it stops waiting for a call that does not return, and goes on.
 
 A call to a mount whose server is gone may not return for as long as the mount hangs, and no signal ends it. So a load that is
-cancelled waits for such a call only a moment. The thread that is in it goes on by itself and touches nothing of the load any more.
+cancelled waits for such a call only a moment. The thread that makes the call goes on by itself and no longer touches anything of
+the load.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def is_local(fd: int) -> bool:
 
 
 class CallUnderWay:
-    """The file system calls of one thread, one at a time. Another thread may stop waiting for a call that has not returned
-    (`leave`). Used as a context manager around each call; on leaving it raises LeftBehind if that has happened."""
+    """The file system calls of one thread, one at a time. Another thread may abandon a call that has not returned (`leave`). Used
+    as a context manager around each call; on exit it raises LeftBehind if the call was abandoned."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,8 +85,8 @@ class CallUnderWay:
             raise LeftBehind
 
     def leave(self) -> bool:
-        """Marks as left behind the call that is in progress, so that its thread raises LeftBehind once it returns. Returns False if
-        no call is in progress."""
+        """Abandons the call that is in progress, so that its thread raises LeftBehind once it returns. Returns False if no call is
+        in progress."""
         with self._lock:
             self._is_left = self._is_left or self._is_under_way
             return self._is_left
@@ -93,10 +94,10 @@ class CallUnderWay:
 
 class FileCalls:
     """A thread that calls the file system for a load, so that the load's own thread never waits for long once the load is
-    cancelled. A context manager; on leaving it the thread closes what is in `opened`, and ends.
+    cancelled. A context manager; on exit the thread closes what is in `opened`, and ends.
 
-    name: the model's name, for the log. cancelled: returns whether the load is cancelled. opened: closes the files that the thread
-    opens; used by the thread alone."""
+    name: the model's name, for the log. cancelled: returns whether the load is cancelled. opened: a stack that closes the files
+    that the thread opens; only this thread uses it."""
 
     def __init__(self, name: str, cancelled: Callable[[], bool]) -> None:
         self._name, self._cancelled = name, cancelled
@@ -116,9 +117,9 @@ class FileCalls:
             log.warning("%s: the file system does not answer; what is open there is closed once it does", self._name)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Calls `work` in the thread; returns what it returns and raises what it raises. Raises ReadCancelled if the load is
-        cancelled and `work` has not ended LEAVE_AFTER_S seconds later; it then goes on by itself. Raises MemoryError if the thread
-        has ended for lack of memory."""
+        """Calls `work` in this object's thread; returns what it returns and raises what it raises. Raises ReadCancelled if the load
+        is cancelled and `work` has not ended LEAVE_AFTER_S seconds later; `work` then goes on by itself. Raises MemoryError if the
+        thread has ended for lack of memory."""
         future: Future[T] = Future()
         self._work.put((work, future))
         while not wait([future], LOOK_EVERY_S).done:

@@ -1,4 +1,4 @@
-"""The lossless format of bfloat16 weights: the layout of a frame, its unit.
+"""Defines the layout of a frame, the unit of the lossless format of bfloat16 weights in packed files.
 
 Trained weights use few exponents: the seven most frequent ones of a frame cover about 97 % of its values. A frame keeps each
 value's sign and mantissa unchanged in a byte, and its exponent as a 3-bit code. Codes 0 to 6 stand for those seven exponents.

@@ -1,5 +1,5 @@
-"""Finds models in the folders of a Hugging Face cache, as the hub's own tools make them: `models--org--name/snapshots/COMMIT/`,
-with links into `blobs/`.
+"""Finds models in the folders of a Hugging Face cache, as the hub's tools lay them out: `models--org--name/snapshots/COMMIT/`, with
+links into `blobs/`.
 """
 
 from __future__ import annotations

@@ -36,8 +36,10 @@ class Source(msgspec.Struct, frozen=True):
 
 class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The description of one tensor in a packed file's metadata. sha256: SHA-256 of the unpacked bytes, in hex. sums: the checksum
-    of each frame, 16 hex digits. shape: the shape of the unpacked tensor, frame_bytes: the length of each frame in bytes; both are
-    set only if the tensor is packed, not if it is stored unchanged."""
+    of each frame, 16 hex digits.
+
+    shape: the shape of the unpacked tensor. frame_bytes: the length of each frame in bytes. Both are set only if the tensor is
+    packed, not if it is stored unchanged."""
 
     sha256: str
     sums: list[str]
@@ -53,9 +55,9 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class Frame:
-    """A frame of a tensor in a packed file: bytes [begin, end) of the file, which hold `num_bytes` of the unpacked tensor, from
-    its byte `first_byte` on. sum: checksum of the bytes in the file. packed: whether they must be decoded; else the file holds the
-    tensor's bytes unchanged."""
+    """A frame of a tensor in a packed file: bytes [begin, end) of the file, which hold `num_bytes` of the unpacked tensor, from its
+    byte `first_byte` on. sum: checksum of the frame's bytes in the file. packed: whether these bytes must be decoded; else they are
+    the tensor's bytes unchanged."""
 
     begin: int
     end: int
@@ -99,8 +101,8 @@ def read_record(text: str, file: str) -> Record:
 
 
 def check_shape(shape: Sequence[int], file: str, name: str) -> None:
-    """Raises CheckpointError, which names file and tensor, if no tensor can have such a shape: a dimension is negative or too
-    large, or there are too many."""
+    """Checks a tensor's shape. Raises CheckpointError, which names file and tensor, for a shape that no tensor can have: a
+    dimension is negative or too large, or there are too many dimensions."""
     if any(n < 0 for n in shape):
         raise CheckpointError(file, name, f"negative dimension in shape {shortened(str(list(shape)), 80)}")
     if len(shape) > MAX_DIMENSIONS or any(n > MAX_DIMENSION for n in shape):
@@ -111,8 +113,9 @@ def check_shape(shape: Sequence[int], file: str, name: str) -> None:
 def check_record(
     record: TensorRecord, file: str, name: str, dtype: str, shape: tuple[int, ...], begin: int, num_bytes: int
 ) -> None:
-    """Raises CheckpointError unless the frames in a tensor's record cover the tensor's bytes exactly. dtype, shape, num_bytes:
-    those of the tensor in the file's header. begin: the tensor's offset in the file."""
+    """Checks the description of a tensor in a packed file's metadata. Raises CheckpointError unless the frames in `record` cover
+    the tensor's bytes exactly. dtype, shape, num_bytes: those of the tensor in the file's header. begin: the tensor's offset in the
+    file, in bytes."""
     own_shape = shape if record.shape is None else record.shape
     check_shape(own_shape, file, name)
     per_frame, lengths = frame_values(own_shape, dtype), record.frame_bytes

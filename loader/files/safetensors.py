@@ -50,9 +50,9 @@ DTYPE_BYTES = {
 
 @dataclass(slots=True, frozen=True)
 class TensorRef:
-    """A tensor's place in its file. file: the file's name inside the checkpoint's folder. offset_bytes: from the start of the file.
-    num_bytes: the tensor's length in the file. record: its description in a packed file, else None; dtype and shape are then those
-    of the unpacked tensor."""
+    """The location of a tensor in its file. file: the file's name inside the checkpoint's folder. offset_bytes: from the start of
+    the file. num_bytes: the tensor's length in the file. record: the tensor's description in a packed file, else None; dtype and
+    shape are then those of the unpacked tensor."""
 
     file: str
     name: str

@@ -1,7 +1,8 @@
 """Finds the weight files of a model's folder: plain ones in the folder itself, packed ones (loader.files.packed) in `packed/`.
 
-Packed files have the names of the plain files they were made from, and their own copy of the index. If both exist, the plain files
-are the model, and the packed files are another way to read it, provided that they were made from exactly these plain files.
+Packed files have the names of the plain files from which they were made, and a copy of the index beside them. If both kinds exist,
+the plain files are the model, and the packed files are another way to read it, provided that they were made from exactly these
+plain files.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class MissingFile(Exception):
 
 @dataclass(slots=True, frozen=True)
 class FileInfo:
-    """A weight file's name, size and time as the scan saw them. name: its path below the model's folder."""
+    """The name, size and time of a weight file as a scan of the models folder saw them. name: the file's path below the model's
+    folder."""
 
     name: str
     size_bytes: int
@@ -102,8 +104,8 @@ def packed_files(folder: Path) -> list[FileInfo]:
 
 
 def source_of(info: FileInfo, header: Header) -> Source:
-    """Returns the identity (Source) that a packed file records of the plain file that it was made from. info, header: the plain
-    file as the scan saw it, and its header."""
+    """Returns the identity (Source) of a plain weight file, as a packed file that is made from it records it. info, header: the
+    plain file as the scan saw it, and its header."""
     return Source(info.size_bytes, info.mtime_ns, hashlib.blake2b(header.raw, digest_size=16).hexdigest())
 
 
