@@ -1,4 +1,4 @@
-"""Aligns what lies in a model's weight range."""
+"""Rounds offsets in a model's weight range up to the alignment of tensors, 64 bytes."""
 
 from __future__ import annotations
 

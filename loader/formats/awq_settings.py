@@ -13,8 +13,8 @@ from loader.formats.refused import Refused, not_served
 
 
 class Awq(NamedTuple):
-    """The settings of an AWQ checkpoint. group_inputs: number of inputs that share a scale; 0 (WHOLE_ROW): all inputs of an output.
-    symmetric: all zero points are 8."""
+    """The settings of an AWQ checkpoint. group_inputs: number of inputs that share a scale; 0 (WHOLE_ROW): all inputs of an output
+    share one. symmetric: whether all zero points are 8."""
 
     group_inputs: int
     symmetric: bool

@@ -1,6 +1,6 @@
-"""The common parts of the weight formats of AWQ and GPTQ: weights with scales and zero points [G, N] by groups of inputs, all of
-which are rearranged as they are read (relayout.py). Scales are held as float16. Zero points of symmetric checkpoints are only
-checked.
+"""Builds the weight formats of AWQ and GPTQ checkpoints, which have much in common: four-bit weights, and scales and zero points
+[G, N] for groups of inputs. All of them are rearranged as they are read (relayout.py). Scales are held as float16. Zero points of
+symmetric checkpoints are only checked.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def format_by_input(
     parts_of: Callable[[TensorGroup, str, tuple[int, ...]], Int4Tensors],
     ordered: bool = False,
 ) -> WeightFormat:
-    """Returns the weight format of AWQ or GPTQ checkpoints with these settings. name, title: those of the WeightFormat. ordered:
-    whether inputs that share a scale may lie apart, so that steps reorder inputs (WeightFormat.reorders). read: reads settings from
-    a `quantization_config`. parts_of(group, name, shape): returns the tensors of a matrix."""
+    """Returns the weight format of AWQ or GPTQ checkpoints with given settings. name, title: those of the WeightFormat. ordered:
+    whether the inputs that share a scale may be scattered, so that each step reorders inputs (WeightFormat.reorders). read: reads
+    the settings from a `quantization_config`. parts_of(group, name, shape): returns the tensors of a matrix."""
 
     def stored(group: TensorGroup) -> list[StoredTensor]:
         found = [parts_of(group, *matrix) for matrix in group.tensors]

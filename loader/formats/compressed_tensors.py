@@ -17,9 +17,9 @@ def read_groups(
 ) -> FoundT | Refused | None:
     """Reads a `quantization_config` that compressed-tensors wrote: its groups of settings, each for some of the model's matrices.
     Returns the settings of all groups, which must be the same, as `read` returns them; a Refused for the first setting that is not
-    served; None if there are no groups, or one has another format.
+    served; None if there are no groups, or if one of them has another format than `form`.
 
-    form: the format that all groups must have. read(key, weights): reads the settings of one group's weights."""
+    read(key, weights): reads the settings of one group's weights."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return None
@@ -43,8 +43,9 @@ def read_groups(
 
 
 def first_other(key: str, weights: Mapping[str, Any], served: Mapping[str, object]) -> Refused | None:
-    """Returns a Refused for the first setting whose value is not served; None if all are. key: the key under which the settings
-    lie, for messages; "": they are the whole configuration. weights: the settings. served: setting -> its only served value."""
+    """Returns a Refused for the first setting whose value is not served; None if all values are served. key: the key under which
+    the settings lie, for messages; "": they are the whole configuration. weights: the settings. served: setting -> its only served
+    value."""
     for name, value in served.items():
         if weights.get(name) != value:
             return not_served(f"{key}.{name}" if key else name, weights.get(name), str(value))

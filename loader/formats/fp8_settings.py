@@ -25,8 +25,9 @@ _BLOCK_TEXTS = (_BLOCKS, f"{BLOCK}x{BLOCK}")
 
 
 class Fp8Scales(NamedTuple):
-    """The way in which a checkpoint stores the scales of its FP8 matrices. suffix: appended to a matrix's name. unit: what one
-    scale belongs to: the whole matrix (MATRIX), each output (OUTPUT), or each block of 128 x 128 weights (EACH_BLOCK)."""
+    """The way in which a checkpoint stores the scales of its FP8 matrices. suffix: what is appended to a matrix's name to form the
+    name of its scales. unit: the weights that share a scale: the whole matrix (MATRIX), each output (OUTPUT), or each block of 128
+    x 128 weights (EACH_BLOCK)."""
 
     suffix: str
     unit: str

@@ -1,4 +1,4 @@
-"""Checks FP8 codes (float8_e4m3fn) as they are read, and writes the scales of a matrix for each of its rows."""
+"""Checks FP8 codes (float8_e4m3fn) as they are read, and repeats the stored scales of a matrix for each of its rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def nan_at(codes: npt.NDArray[np.uint8]) -> int:
 
 
 def fill_scales(stored: Tensor, repeats: int, held: Tensor, inverse: bool = False, kept: Cut | None = None) -> None:
-    """Writes stored scales [S, G] (float32, bfloat16 or float16) to held [N * G] float32, so that each of N rows of a matrix has
-    its own G scales: each of the S stored rows is written `repeats` times, the last as often as there is room. inverse: writes the
-    inverses of the scales. kept: the part of the numbers [N, G] that is written; None: all. Raises ValueError for scales that are
-    NaN or infinite, and for divisors whose inverse float32 cannot represent."""
+    """Writes stored scales [S, G] (float32, bfloat16 or float16) to held [N * G] float32, so that each of the N rows of a matrix
+    has its own G scales. Each of the S stored rows is written `repeats` times, the last one as often as there is room. inverse:
+    writes the inverses of the scales. kept: the part of the elements [N, G] that is written; None: all. Raises ValueError for
+    scales that are NaN or infinite, and for divisors whose inverse float32 cannot represent."""
     wide = stored.float()
     if inverse:
         wide = wide.reciprocal()

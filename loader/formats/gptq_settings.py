@@ -18,9 +18,9 @@ V1, V2 = "gptq", "gptq_v2"
 
 
 class Gptq(NamedTuple):
-    """The settings of a GPTQ checkpoint. group_inputs: number of inputs that share a scale; 0 (WHOLE_ROW): all inputs of an output.
-    symmetric: all zero points are 8. is_v2: zero points are stored unchanged, else minus 1. ordered: the inputs that share a scale
-    may be scattered over the matrix (desc_act)."""
+    """The settings of a GPTQ checkpoint. group_inputs: number of inputs that share a scale; 0 (WHOLE_ROW): all inputs of an output
+    share one. symmetric: whether all zero points are 8. is_v2: whether zero points are stored unchanged; otherwise they are stored
+    minus 1. ordered: whether the inputs that share a scale may be scattered over the matrix (desc_act)."""
 
     group_inputs: int
     symmetric: bool
@@ -50,8 +50,8 @@ def read(config: Mapping[str, Any]) -> Gptq | Refused | None:
 
 
 def refused_setting(config: Mapping[str, Any]) -> Refused | None:
-    """Returns a refusal of the first setting of a `quantization_config` of GPTQ or AWQ that is not served, among those that both
-    have; None if there is none."""
+    """Returns a Refused for the first setting of a GPTQ or AWQ `quantization_config` that is not served, among the settings that
+    both have; None if all are served."""
     if config.get("bits") != 4:
         return not_served("bits", config.get("bits"), "4")
     if config.get("group_size") not in GROUPS:

@@ -1,6 +1,6 @@
-"""Lays out matrices in INT4, for checkpoints of all producers: four-bit weights as kernels read them, with the matrices that one
-matrix multiplication reads end to end; after them their scales in 16 bits and, if there are any, zero points in 8 bits and the
-order of their inputs.
+"""Lays out INT4 matrices in memory, for checkpoints of all producers. The four-bit weights come first, in the order in which
+kernels read them, with the matrices that one matrix multiplication reads end to end. Their scales in 16 bits follow, and, if there
+are any, their zero points in 8 bits and the order of their inputs.
 
 A weight is (number - zero point) times scale, for numbers from 0 to 15. If no zero points are held, they are 8.
 """
@@ -27,8 +27,8 @@ REARRANGED = "rearranged"  # WeightFormat.held_as of formats whose tensors canno
 
 class Names(NamedTuple):
     """The names of the tensors in which a producer stores an INT4 matrix: suffixes that follow the matrix's name without `.weight`.
-    words: the four-bit weights. scales, zeros: scales and zero points. order: the group of each input; "": there is no such
-    tensor."""
+    words: the four-bit weights. scales, zeros: scales and zero points. order: for each input the index of its group, that is, of
+    its scale; "": there is no such tensor."""
 
     words: str
     scales: str
@@ -62,8 +62,8 @@ class Int4Tensor(NamedTuple):
 
 
 class Int4Tensors(NamedTuple):
-    """The stored tensors of one INT4 matrix. words: the four-bit weights. zeros: None: all zero points are 8. order: the group of
-    each input; None: the checkpoint has no such tensor."""
+    """The stored tensors of one INT4 matrix. words: the four-bit weights. zeros: the zero points; None: all are 8. order: for each
+    input the index of its group, that is, of its scale; None: the checkpoint has no such tensor."""
 
     words: Int4Tensor
     scales: Int4Tensor
@@ -78,11 +78,13 @@ def rearranged(tensor: StoredTensor, held_as: str, axes: Axes, relayout: Relayou
 def place(
     parts_of: Callable[[str, tuple[int, ...]], Int4Tensors], group_inputs: int, is_joint: bool, group: TensorGroup, space: Space
 ) -> tuple[list[WeightSlot], int]:
-    """Lays out a group of INT4 matrices in memory; returns the slots and the first free byte after them. parts_of(name, dims):
-    returns the tensors of one matrix. group_inputs: number of inputs that share a scale; 0: all. is_joint: the inputs are put in
-    order once all matrices have been read. Raises CheckpointError for a matrix that does not consist of whole groups, or whose zero
-    points do not fill their words; and for a part of a matrix that begins or ends within a group or a word, or that has some of the
-    inputs of a matrix whose inputs are reordered."""
+    """Lays out a group of INT4 matrices in memory. Returns the slots (WeightSlot) and the offset in bytes of the first free byte
+    after them. parts_of(name, dims): returns the tensors of one matrix. group_inputs: number of inputs that share a scale; 0: all.
+    is_joint: the inputs are put in order once all matrices have been read.
+
+    Raises CheckpointError for a matrix that does not consist of whole groups, or whose zero points do not fill their words. In a
+    split model it raises CheckpointError also for a part of a matrix that begins or ends within a group or a word, or that has some
+    of the inputs of a matrix whose inputs are reordered."""
     step = group_inputs or STEP
     slots: list[WeightSlot] = []
     end = space.begin_bytes
@@ -118,8 +120,8 @@ def place(
 
 
 def check(group_inputs: int, fields: Fields, shape: ModelShape) -> None:
-    """Raises UnsupportedModel for a model whose widths are not multiples of the group size. group_inputs: number of inputs that
-    share a scale; 0: all, and the widths must be multiples of STEP. fields: config.json."""
+    """Checks that the widths of a model are multiples of the group size, and raises UnsupportedModel if they are not. group_inputs:
+    number of inputs that share a scale; 0: all, and the widths must be multiples of STEP. fields: config.json."""
     refuse_stacked_experts(fields, shape)
     widths = [("hidden_size", shape.hidden_size)]
     if shape.experts is not None:

@@ -1,5 +1,5 @@
-"""Rearranges the numbers of AWQ and GPTQ checkpoints into the kernels' order (relayout.py), a tile at a time, on the tensors'
-device.
+"""Rearranges the four-bit numbers of AWQ and GPTQ checkpoints into the kernels' order (relayout.py), a tile at a time, on the
+device that holds the tensors.
 
 AWQ (https://github.com/casper-hansen/AutoAWQ, `gemm`) and GPTQ (https://github.com/ModelCloud/GPTQModel) store four-bit numbers in
 words of 32 bits. Shapes: R stored rows, C elements of a row, N outputs, K inputs, G groups.
@@ -36,8 +36,8 @@ _SWAPS = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F))
 
 
 def part_of(held: Tensor, relayout: Relayout, first: int, num_rows: int) -> Tensor:
-    """Returns a view of the memory that some stored rows of a rearranged tensor fill. held: the memory of the whole tensor
-    (Relayout.held_shape). first, num_rows: index of the first of these rows, and their number."""
+    """Returns the part of a rearranged tensor's memory that some of its stored rows fill, as a view. held: the memory of the whole
+    tensor (Relayout.held_shape). first: index of the first of these rows. num_rows: the number of rows."""
     if held.dim() < 2:
         return held
     if relayout.turned:
@@ -93,8 +93,9 @@ def _scales(stored: Tensor, held: Tensor) -> None:
 
 
 def _zeros(order: tuple[int, ...], added: int, turned: bool) -> Callable[[Tensor, Tensor], None]:
-    """Returns a function that unpacks zero points: it writes words [R, C] of eight outputs each to held [8 C, R] uint8, or [8 R, C]
-    if not turned. order: the output that the n-th four bits belong to. added: number that is added to each zero point."""
+    """Returns a function that unpacks zero points. It writes words [R, C], each with eight outputs, to held [8 C, R] uint8, or [8
+    R, C] if not turned (transposed). order: the index of the output that the n-th four bits of a word belong to. added: number that
+    is added to each zero point."""
 
     def write(stored: Tensor, held: Tensor) -> None:
         to = held.unflatten(0, (-1, IN_WORD))
@@ -129,8 +130,8 @@ def _check_order(groups: Tensor, first: int, group_inputs: int) -> None:
 
 
 def order_of(groups: Tensor, group_inputs: int) -> Tensor:
-    """Returns the input indices [K] int32, sorted by group. groups [K] int32: the group of each input. Raises ValueError unless
-    every group has group_inputs inputs."""
+    """Returns the indices of the inputs [K] int32, sorted by group. groups [K] int32: for each input the index of its group. Raises
+    ValueError unless every group has group_inputs inputs."""
     num_groups = len(groups) // group_inputs
     if not bool(((groups >= 0) & (groups < num_groups)).all()):
         raise ValueError(f"holds a group that does not exist: there are {num_groups}, from 0 on")
@@ -140,8 +141,8 @@ def order_of(groups: Tensor, group_inputs: int) -> Tensor:
 
 
 def order_inputs(packed: Tensor, order: Tensor, at_once: int) -> None:
-    """Reorders the inputs of four-bit weights packed [N, K / 2] uint8, two a byte, in place, about at_once weights at a time. order
-    [K]: for each new place, the index of the input that goes there."""
+    """Reorders the inputs of four-bit weights in place. packed [N, K / 2] uint8: the weights, two a byte. order [K]: for each new
+    position, the index of the input that goes there. at_once: about how many weights are reordered at a time."""
     places, step = order.long(), max(1, at_once // len(order))
     for some in packed.split(step):
         codes = torch.stack((some & 15, some >> 4), dim=-1).flatten(1)[:, places]

@@ -18,7 +18,7 @@ _ORDERS = (None, False, "weight", "static")  # orders in which inputs were quant
 
 class Int4(NamedTuple):
     """The settings of an INT4 checkpoint of compressed-tensors. group_inputs: number of inputs that share a scale, one of GROUPS; 0
-    (WHOLE_ROW): all inputs of an output. symmetric: there are no zero points."""
+    (WHOLE_ROW): all inputs of an output share one. symmetric: whether the checkpoint has no zero points."""
 
     group_inputs: int
     symmetric: bool

@@ -21,9 +21,9 @@ _EXPRESSION, LEFT_OUT, _WILDCARD = "re:", "-:", "*"
 
 
 def left_plain(config: Fields) -> Callable[[str], bool]:
-    """Returns a function that tells, by a module's name, whether a quantised checkpoint's configuration leaves the module
+    """Returns a function that takes a module's name and returns whether a quantised checkpoint's configuration leaves the module
     unquantised. config: the `quantization_config`. Raises CheckpointError, which names the key, for a value that is not a list of
-    names or an expression that is not valid."""
+    names, or for an expression that is not valid."""
     names: set[str] = set()
     parts: list[str] = []
     patterns: list[re.Pattern[str]] = []

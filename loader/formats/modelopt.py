@@ -1,5 +1,6 @@
-"""Reads what NVIDIA's ModelOpt says about a checkpoint: the `quantization_config` of config.json, or hf_quant_config.json beside
-it, which earlier versions wrote alone. Source: https://github.com/NVIDIA/Model-Optimizer (modelopt/torch/export).
+"""Reads how NVIDIA's ModelOpt describes the quantisation of a checkpoint: in the `quantization_config` of config.json, or in
+hf_quant_config.json beside it, which was the only place in earlier versions. Source: https://github.com/NVIDIA/Model-Optimizer
+(modelopt/torch/export).
 """
 
 from __future__ import annotations

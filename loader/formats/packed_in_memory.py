@@ -1,8 +1,8 @@
-"""The weight format of `resident = "packed"`: bfloat16 matrices stay in memory in a lossless form of about 0.72 of their bytes
-(loader/formats/packed_rows.py), which matrix multiplications decode on the way. They are packed as they are read.
+"""Defines the weight format of `resident = "packed"`: bfloat16 matrices stay in memory in a lossless form of about 0.72 of their
+bytes (loader/formats/packed_rows.py), which matrix multiplications decode as they read it. They are packed as they are loaded.
 
-Matrices that one matrix multiplication reads together are packed as one. A group that would not be smaller, such as one of very
-short rows, stays plain.
+Matrices that one matrix multiplication reads together are packed as one. A group of matrices that would not become smaller, such as
+one of very short rows, stays plain.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class PackedPlace(NamedTuple):
         return self.escapes_at_bytes + self.most_escapes + ESCAPES_BEHIND
 
     def row_at(self, place_bytes: int) -> int:
-        """Returns the index of the row that is at place_bytes of the weight range in a simplified count, in which the rows' bodies
-        lie end to end instead of being interleaved."""
+        """Returns the index of the row at the offset place_bytes of the weight range. This offset is counted as if the rows' bodies
+        lay end to end, although they are interleaved."""
         return (place_bytes - self.begin_bytes) // self.row_body_bytes
 
     def ranges(self, first: int, last: int) -> list[tuple[int, int]]:

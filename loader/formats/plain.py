@@ -1,7 +1,7 @@
-"""The plain weight format: numbers in the model's dtype, either stored so or converted as they are read.
+"""Defines the plain weight format: numbers in the model's dtype, either stored so or converted as they are read.
 
-A large group of tensors begins at the same distance from a block's boundary as in its file, so that direct reads can write it
-straight into place.
+A large group of tensors begins at the same distance from a block's boundary as in its file, so that direct reads can write it to
+memory without a copy.
 """
 
 from __future__ import annotations

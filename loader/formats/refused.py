@@ -1,4 +1,4 @@
-"""Settings of a `quantization_config` that are not served."""
+"""Defines the value that says why a setting of a `quantization_config` is not served."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def not_served(key: str, value: object, served: str) -> Refused:
 
 
 def refusal_of(read: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns the key and the reason if a format's settings in a `quantization_config` are refused, as WeightFormat.refuses must;
-    else None. read: reads the format's settings from the configuration, or returns a Refused."""
+    """Returns the key and the reason if a setting of a format in a `quantization_config` is refused; otherwise None. Implements
+    WeightFormat.refuses. read: reads the format's settings from the configuration, or returns a Refused."""
     found = read(config)
     return found if isinstance(found, Refused) else None
 
 
 def is_read_as(read: Callable[[Mapping[str, Any]], object], settings: object, config: Mapping[str, Any]) -> bool:
-    """Returns whether a `quantization_config` has exactly these settings of a format, as WeightFormat.recognises must. read: reads
-    the format's settings from the configuration."""
+    """Returns whether a `quantization_config` has exactly the given settings of a format. Implements WeightFormat.recognises. read:
+    reads the format's settings from the configuration."""
     return read(config) == settings

@@ -1,4 +1,4 @@
-"""The list of weight formats: every WeightFormat that this module imports, by itself or in a tuple, is served."""
+"""Lists the weight formats: every WeightFormat that this module imports, by itself or in a tuple, is served."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def asked_format(quantize: str | None, resident: str = AS_STORED) -> WeightForma
 
 
 def held_format(shape: ModelShape, quantize: str | None, resident: str = AS_STORED) -> WeightFormat:
-    """Returns the weight format in which a model is held in memory: its checkpoint's own if that is quantised, else the one that
-    the settings `quantize` and `resident` ask for. Raises ValueError if there is no such format."""
+    """Returns the weight format in which a model is held in memory: that of its checkpoint if the checkpoint is quantised, else the
+    one that the settings `quantize` and `resident` ask for. Raises ValueError if there is no such format."""
     return stored_format(shape) if shape.stored_format else asked_format(quantize, resident)
 
 
 def why_not_resident(resident: str, shape: ModelShape, dtype: str) -> str:
-    """Returns why a model that is computed in dtype cannot be held as the setting `resident` says, whatever the device; "" if it
-    can."""
+    """Returns why a model that is computed in `dtype` cannot be held in memory as the setting `resident` says, on any device; "" if
+    it can."""
     if resident == AS_STORED:
         return ""
     if shape.stored_format:

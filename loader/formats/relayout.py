@@ -1,5 +1,5 @@
-"""Describes how tensors of AWQ and GPTQ checkpoints are rearranged for memory. In their files a matrix's inputs come before its
-outputs, while the kernels read the weights of an output end to end.
+"""Describes how tensors of AWQ and GPTQ checkpoints are rearranged for memory. In their files the inputs of a matrix are rows and
+its outputs columns, while the kernels read all weights of an output in sequence.
 
 int4_relayout.py rearranges the numbers. Shapes: R rows of a stored tensor, C elements of a row.
 """
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 
 class Relayout(NamedTuple):
-    """One way to rearrange the numbers of a stored tensor for memory. name: what the numbers are. rows: number of stored rows that
-    become one column in memory; 0: the whole tensor is rearranged at once. spread: number of outputs whose numbers a stored element
-    contains. item_bytes: the size of an element in memory; 0: nothing is held, and the numbers are only checked. turned: whether
-    stored rows become columns."""
+    """A way to rearrange the numbers of a stored tensor for memory. name: what the numbers are. rows: number of stored rows that
+    become one column in memory; 0: the whole tensor is rearranged at once. spread: number of outputs whose numbers one stored
+    element contains. item_bytes: bytes of an element in memory; 0: nothing is held, and the numbers are only checked. turned:
+    whether stored rows become columns (the tensor is transposed)."""
 
     name: str
     rows: int = 1

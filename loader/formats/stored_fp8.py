@@ -1,8 +1,9 @@
-"""The weight formats of checkpoints that hold matrices in FP8 (e4m3), for all producers (loader/formats/fp8_settings.py).
+"""Defines the weight formats of checkpoints that hold matrices in FP8 (e4m3), for all producers (loader/formats/fp8_settings.py).
 
-In memory all are alike: the codes as stored, with the matrices that one matrix multiplication reads end to end, followed by float32
-scales. Each output has one scale (if scales are stored for a matrix or an output) or one for each 128 inputs (if they are stored
-for blocks). A stored scale is repeated for all outputs that it belongs to, so matrices may lie end to end whatever their sizes.
+All have the same form in memory: the codes as stored, with the matrices that one matrix multiplication reads end to end, followed
+by float32 scales. Each output has one scale (if scales are stored for a matrix or an output) or one for each 128 inputs (if they
+are stored for blocks). A stored scale is repeated for all outputs to which it belongs, so matrices may lie end to end whatever
+their sizes.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ def _stored(scales: Fp8Scales, group: TensorGroup) -> list[StoredTensor]:
 
 
 def _kept(unit: str, name: str, matrix: Matrix) -> Cut | None:
-    """Returns which part of the scales of a matrix a device's share holds (WeightSlot.kept); None: all. The matrix's outputs may be
-    cut within a block; several devices then have the block's scales. Raises CheckpointError if its inputs are cut within a
-    block."""
+    """Returns which part of the scales of a matrix a device's share holds (WeightSlot.kept); None: all. The share may begin or end
+    at an output within a block; several devices then hold the block's scales. Raises CheckpointError if the matrix is cut at an
+    input within a block."""
     held = matrix.whole_dims[0], _groups(unit, matrix.whole_dims[1])
     return stored_part(name, held, _HELD[unit], matrix.cut).cut
 

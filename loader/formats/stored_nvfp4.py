@@ -46,8 +46,8 @@ def _stored(names: Nvfp4, group: TensorGroup) -> list[StoredTensor]:
 
 
 def _place(names: Nvfp4, group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
-    """Lays out a group of NVFP4 matrices in memory; returns the slots and the first free byte after them. Raises CheckpointError
-    for a matrix whose inputs are no multiple of 32, which the kernels need."""
+    """Lays out a group of NVFP4 matrices in memory. Returns the slots (WeightSlot) and the offset in bytes of the first free byte
+    after them. Raises CheckpointError for a matrix whose number of inputs is no multiple of 32, which the kernels need."""
     for name, (_, num_inputs) in group.tensors:
         if num_inputs % STEP:
             raise CheckpointError("config.json", name, f"has {num_inputs} inputs, no multiple of {STEP}, which NVFP4 needs")
@@ -75,7 +75,7 @@ def _place(names: Nvfp4, group: TensorGroup, space: Space) -> tuple[list[WeightS
 
 
 def _check(fields: Fields, shape: ModelShape) -> None:
-    """Raises UnsupportedModel for a model whose widths are no multiples of 32, which the kernels need."""
+    """Checks that the widths of a model are multiples of 32, which the kernels need. Raises UnsupportedModel if they are not."""
     refuse_stacked_experts(fields, shape)
     inner = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
     for key, width in (("hidden_size", shape.hidden_size), ("intermediate_size", inner)):

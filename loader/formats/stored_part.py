@@ -1,7 +1,8 @@
-"""Cuts the stored tensors of a matrix in the same way as the matrix, for a device's share of a model (loader/sizes/slices.py).
+"""Cuts the stored tensors of a matrix in the same way as the matrix itself, for a device's share of a model
+(loader/sizes/slices.py).
 
-If a format stores several numbers in a word, or has one scale for several numbers, a matrix can be cut only between words or such
-groups.
+If a format stores several numbers in a word, or has one scale for several numbers, a matrix can be cut only between words or
+between such groups of numbers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from loader.errors import CheckpointError
 
 
 class Along(NamedTuple):
-    """The axis of a stored tensor along which one axis of its matrix lies. axis: the tensor's axis. num: how many outputs or inputs
-    of the matrix one element of the tensor stands for, for example those of a word or of a scale."""
+    """The axis of a stored tensor that corresponds to one axis (outputs or inputs) of its matrix. axis: the index of this axis.
+    num: how many outputs or inputs of the matrix one element of the tensor stands for, for example those in a word, or those that
+    share a scale."""
 
     axis: int
     num: int = 1
@@ -30,8 +32,8 @@ EACH_OUTPUT: Axes = (Along(0), None)
 
 
 class Matrix(NamedTuple):
-    """A matrix of a group, or a device's part of it. dims: dimensions of what is held. cut: which part of the matrix that is; None:
-    the whole matrix."""
+    """A matrix of a tensor group, or a device's part of the matrix. dims: the dimensions of what is held. cut: which part of the
+    matrix that is; None: the whole matrix."""
 
     name: str
     dims: Dims
@@ -44,7 +46,8 @@ class Matrix(NamedTuple):
 
 
 class StoredPart(NamedTuple):
-    """A part of a stored tensor. shape: the part's shape. cut: which part it is; None: the whole tensor."""
+    """A part of a stored tensor, as a device's share needs it. shape: the part's shape. cut: which part of the tensor it is; None:
+    the whole tensor."""
 
     shape: Dims
     cut: Cut | None

@@ -35,26 +35,30 @@ class StoredTensor(NamedTuple):
 
 
 class WeightSlot(NamedTuple):
-    """The place of one parameter in a model's weight range.
+    """The location of one parameter in a model's weight range, and what is held there.
 
-    name, shape: as in the checkpoint. offset_bytes, num_bytes: its place. stage: the part of a forward pass that first needs it: 0
-    before the layers, n + 1 for layer n, the highest number after the layers. held_as: the dtype in memory, if it is the stored one
-    or one that numbers are converted to; "": the model's dtype, or int8 if the load quantises.
+    name, shape: as in the checkpoint. offset_bytes, num_bytes: where it begins, and how long it is. stage: the part of a forward
+    pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers. held_as: the dtype in
+    memory, if it is the stored one or one to which numbers are converted; "": the model's dtype, or int8 if the load quantises.
 
     Of quantised matrices: scales_at_bytes: where the matrix's scales begin in the weight range (for NVFP4, those of its whole
     group); -1: the parameter has no such scales. group_inputs: for an FP8, INT4 or NVFP4 matrix, and for the tensor with the groups
     of its inputs, how many inputs of a row share a scale; 0: the parameter is none of these. relayout: how its numbers are
-    rearranged; None: they are held in the stored order. joint: a name shared by parameters that are in place only once all of them
-    are, because the inputs of their weights are reordered then; "": there are none.
+    rearranged; None: they are held in the stored order.
+
+    joint: a name that several parameters have in common if none of them can be used before all have been read, because only then
+    the inputs of their weights are reordered; "": the parameter depends on no other.
 
     Of scales: repeats: for scales of FP8 and NVFP4 matrices, how many rows of memory each stored row fills (the last row as many as
     are left); 0: the parameter is not such scales. inverse: for repeated scales, whether their inverses are held. kept: for
-    repeated scales of which only a part is held (`shape` is then the whole tensor's), which part of the numbers that the whole
+    repeated scales of which only a part is held (`shape` is then the whole tensor's), which part of the elements that the whole
     tensor would fill, with a row for each output and a column for each group of inputs; None: all.
 
     cut: for a split model, which part of the stored tensor the parameter is; `shape` is then the part's; None: the whole tensor.
-    packed: the place of the packed matrix that the parameter is a part of; offset_bytes and num_bytes are then those of its rows'
-    body, as though rows lay end to end, and `joint` is shared by all parameters of the matrix; None: it is not packed in memory."""
+
+    packed: the location of the packed matrix that the parameter is a part of; None: it is not packed in memory. In a packed matrix,
+    offset_bytes and num_bytes are those of the body of the parameter's rows, as though rows lay end to end, and `joint` is shared
+    by all parameters of the matrix."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,8 +78,8 @@ class WeightSlot(NamedTuple):
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """The ranges [begin, end) of the weight range, in bytes, that are complete once this parameter and all with the same
-        `joint` are in place. For a packed matrix, which may consist of several parameters, the first of them has the range of the
+        """The ranges [begin, end) of the weight range, in bytes, that are complete once this parameter and all others with the same
+        `joint` have been read. For a packed matrix, which may consist of several parameters, the first of them has the range of the
         whole matrix, and the others have none."""
         if (packed := self.packed) is not None:
             return [(packed.begin_bytes, packed.end_bytes)] if self.offset_bytes == packed.begin_bytes else []
@@ -96,10 +100,10 @@ class WeightSlot(NamedTuple):
 
 
 class Space(NamedTuple):
-    """The free space of the weight range in which a format lays out the next group of tensors. offset_bytes: the first free byte.
-    item_bytes: the size of an element of the model's dtype. block_offset: the distance from a block's boundary at which the group
-    begins in its file; -1: it does not matter. stage: the part of a forward pass that first needs the group (WeightSlot.stage).
-    stored_dtype: the dtype in config.json."""
+    """The free space of the weight range in which a format lays out the next group of tensors. offset_bytes: the offset of the
+    first free byte. item_bytes: bytes of an element of the model's dtype. block_offset: the distance in bytes from a block's
+    boundary at which the group begins in its file; -1: it does not matter. stage: the part of a forward pass that first needs the
+    group (WeightSlot.stage). stored_dtype: the dtype in config.json."""
 
     offset_bytes: int
     item_bytes: int
@@ -130,34 +134,34 @@ def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
 
 @dataclass(slots=True, frozen=True)
 class WeightFormat:
-    """One way to hold the matrices of layers and, if it is lossless (`resident`), embeddings and heads. All other parameters of a
+    """A way to hold the matrices of layers and, if it is lossless (`resident`), embeddings and heads. All other parameters of a
     model are plain.
 
-    name: used in messages and logs. settings: values of the setting `quantize` that ask for it. resident: the value of the setting
-    `resident` that asks for it; "": there is none.
+    name: used in messages and logs. settings: values of the setting `quantize` that ask for the format. resident: the value of the
+    setting `resident` that asks for it; "": there is none.
 
-    place: lays out one group of tensors, or a device's share of it (with cuts); returns its slots and the first free byte after
-    them, and raises CheckpointError if numbers of rows or columns, the cuts' included, are not what the format needs. stored: lists
-    the tensors of one group that a checkpoint holds.
+    place: lays out one group of tensors, or a device's share of it (with cuts). It returns the group's slots and the offset of the
+    first free byte after them, and raises CheckpointError if numbers of rows or columns, also those of the cuts, are not what the
+    format needs. stored: lists the tensors of one group that a checkpoint holds.
 
     recognises: returns whether a checkpoint with a given `quantization_config` is in the format; None: no checkpoints have this
-    format. title: the format's name for such checkpoints in messages. refuses: returns the key and a text for a setting in a
-    `quantization_config` of this kind that is not served; None if there is none, or if the configuration is of another kind.
+    format. title: the format's name for such checkpoints in messages. refuses: returns the key and the reason for a setting in a
+    `quantization_config` of this format that is not served; None if there is none, or if the configuration is of another format.
     otherwise: the name of the format that such a checkpoint has if it holds no tensor whose name ends with scale_suffix; "": there
     is no other. ignores: returns whether such a checkpoint may hold a given tensor in addition.
 
-    kernels: the set of kernels (engine/cpu/kernel_units.py) that it needs besides those of the dtype; "": none. expert_kernels: the
-    further set that mixtures of experts in this format need; "": none. widened_bytes: bytes of a matrix that a step holds in the
-    model's dtype at a time.
+    kernels: the set of kernels (engine/cpu/kernel_units.py) that the format needs besides those of the dtype; "": none.
+    expert_kernels: the further set that mixtures of experts in this format need; "": none. widened_bytes: bytes of a matrix that a
+    step holds in the model's dtype at a time.
 
     runs_on_gpus, runs_encoders, runs_experts: whether the format is supported on GPUs, for encoders, and for mixtures of experts.
-    runs_stacks: whether it is for experts of which the checkpoint holds all of a layer in one tensor, if runs_experts. check:
-    raises UnsupportedModel for a model that is not served in the format; its arguments are config.json and the shape.
+    runs_stacks: if runs_experts, whether also for experts of which the checkpoint holds all of a layer in one tensor. check: raises
+    UnsupportedModel for a model that is not served in the format; its arguments are config.json and the shape.
 
     reorders: whether a step copies the inputs of such matrices into another order before it multiplies. waits_for_kernels: whether
     loads to a cpu device wait until the format's kernels are compiled, because the reference implementation is too slow to serve a
     model. load_bytes: bytes of a GPU's memory that a load takes besides the weights. held_as: returns the dtype of a group's first
-    tensor in memory if it is also the stored one, so that the tensor may be read straight into place; "": the model's dtype."""
+    tensor in memory if it is also the stored one, so that the tensor may be read directly to its offset; "": the model's dtype."""
 
     name: str
     settings: tuple[str | None, ...]
