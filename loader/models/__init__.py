@@ -1,1 +1,1 @@
-"""Models of the models folder: finds and checks them, their draft models and their adapters."""
+"""Finds and checks the models in the models folder, their draft models and their adapters."""

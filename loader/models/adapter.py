@@ -52,8 +52,9 @@ _OTHER_TENSORS = {
 
 @dataclass(slots=True, frozen=True)
 class AdapterModule:
-    """The update that an adapter adds to one matrix W [outputs, inputs] of its base: scale * up @ down. name: the module's name in
-    the adapter; the base's tensor is name + ".weight". down: the tensor lora_A [rank, inputs]. up: lora_B [outputs, rank]."""
+    """The update that an adapter adds to one matrix W [outputs, inputs] of its base model: scale * up @ down. name: the module's
+    name in the adapter; the base model's tensor has this name followed by ".weight". down: the tensor lora_A [rank, inputs]. up:
+    the tensor lora_B [outputs, rank]."""
 
     name: str
     rank: int
@@ -64,7 +65,7 @@ class AdapterModule:
 
 @dataclass(slots=True, frozen=True)
 class Adapter:
-    """A LoRA adapter. base: the model that it was made for, as its config names it (a name at the hub or a path), or "". modules:
+    """A LoRA adapter. base: the model for which it was made, as its config names it (a name at the hub or a path), or "". modules:
     its modules in the order of the file, at least one. digest: a hash of the config and of the header; equal digests mean equal
     modules."""
 
@@ -74,12 +75,12 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank of a module."""
+        """The largest LoRA rank of the adapter's modules."""
         return max(module.rank for module in self.modules)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all tensors, as they are in the file."""
+        """The bytes of all tensors of the adapter, as they are in the file."""
         return sum(module.down.num_bytes + module.up.num_bytes for module in self.modules)
 
 
@@ -125,9 +126,9 @@ def _refuse_variants(fields: Fields) -> None:
 
 
 def _pairs(header: Header) -> dict[str, tuple[TensorRef, TensorRef]]:
-    """Returns module name -> (lora_A, lora_B) for all modules that the file adapts, by the module's name in the base model. Raises
-    UnsupportedModel for another kind of tensor, and CheckpointError for a tensor without its counterpart, of another dtype, or
-    packed, and for no or too many modules."""
+    """Returns the tensors of all modules that the adapter's file has: the module's name in the base model -> (lora_A, lora_B).
+    Raises UnsupportedModel for another kind of tensor, and CheckpointError for a tensor without its counterpart, of another dtype,
+    or packed, and if there are no modules or too many."""
     downs, ups = dict[str, TensorRef](), dict[str, TensorRef]()
     for tensor in header.tensors:
         for half, suffix in ((downs, _DOWN), (ups, _UP)):
@@ -162,8 +163,8 @@ def _what_else(name: str) -> str:
 
 
 def _check_tensors(down: TensorRef, up: TensorRef, rank: int, key: str) -> None:
-    """Raises CheckpointError unless the two tensors of a module are matrices of the given rank: down [rank, inputs], up [outputs,
-    rank]. key: the key of the config that gives the rank."""
+    """Checks the two tensors of a module. Raises CheckpointError unless they are matrices of the given rank: down [rank, inputs],
+    up [outputs, rank]. key: the key of the config that gives the rank."""
     for tensor, axis, wanted in ((down, 0, "[rank, inputs]"), (up, 1, "[outputs, rank]")):
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise CheckpointError(tensor.file, tensor.name, f"has shape {list(tensor.shape)}, no {wanted}")

@@ -1,7 +1,7 @@
-"""Lists the models in a folder. The scan is cheap: it looks at names, sizes and headers, reads no tensor data and does not import
-torch.
+"""Lists the models in a folder. The scan is cheap: it reads names, sizes and headers of files, but no tensor data, and does not
+import torch.
 
-A folder is a model if it has config.json and every file its index names, each of the length its header says. Until then it is
+A folder is a model if it has config.json and every file that its index names, each as long as its header says. Until then it is
 listed as incomplete, with the reason. A folder with adapter_config.json is a LoRA adapter; it may also lie in a model's folder.
 """
 
@@ -114,14 +114,14 @@ class Checkpoint:
 
     @property
     def fault(self) -> str:
-        """Returns what is missing or wrong; "" if nothing is known to be."""
+        """Returns what is missing from the checkpoint or wrong with it; "" if nothing is known to be."""
         return self.reason or self.error
 
 
 @dataclass(slots=True, frozen=True)
 class Seen:
-    """A checkpoint that a scan has found. in_cache: whether it is in a Hugging Face cache. is_named: whether it is an adapter that
-    was named together with its folder, not found below the models folder."""
+    """A checkpoint that a scan has found. in_cache: whether it is in a Hugging Face cache. is_named: whether it is an adapter whose
+    folder was given by name, instead of being found below the models folder."""
 
     checkpoint: Checkpoint
     in_cache: bool = False
@@ -131,15 +131,15 @@ class Seen:
 def scan(
     models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None, named: Mapping[str, str] | None = None
 ) -> dict[str, Checkpoint]:
-    """Returns all models below models_dir by name (their path below it), sorted. previous: the last scan's result, from which
-    folders that have not changed are taken. named: name -> folder of further LoRA adapters, which may lie anywhere. Raises OSError
-    if models_dir itself can't be read, or if no more files can be opened."""
+    """Returns all models below models_dir by name (their path below it), sorted. previous: the result of the last scan, from which
+    checkpoints of folders that have not changed are taken. named: name -> folder of further LoRA adapters, which may lie anywhere.
+    Raises OSError if models_dir itself can't be read, or if no more files can be opened."""
     return merged(chain(walk(models_dir, previous), named_adapters(named or {}, previous)))
 
 
 def merged(found: Iterable[Seen]) -> dict[str, Checkpoint]:
-    """Returns the checkpoints by name, sorted, each name once. Of several with the same name the first of these is taken: an
-    adapter that was named with its folder, a folder below the models folder, a model in a Hugging Face cache."""
+    """Returns the checkpoints by name, sorted, each name once. Of several with the same name one is taken, in this order of
+    preference: an adapter whose folder was given by name, a folder below the models folder, a model in a Hugging Face cache."""
     plain: dict[str, Checkpoint] = {}
     cached: dict[str, Checkpoint] = {}
     named: dict[str, Checkpoint] = {}
@@ -270,7 +270,7 @@ def _named_adapter(name: str, path: str, previous: Checkpoint | None) -> Checkpo
 
 
 def _identities_above(root: Path) -> set[tuple[int, int]]:
-    """Returns (device, inode) of the models folder `root` and of all folders above it. A link that leads to one of them must not be
+    """Returns (device, inode) of the models folder `root` and of all folders above it. A link to one of these folders must not be
     followed: the scan would find the models folder again below itself."""
     found = set()
     for folder in (root.resolve(), *root.resolve().parents):
@@ -283,9 +283,9 @@ def _identities_above(root: Path) -> set[tuple[int, int]]:
 
 
 def _leads_round(link: os.DirEntry[str], folder: Path, root: Path, above: set[tuple[int, int]]) -> bool:
-    """Returns whether the link in `folder` must not be followed: its target is a folder that contains the link (also by the path
-    below the models folder `root`), is in /proc or /sys, where each process has links to everywhere, or does not exist. above:
-    (device, inode) of the models folder and of all folders above it."""
+    """Returns whether the link in `folder` must not be followed, for one of these reasons: its target is a folder that contains the
+    link (also by the path below the models folder `root`); it is in /proc or /sys, where each process has links to everywhere; or
+    it does not exist. above: (device, inode) of the models folder and of all folders above it."""
     try:
         stat = link.stat()
         if (stat.st_dev, stat.st_ino) in above or stat.st_dev in {
@@ -312,23 +312,23 @@ def _snapshot(folder: Path) -> Path | None:
 
 
 def scan_one(path: str | Path, name: str | None = None) -> Checkpoint:
-    """Returns the checkpoint in this folder, complete or not; if its files are no model's, the checkpoint says what is missing or
-    wrong. name: the checkpoint's name; by default the folder's name. Raises OSError if it is not a readable folder."""
+    """Returns the checkpoint in a folder, complete or not; if the files are not those of a model, the checkpoint says what is
+    missing or wrong. name: the checkpoint's name; by default the folder's name. Raises OSError if it is not a readable folder."""
     folder = Path(path)
     files = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and _is_file(entry)]
     return _scan_folder(folder, name or folder.name, files, None)
 
 
 def holds_model(folder: str | Path) -> bool:
-    """Returns whether the names of a folder's files make the scan list it as a model, complete or not; the scan then does not
-    search the folders below it for models. Raises OSError if the folder can't be read."""
+    """Returns whether the scan lists a folder as a model, complete or not, because of the names of its files; the scan then does
+    not search the folders below it for models. Raises OSError if the folder can't be read."""
     with os.scandir(folder) as entries:
         return _looks_like_model({entry.name for entry in entries if not entry.name.startswith(".") and not _is_dir(entry)})
 
 
 def holds_adapter(folder: str | Path) -> bool:
-    """Returns whether the names of a folder's files make the scan list it as a LoRA adapter, also if the folder lies within a
-    model's folder. Raises OSError if the folder can't be read."""
+    """Returns whether the scan lists a folder as a LoRA adapter, because of the names of its files; the folder may also lie within
+    a model's folder. Raises OSError if the folder can't be read."""
     with os.scandir(folder) as entries:
         return _is_adapter({entry.name for entry in entries if not entry.name.startswith(".") and _is_file(entry)})
 
@@ -354,15 +354,15 @@ def _looks_like_model(names: set[str]) -> bool:
 
 
 def is_model_itself(folder: str | Path) -> bool:
-    """Returns whether a folder that was named as the models folder is that of a single model. Raises OSError if the folder can't be
-    read."""
+    """Returns whether the folder that was configured as the models folder is the folder of a single model. Raises OSError if the
+    folder can't be read."""
     names = os.listdir(folder)
     return CONFIG_NAME in names and any(name.endswith(".safetensors") for name in names)
 
 
 def _is_adapter(names: Collection[str]) -> bool:
-    """Returns whether files with these names make a folder a LoRA adapter's. Some adapters come with their base's config.json:
-    beside it, an adapter must have its configuration and its weights, and the folder no weights of a model."""
+    """Returns whether files with these names make a folder that of a LoRA adapter. Some adapters come with the config.json of their
+    base model. Then the folder must have the adapter's configuration and weights, and no weights of a model."""
     if CONFIG_NAME not in names:
         return lora.CONFIG_NAME in names
     own = lora.CONFIG_NAME in names and lora.WEIGHTS_NAME in names
@@ -400,7 +400,7 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_real_dir(entry: os.DirEntry[str]) -> bool:
-    """Returns whether the entry is a folder itself, not a link to one."""
+    """Returns whether a folder's entry is a folder itself, not a link to one."""
     try:
         return entry.is_dir(follow_symlinks=False)
     except OSError:
@@ -523,7 +523,8 @@ def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[Te
 
 
 def notes_on(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns sentences for operators about tensors among these names that are in the files and not used."""
+    """Returns sentences for operators about tensors that are in the files and are not used. names: the names of all stored
+    tensors."""
     note = unused_kv_scales(names)
     return (note,) if note else ()
 
@@ -531,8 +532,8 @@ def notes_on(names: Iterable[str]) -> tuple[str, ...]:
 def _find_predictor(
     checkpoint: Checkpoint, names: Collection[str], tensors: Sequence[TensorRef], headers: Mapping[str, Header]
 ) -> None:
-    """Sets the checkpoint's `predicting` to the shape with its predictor (a further layer that drafts tokens), if the files hold
-    one. A predictor that is damaged sets `predictor_error` instead, and the model is served without it. names, tensors, headers:
+    """Sets the checkpoint's field `predicting` to the shape with the model's predictor (a further layer that drafts tokens), if the
+    files hold one. A damaged predictor sets `predictor_error` instead, and the model is served without it. names, tensors, headers:
     the names of all stored tensors, the tensors, and the headers of their files."""
     assert checkpoint.shape is not None
     shape = layout.predicting(checkpoint.shape, names)
@@ -577,8 +578,9 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 def check_counts(shape: ModelShape, num_tensors: int) -> None:
-    """Raises CheckpointError if the files hold fewer tensors (num_tensors) than the model has layers, or experts that are stored
-    one by one. Called before anything lists all layers, since config.json may name any number of them."""
+    """Raises CheckpointError if the files hold too few tensors (num_tensors) for the model: fewer than it has layers, or than it
+    has experts if these are stored one by one. Called before anything lists all layers, since config.json may name any number of
+    them."""
     if shape.num_layers > num_tensors:
         raise CheckpointError(
             CONFIG_NAME, None, f"key num_hidden_layers: {shape.num_layers} is more than the files hold tensors ({num_tensors})"
@@ -600,10 +602,11 @@ def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
 def check_tensors(
     stored: Iterable[StoredTensor], tensors: Iterable[TensorRef], is_ignored: Callable[[str], bool], what: str, files: str
 ) -> None:
-    """Raises CheckpointError, which names file and tensor, unless `tensors`, those in the files, contain every tensor of `stored`
-    with its shape and dtype, and no others except ignored ones. is_ignored: tells by its name whether a further tensor is allowed.
-    what: what asks for the tensors, such as "LlamaForCausalLM with this config.json"; files: where they are looked for; both are
-    parts of messages."""
+    """Checks the tensors in the files, `tensors`, against those that are needed, `stored`. Raises CheckpointError, which names file
+    and tensor, unless all of `stored` are there with their shapes and dtypes, and no others except ignored ones.
+
+    is_ignored: returns whether a further tensor of a given name is allowed. what: what asks for the tensors, such as
+    "LlamaForCausalLM with this config.json"; files: where they are looked for; both are parts of messages."""
     wanted = {tensor.name: tensor for tensor in stored}
     for tensor in tensors:
         expected = wanted.pop(tensor.name, None)

@@ -1,4 +1,6 @@
-"""Checks a registered folder again before its weights are read, and opens its files only if they are those that were checked."""
+"""Checks the folder of a registered model again before its weights are read, and opens its files only if they are those that the
+scan checked.
+"""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def described_model(folder: Path) -> DescribedModel:
 
 def _named(shape: ModelShape, names: set[str]) -> ModelShape:
     """Returns the shape with stored_format and plain_groups set, as they follow from the names of a checkpoint's tensors. names:
-    all names in the index. Raises CheckpointError for a tensor that the model needs and the index lacks."""
+    all names in the checkpoint's index. Raises CheckpointError for a tensor that the model needs and that the index lacks."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups_by_name(shape, names))
     for tensor in layout.stored_tensors(shape):
@@ -82,7 +82,7 @@ def _named(shape: ModelShape, names: set[str]) -> ModelShape:
 
 
 def _text(path: Path) -> bytes | None:
-    """Returns a file's content; None if there is no such file."""
+    """Returns the content of a file; None if the file does not exist."""
     try:
         return read_regular(path, catalog.MAX_CONFIG_BYTES)
     except (FileNotFoundError, NotADirectoryError):

@@ -50,7 +50,7 @@ def joined(checkpoint: Checkpoint, head: Checkpoint) -> Joined:
 
 
 def renamed(header: Header, file: str) -> Header:
-    """Returns the header of a draft head's file, in which each tensor's name has the prefix "drafter." that it has among the
+    """Returns the header of a draft head's file with other tensor names: each has the prefix "drafter." that it has among the
     model's tensors. file: the file's path from the model's folder."""
     return replace(header, tensors=tuple(_renamed(tensor, file) for tensor in header.tensors))
 

@@ -1,1 +1,1 @@
-"""Packed weight files: writes and verifies them."""
+"""Writes and verifies packed weight files."""

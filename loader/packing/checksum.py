@@ -1,7 +1,7 @@
 """Computes checksums of memory that reveal accidental damage. They do not protect against deliberate changes.
 
-The checksum of a piece has two parts: the sum of its 8-byte words w (the last one padded with zeros) and the sum of index * w, both
-modulo 2**64. So a changed, lost or exchanged word changes the checksum.
+The checksum of a piece of memory has two parts: the sum of its 8-byte words w (the last one padded with zeros) and the sum of index
+* w, both modulo 2**64. So a changed, lost or exchanged word changes the checksum.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def add_rest(rest: Any, num_words: int, sums: Any) -> None:
 
 
 def combined(pieces: Sequence[int]) -> int:
-    """Combines the 128-bit checksums of consecutive pieces, in their order, into a 64-bit number, which is never 0."""
+    """Combines the 128-bit checksums of consecutive pieces of memory, in their order, into one 64-bit checksum, which is never
+    0."""
     digest = hashlib.blake2b(b"".join(piece.to_bytes(16, "little") for piece in pieces), digest_size=8)
     return int.from_bytes(digest.digest(), "little") or 1

@@ -32,8 +32,8 @@ SAMPLES, SAMPLE_VALUES = 4, 1 << 14
 
 
 class _Done(msgspec.Struct, frozen=True):
-    """A line of the journal of a packing: a tensor that has been written. begin, num_bytes: its offset and length in the new file.
-    record: its description for the new file's metadata."""
+    """A line of the journal of a packing, for a tensor that has been written. begin, num_bytes: its offset and length in the new
+    file, in bytes. record: its description for the new file's metadata."""
 
     name: str
     begin: int
@@ -42,18 +42,18 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 class _Begun(msgspec.Struct, frozen=True):
-    """The first line of the journal of a packing: the version of the format and the plain file that is packed. A later run
-    continues only a packing of the same file."""
+    """The first line of the journal of a packing: the version of the format and the identity of the plain file that is packed. A
+    later run continues only a packing of the same file."""
 
     version: int
     source: packed.Source
 
 
 def pack_file(fd: int, header: Header, source: packed.Source, target: Path, on_bytes: OnBytes) -> None:
-    """Packs a plain weight file into `target`, continuing an earlier run that was interrupted. fd, header: the open plain file
-    and its header. source: its size, time and hash, which the new file records. on_bytes: called with the number of unpacked
-    bytes done since the last call. Raises CheckpointError if the plain file ends too early, and OSError if a file cannot be read
-    or written."""
+    """Packs a plain weight file into `target`, or continues an earlier run that was interrupted. fd, header: the open plain file
+    and its header. source: its identity (Source), which the new file records. on_bytes: called with the number of unpacked bytes
+    done since the last call. Raises CheckpointError if the plain file ends too early, and OSError if a file cannot be read or
+    written."""
     _Packing(fd, header, source, target, on_bytes).run()
 
 
@@ -220,8 +220,8 @@ def _stored(tensor: TensorRef, done: _Done) -> TensorRef:
 
 
 def _is_there(fd: int, tensor: TensorRef, done: _Done) -> bool:
-    """Returns whether the new file holds a tensor as the journal's line `done` says, with the right checksums. fd: descriptor of
-    the new file. tensor: the tensor in the plain file."""
+    """Returns whether the new file holds a tensor as one line of the journal, `done`, says, with the right checksums. fd:
+    descriptor of the new file. tensor: the tensor in the plain file."""
     stored = _stored(tensor, done)
     try:
         is_packed = done.record.shape is not None
