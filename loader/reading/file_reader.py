@@ -1,4 +1,6 @@
-"""Carries out the planned reads of a file: from the page cache or straight from the drive, into place or through a staging slot."""
+"""Carries out the planned reads of a file: from the page cache or directly from the drive, into the weight range or through a
+staging slot.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ class Fetched:
     """The result of one read that was carried out.
 
     direct_bytes: bytes read past the page cache. staged_bytes: bytes that went through the staging slot. given_bytes: bytes that
-    another rank had read. All three are sizes of tensors as they are in the file.
+    another rank had read. All three count bytes of tensors as they are in the file.
 
-    fence: passed when the read's copies to a device are done, after which the caller gives `slot` back to the ring; None: there are
-    no copies, and the slot has been given back."""
+    fence: passed when the read's copies to a device are done, after which the caller gives `slot` back to the ring of staging
+    slots; None: there are no copies, and the slot has been given back."""
 
     read: Read
     direct_bytes: int
@@ -41,17 +43,17 @@ class Fetched:
 
 @dataclass(slots=True, eq=False)
 class Fetching:
-    """The state of one reader thread. slot: the staging slot of its current or last read; None before the first. call: guards its
-    file system calls, which another thread may leave behind if they do not return."""
+    """The state of one reader thread. slot: the staging slot of its current or last read; None before the first. call: the thread's
+    file system calls, which another thread may abandon if they do not return."""
 
     call: CallUnderWay = field(default_factory=CallUnderWay)
     slot: memoryview | None = None
 
 
 class FileReader:
-    """Reads one open weight file. Several threads may call `fetch` at once. file: the file's name, for errors. fd: its descriptor.
-    sink: the destination of the weights. ring: the staging slots. stack: closes the descriptors that are opened here. unpacker:
-    decodes packed frames."""
+    """Reads one open weight file. Several threads may call `fetch` at once. file: the file's name, for errors. fd: the file's
+    descriptor. sink: the destination of the weights. ring: the staging slots. stack: closes the descriptors that are opened here.
+    unpacker: decodes packed frames."""
 
     def __init__(self, file: str, fd: int, sink: WeightSink, ring: StagingRing, stack: ExitStack, unpacker: Unpacker) -> None:
         self._file, self._fd, self._sink, self._ring, self._unpacker = file, fd, sink, ring, unpacker
@@ -72,14 +74,16 @@ class FileReader:
     def fetch(
         self, read: Read, at: Fetching, given: memoryview | None = None, offer: Callable[[memoryview], None] | None = None
     ) -> Fetched:
-        """Carries out a read in the calling thread. Returns when its weights are in place, or on their way there from a slot, which
-        the caller then has to give back to the ring once the fence is passed. at: the state of the thread, updated here. given: the
-        read's bytes, if another rank has read them; only for a shared read. offer: called with the bytes of a shared read, before
-        they are stored.
+        """Carries out a read in the calling thread. Returns when its weights are in the weight range, or are being copied there
+        from a staging slot, which the caller has to give back to the ring once the fence is passed. at: the state of the thread,
+        updated here.
+
+        For a read that several ranks share: given: the read's bytes, if another rank has read them. offer: called with the bytes,
+        to give them to other ranks, before they are stored.
 
         Raises ReadFailed if the drive fails, and CheckpointError if the file ends too early or a frame is damaged; both name file,
-        tensor and offset. Raises RuntimeError if the device failed, and LeftBehind if another thread has left the call behind.
-        After an error the slot is back in the ring."""
+        tensor and offset. Raises RuntimeError if the device failed, and LeftBehind if another thread has abandoned the file system
+        call. After an error the slot is back in the ring."""
         for begin_bytes, end_bytes in read.places:
             self._sink.prepare(begin_bytes, end_bytes)
         if given is not None and self._sink.memory is not None:
@@ -120,7 +124,7 @@ class FileReader:
         return Fetched(read, 0, 0, given, None, read.num_bytes)
 
     def _store(self, read: Read, spans: Iterable[Span], held: memoryview) -> None:
-        """Starts moving parts (spans) of a read from a buffer to their places in the weight range. held: the buffer, whose first
+        """Starts moving parts (spans) of a read from a buffer to their offsets in the weight range. held: the buffer, whose first
         byte is the read's first byte."""
         for span in spans:
             staged = held[span.begin - read.begin : span.end - read.begin]
@@ -131,8 +135,8 @@ class FileReader:
 
     def _from_file(self, read: Read, call: CallUnderWay, slot: memoryview, in_place: bool) -> tuple[int | None, list[Span]]:
         """Reads the bytes of a read from the file; past the page cache, unless the cache holds them. Returns the descriptor that
-        bypassed the cache, or None, and the spans that are in the slot and must still be stored. call: guards the file system
-        calls. slot: the staging slot. in_place: whether bytes may go straight to their place in the weight range."""
+        bypassed the cache, or None, and the spans that are in the slot and must still be stored. call: the thread's file system
+        calls. slot: the staging slot. in_place: whether bytes may be read directly into the weight range."""
         direct_fd = self._direct_fd
         with call:
             if direct_fd is not None and is_cached(self._fd, read.begin, read.begin + read.needed_bytes):
@@ -146,7 +150,8 @@ class FileReader:
         return None, self._brought(read, call, slot, None, in_place)
 
     def _take_back(self, slot: memoryview) -> None:
-        """Gives a failed read's slot back to the ring, after waiting for the copies from it that were started already."""
+        """Gives the staging slot of a failed read back to the ring, after waiting for copies from the slot that were already
+        started."""
         try:
             fence = self._sink.fence()
             if fence is not None:
@@ -156,10 +161,10 @@ class FileReader:
         self._ring.give_back(slot)
 
     def _brought(self, read: Read, call: CallUnderWay, slot: memoryview, direct_fd: int | None, in_place: bool) -> list[Span]:
-        """Reads the bytes of a read from the file: those that can go straight to their place in the weight range are read there,
-        all others into the staging slot. call: guards the file system calls. direct_fd: a descriptor that bypasses the page cache;
-        None: the page cache is used. in_place: whether bytes may go straight to their place; if not, all are in the slot. Returns
-        the spans that are in the slot."""
+        """Reads the bytes of a read from the file, directly into the weight range where that is possible and into the staging slot
+        otherwise. Returns the spans that are in the slot. call: the thread's file system calls. direct_fd: a descriptor that
+        bypasses the page cache; None: the page cache is used. in_place: whether bytes may be read directly into the weight range;
+        if not, all are in the slot."""
         memory, direct = self._memory, list[Span]()
         if memory is not None and in_place:
             direct = direct_spans(read, self._address, ANY_ALIGNMENT if direct_fd is None else self._span_alignment)

@@ -1,6 +1,5 @@
-"""Tells which parts of a model's weight range are complete after each read. A tensor whose numbers are rearranged, and matrices
-that are packed as one, are filled by several reads in any order, so such a place is reported as a whole after the last of these
-reads.
+"""Tells which parts of a model's weight range are complete after each read. Several reads in any order fill a tensor whose numbers
+are rearranged, or matrices that are packed as one; the range of such tensors is reported as a whole after the last of these reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Orders a thread's accesses to memory that several processes share."""
+"""Orders the accesses of a thread to memory that several processes share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MemoryFence:
         self._lock.acquire()
 
     def order(self) -> None:
-        """Orders all accesses before this call before all accesses after it: releasing a lock and taking it again are a store with
-        release semantics and a load with acquire semantics that reads it."""
+        """Makes all memory accesses before this call happen before all accesses after it. It releases a lock (a store with release
+        semantics) and takes it again (a load with acquire semantics that reads this store)."""
         self._lock.release()
         self._lock.acquire()

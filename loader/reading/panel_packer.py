@@ -1,7 +1,7 @@
-"""Packs the rows of matrices that stay packed in memory (loader/formats/packed_rows.py) into their places, as a load reads them.
+"""Packs matrices that stay packed in memory (loader/formats/packed_rows.py) as a load reads their rows.
 
-A load reads parts of a matrix in any order and by several threads. Panels of four rows are packed as soon as all their rows are
-there; their escapes take the next free bytes of the matrix's room for escapes.
+A load reads parts of a matrix in any order and by several threads. Panels of four rows are packed as soon as all their rows have
+been read; their escapes take the next free bytes in the matrix's space for escapes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class PanelPacker:
         self._scratch = ThreadBuffer()
 
     def add(self, place: PackedPlace, first: int, rows: Any) -> None:
-        """Packs consecutive rows of a matrix; each row is added once. Rows of a panel that is not complete are kept until its other
-        rows are added. first: the index of the first row in the matrix. rows: [N, K] uint16, the bits of bfloat16, contiguous.
-        Raises ValueError if the matrix has more escapes than there is room for."""
+        """Packs consecutive rows of a matrix; each row is added once. Rows of a panel (four rows) that is not complete are kept
+        until the panel's other rows are added. first: the index of the first row in the matrix. rows: [N, K] uint16, the bits of
+        bfloat16, contiguous. Raises ValueError if the matrix has more escapes than there is space for."""
         begin = min(-first % PANEL_ROWS, len(rows))
         end = len(rows) if first + len(rows) == place.num_outputs else begin + (len(rows) - begin) // PANEL_ROWS * PANEL_ROWS
         if end > begin:
@@ -54,8 +54,8 @@ class PanelPacker:
         self._write(place, panel, np.stack([there[number] for number in range(num_rows)]))
 
     def _write(self, place: PackedPlace, panel: int, rows: Any) -> None:
-        """Packs the rows of whole panels (groups of four rows) into the matrix's place. panel: the index of the first panel. rows:
-        the weights of all of their rows."""
+        """Packs the rows of whole panels (four rows each) into the packed matrix in memory. panel: the index of the first panel.
+        rows: the weights of all rows of these panels."""
         ranges = place.ranges(panel, panel - (-len(rows) // PANEL_ROWS))
         body, codes, bases, starts = (self._memory[begin:end] for begin, end in ranges)
         starts, listed = starts.view(np.uint32), self._scratch.take(rows.size + ESCAPES_BEHIND)

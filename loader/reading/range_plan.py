@@ -104,8 +104,8 @@ class Segment:
     @property
     def places(self) -> list[tuple[int, int]]:
         """The ranges [begin, end) of the weight range that the segment fills, in bytes: one for its values and, if it is quantised,
-        one for their scales. For a tensor that is rearranged, the range is the segment's share of the tensor's place. Packed rows
-        have no range for their escapes, whose place is known only when the rows are packed."""
+        one for their scales. For a tensor that is rearranged, the range is the segment's share of the tensor's range. The escapes
+        of packed rows are left out, because their offset is known only when the rows are packed."""
         if self.frame is not None:
             return [place for content in self.contents for place in content.places]
         if self.whole is not None and (packed := self.whole.packed) is not None:
@@ -137,7 +137,8 @@ class Segment:
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """A part of a segment: bytes [begin, end) of the segment's file. place_bytes: where the part belongs in the weight range."""
+    """A part of a segment: bytes [begin, end) of the segment's file. place_bytes: the offset in the weight range at which the part
+    belongs."""
 
     segment: Segment
     begin: int
@@ -253,9 +254,9 @@ def plan_reads(
 
 
 def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
-    """Returns the segments that a device's share of a model needs of a tensor, in file order: one for each run of bytes, or, if the
-    runs are short or rows are converted, one for each run of whole rows. whole: the segment of the whole tensor, placed where the
-    share's part begins. cut: which part of the tensor the share has."""
+    """Returns the segments that a device's share of a model needs of a tensor, in file order. There is one for each run of bytes
+    or, if the runs are short or rows are converted, one for each run of whole rows. whole: the segment of the whole tensor; its
+    offset in the weight range is that of the share's part. cut: which part of the tensor the share has."""
     dims = whole.tensor.shape
     num_rows, inner = math.prod(dims[: cut.axis]), math.prod(dims[cut.axis + 1 :])
     row_bytes = (whole.end - whole.begin) // num_rows
@@ -350,8 +351,8 @@ def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
 
 
 def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
-    """Returns the parts of a read that can be read straight into their place. address: where the weight range begins in memory.
-    alignment: what the read requires of addresses and offsets; ANY_ALIGNMENT for a buffered read."""
+    """Returns the parts of a read that can be read directly to their offsets in the weight range. address: where the weight range
+    begins in memory. alignment: what the read requires of addresses and offsets; ANY_ALIGNMENT for a buffered read."""
     spans = []
     for segment in read.segments:
         # a frame must be checked before any of it is used
@@ -366,8 +367,8 @@ def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
 
 
 def staged_spans(read: Read, direct: Iterable[Span]) -> list[Span]:
-    """Returns the parts of a read that are not read straight into place and must be copied from the staging slot. direct: the
-    read's direct spans, in file order."""
+    """Returns the parts of a read that cannot be read directly into the weight range and are copied there from the staging slot.
+    direct: the parts that are read directly, in file order."""
     inner = {id(span.segment): span for span in direct}
     spans = []
     for segment in read.segments:

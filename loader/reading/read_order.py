@@ -23,10 +23,10 @@ _LOOK_EVERY_S = 0.0005
 class Turn:
     """The next read that a thread carries out. place: the read's index in the plan.
 
-    For a read that ranks of a split model share: owner: the rank that carries it out for all; -1: the read is not shared. number:
-    the read's index among those of the owner. given: the read's bytes, if the owner has read them; None: they are read from the
-    file. offer: gives the bytes with which it is called to the other ranks; None: they are given to nobody. shared: the memory
-    through which the read is shared; None: it is not shared."""
+    Of a read that ranks of a split model share: owner: the rank that carries it out for all; -1: the read is not shared. number:
+    the read's index among the reads of the owner. given: the read's bytes, if the owner has read them; None: they are read from the
+    file. offer: a function that gives bytes to the other ranks; None: they are given to nobody. shared: the memory through which
+    the read is shared; None: it is not shared."""
 
     place: int
     read: Read
@@ -38,11 +38,11 @@ class Turn:
 
 
 class ReadOrder:
-    """The reads of a load that no thread has begun. shared: the memories through which ranks of a split model share reads, each
-    among another number of ranks (shared_by); (): no reads are shared. Several threads may call the methods at once.
+    """The reads of a load that no thread has begun. Several threads may call the methods at once. shared: the memories through
+    which ranks of a split model share reads, each among another number of ranks (shared_by); (): no reads are shared.
 
-    Reads begin in the order of the plan, but what another rank has read is taken first, because that rank may wait for its slot.
-    Nothing is waited for while there is anything else to read."""
+    Reads begin in the order of the plan, but those that another rank has already carried out are taken first, because that rank may
+    be waiting for its slot. No thread waits while there is anything else to read."""
 
     def __init__(self, reads: Sequence[Read], shared: Sequence[SharedReads] = ()) -> None:
         self._own: deque[Turn] = deque()
@@ -68,7 +68,7 @@ class ReadOrder:
         return None
 
     def end(self, turn: Turn) -> None:
-        """Records in the shared memory, for the other ranks, that the read of this turn has ended here."""
+        """Records in the shared memory, for the other ranks, that this rank has ended the read `turn`."""
         if (shared := turn.shared) is None:
             return
         if turn.owner == shared.rank:
@@ -77,7 +77,7 @@ class ReadOrder:
             shared.take(turn.owner, turn.number)
 
     def _ready(self) -> Turn | None:
-        """Removes and returns the turn that comes next; None if only reads are left that wait for other ranks."""
+        """Removes the read that comes next and returns its Turn; None if all remaining reads wait for other ranks."""
         for among in self._shared:
             if (given := among.offered(self._own)) is not None:
                 self._waits_since_s = None
@@ -93,7 +93,8 @@ class ReadOrder:
         return self._alone()
 
     def _alone(self) -> Turn | None:
-        """Removes and returns a read that waits for another rank, once it has waited long enough."""
+        """Removes a read that another rank should carry out and returns its Turn, by which this rank reads it from the file itself;
+        None if there is no such read, or if threads have not yet waited PATIENCE_S seconds for other ranks."""
         now = time.monotonic()
         if self._waits_since_s is None:
             self._waits_since_s = now
@@ -103,8 +104,8 @@ class ReadOrder:
 
 
 class _SharedTurns:
-    """The turns of the reads that some ranks share and that no thread of this rank has begun. shared: the memory through which the
-    ranks share the reads."""
+    """The reads that some ranks share and that no thread of this rank has begun, each as a Turn. shared: the memory through which
+    the ranks share the reads."""
 
     def __init__(self, shared: SharedReads) -> None:
         self._shared = shared
@@ -116,15 +117,14 @@ class _SharedTurns:
         return any(self._by_owner)
 
     def add(self, place: int, read: Read) -> None:
-        """Appends a read that these ranks share to the turns. Must be called in the order of the plan. place: the read's index in
-        the plan."""
+        """Appends a read that these ranks share. Must be called in the order of the plan. place: the read's index in the plan."""
         number, owner = divmod(self._num_reads, self._shared.size)
         self._by_owner[owner].append(Turn(place, read, owner, number, shared=self._shared))
         self._num_reads += 1
 
     def offered(self, own: deque[Turn]) -> Turn | None:
-        """Removes and returns a read whose bytes another rank offers; None if there is none. Reads that their owners offer to
-        nobody are moved to `own`."""
+        """Removes a read whose bytes another rank offers and returns its Turn; None if there is none. Reads that their owners offer
+        to nobody are moved to the reads that this rank carries out itself (`own`)."""
         for owner, turns in enumerate(self._by_owner):
             while owner != self._shared.rank and turns:
                 turn = turns[0]
@@ -145,12 +145,13 @@ class _SharedTurns:
         return turns[0] if turns and self._shared.has_room(turns[0].number) else None
 
     def offering(self) -> Turn:
-        """Removes and returns the turn of the next read that this rank carries out for all, which to_offer has returned."""
+        """Removes the next read that this rank carries out for all ranks, which to_offer has returned, and returns its Turn."""
         turn = self._by_owner[self._shared.rank].popleft()
         return replace(turn, offer=partial(self._shared.offer, turn.number, turn.read))
 
     def alone(self) -> Turn | None:
-        """Removes and returns any of the turns, for this rank to read by itself, whoever owns the read; None if there is none."""
+        """Removes any of the reads and returns its Turn, for this rank to read from the file itself, whichever rank owns the read;
+        None if there is none."""
         for turns in self._by_owner:
             if turns:
                 turn = turns.popleft()

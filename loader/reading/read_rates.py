@@ -99,11 +99,12 @@ def _drive(fd: int) -> str:
 
 
 def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int]) -> float:
-    """Returns how many bytes per second NUM_THREADS threads together read from a file and process. They read its first
+    """Returns how many bytes per second NUM_THREADS threads together read from a file and process. They read the file's first
     MEASURED_BYTES through the slots of `ring` (through slots of their own if the file is not local), past the page cache where the
-    file system allows that. weights_of(thread, num_bytes): processes num_bytes that the thread of this number has just read, and
-    returns how many bytes to count for them, for example of decoded weights. Raises OSError, MemoryError, or what weights_of
-    raises."""
+    file system allows that.
+
+    weights_of(thread, num_bytes): processes num_bytes bytes that the thread with the index `thread` has just read, and returns how
+    many bytes to count for them, for example bytes of decoded weights. Raises OSError, MemoryError, or what weights_of raises."""
     if not is_local(fd):  # a read that does not return would keep a slot of the loads
         ring = StagingRing(NUM_THREADS, ring.slot_bytes)
     try:

@@ -1,11 +1,12 @@
-"""The memory through which the ranks of a split model share reads.
+"""Defines the memory through which the ranks of a split model share reads.
 
-Where devices have columns of a matrix, each of them needs parts of all rows; other matrices all devices have whole. The ranks read
-such rows in turn: each one reads some of them from the drive and offers them here, and the others take them from here. So the drive
-gives each byte once, whatever the number of ranks. What is said of all ranks holds as well among those with the same experts.
+If devices have columns of a matrix, each of them needs parts of all rows; other matrices all devices have whole. The ranks take
+turns to read such rows from the drive: each one reads some of them and offers them in this memory, and the others copy them from
+there. So the drive delivers each byte once, whatever the number of ranks. The same holds among the ranks that have the same
+experts.
 
-Nobody waits for another rank for long. A rank that finds no room for what it has read offers it to nobody, and a rank that is
-offered nothing reads from the file itself. So ranks may begin at any time, fail, or find their weights elsewhere.
+Nobody waits for another rank for long. A rank that finds no free slot for what it has read offers it to nobody, and a rank that is
+offered nothing reads from the file itself. So ranks may begin at any time, fail, or get their weights elsewhere.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ class Offer(Enum):
 
 
 class SharedReads:
-    """One rank's view of the memory through which it shares reads. memory: all of it, of shared_reads_bytes bytes. rank, size: the
-    rank and the number of ranks. slot_bytes: the length of the longest read. Methods may be called by any thread.
+    """A rank's view of the memory through which the ranks of a split model share reads. memory: all of it, of shared_reads_bytes
+    bytes. rank: this rank's index. size: number of ranks. slot_bytes: the length of the longest read. Methods may be called by any
+    thread. Raises ValueError for memory of another size.
 
-    The reads that are shared are numbered alike on all ranks; rank r reads those whose number divided by `size` leaves r. In
-    methods, `number` is a read's index among the reads of one rank. Raises ValueError for memory of another size."""
+    All ranks number the shared reads alike; rank r carries out the reads whose number modulo `size` is r. In methods, `number` is a
+    read's index among the reads of one rank."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], rank: int, size: int, slot_bytes: int) -> None:
         if len(memory) != shared_reads_bytes(size, slot_bytes):
@@ -121,8 +123,8 @@ class SharedReads:
             self._count(TAKEN + owner, owner, number)
 
     def _count(self, column: int, whose: int, number: int) -> None:
-        """Records that this rank is done with read `number` of the rank `whose`, in the word of shared memory that counts such
-        reads: the count only rises to where all reads from the first one on are done. column: the word's index."""
+        """Records that this rank is done with the read `number` of the rank `whose`. The word of shared memory with the index
+        `column` counts these reads; it counts a read only once all reads before it are done."""
         done, count = self._done[whose], int(self._own[column])
         done.add(number)
         self._fence.order()
@@ -161,5 +163,5 @@ def leave(shared: Sequence[SharedReads]) -> bool:
 
 
 def _key(read: Read) -> int:
-    """Returns a number by which ranks recognise that two of their plans have the same read; it differs for different reads."""
+    """Returns a checksum of a read's file and range, by which ranks recognise that their plans have the same read."""
     return zlib.crc32(f"{read.file} {read.begin} {read.end}".encode())

@@ -55,32 +55,34 @@ class WeightSink(Protocol):
         ...
 
     def store(self, span: Span, staged: memoryview) -> None:
-        """Starts moving the span's bytes from `staged` to their place. `staged` must not change until a fence taken afterwards is
-        passed. Raises CheckpointError for weights that cannot be stored, RuntimeError if the device failed."""
+        """Starts moving the bytes of a span from `staged` to their offset in the weight range. `staged` must not change until a
+        fence that is taken afterwards is passed. Raises CheckpointError for weights that cannot be stored, RuntimeError if the
+        device failed."""
         ...
 
     def decode(self, segment: Segment, staged: memoryview) -> bool:
-        """Starts decoding a packed frame, whose checksum has been verified, to its place. segment: the frame. staged: its bytes,
-        which must not change until a fence taken afterwards is passed. Returns False if the host must decode it instead. Raises
-        FrameError."""
+        """Starts decoding a packed frame, whose checksum has been verified, into the weight range. segment: the frame. staged: the
+        frame's bytes, which must not change until a fence that is taken afterwards is passed. Returns False if the host must decode
+        the frame instead. Raises FrameError for a frame that is not valid."""
         ...
 
     def fence(self) -> Fence | None:
-        """Returns a fence that is passed when everything stored so far is in place; None if everything is in place already."""
+        """Returns a fence that is passed when everything that was stored so far is in the weight range; None if everything is there
+        already."""
         ...
 
     def holds_same(self, one: WeightSlot, other: WeightSlot) -> bool:
-        """Returns whether two parameters, both in place, have the same bytes."""
+        """Returns whether two parameters have the same bytes in memory. Both must have been stored completely."""
         ...
 
     def order_inputs(self, words: WeightSlot, order: WeightSlot) -> None:
-        """Reorders the inputs (columns) of INT4 weights that are in place, and returns when it is done. words: the weights. order:
-        the parameter that holds, in their new order, the indices of the inputs."""
+        """Reorders the inputs (columns) of INT4 weights that are in memory, and returns when it is done. words: the weights. order:
+        the parameter that holds, for each new position, the index of the input that goes there."""
         ...
 
     def finish(self) -> None:
-        """Waits until everything that was stored and decoded is in place. Raises CheckpointError for a frame that could not be
-        decoded."""
+        """Waits until everything that was stored and decoded is in the weight range. Raises CheckpointError for a frame that could
+        not be decoded."""
         ...
 
 
@@ -170,8 +172,8 @@ class HostSink:
             _in_parts(write, source, held)
 
     def _store_columns(self, span: Span, columns: Cut, read: npt.NDArray[np.uint8]) -> None:
-        """Stores the kept columns of the rows of a span, which must be a whole segment. columns: which columns are kept. read: the
-        span's bytes."""
+        """Stores those columns of a span's rows that are kept. The span must be a whole segment. columns: which columns are kept.
+        read: the span's bytes."""
         segment = span.segment
         ((begin, end),) = segment.places
         if segment.target in _AS_STORED:  # numpy copies parts of rows faster than torch does, and in this thread
@@ -195,7 +197,7 @@ class HostSink:
                     to[some].copy_(source[some])
 
     def _held(self, slot: WeightSlot) -> torch.Tensor:
-        """Returns the place of a parameter in memory, as a tensor of its dtype and shape in memory. Only for a parameter whose
+        """Returns the memory of a parameter as a tensor with the parameter's dtype and shape in memory. Only for a parameter whose
         numbers are rearranged."""
         place = torch.from_numpy(self._bytes[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
         return place.view(held_dtype(slot)).view(slot.held_shape)
@@ -207,8 +209,8 @@ class HostSink:
         order_inputs(self._held(words).view(torch.uint8), self._held(order), CONVERT_ELEMENTS)
 
     def _quantize(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """Rounds the rows of a span, which must be a whole segment, to int8 and writes values and scales to their places. read: the
-        span's bytes. Raises CheckpointError for weights that are not finite."""
+        """Rounds the rows of a span to int8, and writes values and scales to their offsets in the weight range. The span must be a
+        whole segment. read: the span's bytes. Raises CheckpointError for weights that are not finite."""
         segment = span.segment
         width = segment.width if segment.columns is None else segment.columns.length
         rows = torch.from_numpy(_kept(segment, read)).view(_STORED[segment.tensor.dtype]).view(-1, width)
@@ -219,8 +221,8 @@ class HostSink:
             quantize_rows(rows, values.view(torch.int8).view(rows.shape), scales.view(torch.float32))
 
     def _pack(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """Packs the rows of a span, which must be a whole segment, into the place of a matrix that stays packed in memory. read:
-        the span's bytes. Raises CheckpointError if the matrix cannot stay packed, because there is no room for its escapes."""
+        """Packs the rows of a span into a matrix that stays packed in memory. The span must be a whole segment. read: the span's
+        bytes. Raises CheckpointError if the matrix cannot stay packed, because there is no space for its escapes."""
         segment = span.segment
         assert segment.whole is not None
         assert segment.whole.packed is not None
@@ -235,8 +237,8 @@ class HostSink:
             self._packer.add(segment.whole.packed, segment.rows[0], bits)
 
     def _fill_scales(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """Writes the scales of a matrix to their place, in float32. span: a whole segment. read: the span's bytes. Raises
-        CheckpointError for scales that are not finite."""
+        """Writes the scales of a matrix to their offset in the weight range, in float32. span: a whole segment. read: the span's
+        bytes. Raises CheckpointError for scales that are not finite."""
         segment = span.segment
         stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
         place = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + segment.held_bytes])
@@ -291,9 +293,9 @@ def _kept(segment: Segment, read: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8
 
 
 def rearrange_span(span: Span, slot: WeightSlot, rows: torch.Tensor, first: int, part: torch.Tensor) -> None:
-    """Rearranges the rows of a span, which must be a whole segment, into memory. slot: the tensor's place. rows: the span's rows,
-    of which the first has the index `first` in the tensor. part: the part of the tensor's memory that these rows fill. Raises
-    CheckpointError for numbers that cannot be held."""
+    """Rearranges the rows of a span into the kernels' order, in memory. The span must be a whole segment. slot: the tensor's
+    location in the weight range. rows: the span's rows, of which the first has the index `first` in the tensor. part: the part of
+    the tensor's memory that these rows fill. Raises CheckpointError for numbers that cannot be held."""
     assert slot.relayout is not None
     with _of_span(span):
         rearrange(slot.relayout, rows, first, slot.group_inputs, part, CONVERT_ELEMENTS)

@@ -1,4 +1,6 @@
-"""Chooses which files a load reads for a model that has both plain and packed ones: those that are expected to load sooner."""
+"""Chooses which files a load reads for a model that has both plain and packed ones: those with which the load is expected to end
+sooner.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,9 @@ class Expected:
 
 
 class SourceChoice:
-    """Chooses whether a load reads a model's packed files or its plain ones, by which are expected to load sooner. rates: the
-    drives' read rates. ring: the staging slots with which rates are measured. decoder: returns the decoder of packed files. reason:
-    what was chosen and why, for the log; "": there was no choice."""
+    """Chooses whether a load reads a model's packed files or its plain ones: those with which the load is expected to end sooner.
+    rates: the drives' read rates. ring: the staging slots with which rates are measured. decoder: returns the decoder of packed
+    files. reason: what was chosen and why, for the log; "": there was no choice."""
 
     def __init__(self, rates: ReadRates, ring: StagingRing, decoder: Callable[[], Decoder]) -> None:
         self._rates, self._ring, self._decoder = rates, ring, decoder

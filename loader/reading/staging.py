@@ -1,7 +1,7 @@
-"""Staging slots: a few buffers on huge pages, through which weights go from a file to a device. Made once per process.
+"""Allocates staging slots, once per process: a few buffers on huge pages, through which weights go from a file to a device.
 
-Huge pages matter: a drive takes few segments per request, and every ordinary page is a segment (measured: about half the speed
-with ordinary pages, docs/performance.md).
+Huge pages matter: a drive takes few segments per request, and every ordinary page is a segment (measured: about half the speed with
+ordinary pages, docs/performance.md).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _THP_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class StagingRing:
-    """`num_slots` buffers of `slot_bytes` each, which all loads of a process share. A page of them takes memory once it is touched.
-    Raises MemoryError if they cannot be mapped."""
+    """The staging slots of a process: `num_slots` buffers of `slot_bytes` bytes each, which all loads share. A page of them takes
+    memory once it is touched. Raises MemoryError if they cannot be mapped."""
 
     def __init__(self, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A buffer that each thread has to itself and uses again."""
+"""Defines a buffer of which each thread has its own, and which the thread reuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 class ThreadBuffer:
     """A buffer (uint8) for intermediate results. Several threads may use it at once, because each thread gets memory of its own,
-    which it uses again at its next call."""
+    which its next call reuses."""
 
     def __init__(self) -> None:
         self._held = threading.local()

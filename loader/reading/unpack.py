@@ -1,6 +1,6 @@
-"""Brings the frames of packed files to their place as weights. A frame is checked first, then decoded by the sink's device or by
-the host; the host decodes straight into place if possible. Of a frame that a share of a split model needs in part, only that part
-is stored.
+"""Checks the frames of packed files and stores their values as weights. The sink's device or the host decodes a frame; the host
+decodes directly into the weight range if possible. If a device's share of a split model needs only a part of a frame, only that
+part is stored.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Decoder:
 
 
 class Unpacker:
-    """Checks the frames of packed files and brings their weights to their place, for one load. Several threads may use it at once.
-    sink: the destination of the weights. decoder: used where the sink's device does not decode."""
+    """Checks the frames of packed files and stores their weights in the weight range, for one load. Several threads may use it at
+    once. sink: the destination of the weights. decoder: used if the sink's device does not decode."""
 
     def __init__(self, sink: WeightSink, decoder: Decoder) -> None:
         self._sink, self._decoder = sink, decoder
@@ -41,9 +41,9 @@ class Unpacker:
         self._scratch = ThreadBuffer()
 
     def store(self, segment: Segment, staged: memoryview) -> None:
-        """Starts moving the weights of a segment, which must be a frame, to their place. staged: the frame's bytes, which must not
-        change until a fence that the sink gives afterwards is passed. Raises CheckpointError, which names file, tensor and offset,
-        for a damaged frame."""
+        """Starts moving the weights of a segment, which must be a frame of a packed file, to the weight range. staged: the frame's
+        bytes, which must not change until a fence that the sink gives afterwards is passed. Raises CheckpointError, which names
+        file, tensor and offset, for a damaged frame."""
         frame = segment.frame
         assert frame is not None
         data = np.frombuffer(staged, np.uint8)
@@ -82,7 +82,7 @@ class Unpacker:
 
 
 def damaged(segment: Segment, why: str) -> CheckpointError:
-    """Returns the error for a damaged segment, which names its file, tensor and bytes. why: the end of the sentence "bytes A to B
-    ..."."""
+    """Returns the error for a damaged segment, which names the segment's file, tensor and bytes. why: the end of the sentence
+    "bytes A to B ..."."""
     tensor = segment.tensor
     return CheckpointError(tensor.file, tensor.name, f"bytes {segment.begin} to {segment.end} {why}")

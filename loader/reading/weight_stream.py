@@ -226,11 +226,11 @@ def _check_unchanged(source: OpenCheckpoint) -> None:
 
 class _Readers:
     """The threads that carry out `reads` of a load; each takes the next read in order. landed: called with each read whose weights
-    are in place. shared: through which ranks share reads. On leaving the context the threads end after their current read.
-    A thread whose read does not return within LEAVE_AFTER_S seconds is left behind: it touches nothing but its slot then.
+    are in the weight range. shared: the memories through which ranks share reads.
 
-    The threads do not wait for copies to a device. The caller's thread does, and then frees the buffer that was copied, so that the
-    next read into it can begin."""
+    On leaving the context the threads end after their current read. A thread whose read does not return within LEAVE_AFTER_S
+    seconds is abandoned: it then touches nothing but its staging slot. The threads do not wait for copies to a device. The caller's
+    thread does, and then frees the buffer that was copied, so that the next read into it can begin."""
 
     def __init__(
         self,
@@ -280,8 +280,8 @@ class _Readers:
             thread.join()
 
     def _leave_behind(self) -> None:
-        """Leaves behind the threads whose file system call has not returned, and replaces their slots. All other threads will end
-        by themselves."""
+        """Abandons the threads whose file system call has not returned, and replaces their staging slots. All other threads end by
+        themselves."""
         left = [at for at in self._alive if at.call.leave()]
         for at in left:
             self._forget(at)
@@ -297,7 +297,7 @@ class _Readers:
 
     def _has_lost_threads(self) -> bool:
         """Returns whether threads were not started, or have ended without putting their result into `_done`, which happens if
-        memory has run out. Such threads are forgotten, and their slots replaced."""
+        memory has run out. No other thread waits for such threads any more, and their staging slots are replaced."""
         ended = [at for at in self._alive if not self._threads[at].is_alive()]
         if not ended or not self._done.empty():
             return False
