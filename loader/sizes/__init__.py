@@ -1,1 +1,3 @@
-"""Computes how many bytes a model takes on a device, and where each tensor lies, for a whole model or a share of a split one."""
+"""Computes how many bytes a model takes on a device, and where each tensor lies, for a whole model or a device's share of a split
+one.
+"""

@@ -1,9 +1,10 @@
-"""Computes how much memory a model takes on given devices, which need not exist here: its weights, its work space, its KV, and how
-many tokens fit.
+"""Computes how much memory a model takes on given devices, which need not exist here: its weights, its work space (memory of a
+step), its KV, and how many tokens fit.
 
 On several devices the figures are those of the largest share, as it would be loaded (loader/sizes/slices.py). For models that
 cannot be divided in that way the figures are what one would expect of tensor parallelism: each device holds an equal part of the
-matrices and of the KV heads (one KV head if there are fewer heads than devices), and has a work space of its own."""
+matrices and of the KV heads (one KV head if there are fewer heads than devices), and has a work space of its own.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ from loader.sizes.work_space import work_space_bytes
 
 @dataclass(slots=True, frozen=True)
 class Devices:
-    """A number of equal devices. kind: "cuda" or "cpu". budget_bytes: bytes that models may use on each device. expert_parts:
-    number of parts into which the experts of a layer are divided (1: each device has a slice of every expert). num_stages: number
-    of pipeline stages, each of consecutive layers and with the same number of devices."""
+    """A number of equal devices (num_devices). kind: "cuda" or "cpu". budget_bytes: bytes that models may use on each device.
+    expert_parts: number of parts into which the experts of a layer are divided (1: each device has a slice of every expert).
+    num_stages: number of pipeline stages; each has consecutive layers, and all have the same number of devices."""
 
     kind: str
     num_devices: int
@@ -63,10 +64,10 @@ class Settings:
 
 @dataclass(slots=True, frozen=True)
 class KVNeed:
-    """The KV of all layers of a model that have the same window. kind: "full", "window", "chunked", "latent" or "state".
+    """The KV of all layers of a model that have the same sliding window. kind: "full", "window", "chunked", "latent" or "state".
 
-    window_tokens: how many tokens a sequence keeps, besides those of the chunk of a prompt that is being computed; 0: all.
-    token_bytes: bytes of one token in all these layers.
+    window_tokens: how many tokens of a sequence the layers keep, besides those of the part of a prompt that a step computes; 0:
+    all. token_bytes: bytes of one token in all these layers.
 
     state_bytes: for layers that keep states of a sequence, the bytes of one state in all these layers; token_bytes and
     window_tokens are then 0."""
@@ -82,7 +83,7 @@ class KVNeed:
 class ModelNeed:
     """The parameters and bytes of a model, whatever the number of devices. active_parameters: number of parameters that the
     computation of one token uses; in a mixture of experts these are not all. kv: one entry for each group of layers with the same
-    window. sequence_bytes: bytes of the KV of one sequence of max_model_len."""
+    sliding window. sequence_bytes: bytes of the KV of one sequence of max_model_len tokens."""
 
     num_parameters: int
     active_parameters: int
@@ -93,13 +94,13 @@ class ModelNeed:
 
 @dataclass(slots=True, frozen=True)
 class Share:
-    """The memory that a model takes and leaves on each of `devices`. All bytes are per device.
+    """The memory that a model takes, and what is left, on each of `devices`. All bytes are per device.
 
-    free_bytes: bytes left for KV; negative: the bytes that are missing. kv_token_bytes: bytes of one token in the layers that
-    attend to all tokens. sequence_bytes: bytes of the KV of one sequence of max_model_len.
+    free_bytes: bytes left for KV; negative: the bytes that are missing. kv_token_bytes: bytes of one token in the layers with full
+    attention. sequence_bytes: bytes of the KV of one sequence of max_model_len tokens.
 
-    tokens: length of the longest sequence whose KV fits (None: any length, since no layer attends to all tokens). sequences: how
-    many sequences of max_model_len fit at once.
+    tokens: length of the longest sequence whose KV fits (None: any length, since no layer has full attention). sequences: how many
+    sequences of max_model_len tokens fit at once.
 
     not_split: why the model cannot be loaded in such shares; "": it can, or there is one device."""
 
@@ -120,7 +121,7 @@ class Share:
 
 @dataclass(slots=True, frozen=True)
 class PredictorNeed:
-    """The memory that a model takes on each device beyond its own if its predictor (a further layer that drafts tokens) is loaded.
+    """The additional memory that a model takes on each device if its predictor (a further layer that drafts tokens) is loaded.
     kv_token_bytes: KV bytes of one token. work_space_bytes: bytes of work space."""
 
     num_parameters: int
@@ -130,8 +131,8 @@ class PredictorNeed:
 
 
 def predictor_need(plain: ModelShape, whole: ModelShape, settings: Settings, kind: str) -> PredictorNeed | None:
-    """Returns what loading a model's predictor adds to its parameters and memory; None if the model has no predictor. plain, whole:
-    the model's shape without and with the predictor. kind: kind of the devices, "cuda" or "cpu"."""
+    """Returns by how much a model's predictor, if it is loaded, increases the model's parameters and memory; None if the model has
+    no predictor. plain, whole: the model's shape without and with the predictor. kind: kind of the devices, "cuda" or "cpu"."""
     if not whole.predicts:
         return None
     kv_dtype = kv_dtype_of(settings.dtype, settings.kv_cache_dtype)
@@ -206,8 +207,8 @@ def why_not_split(shape: ModelShape, settings: Settings, devices: Devices) -> st
 
 
 def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:
-    """Returns the shape with the numbers of KV heads and of heads of the delta rule replaced by those that each of num_devices
-    devices holds, if they are divided equally, rounded up. All other sizes stay the whole model's."""
+    """Returns the shape that a device would have if only heads were divided: num_kv_heads and the numbers of heads of the gated
+    delta rule are divided by num_devices, rounded up. All other sizes stay those of the whole model."""
     own = replace(shape, num_kv_heads=math.ceil(shape.num_kv_heads / num_devices))
     if (full := shape.full_heads) is not None:
         own = replace(own, full_heads=replace(full, num_kv_heads=math.ceil(full.num_kv_heads / num_devices)))
@@ -254,5 +255,5 @@ def _idle_parameters(shape: ModelShape) -> int:
 
 
 def _chunks(num_bytes: int, chunk_bytes: int) -> int:
-    """Returns the bytes of the chunks that hold num_bytes: num_bytes rounded up to a multiple of chunk_bytes."""
+    """Returns num_bytes rounded up to whole chunks, that is, to a multiple of chunk_bytes."""
     return -(-num_bytes // chunk_bytes) * chunk_bytes

@@ -1,6 +1,6 @@
 """Computes the work space of models on a GPU: the memory that one step allocates besides weights and KV. The rules differ from
-those for cpu devices (loader/sizes/work_space.py), because attention reads KV in place and the logits of many rows are computed at
-once.
+those for cpu devices (loader/sizes/work_space.py), because attention reads KV where it lies and the logits of many rows are
+computed at once.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES) + f
 
 def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
     """Returns an upper bound of the bytes that one step allocates on a GPU besides weights and KV; 0 for encoders, which GPUs do
-    not serve. shape: a model's, or that of a device's share. max_num_batched_tokens, max_sequences: most tokens and sequences of a
-    step. Memory that a loaded model keeps between steps (block tables, graphs) is not included: it comes from the memory that the
-    default budget leaves free. What a share keeps for its exchange with other devices is included."""
+    not serve. shape: that of a model or of a device's share. max_num_batched_tokens, max_sequences: most tokens and most sequences
+    of a step.
+
+    Memory that a loaded model keeps between steps (block tables, graphs) is not included: it comes from the memory that the default
+    budget leaves free. What a device's share of a split model keeps for collectives with other devices is included."""
     if shape.is_encoder:
         return 0
     rows = min(LOGITS_ROWS, max(1, max_sequences))
@@ -113,15 +115,16 @@ def gpu_step_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, m
 
 
 def _logits_values(shape: ModelShape) -> int:
-    """Returns how many numbers the logits of one row take: one for each token of the vocabulary, and in a share of a model also the
-    share's own logits, and once more all logits in the form in which the shares' parts arrive."""
+    """Returns how many elements the logits of one row take: one for each token of the vocabulary. For a share of a split model the
+    share's own logits are added, and all logits once more in the form in which the shares' parts arrive."""
     return shape.vocab_size if shape.split is None else shape.vocab_size // shape.split.size + 2 * shape.vocab_size
 
 
 def _exchange_bytes(shape: ModelShape, rows: int, item: int) -> int:
-    """Returns the bytes that a share of a model keeps for its exchange with the other devices: the communicator, the region that
-    they map, the logits of `rows` rows, and for a stage of a pipeline the states that its graphs read and leave, a residual and
-    another state (engine/cuda/stages.py); 0 for a whole model. item: bytes of an element of the model's dtype."""
+    """Returns the bytes that a device's share of a split model keeps for collectives with the other devices; 0 for a whole model.
+    They are those of the communicator, of the memory region that the devices map, and of the logits of `rows` rows; for a pipeline
+    stage also those of the states that its CUDA graphs read and write, a residual and another state (engine/cuda/stages.py). item:
+    bytes of an element of the model's dtype."""
     if shape.split is None:
         return 0
     states = 2 * MOST_STAGED_TOKENS * shape.hidden_size * item if shape.split.num_stages > 1 else 0
@@ -134,8 +137,8 @@ def sampling_bytes(rows: int, vocab_size: int) -> int:
 
 
 def edited_bytes(rows: int, shape: ModelShape) -> int:
-    """Returns the bytes that `rows` rows of logits take if the engine edits them before sampling (masks, penalties, biases): logits
-    in float32, counts of tokens, masks, and the counted tokens."""
+    """Returns the bytes that `rows` rows of logits take if the engine edits them before sampling (masks, penalties, biases): the
+    logits in float32, the counts of tokens, the masks, and the ids of the counted tokens."""
     return rows * (shape.vocab_size * (4 + 4) + shape.vocab_size // 8) + 4 * max(EDITED_TOKENS, shape.max_position_embeddings)
 
 
@@ -146,9 +149,9 @@ def edited_graph_words(vocab_size: int) -> int:
 
 
 def decode_programs(shape: ModelShape, num_kv_heads: int) -> int:
-    """Returns how many programs of the GPU (thread blocks) read each section of a sequence's context in a decode step: one for each
-    KV head of a layer. For latent attention there is one for each LATENT_HEADS heads, which counts as four, because it takes most
-    of a multiprocessor's resources."""
+    """Returns how many thread blocks of the GPU read each section of a sequence's context in a decode step: one for each KV head of
+    a layer. For latent attention there is one for each LATENT_HEADS heads, which counts as four, because it takes most of a
+    multiprocessor's resources."""
     return num_kv_heads if shape.latent is None else 4 * -(-shape.num_heads // LATENT_HEADS)
 
 

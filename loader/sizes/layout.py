@@ -1,8 +1,8 @@
-"""Computes where every parameter of a model lies in its weight range, and how long that range is.
+"""Computes where every parameter of a model lies in its weight range, and how long that range is in bytes.
 
 Parameters that one matrix multiplication reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and the
-checkpoint need not be converted. Matrices of layers are held in the model's weight format (loader/formats), embedding and head if
-the format is lossless. All other parameters (norms, biases) are plain.
+checkpoint need not be converted. Matrices of layers are held in the model's weight format (loader/formats); so are embedding and
+head if the format is lossless. All other parameters (norms, biases) are plain.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def predicting(shape: ModelShape, names: Collection[str] | None) -> ModelShape |
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Returns name -> shape of every parameter, whatever format the checkpoint stores it in. For the shape of a device's share
-    these are the share's parameters with the shapes of their parts."""
+    """Returns name -> shape of every parameter, whatever format the checkpoint stores it in. For a device's share of a split model
+    these are the parameters of the share, with the shapes of their parts."""
     return dict(item for _, group in _groups(shape) for item in group.tensors)
 
 
@@ -126,9 +126,9 @@ def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) 
 
 
 def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
-    """Returns the name of the weight format of a checkpoint whose tensors have these names (ModelShape.stored_format). The format
-    that config.json tells, which `shape` has, is not always right: some formats have a twin whose scales have other names, so the
-    tensors' names decide."""
+    """Returns the name of the weight format of a checkpoint whose tensors have these names (ModelShape.stored_format). It may
+    differ from the format that config.json gives, which `shape` has: some formats have a twin whose scales have other names, and
+    then the tensors' names decide."""
     own = stored_format(shape)
     if own.otherwise and not any(name.endswith(own.scale_suffix) for name in names):
         return own.otherwise
@@ -143,7 +143,8 @@ def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
 
 
 def _groups(shape: ModelShape) -> list[tuple[int, TensorGroup]]:
-    """Returns the tensor groups of a model, or of a share of it, each with its index among the groups of the whole model."""
+    """Returns the tensor groups of a model, or of a device's share of it. Each has its index among the groups of the whole
+    model."""
     if (share := shape.split) is not None:
         of_all = whole(shape)
         return groups_of_share(of_all, architecture_of(of_all).tensor_groups(of_all), share)
@@ -153,8 +154,8 @@ def _groups(shape: ModelShape) -> list[tuple[int, TensorGroup]]:
 
 def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int, ...]:
     """Returns, for each group of tensors, the distance in bytes from a block's boundary at which the group begins in its file
-    (ModelShape.block_offsets). -1: a direct read into place is not possible (packed, another dtype, an odd position) or not worth
-    it. tensors: from the files' headers."""
+    (ModelShape.block_offsets); -1: the group cannot be read directly into the weight range (it is packed, has another dtype, or
+    begins at an odd offset), or it is not worth it. tensors: from the files' headers."""
     if shape.split is not None:
         of_all = whole(shape)
         return block_offsets_of_share(replace(of_all, block_offsets=block_offsets(of_all, tensors)), shape.split)
@@ -171,15 +172,15 @@ def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int,
 
 
 def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> list[WeightSlot]:
-    """Returns the place of every parameter in the weight range. dtype, weight_format: the dtype and format in which the weights are
-    held."""
+    """Returns the location of every parameter in the weight range (WeightSlot). dtype, weight_format: the dtype and format in which
+    the weights are held."""
     return _laid_out(shape, dtype, weight_format)[0]
 
 
 def readers(shape: ModelShape, weight_format: WeightFormat = PLAIN) -> dict[str, int]:
-    """Returns how many devices of a stage need something of a parameter and so can share its reads: the parameter's name -> number
-    of devices. Only the parameters of a device's share (`shape`) of which more than one device has something are listed.
-    weight_format: the format in which the weights are held."""
+    """Returns how many devices of a pipeline stage need something of a parameter and so can share its reads: the parameter's name
+    -> number of devices. Only parameters of `shape`, a device's share, are listed, and only if more than one device has something
+    of them. weight_format: the format in which the weights are held."""
     if (share := shape.split) is None:
         return {}
     return {
@@ -191,7 +192,8 @@ def readers(shape: ModelShape, weight_format: WeightFormat = PLAIN) -> dict[str,
 
 
 def _laid_out(shape: ModelShape, dtype: str, weight_format: WeightFormat) -> tuple[list[WeightSlot], int]:
-    """Returns the places of all parameters in the weight range, and the offset in bytes at which the last tensor group ends."""
+    """Returns the locations of all parameters in the weight range (WeightSlot), and the offset in bytes at which the last tensor
+    group ends."""
     groups = _groups(shape)
     block_offsets = shape.block_offsets if dtype == shape.dtype else ()
     slots: list[WeightSlot] = []
@@ -208,8 +210,8 @@ def _laid_out(shape: ModelShape, dtype: str, weight_format: WeightFormat) -> tup
 
 @lru_cache(maxsize=4096)
 def layout_id(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> str:
-    """Returns a digest of the places, dtype and format of all parameters. Weights that outlive the process that loaded them are
-    used again only if their layout has the same digest."""
+    """Returns a digest of the offsets, dtype and format of all parameters in the weight range. Weights that outlive the process
+    that loaded them are used again only if their layout has the same digest."""
     slots = weight_layout(shape, dtype, weight_format)
     return hashlib.sha256(repr((CONTENT_VERSION, dtype, weight_format.name, slots)).encode()).hexdigest()[:32]
 

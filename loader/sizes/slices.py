@@ -1,11 +1,13 @@
-"""Divides a decoder among the devices of a group: tensor parallelism, as in Megatron-LM (https://arxiv.org/abs/1909.08053), within
-each of the stages of a pipeline.
+"""Divides a decoder among the devices of a group: by layers into pipeline stages, and within each stage by tensor parallelism, as
+in Megatron-LM (https://arxiv.org/abs/1909.08053).
 
-A stage has consecutive layers; the first stage also has the embedding, and the last one the final norm and the head. What makes
-additional inputs of layers is divided by layers (TensorGroup.by_layer). Each device of a stage has equal parts of the attention
-heads, of each MLP's inner dimensions and of the rows of embedding and head. A family's list of tensors says how each group is
-divided (TensorGroup.divided). Norms are whole on each device; biases of outputs that the devices add up are only on the first
-device. Of a router's experts each device has some, either whole or an equal part of each; routers are whole on each device.
+A stage has consecutive layers; the first stage also has the embedding, and the last one the final norm and the head. Tensors from
+which the additional inputs of layers are computed are divided by layers (TensorGroup.by_layer).
+
+Each device of a stage has equal parts of the attention heads, of each MLP's inner dimensions and of the rows of embedding and head.
+A family's list of tensors says how each group is divided (TensorGroup.divided). Norms are whole on each device; only the first
+device has the biases of outputs that the devices add up. Of the routed experts each device has some, either whole or an equal part
+of each; routers are whole on each device.
 """
 
 from __future__ import annotations
@@ -143,7 +145,7 @@ def refusal(shape: ModelShape, division: Division) -> str:
 
 
 def _refused_stages(shape: ModelShape, num_stages: int) -> str:
-    """Returns why the layers of a model cannot be divided into num_stages stages; "": they can."""
+    """Returns why the layers of a model cannot be divided into num_stages pipeline stages; "": they can."""
     if num_stages == 1:
         return ""
     if shape.num_layers < num_stages:
@@ -187,9 +189,9 @@ def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def _stages_within(sizes: Sequence[int], behind: int, bound: int, num_stages: int) -> tuple[int, ...] | None:
-    """Divides layers into num_stages stages with at most `bound` weights each, of which the last ones are as full as possible.
-    Returns for each stage the index of its last layer plus 1; None if there is no such division. sizes: number of weights of each
-    layer. behind: number of further weights in the last stage."""
+    """Returns a division of layers into num_stages stages in which no stage has more than `bound` weights and the last stages are
+    as full as possible: for each stage the index of its last layer plus 1. None: there is no such division. sizes: number of
+    weights of each layer. behind: number of further weights in the last stage."""
     ends, left, room = [len(sizes)], num_stages - 1, bound - behind
     for layer in reversed(range(len(sizes))):
         if layer + 1 < ends[0] and (sizes[layer] > room or layer + 1 == left):
@@ -239,7 +241,8 @@ def format_of(shape: ModelShape, at: int, group: TensorGroup, weight_format: Wei
 
 
 def _refused_cut(shape: ModelShape, division: Division) -> str:
-    """Returns why the format of a model's checkpoint does not allow the cuts of its matrices that a division needs; "": it does."""
+    """Returns why a division is not possible because the checkpoint's format does not allow the cuts of matrices that it needs; "":
+    it is possible."""
     own, seen = stored_format(shape), set()
     for at, group in enumerate(architecture_of(shape).tensor_groups(shape)):
         matrices = (group.divided, group.unit, tuple(dims for _, dims in group.tensors), group.may_be_reordered)
@@ -259,8 +262,8 @@ def _refused_cut(shape: ModelShape, division: Division) -> str:
 
 
 def _key_of(shape: ModelShape, part: TensorGroup, stored: str) -> str:
-    """Returns, for a message, the key of config.json and its value that give the number of outputs or inputs of a matrix which
-    cannot be cut. part: a device's part of the matrix's group. stored: the name of the matrix or of one of its tensors."""
+    """Returns, for a message, the key of config.json that gives the number of outputs or inputs of a matrix that cannot be cut, and
+    the key's value. part: a device's part of the matrix's group. stored: the name of the matrix or of one of its tensors."""
     matrices = zip(part.tensors, part.cuts, strict=True)
     (name, dims), cut = next(one for one in matrices if stored.startswith(one[0][0].removesuffix("weight")))
     experts = decoder_of(shape).experts
@@ -290,7 +293,8 @@ def groups_of_share(shape: ModelShape, groups: Sequence[TensorGroup], share: Spl
 
 
 def _of_own_layers(shape: ModelShape, share: SplitShape, group: TensorGroup) -> TensorGroup:
-    """Returns a group with only the rows or columns of the layers of a share's stage, if it is divided by layers."""
+    """Returns a tensor group as a device's share has it: if the group is divided by layers, only the rows or columns that belong to
+    the layers of the share's pipeline stage, otherwise unchanged."""
     if not share.stage_ends or group.by_layer not in (ROWS, COLUMNS):
         return group
     axis, own = int(group.by_layer == COLUMNS), share.layers_of(share.stage)
@@ -312,8 +316,8 @@ def _in_stage(shape: ModelShape, share: SplitShape, group: TensorGroup, is_befor
 
 
 def share_of(groups: Iterable[TensorGroup], share: SplitShape) -> list[TensorGroup]:
-    """Returns what a device's share has of each of these groups of tensors, as if all were in its pipeline stage. Groups of which
-    the device has no part are left out."""
+    """Returns the parts of some tensor groups that a device's share of the model has, as if all of the groups were in its pipeline
+    stage. Groups of which the device has no part are left out."""
     return [_cut(group, share) for group in groups if _has_some(group, share)]
 
 
@@ -323,8 +327,8 @@ def _has_some(group: TensorGroup, share: SplitShape) -> bool:
 
 
 def num_readers(group: TensorGroup, share: SplitShape) -> int:
-    """Returns how many devices of a stage have something of the same tensors of a group. These devices read the same bytes if they
-    have the tensors whole, or if each has a part of every row."""
+    """Returns how many devices of a stage have something of the same tensors of a group, and so read the same bytes: each has the
+    tensors whole, or a part of every row."""
     if group.divided == FIRST_ALONE:
         return 1
     return share.division.inner_parts if group.num_experts else share.size
@@ -342,24 +346,24 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
 
 
 def _own_experts(group: TensorGroup, share: SplitShape) -> TensorGroup:
-    """Returns a group with only the tensors of the experts that a device has. group: the tensors of all experts of a layer, in
-    their order."""
+    """Returns a tensor group as a device's share has it: only the tensors of the experts that the device has. group: the tensors of
+    all experts of a layer, in the experts' order."""
     each = len(group.tensors) // group.num_experts
     own = share.experts_of(share.expert_part, group.layer, group.num_experts)
     return group._replace(tensors=tuple(one for at in own for one in group.tensors[at * each : (at + 1) * each]))
 
 
 def _some_of_stack(group: TensorGroup, share: SplitShape) -> TensorGroup:
-    """Returns a group with only the experts that a device has. group: tensors that have all experts of a layer along their first
-    axis."""
+    """Returns a tensor group as a device's share has it: only the experts that the device has. group: tensors that have all experts
+    of a layer along their first axis."""
     own = share.experts_of(share.expert_part, group.layer, group.num_experts)
     ranges = _met((expert, expert + 1) for expert in own)
     return group.in_parts(tuple(Cut(0, ranges, dims[0]) for _, dims in group.tensors))
 
 
 def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> TensorGroup:
-    """Returns part `number` (an index) of num_parts of a group of tensors, each of which is cut along this axis. If the group's
-    tensors are cut already, because the device has some of the experts in them, both cuts apply."""
+    """Returns a part of a group of tensors, each of which is cut into num_parts parts along the given axis. number: the index of
+    the part. If the tensors are cut already, because the device has only some of the experts in them, both cuts apply."""
     joined = group.joined or [(dims[axis],) for _, dims in group.tensors]
     kinds = [(dims, lengths) for (_, dims), lengths in zip(group.tensors, joined, strict=True)]  # few, of many experts' tensors
     cut_of = {kind: _cut_of(kind[0], axis, kind[1], group.unit, number, num_parts) for kind in set(kinds)}
@@ -368,9 +372,9 @@ def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> Tensor
 
 
 def _cut_of(dims: Dims, axis: int, lengths: Dims, unit: int, number: int, num_parts: int) -> Cut:
-    """Returns part `number` of num_parts of a tensor, cut along an axis. dims: the tensor's shape. lengths: lengths along the axis
-    of the matrices that the tensor holds, each of which is divided. unit: number of rows or columns that are kept together. If
-    there are fewer units than parts, several devices have the same unit."""
+    """Returns the cut of a tensor along an axis into num_parts parts. number: the index of the part that is cut out. dims: the
+    tensor's shape. lengths: lengths along the axis of the matrices that the tensor holds, each of which is divided. unit: number of
+    rows or columns that stay together; if there are fewer units than parts, several parts have the same unit."""
     ranges: list[tuple[int, int]] = []
     first = 0
     for length in lengths:

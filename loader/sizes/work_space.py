@@ -1,4 +1,4 @@
-"""Computes the work space of models on a cpu device: the memory that one step allocates besides weights and KV. Holds the sizes
+"""Computes the work space of models on a cpu device: the memory that one step allocates besides weights and KV. Defines the sizes
 into which steps divide their work so that they stay within it. loader/sizes/gpu_sizing.py does the same for GPUs.
 """
 
@@ -39,7 +39,8 @@ MOST_STAGED_TOKENS = 512
 
 
 def staged_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
-    """Returns the most tokens that a step of a model with pipeline stages has: one for each sequence, or a part of a prompt."""
+    """Returns the most tokens that a step of a model with pipeline stages may have: one for each sequence, or a part of a
+    prompt."""
     return max(max_sequences, min(MOST_STAGED_TOKENS, max_num_batched_tokens))
 
 
@@ -50,23 +51,23 @@ def handed_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
 
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
-    """Returns for how many sampling rows logits are computed at a time: max_sequences, from 8 on rounded up to a multiple of 8, or
-    fewer if the logits of that many rows do not fit into LOGITS_BYTES."""
+    """Returns for how many sampling rows logits are computed at a time: for max_sequences rows (above 8 rounded up to a multiple of
+    8), or for fewer if the logits of that many rows do not fit into LOGITS_BYTES."""
     wanted = max_sequences if max_sequences < 8 else -(-max_sequences // 8) * 8
     rows = max(1, min(wanted, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
     return rows if rows < 8 else rows // 8 * 8
 
 
 def logits_values(shape: ModelShape) -> int:
-    """Returns how many numbers the logits of one sampling row take: the whole vocabulary, and in a share of a model the share's own
-    logits besides."""
+    """Returns how many elements the logits of one sampling row take: one for each token of the vocabulary, and for a device's share
+    of a split model the share's own logits in addition."""
     own = shape.vocab_size // shape.split.size if shape.split is not None else 0
     return shape.vocab_size + own
 
 
 def recorded_tokens(num_tokens: int) -> int:
-    """Returns num_tokens rounded up to the next number of tokens for which steps with chunks of prompts are recorded: a multiple of
-    16, above 128 of 32, which are whole tiles of the matrix unit."""
+    """Returns num_tokens rounded up to a number of tokens for which steps with parts of prompts are recorded (captured, to be
+    replayed): a multiple of 16, or above 128 of 32, which are whole tiles of the matrix unit."""
     step = 16 if num_tokens <= 128 else 32
     return -(-num_tokens // step) * step
 
@@ -112,27 +113,27 @@ def expert_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def input_values(shape: ModelShape) -> int:
-    """Returns how many numbers the additional inputs of all layers, or of a pipeline stage's, have for one token
+    """Returns how many elements the additional inputs of all layers, or of a pipeline stage's layers, have for one token
     (engine/layers/layer_inputs.py); 0 if layers have none. Computing them takes three times as many."""
     return 0 if shape.layer_inputs is None else len(shape.own_layers) * shape.layer_inputs.width
 
 
 def passed_values(shape: ModelShape) -> int:
-    """Returns how many numbers of one token a pipeline stage keeps to pass them on beside its residual: the embedding from which
-    the stages behind it make their layers' additional inputs; 0 if there are none."""
+    """Returns how many elements for each token a pipeline stage keeps in order to pass them on in addition to its residual: the
+    embedding from which the later stages compute the additional inputs of their layers; 0 if there are none."""
     in_stages = shape.split is not None and shape.split.num_stages > 1
     return shape.hidden_size if in_stages and shape.layer_inputs is not None else 0
 
 
 def beside_values(shape: ModelShape) -> int:
-    """Returns how many numbers a layer with experts beside its MLP takes for one token, besides those of MLP and experts: the MLP's
-    output, and the inputs of router and experts; 0 for other models."""
+    """Returns how many additional elements for each token a layer takes that has both an MLP and experts: the MLP's output, and the
+    inputs of router and experts; 0 for other models."""
     return 4 * shape.hidden_size if shape.experts is not None and shape.experts.beside else 0
 
 
 def keys_as_values(shape: ModelShape) -> int:
-    """Returns how many numbers the copy of one token's queries and keys takes if one projection makes keys and values; 0 if none
-    does."""
+    """Returns how many elements the copy of one token's queries and keys takes, which a layer needs if one projection makes keys
+    and values; 0 if no layer has such a projection."""
     tied = [heads for heads in shape.kinds_of_heads if heads.keys_are_values]
     return max((heads.head_dim * (shape.num_heads + heads.num_kv_heads) for heads in tied), default=0)
 
@@ -148,8 +149,8 @@ def delta_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def predictor_values(shape: ModelShape) -> int:
-    """Returns how many numbers the layer that drafts tokens takes for each token of a step, in addition to what the model's own
-    layers need; 0 if none is loaded."""
+    """Returns how many elements the layer that drafts tokens takes for each token of a step, in addition to the model's other
+    layers; 0 if no such layer is loaded."""
     if not shape.predicts:
         return 0
     if (eagle := shape.eagle) is None:  # all normed hidden states, beside the embeddings that follow, both normed, and both as one
@@ -161,8 +162,8 @@ def predictor_values(shape: ModelShape) -> int:
 
 
 def sampler_rows(vocab_size: int) -> int:
-    """Returns how many rows of logits the reference sampler samples at a time. Greedy rows, which need no copies, are not
-    limited."""
+    """Returns how many rows of logits the reference sampler samples at a time. Greedy rows, which need no copies, do not count
+    towards this number."""
     return max(1, SAMPLER_BYTES // (vocab_size * 4))
 
 
