@@ -1,4 +1,6 @@
-"""The settings that a LoRA adapter may have in its table. Everything else follows the settings of its base model."""
+"""Lists the settings that a LoRA adapter may have in its table. In everything else an adapter follows the settings of its base
+model.
+"""
 
 from __future__ import annotations
 

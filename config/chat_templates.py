@@ -1,4 +1,4 @@
-"""The setting `chat_template` of models: a file, or the template's text."""
+"""Interprets the setting `chat_template` of models, whose value is the path of a file or the text of a template."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ if TYPE_CHECKING:
 
 
 def is_template_text(chat_template: str) -> bool:
-    """Returns whether a configured chat template is Jinja text; otherwise it is the path of a file."""
+    """Returns whether the value of the setting `chat_template` is the text of a Jinja template; if not, it is the path of a
+    file."""
     return "{" in chat_template or "\n" in chat_template
 
 
 def template_files(config: NodeConfig, names: Iterable[str]) -> list[str]:
-    """Returns the absolute paths of the files that the settings of some models name as chat templates. names: the models; those
-    without settings count as well."""
+    """Returns the absolute paths of the files that the settings of given models name as chat templates. names: the models; those
+    without settings are allowed, too."""
     settings = [config.models[name].chat_template for name in names if name in config.models]
     return [os.path.abspath(each) for each in settings if each is not None and not is_template_text(each)]

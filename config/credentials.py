@@ -1,5 +1,6 @@
 """Resolves file names that a setting may give as `credential:NAME`: systemd passes such files to the service, which cannot read the
-originals."""
+original files.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from config.load import CREDENTIAL, ConfigError
 
 
 def path_of(value: str, key: str) -> str:
-    """Returns the path for a setting's value: the value itself, or for credential:NAME the file in the folder that systemd
-    provides. key: the setting's name, for the error. Raises ConfigError if NAME is not a plain file name, or if systemd has
-    provided no such folder."""
+    """Returns the path that a setting's value stands for: for credential:NAME the file NAME in the folder that systemd provides,
+    for any other value the value itself. key: the setting's name, for the error. Raises ConfigError if NAME is not a plain file
+    name, or if systemd has provided no such folder."""
     if not value.startswith(CREDENTIAL):
         return value
     name, folder = value.removeprefix(CREDENTIAL), os.environ.get("CREDENTIALS_DIRECTORY", "")

@@ -1,4 +1,4 @@
-"""The parts of a device's name: `cpu:0` or `cuda:1`, followed by `@HOST` if another host lends the device, or by `/MODEL` for a
+"""Takes apart the names of devices: `cpu:0` or `cuda:1`, followed by `@HOST` if another host lends the device, or by `/MODEL` for a
 carve-out, the part of a device that is set aside for an isolated model.
 """
 
@@ -13,7 +13,7 @@ HOST_FORM = 'the name of a host has small letters, digits and "-", as in "b" or 
 
 
 def kind_of(name: str) -> str:
-    """Returns the kind of a device, one of KINDS."""
+    """Returns the kind of a device by its name: "cpu" or "cuda"."""
     return name.partition(":")[0]
 
 
@@ -29,6 +29,6 @@ def hardware_of(name: str) -> str:
 
 
 def is_local(name: str, kind: str) -> bool:
-    """Returns whether the name is that of a device of this kind on this machine: only such devices use this machine's memory, cores
-    or GPUs."""
+    """Returns whether the name is that of a device of the given kind (cpu or cuda) on this machine. Only such devices use this
+    machine's memory, cores or GPUs."""
     return not host_of(name) and kind_of(name) == kind

@@ -1,4 +1,6 @@
-"""The node's devices and the memory budget of each: checks `--device` against the machine's memory and its GPUs."""
+"""Determines the node's devices and the memory budget of each. Checks the setting `device` against the machine's memory and its
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ CUDA_LEFT_BYTES = 3 << 29
 @dataclass(slots=True, frozen=True)
 class GpuMemory:
     """A GPU, or a MIG slice of one, and its memory. index: the driver's number for the GPU, in the order of the bus. total_bytes:
-    its memory without the part that the driver reserves. taken_bytes: the part of it that processes other than hearthd's engines
-    hold. unusable: why no engine can run on it; "": one can. is_slice: whether it is a MIG slice; its index is that of the whole
-    GPU, so only the UUID identifies it."""
+    its memory without the part that the driver reserves. taken_bytes: the part of total_bytes that processes other than hearthd's
+    engines hold. unusable: why no engine can run on it; "": one can. is_slice: whether it is a MIG slice; its index is that of the
+    whole GPU, so only the UUID identifies the slice."""
 
     index: int
     uuid: str
@@ -46,11 +48,13 @@ def device_budgets(
     source: str = "flags",
     gpus: Callable[[], Sequence[GpuMemory]] = no_driver,
 ) -> list[DeviceBudget]:
-    """Returns the node's devices with their budgets. If none is configured, that is `cpu:0` with half of the machine's memory.
-    memory_bytes: the machine's memory. source: where the settings come from, for errors. gpus: returns the machine's GPUs or raises
-    NoGpus; called only if a cuda device is configured. Raises ConfigError for a device that is named twice or does not exist, for a
-    budget below 8 chunks or above the GPU's memory, and for cpu devices whose budgets together exceed the machine's memory. Of a
-    device of another host nothing but its configured budget is known here."""
+    """Returns the node's devices with their budgets. If none is configured, the only device is `cpu:0` with half of the machine's
+    memory. memory_bytes: the machine's memory. source: where the settings come from, for errors. gpus: returns the machine's GPUs
+    or raises NoGpus; called only if a cuda device is configured.
+
+    Raises ConfigError for a device that is named twice or does not exist, for a budget below 8 chunks or above the GPU's memory,
+    and for cpu devices whose budgets together exceed the machine's memory. A device of another host is taken with its configured
+    budget, because nothing else is known about it here."""
     try:
         return _device_budgets(config, memory_bytes, source, gpus)
     except ConfigError as error:
@@ -110,8 +114,8 @@ def _device_budgets(
 
 
 def _gpu(name: str, gpus: Sequence[GpuMemory]) -> GpuMemory:
-    """Returns the GPU that `name` means: its number as decimal digits, or the beginning of its UUID. A slice of a GPU has only the
-    UUID. Raises LookupError if none or several match."""
+    """Returns the GPU that `name` identifies: by its index in decimal digits, or by the beginning of its UUID. A slice of a GPU has
+    only a UUID. Raises LookupError if no GPU or several match."""
     if name.isdigit():
         found = [gpu for gpu in gpus if gpu.index == int(name) and not gpu.is_slice]
     else:

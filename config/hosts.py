@@ -11,21 +11,21 @@ from config.device_names import HOST, HOST_FORM, host_of
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError unless `name` may be the name of a host, as in its table `[hosts.NAME]`."""
+    """Checks the name of a host, as in its table `[hosts.NAME]`. Raises ValueError for a name that is not allowed."""
     if HOST.match(name) is None:
         raise ValueError(f"is no name of a host: {HOST_FORM}")
 
 
 def check_address(value: str) -> None:
-    """Raises ValueError if the value is no address at which another host can be reached."""
+    """Checks an address at which another host is to be reached. Raises ValueError if the value is no such address."""
     host, port = units.parse_listen(value)
     if not host or not port:
         raise ValueError('must be HOST:PORT with a host and a port above 0, as in "10.0.0.2:7100"')
 
 
 def problem(entries: Sequence[str], hosts: Collection[str]) -> tuple[str, str]:
-    """Returns what is wrong with the devices and the hosts' tables together, as the key at fault and a message; ("", "") if nothing
-    is wrong. entries: the valid entries of the setting `device`. hosts: the names of the tables."""
+    """Returns what is wrong with the setting `device` and the hosts' tables if both are compared, as the key at fault and a
+    message; ("", "") if nothing is wrong. entries: the valid entries of the setting `device`. hosts: the names of the tables."""
     named = {entry: host_of(units.parse_device(entry)[0]) for entry in entries}
     for entry, host in named.items():
         if host and host not in hosts:

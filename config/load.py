@@ -92,8 +92,8 @@ class ConfigError(Exception):
 
 
 def located(error: ConfigError) -> ConfigError:
-    """Returns a copy of the error that also names the line which sets its key in the file error.source. Returns the error unchanged
-    if it has a line already, names no key, or names no file."""
+    """Returns a copy of the error with the number of the line that sets its key in the file error.source. Returns the error
+    unchanged if it has a line already, names no key, or names no file."""
     if error.line or not error.key or not os.path.isfile(error.source):
         return error
     with open(error.source, encoding="utf-8") as file:
@@ -102,9 +102,9 @@ def located(error: ConfigError) -> ConfigError:
 
 
 def located_setting(error: ConfigError) -> ConfigError:
-    """Returns a copy of the error that names the file and the line that set its key. error.source: the settings file named on the
-    command line. If files in conf.d beside it set the key too, the last of them is named, because its value is the one in use. The
-    error is returned unchanged if it has a line already, names no key, or names no file."""
+    """Returns a copy of the error with the file and the number of the line that set its key. error.source: the settings file named
+    on the command line. If files in conf.d beside it set the key too, the last of them counts, because its value is the one in use.
+    The error is returned unchanged if it has a line already, names no key, or names no file."""
     if error.line or not error.key or not os.path.isfile(error.source):
         return error
     source, deepest = error.source, 0
@@ -118,13 +118,15 @@ def located_setting(error: ConfigError) -> ConfigError:
 
 
 def load(path: str | None, flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ) -> NodeConfig:
-    """Returns the settings of the TOML file at `path` (None: no file), of the files in `conf.d` beside it, which override it key by
-    key in the order of their names, and of `flags`, which override them all. flags: maps a key to its value as on the command
-    line, a text or a list of texts. environment: fills keys of `[traces]` that the files leave out.
+    """Returns the node's settings from the TOML file at `path` (None: no file), the files in the folder `conf.d` beside it, and
+    `flags`. The files of conf.d override the first file key by key, in the order of their names; flags override all files. flags:
+    maps a key to its value as on the command line, a text or a list of texts. environment: fills keys of `[traces]` that the files
+    leave out.
 
     In the result `chunk_bytes`, `max_body_bytes` and `stored_responses_bytes` are numbers of bytes, and the sockets and folders
-    have their defaults filled in. Paths are absolute, because engines run in another folder: a flag's is relative to the current
-    folder, a file's to the folder of the file. Raises ConfigError for the first file, key or value that cannot be used."""
+    have their defaults filled in. Paths are absolute, because engines run in another folder: a path in a flag is relative to the
+    current folder, one in a file to the folder of the file. Raises ConfigError for the first file, key or value that cannot be
+    used."""
     try:
         return _load(path, flags, environment)
     except ConfigError as error:
@@ -202,8 +204,8 @@ def _merge(into: dict[str, Any], table: dict[str, Any]) -> None:
 
 def with_device_defaults(config: NodeConfig, devices: Iterable[str], given: Container[str]) -> NodeConfig:
     """Returns the settings with the defaults for GPUs (CUDA_DEFAULTS) if one of the devices is a cuda device of this machine;
-    otherwise unchanged. devices: names such as `cuda:0`, with or without a budget. given: the keys that were set by a file or a
-    flag, whose values stay."""
+    otherwise unchanged. devices: names such as `cuda:0`, with or without a budget. given: the keys that a file or a flag has set,
+    whose values stay."""
     if not any(is_local(text.partition("=")[0].strip(), "cuda") for text in devices):
         return config
     return msgspec.structs.replace(config, **{key: value for key, value in CUDA_DEFAULTS.items() if key not in given})
@@ -249,8 +251,8 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
 
 
 def _traces(source: str, table: Any, environment: Mapping[str, str]) -> TracesConfig:
-    """Returns the settings from `table`, the content of `[traces]`. Environment variables of OpenTelemetry fill the keys that it
-    leaves out. Raises ConfigError for a wrong key or value, also of a variable."""
+    """Returns the settings of traces from `table`, the content of `[traces]`. Environment variables of OpenTelemetry fill the keys
+    that the table leaves out. Raises ConfigError for a wrong key or value, also in a variable."""
     values = _traces_values(source, table)
     try:
         given = {name: each for name, each in otel_environment.given(environment).items() if name not in values}
@@ -376,8 +378,8 @@ def _convert(source: str, where: str, kind: Any, value: Any, key: str) -> Any:
 
 
 def _refused(value: Any, check: Callable[[Any], None]) -> Any:
-    """Returns the part of a wrong value that an error should quote: of a list the first wrong entry, else the whole value. check:
-    raises ValueError for the value, and for a list of one wrong entry."""
+    """Returns the part of a refused value that an error should quote: the first wrong entry of a list, or the whole value. check:
+    raises ValueError for the value, and for a list with a single entry if that entry is wrong."""
     for entry in value if isinstance(value, list) else ():
         try:
             check([entry])

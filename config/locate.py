@@ -91,7 +91,7 @@ def _statements(text: str) -> list[tuple[int, list[str]]]:
 
 
 def _paths(table: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yields the path of every key in a table and in the tables below it."""
+    """Yields the path of every key in a table and in the tables within it."""
     for key, value in table.items():
         yield (*before, key)
         if isinstance(value, dict):

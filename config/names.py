@@ -13,7 +13,8 @@ def is_pattern(name: str) -> bool:
 
 
 def problem(name: str, value: Any) -> str:
-    """Returns what is wrong with an entry `name = value` of the table, or "" if it can be used. value: as parsed from TOML."""
+    """Returns what is wrong with an entry `name = value` of the table `[names]`, or "" if it can be used. value: as parsed from
+    TOML."""
     if not name:
         return "a name needs at least one character"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Guesses which name was meant by a misspelt word, for error messages."""
+"""Guesses which name a misspelt word meant, for error messages."""
 
 from __future__ import annotations
 

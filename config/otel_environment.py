@@ -21,7 +21,7 @@ _RATIO_SAMPLER = "parentbased_traceidratio"
 
 
 class Given(NamedTuple):
-    """The value of a key of `[traces]`, set by an environment variable. variable: the variable's name."""
+    """The value that an environment variable sets for a key of `[traces]`. variable: the variable's name."""
 
     value: Any
     variable: str
@@ -36,8 +36,8 @@ class BadVariable(Exception):
 
 
 def given(environment: Mapping[str, str]) -> dict[str, Given]:
-    """Returns the values that the environment variables set, by key of `[traces]`; {} if they switch tracing off. An empty variable
-    counts as unset. Raises BadVariable for a variable whose value cannot be used."""
+    """Returns the values that environment variables set: key of `[traces]` -> value and variable (Given); {} if they switch tracing
+    off. An empty variable counts as unset. Raises BadVariable for a variable whose value cannot be used."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return {}
     if environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() not in ("", "otlp"):

@@ -1,4 +1,4 @@
-"""The rules for `parallel`, which splits a model over several devices."""
+"""Interprets and checks the setting `parallel`, which splits a model over several devices."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def num_ranks(settings: ModelConfig) -> int:
 
 
 def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the devices grouped by kind, as kind -> names: a model is split only over devices of one kind. names: of devices of
-    any kind."""
+    """Returns the names of devices grouped by kind (cpu, cuda), as kind -> names, because a model is split only over devices of one
+    kind. names: those of devices of any kind."""
     found: dict[str, list[str]] = {}
     for name in names:
         if (kind := kind_of(name)) in KINDS:
@@ -33,23 +33,23 @@ def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def hold(names: Iterable[str], how: ParallelConfig) -> bool:
-    """Returns whether there are enough devices for a model that is split as `how` says. Each stage needs its devices on one host,
-    and the last one on this machine; a model that is not a pipeline counts as one stage, the last. names: the names of devices, all
-    of one kind."""
+    """Returns whether there are enough devices for a model that is split as `how` says. Each pipeline stage needs all its devices
+    on one host, and the last stage needs them on this machine; a model without a pipeline counts as one stage, the last. names: the
+    names of devices, all of one kind."""
     return _num_groups(names, how) > 0
 
 
 def _num_groups(names: Iterable[str], how: ParallelConfig) -> int:
-    """Returns how many copies of a model fit on the devices at most, if each copy is split as `how` says and no two use the same
-    device. names: the names of devices, all of one kind. The rule is that of scheduler.node.groups.most_groups."""
+    """Returns how many copies of a model the devices can hold at most, if each copy is split as `how` says and no two copies use
+    the same device. names: the names of devices, all of one kind. scheduler.node.groups.most_groups has the same rule."""
     stage_size = how.tensor * how.expert
     stages = {host: number // stage_size for host, number in Counter(map(host_of, names)).items()}
     return min(stages.get("", 0), sum(stages.values()) // how.pipeline)
 
 
 def num_places(settings: ModelConfig, devices: Sequence[str]) -> int:
-    """Returns on how many devices, or groups of them if it is split, a model may be at once by its settings. A model with parallel
-    = "auto" counts as whole. devices: names of the node's devices, those of other hosts included."""
+    """Returns on how many devices (or groups of devices, if it is split) a model may be at the same time by its settings. A model
+    with parallel = "auto" counts as whole. devices: names of the node's devices, those of other hosts included."""
     kinds = [kind for kind in KINDS if kind not in _refused(settings)]
     there = by_kind(settings.devices or devices)
     how = settings.parallel if isinstance(settings.parallel, ParallelConfig) else ParallelConfig()
@@ -57,7 +57,7 @@ def num_places(settings: ModelConfig, devices: Sequence[str]) -> int:
 
 
 def named_devices(settings: ModelConfig, devices: Sequence[str]) -> str:
-    """Returns in words on which devices the model may live. devices: names of the node's devices."""
+    """Returns the words that say on which devices a model may be, for messages. devices: names of the node's devices."""
     return f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(devices) or 'none'}"
 
 
@@ -87,15 +87,16 @@ def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str,
 
 
 def _refused(settings: ModelConfig) -> dict[str, str]:
-    """Returns kind of device -> why a model's settings do not allow that kind; kinds that they allow are left out."""
+    """Returns which kinds of devices a model's settings do not allow: kind of device -> reason. Kinds that they allow are left
+    out."""
     if settings.kv_cache_dtype == "auto":
         return {}
     return {"cpu": f"kv_cache_dtype = {settings.kv_cache_dtype!r} is not built for cpu devices"}
 
 
 def problem_of_copies(settings: ModelConfig) -> str:
-    """Returns why the setting `expert_copies` is refused for a model, or "" if it is allowed. It needs experts that are divided
-    among devices, because only these can have copies."""
+    """Returns why the setting `expert_copies` is refused for a model, or "" if it is allowed. The setting needs a model whose
+    experts are divided among devices, because only these experts can have copies."""
     how = settings.parallel
     if settings.expert_copies and not (isinstance(how, ParallelConfig) and how.expert > 1):
         return "needs parallel = { expert = 2 } or more beside it: only experts that are divided among devices have copies"

@@ -1,5 +1,6 @@
-"""The default paths of sockets, state and caches. It imports nothing slow, because the command line tool imports it at its
-start."""
+"""Computes the default paths of sockets, state and caches. It imports nothing slow, because the command line tool imports it at its
+start.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Compares the running settings with those of a changed file: which differences apply now (those in live keys), and which need a
-restart."""
+"""Compares the running settings with those of a changed file, and tells which differences apply at once (those in live keys) and
+which need a restart.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class ReloadPlan:
 
 
 def plan(running: NodeConfig, new: NodeConfig) -> ReloadPlan:
-    """Returns what changes when a node with the settings `running` reloads `new`. Both come from config.load, so `new` is already
-    valid."""
+    """Returns the changes that a reload makes on a node with the settings `running` if the files now say `new`. Both come from
+    config.load, so `new` is already valid."""
     result = ReloadPlan(running)
     # switching TLS off would send keys in the clear, and switching it on would break every client, so both need a restart
     is_switched = bool(running.tls_certificate) != bool(new.tls_certificate)

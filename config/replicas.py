@@ -1,4 +1,4 @@
-"""The rules for `replicas`, which allows several copies of a model, each whole, on different devices."""
+"""Interprets and checks the setting `replicas`, which allows several copies of a model, each whole, on different devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 64
 
 
 def check(value: Any) -> None:
-    """Raises ValueError unless the value is "auto" or a number from 1 to 64."""
+    """Checks a value of the setting `replicas`. Raises ValueError unless it is "auto" or a number from 1 to 64."""
     if value != AUTO and not 1 <= value <= MOST:
         raise ValueError(f"must be from 1 to {MOST}, or {AUTO!r}")
 
@@ -32,8 +32,8 @@ def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
 
 
 def missing(settings: ModelConfig, num_replicas: int) -> str:
-    """Returns a sentence for operators if a model has fewer replicas than its settings ask for; "" if not. num_replicas: how many
-    it may have on the devices that its files allow."""
+    """Returns a sentence for operators that says that a model has fewer replicas than its settings ask for; "" if it has enough.
+    num_replicas: how many replicas it may have on the devices that its files allow."""
     if _asked(settings) <= num_replicas:
         return ""
     are = "1 is" if num_replicas == 1 else f"{num_replicas} are"
@@ -41,8 +41,8 @@ def missing(settings: ModelConfig, num_replicas: int) -> str:
 
 
 def _asked(settings: ModelConfig) -> int:
-    """Returns how many replicas the settings demand: a model with fewer is reported to operators. It is 1 for "auto", with which
-    any number will do."""
+    """Returns the least number of replicas with which the settings are satisfied; a model with fewer is reported to operators. It
+    is 1 for "auto", with which any number is enough."""
     return 1 if settings.replicas == AUTO else int(settings.replicas)
 
 

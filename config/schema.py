@@ -51,8 +51,8 @@ class DeviceBudget(msgspec.Struct, frozen=True):
         return device_names.kind_of(self.name)
 
     def is_local(self, kind: str) -> bool:
-        """Returns whether this is a device of this kind on this machine: only such devices use this machine's memory, cores or
-        GPUs."""
+        """Returns whether the device is of the given kind (cpu or cuda) and belongs to this machine. Only such devices use this
+        machine's memory, cores or GPUs."""
         return device_names.is_local(self.name, kind)
 
 

@@ -1,4 +1,4 @@
-"""The destination of traces: the URL of a collector, or a socket on this machine."""
+"""Parses the destination of traces: the URL of a collector, or a socket on this machine."""
 
 from __future__ import annotations
 

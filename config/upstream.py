@@ -1,4 +1,4 @@
-"""The rules for `upstream`, the address of another server that answers for a model's name."""
+"""Interprets and checks the setting `upstream`, the address of another server that answers for a model's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def check(url: str) -> None:
-    """Raises ValueError unless the address is an http or https URL with a host, and without user, password, query and fragment."""
+    """Checks the address in the setting `upstream`. Raises ValueError unless it is an http or https URL with a host, and without
+    user, password, query and fragment."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -29,15 +30,15 @@ def check(url: str) -> None:
 
 
 def host_of(url: str) -> str:
-    """Returns the host and port of the address, by which messages name the server: `gpu2:8000`."""
+    """Returns the host and port of an upstream's address, by which messages name the server: `gpu2:8000`."""
     parts = urlsplit(url)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return f"{host}:{parts.port or _PORTS[parts.scheme]}"
 
 
 def is_own_address(url: str, listen: str) -> bool:
-    """Returns whether an upstream's address is certainly this node's own, so that requests would go in a circle. listen: the
-    HOST:PORT on which the node listens. False does not rule it out, because the machine may have other names."""
+    """Returns whether an upstream's address is certainly this node's own, so that requests would go in a circle. False does not
+    rule it out, because the machine may have other names. listen: the HOST:PORT on which the node listens."""
     parts = urlsplit(url)
     host, port = parse_listen(listen)
     if not port or (parts.port or _PORTS[parts.scheme]) != port:

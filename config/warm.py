@@ -1,4 +1,4 @@
-"""The rules for `warm`: when a model is loaded ahead of its requests."""
+"""Interprets and checks the setting `warm`, which says when a model is loaded ahead of its requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _TIME = re.compile(r"([01]\d|2[0-3]):([0-5]\d)\Z")
 
 
 def check(value: str | list[str]) -> None:
-    """Raises ValueError unless each entry is "start" or a time of day (HH:MM), and no two are equal."""
+    """Checks the entries of the setting `warm`. Raises ValueError unless each is "start" or a time of day (HH:MM), and no two are
+    equal."""
     entries = _entries(value)
     if not all(each == AT_START or _TIME.match(each) for each in entries):
         raise ValueError(FORM)
@@ -25,7 +26,7 @@ def is_at_start(value: str | list[str] | None) -> bool:
 
 
 def times(value: str | list[str] | None) -> list[time]:
-    """Returns the times of day in the setting, in ascending order; "start" is left out."""
+    """Returns the times of day in the setting `warm`, in ascending order; the entry "start" is left out."""
     return sorted(time(int(found[1]), int(found[2])) for each in _entries(value) if (found := _TIME.match(each)) is not None)
 
 
