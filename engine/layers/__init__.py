@@ -1,1 +1,1 @@
-"""Layers that several families of models share: plain functions and small modules over the operations of `engine.ops`."""
+"""Defines the layers that several families of models have: functions and small modules over the operations of `engine.ops`."""

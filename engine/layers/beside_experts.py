@@ -1,5 +1,5 @@
-"""A mixture of experts that runs beside the MLP of a layer: both read the same residual, each through a norm of its own, before the
-output of either is added. Shapes: T tokens.
+"""Computes a mixture of experts in addition to the MLP of a layer: both read the same residual, each through a norm of its own,
+before the output of either is added. Shapes: T tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The embedding of a decoder's tokens. Shapes: T tokens, V vocabulary."""
+"""Looks up the embeddings of a decoder's tokens. Shapes: T tokens, V vocabulary."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention of encoders: tokens attend to all tokens of their own text, or to those near them. There is no causal mask and no KV
-cache. Shapes: T tokens of all texts, D head size.
+"""Computes the attention of encoders: tokens attend to all tokens of their own text, or to those within a window. There is no
+causal mask and no KV cache. Shapes: T tokens of all texts, D head size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from loader.sizes.work_space import ENCODER_TILE_TOKENS
 
 def attend(qkv: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
     """Returns the attention output [T, heads * D]. qkv [T, 3, heads, D]: queries, keys and values. lengths: number of tokens of
-    each text; texts lie end to end. window: the number of positions that a token attends to, with its own in their middle; 0: the
+    each text; texts lie end to end. window: the number of positions to which a token attends, with its own in their middle; 0: the
     whole text."""
     mixed = qkv.new_empty(qkv.shape[0], qkv.shape[2] * qkv.shape[3])
     start = 0
@@ -33,9 +33,10 @@ def attend(qkv: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
 
 
 def _seen(first: int, last: int, length: int, window: int) -> tuple[int, int, Tensor | None]:
-    """Returns (low, high, mask): the queries at positions `first` to `last` - 1 of a text attend to positions from `low` to `high`
-    - 1. mask [last - first, high - low] bool: which of these each query attends to; None: all of them. length: number of tokens of
-    the text. window: the number of positions that a token attends to, with its own in their middle; 0: the whole text."""
+    """Returns (low, high, mask) for the queries at positions `first` to `last` - 1 of a text, which attend to positions from `low`
+    to `high` - 1. mask [last - first, high - low] bool: to which of these positions each query attends; None: to all. length:
+    number of tokens of the text. window: the number of positions to which a token attends, with its own in their middle; 0: the
+    whole text."""
     reach = window // 2
     if not window or length <= reach + 1:
         return 0, length, None

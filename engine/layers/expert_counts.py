@@ -1,6 +1,4 @@
-"""Counts how many pairs of a token and an expert each expert of a model computes, in a table on the device to which every step
-adds.
-"""
+"""Counts how many tokens pass through each expert of a model, in a table on the device to which every step adds."""
 
 from __future__ import annotations
 
@@ -44,9 +42,9 @@ class ExpertCounts:
         return row if self._held is None else row[: len(self._held(layer))]
 
     def news(self, wait: bool) -> LongArray | None:
-        """Returns how many pairs of a token and an expert each expert of `own` has computed since the last call that returned an
-        array, [len(layers), len(own)]. Returns None if there were none. Unless `wait` is set, also returns None if the device's
-        counts have not arrived yet."""
+        """Returns how many tokens have passed through each expert of `own` since the last call that returned an array,
+        [len(layers), len(own)]; None if there were none. Unless `wait` is set, it returns None also if the device's counts have not
+        arrived yet."""
         found = self._on_host(wait)
         if found is None:
             return None
@@ -67,5 +65,5 @@ class ExpertCounts:
 
 
 def has_counts(shape: ModelShape) -> bool:
-    """Returns whether a model, or the share of it on one device, counts what its experts compute."""
+    """Returns whether a model, or a device's share of it, counts how many tokens pass through each of its experts."""
     return shape.experts is not None and (shape.split is None or shape.split.rank % shape.split.division.inner_parts == 0)

@@ -1,5 +1,5 @@
-"""A mixture of experts: the feed-forward part of a layer, in which each token passes through a few of many small networks. Shapes:
-T tokens, E experts.
+"""Computes a mixture of experts: the feed-forward part of a layer, in which each token passes through a few of many small networks.
+Shapes: T tokens, E experts.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class MixtureOfExperts(Generic[BatchT]):
 
 
 def _turns(shape: ModelShape, layer: int, device: torch.device) -> Tensor | None:
-    """Returns the rule by which the ranks (devices) that hold copies of an expert divide its tokens among themselves
-    (ExpertMatrices.turns), for one layer. Returns None if no rank has copies of other ranks' experts."""
+    """Returns how the ranks (devices) that hold copies of an expert divide its tokens among themselves (ExpertMatrices.turns), for
+    one layer; None if no rank has copies of other ranks' experts."""
     split, experts = shape.split, shape.experts
     if split is None or not split.copies or experts is None:
         return None

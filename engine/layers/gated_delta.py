@@ -1,5 +1,5 @@
-"""A layer of the gated delta rule (https://arxiv.org/abs/2412.06464), which keeps all earlier tokens of a sequence in a state of
-fixed size. Shapes: T tokens.
+"""Computes a layer of the gated delta rule (linear attention, https://arxiv.org/abs/2412.06464), which keeps all earlier tokens of
+a sequence in a state of fixed size. Shapes: T tokens.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class GatedDelta(Generic[BatchT]):
 
 
 def columns_of(delta: DeltaShape) -> DeltaColumns:
-    """Returns at which columns each head's values begin in the outputs of a gated delta layer's projections. Either each key head's
-    queries, keys, values and gates lie together (delta.by_head), or the queries of all heads come first, then all keys, values and
-    gates."""
+    """Returns the columns at which each head's values begin in the outputs of the projections of a gated delta layer. With
+    delta.by_head, the queries, keys, values and gates of each key head lie together; otherwise the queries of all heads come first,
+    then all keys, values and gates."""
     keys, values = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
     served = delta.num_value_heads // delta.num_key_heads
     if not delta.by_head:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention over paged latents (https://arxiv.org/abs/2405.04434). Shapes: T tokens."""
+"""Computes multi-head latent attention over paged latents (https://arxiv.org/abs/2405.04434). Shapes: T tokens."""
 
 from __future__ import annotations
 

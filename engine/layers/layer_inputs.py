@@ -44,8 +44,8 @@ class LayerInputs(Generic[BatchT]):
 
 
 class LayerInput(Generic[BatchT]):
-    """Computes what one layer adds to the residual on account of its additional input: the input is multiplied by a gate that is
-    projected from the residual; the result is projected to [T, hidden] and normalised."""
+    """Computes the update that one layer adds to the residual because of its additional input. The input is multiplied by a gate
+    that is projected from the residual; the result is projected to [T, hidden] and normalised."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert shape.layer_inputs is not None

@@ -1,4 +1,6 @@
-"""The feed-forward layer: gated, with SiLU (SwiGLU) or GELU as its activation, or plain with GELU. Shapes: T tokens."""
+"""Computes the feed-forward layer: gated, with SiLU (SwiGLU) or GELU as its activation, or without a gate, with GELU. Shapes: T
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class MLP:
 
     @classmethod
     def of_layer(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> MLP:
-        """Returns the MLP of a layer that has no experts in its place."""
+        """Returns the MLP of a layer. Only for layers in which experts do not take its place."""
         names = family.names
         return cls(ops, weights, names.layer.format(layer), names.gate_up, names.down, family.activation)
 

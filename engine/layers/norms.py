@@ -1,4 +1,6 @@
-"""The norms around a decoder's branches: RMS norms, or LayerNorm with or without biases. Shapes: T tokens."""
+"""Computes the norms before and after attention and MLP in a decoder: RMS norms, or LayerNorm with or without biases. Shapes: T
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class Norm:
 
     @classmethod
     def named(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, prefix: str, name: str) -> Norm | None:
-        """Returns the norm of this name of a layer. Returns None if the name is "": the family has no such norm."""
+        """Returns the norm of a layer whose tensors have the given name. Returns None if the name is "": the family has no such
+        norm."""
         return cls(ops, family, shape, weights, prefix + name) if name else None
 
     def __call__(self, x: Tensor) -> Tensor:

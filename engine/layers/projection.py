@@ -1,4 +1,4 @@
-"""A matrix multiplication with weights of the model, with the bias and the contribution of the tokens' LoRA adapters
+"""Computes a matrix multiplication with weights of the model, and adds the bias and the contribution of the tokens' LoRA adapters
 (https://arxiv.org/abs/2106.09685). Shapes: T tokens, K inputs, N outputs.
 """
 
@@ -14,7 +14,7 @@ from engine.ops.ops import BatchT, Ops
 
 class Projection(Generic[BatchT]):
     """A linear layer that LoRA adapters may change: x [T, K] -> [T, N]. names: names of its matrices in the checkpoint, without the
-    prefix; several are multiplied as one matrix. weight [N, K]: these matrices joined. bias: [N]; None if the model has none."""
+    prefix; several are fused into one matrix. weight [N, K]: the fused matrix. bias: [N]; None if the model has none."""
 
     def __init__(self, ops: Ops[BatchT], weights: Weights, prefix: str, names: tuple[str, ...]) -> None:
         self.ops = ops

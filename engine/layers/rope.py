@@ -24,8 +24,8 @@ from loader.shapes.rope_config import PROPORTIONAL, RopeParameters
 
 
 def rotaries_of(shape: ModelShape, max_model_len: int) -> tuple[Rotary, Rotary]:
-    """Returns the rotary embedding of a model's layers without windows, and that of its layers with windows; one object twice if
-    both are the same. max_model_len: the longest context that the model is served with."""
+    """Returns the rotary embedding (RoPE) of a model's full-attention layers, and that of its sliding-window layers; one object
+    twice if both are the same. max_model_len: the longest context with which the model is served, in tokens."""
 
     def made(rope: RopeParameters, head_dim: int) -> Rotary:
         return Rotary(inverse_frequencies(rope, head_dim, max_model_len), rope.attention_factor)
@@ -39,7 +39,8 @@ def rotaries_of(shape: ModelShape, max_model_len: int) -> tuple[Rotary, Rotary]:
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int) -> Tensor:
-    """Returns [rotary dimensions / 2] float32: the angle by which each pair of dimensions rotates per position."""
+    """Returns the frequencies of a rotary embedding (RoPE), [rotary dimensions / 2] float32: the angle in radians by which each
+    pair of dimensions rotates per position."""
     turning = rope.rotary_dim(head_dim)
     if rope.kind == PROPORTIONAL:
         num_turned = int(rope.partial_rotary_factor * head_dim // 2)
@@ -72,7 +73,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
 
 def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
     """Returns the base of the frequencies: rope.theta, or with dynamic scaling the base for contexts of max_model_len positions.
-    turning: number of a head's dimensions that are rotated."""
+    turning: number of a head's dimensions to which rotary embedding (RoPE) applies."""
     original = rope.original_max_position_embeddings
     if rope.kind != "dynamic" or max_model_len <= original:
         return rope.theta
@@ -80,8 +81,8 @@ def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
 
 
 def _yarn_ramp(rope: RopeParameters, turning: int) -> Tensor:
-    """Returns [turning / 2], for each pair of dimensions from 0 (the pair keeps its frequency) to 1 (its frequency is divided by
-    rope.factor). turning: number of a head's dimensions that are rotated."""
+    """Returns a number for each pair of dimensions, [turning / 2], from 0 (the pair keeps its frequency) to 1 (its frequency is
+    divided by rope.factor). turning: number of a head's dimensions to which rotary embedding (RoPE) applies."""
 
     def pair(turns: float) -> float:
         """Returns which pair of dimensions, as a fractional index, makes `turns` rotations within the original length."""

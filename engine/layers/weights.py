@@ -59,7 +59,8 @@ class Weights:
         return dtype
 
     def table(self, name: str) -> Tensor | PackedMatrix:
-        """Returns an embedding or a head, which may be packed: all its rows [V, K], or in a split model those of this device."""
+        """Returns an embedding or a head, which may be packed in memory: all its rows [V, K], or in a split model the rows that
+        this device has."""
         packed = self._slots[name].packed
         return self.get(name) if packed is None else self._packed(packed)
 
@@ -74,7 +75,7 @@ class Weights:
         return None if self._counts is None else self._counts.row(layer)
 
     def find(self, name: str) -> Tensor | None:
-        """Returns the parameter of this name. Returns None if the model has none, for example no bias."""
+        """Returns the parameter with the given name; None if the model has no such parameter, for example no bias."""
         return self.get(name) if name in self._slots else None
 
     def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor:
@@ -110,12 +111,13 @@ class Weights:
         return Fp8Matrix(codes, scales, group_inputs)
 
     def adapted(self, prefix: str, names: tuple[str, ...]) -> AdaptedProduct | None:
-        """Returns the description of the multiplication by these matrices if LoRA adapters may change its result, else None."""
+        """Returns the description of the matrix multiplication with these matrices if LoRA adapters may change its result;
+        otherwise None."""
         return self._adapted.get((prefix, names))
 
     def _int4(self, stored: Names, weights: list[str]) -> Int4Matrix:
-        """Returns several INT4 matrices, which lie end to end in memory, as one. stored: the names that the checkpoint gives to the
-        tensors of a matrix. weights: names of the matrices."""
+        """Returns several INT4 matrices, which lie end to end in memory, as one matrix. stored: the names of the tensors in which
+        the checkpoint stores a matrix. weights: names of the matrices."""
         slots = [self._slots[stored.of(name, stored.words)] for name in weights]
         first, scale = slots[0], self._slots[stored.of(weights[0], stored.scales)]
         num_outputs, num_inputs = sum(slot.held_shape[0] for slot in slots), first.held_shape[1] * IN_WORD
@@ -142,8 +144,8 @@ class Weights:
         )
 
     def _nvfp4(self, names: nvfp4_settings.Nvfp4, weights: list[str]) -> Nvfp4Matrix:
-        """Returns several NVFP4 matrices, which lie end to end in memory, as one. names: the names that the checkpoint gives to the
-        tensors of a matrix. weights: names of the matrices."""
+        """Returns several NVFP4 matrices, which lie end to end in memory, as one matrix. names: the names of the tensors in which
+        the checkpoint stores a matrix. weights: names of the matrices."""
         slots = [self._slots[names.of(name, names.numbers)] for name in weights]
         numbers, scales, whole = (self._slots[names.of(weights[0], part)] for part in (names.numbers, names.scales, names.whole))
         num_outputs = sum(slot.shape[0] for slot in slots)

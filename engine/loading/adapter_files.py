@@ -19,9 +19,9 @@ from loader.shapes.model_shape import ModelShape
 
 
 def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAdapter:
-    """Reads a LoRA adapter's files and returns its matrices in `dtype`. shape: the base model's. dtype: that in which the base
-    model computes. Raises CheckpointError, which names the file and the tensor or key, and CheckpointChanged if the files are not
-    those of source.fingerprint."""
+    """Reads a LoRA adapter's files and returns its matrices in `dtype`. shape: the shape of the base model. dtype: the dtype in
+    which the base model computes. Raises CheckpointError, which names the file and the tensor or key, and CheckpointChanged if the
+    files' fingerprint is not source.fingerprint."""
     with open_adapter(source.path, source.fingerprint) as opened:
         layout = adapter_layout(opened.adapter, shape, ITEM_BYTES[dtype])
         data = np.zeros(layout.num_bytes, np.uint8)  # unlike torch's, it touches no page before it is written
@@ -42,8 +42,8 @@ def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAd
 
 
 def _held(opened: OpenAdapter, tensor: TensorRef) -> Tensor:
-    """Returns a tensor of an adapter, in the dtype and shape that it has in its file. Raises CheckpointError if values, or their
-    sum, are not finite."""
+    """Returns a tensor of an adapter, with the dtype and shape that it has in its file. Raises CheckpointError if a value of the
+    tensor, or the sum of all values, is not finite."""
     values = torch.from_numpy(opened.read(tensor)).view(getattr(torch, DTYPE_OF[tensor.dtype])).view(tensor.shape)
     if not math.isfinite(values.sum(dtype=torch.float32).item()):
         raise CheckpointError(tensor.file, tensor.name, "holds values that are not finite")

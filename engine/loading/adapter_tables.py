@@ -42,8 +42,8 @@ class AdapterTables:
             self.places[place.number, number], self.ranks[place.number, number] = first + place.offset, place.rank
 
     def empty(self, number: int) -> None:
-        """Clears column `number` of `places` and `ranks`: no adapter has this number. Raises IndexError if there is no such
-        column."""
+        """Clears column `number` of `places` and `ranks`, which means that no adapter has this number. Raises IndexError if there
+        is no such column."""
         if not 0 <= number < MAX_ADAPTERS:
             raise IndexError(f"adapter number {number} is not among 0 to {MAX_ADAPTERS - 1}")
         self.places[:, number], self.ranks[:, number] = -1, 0

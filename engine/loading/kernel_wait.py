@@ -1,5 +1,6 @@
-"""Lets a load wait until kernels are compiled. Such waits are reported, can be cancelled, and do not count as time in which weights
-are read."""
+"""Lets a load wait until kernels are compiled. Such a wait is reported, can be cancelled, and does not count as time in which
+weights are read.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Uses weights of a model that are in the device's memory already, where they are. Weights that an earlier engine left are used
-only if their checksum is right."""
+"""Reuses a model's weights that are already in the device's memory, without moving them. Weights that an earlier engine process
+left are used only if their checksum is right.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ log = logging.getLogger("engine")
 
 
 def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
-    """Returns whether the mapped range `weights` already holds the weights that the load needs: those of task.left, which were left
-    in these chunks. Their size and their checksum must agree. If so, task.adopted is set. Weights without a checksum were left by
-    this engine, which knows that their chunks have not been taken since. gate: notified of the bytes whose checksum has been
-    computed; None: no step waits for weights. Raises LoadCancelled if the load is cancelled."""
+    """Returns whether the mapped range `weights` already holds the weights that the load needs: those of task.left, which an
+    earlier load left in the same chunks. Their size and their checksum must agree. If so, task.adopted is set. Weights without a
+    checksum were left by this engine process, which knows that no other model has used their chunks since.
+
+    gate: notified of the bytes whose checksum has been computed; None: no step waits for weights. Raises LoadCancelled if the load
+    is cancelled."""
     left = task.left
     if left is None or left.num_bytes != weights.num_bytes:
         return False

@@ -1,4 +1,4 @@
-"""Checks that a device still computes, by a token that is known in advance."""
+"""Checks that a device still computes correctly, by a token that is known in advance."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _NUM_IDS = 64
 
 
 def probe_token(number: int, device: torch.device) -> tuple[int, int]:
-    """Returns the token that the device computes for `number`, and the token that is right. It is the greedy choice of a model of
-    64 ids whose embeddings and weights are the identity, so number % 64 is right. Waits for the device, and raises the device's
-    errors. It calls no library for matrix multiplication, because that would take work space."""
+    """Returns the token that the device computes for `number`, and the correct token. The device computes the greedy choice of a
+    model of 64 ids whose embeddings and weights are the identity, so number % 64 is correct. Waits for the device, and raises the
+    device's errors. No library for matrix multiplication is called, because that would take work space."""
     ids = torch.arange(_NUM_IDS, device=device)
     embedding = (ids == number % _NUM_IDS).to(torch.float32)
     logits = (torch.eye(_NUM_IDS, device=device) * embedding).sum(-1)

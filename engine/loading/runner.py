@@ -100,8 +100,8 @@ class TorchRunner:
             raise RuntimeError(f"the device computed the token {token} of a probe, not {right}")
 
     def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
-        """Calls `tell` with all earlier news of kernels that are being compiled, and lets other threads call it with all later
-        news."""
+        """Calls `tell` with all earlier reports about kernels that are being compiled, and lets other threads call it with all
+        later ones."""
         with self._telling:
             self._tell = tell
             for news in self._news:
@@ -224,7 +224,7 @@ class TorchRunner:
 
     def _in_memory(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None) -> bool:
         """Fills the range `weights` without reading files: with weights that were left on the device, or else with a copy in the
-        host tier. Returns whether it did; if False, there is neither, or both were rejected, and the files must be read."""
+        host tier. Returns whether it did; False: there is neither, or both were rejected, so the files must be read."""
         for way, given in ((partial(adopt, self.memory), task.left), (self._copies.take, task.spec.source_slots)):
             if given:
                 if way(task, weights, gate):
@@ -310,7 +310,7 @@ def _open(spec: LoadModel, files: FileCalls, in_place: bool, **options: Any) -> 
 
 
 def _in_background(work: Callable[[], object]) -> Future[None]:
-    """Runs `work` in a thread that the process does not wait for at its end. Returns a future that is done when `work` has
+    """Runs `work` in a thread for which the process does not wait when it exits. Returns a future that is done when `work` has
     returned, and that has the error if `work` raised one."""
     future: Future[None] = Future()
 

@@ -1,3 +1,3 @@
-"""The models: one class for each kind of model that computes differently; registry.py maps the description of a family of models to
-its class.
+"""Defines the models: one class for each kind of model that computes differently. registry.py maps the description of a family of
+models to its class.
 """

@@ -1,4 +1,4 @@
-"""BERT, its MiniLM distillations and RoBERTa: a post-norm encoder with learned positions and exact GELU; with or without a head
+"""Runs BERT, its MiniLM distillations and RoBERTa: post-norm encoders with learned positions and exact GELU, with or without a head
 that scores pairs of texts.
 
 Shapes: T tokens of all texts, end to end; hidden: model width. Weights are views of the model's one memory range.
@@ -83,8 +83,8 @@ class BertModel:
 
 
 def _kinds(lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-    """Returns each token's segment [T]: 1 for tokens of the second text of a pair, else 0. second_at: for each text or pair, the
-    index of the second text's first token; 0: it is a single text."""
+    """Returns each token's segment type [T]: 1 for tokens of the second text of a pair, else 0. second_at: for each text or pair,
+    the index of the second text's first token; 0: it is a single text."""
     kinds = [(torch.arange(length) >= (at or length)).long() for length, at in zip(lengths, second_at, strict=True)]
     return torch.cat(kinds)
 

@@ -1,5 +1,5 @@
-"""Decoders: Llama, Mixtral, Mistral, Qwen, Phi, Gemma, OLMo, DeepSeek, and all others that `loader.architectures.decoder.Decoder`
-can describe.
+"""Runs decoders: Llama, Mixtral, Mistral, Qwen, Phi, Gemma, OLMo, DeepSeek, and all others that
+`loader.architectures.decoder.Decoder` can describe.
 
 Shapes: T tokens of all rows, end to end; hidden: model width; V vocabulary. Weights are views of the model's one memory range.
 """
@@ -26,8 +26,10 @@ from loader.shapes.model_shape import ModelShape
 
 
 class DecoderModel(Generic[BatchT]):
-    """A decoder, or one device's share of it. ranks: adds up the devices' shares of the same layers (tensor parallelism); None:
-    layers are whole. stages: passes states from stage to stage of a pipeline; None: all layers are here. Only the first stage has
+    """A decoder, or one device's share of it.
+
+    ranks: the connection of the devices that share layers (tensor parallelism), which adds up their partial results; None: layers
+    are whole. stages: passes hidden states from one pipeline stage to the next; None: all layers are here. Only the first stage has
     an embedding, and only the last one a final norm and a head."""
 
     def __init__(
@@ -67,10 +69,11 @@ class DecoderModel(Generic[BatchT]):
         self.num_kept = len(self.kept_layers) or int(shape.predicts)
 
     def forward(self, batch: BatchT, wanted: Tensor | None) -> Tensor:
-        """Computes a batch, stores its keys and values, and returns the normed hidden states [N, hidden] of the tokens `wanted`
-        ([N] int64; None: all tokens). Also fills batch.kept, unless it is None, with the states that the model's predictor reads:
-        num_kept tensors [T, hidden]. In a stage before the last the states are sent to the next stage, and those that are returned
-        are meaningless."""
+        """Computes a batch, stores its keys and values, and returns the hidden states [N, hidden], after the final norm, of the
+        tokens with the indices `wanted` ([N] int64; None: all tokens).
+
+        If batch.kept is not None, it is filled with the states that the model's predictor reads: num_kept tensors [T, hidden]. In a
+        pipeline stage before the last one the states are sent to the next stage, and those that are returned have no meaning."""
         residual, update, embedded = self._first_states(batch)
         if self.inputs is not None:
             batch.layer_inputs = self.inputs(residual if embedded is None else embedded, batch)
@@ -97,9 +100,9 @@ class DecoderModel(Generic[BatchT]):
         return self._normed(update, residual)
 
     def _first_states(self, batch: BatchT) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns what this device's first layer reads, each [T, hidden] and taken from the embedding or received from the stage
-        before: the residual; the update that is still to be added to it, or None; and the embeddings of the tokens if the stage
-        before sends them, else None."""
+        """Returns what this device's first layer reads, computed by the embedding or received from the previous pipeline stage,
+        each [T, hidden]: the residual; the update that is still to be added to it, or None; and the embeddings of the tokens if the
+        previous stage sends them, else None."""
         if self.embedding is not None:
             return self.embedding(batch.input_ids), None, None
         assert self.stages is not None
@@ -111,8 +114,8 @@ class DecoderModel(Generic[BatchT]):
         return self.norm(residual) if update is None else self.norm.of_sum(update, residual)
 
     def _keep(self, layer: int, update: Tensor | None, residual: Tensor, batch: BatchT) -> None:
-        """Adds the update to the residual, in place, and copies the sum, which is the state that `layer` reads, to the layer's
-        tensor in batch.kept (unless that is None)."""
+        """Adds the update to the residual, in place. Copies the sum, which is the hidden state that `layer` reads, to the tensor
+        for this layer in batch.kept (unless that is None)."""
         if update is not None:
             self._normed(update, residual)  # only for the sum, which is one kernel this way
         if batch.kept is not None:
@@ -129,8 +132,8 @@ class DecoderModel(Generic[BatchT]):
         return self.ops.softcap(self.ops.scaled(logits, self.logit_scale), self.logit_softcap)
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the states that the predictor reads first, [T, width of the predictor], made from those that `forward` has kept.
-        Raises RuntimeError for a model without a predictor."""
+        """Returns the states that the predictor reads first, [T, width of the predictor], computed from those that `forward` has
+        put into batch.kept. Raises RuntimeError for a model without a predictor."""
         return self._its_predictor.read(kept)
 
     def state_memory(self, num_tokens: int) -> Tensor:
@@ -140,9 +143,9 @@ class DecoderModel(Generic[BatchT]):
         return like.new_empty(num_tokens, weight.shape[1], dtype=weight.dtype)
 
     def predict(self, states: Tensor, batch: BatchT) -> Tensor:
-        """Runs the predictor on a batch and returns its states [T, width of the predictor]. At each position the batch holds the
-        token of the next position. states: the result of `read`, or of an earlier call of `predict`. Raises RuntimeError for a
-        model without a predictor."""
+        """Runs the predictor on a batch and returns its states [T, width of the predictor]. The token at each position of the batch
+        must be the one that follows that position in the text. states: the result of `read`, or of an earlier call of `predict`.
+        Raises RuntimeError for a model without a predictor."""
         return self._its_predictor(states, batch)
 
     def predicted_logits(self, states: Tensor) -> Tensor:

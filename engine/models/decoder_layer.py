@@ -1,4 +1,4 @@
-"""One layer of a decoder, of any family.
+"""Computes one layer of a decoder, of any family.
 
 Shapes: T tokens of all rows, end to end; hidden: model width. Weights are views of the model's one memory range.
 """
@@ -25,14 +25,16 @@ from loader.shapes.model_shape import ModelShape
 
 
 class DecoderLayer(Generic[BatchT]):
-    """One layer of a decoder, in this order: attention_norm, attention (or a gated delta rule), attended_norm, addition to the
-    residual, mlp_norm, MLP, mlp_output_norm. Each family has some of these norms. Additions are fused with the norm that follows.
-    In families with parallel branches, the MLP reads the same input as attention. Some families add an update made from an
-    additional input of the layer, and multiply the residual by a scalar at the end; their layers leave no addition to the next
-    layer.
+    """A layer of a decoder. It computes, in this order: attention_norm, attention (or the gated delta rule), attended_norm,
+    addition to the residual, mlp_norm, MLP, mlp_output_norm. Each family has some of these norms. An addition is fused with the
+    norm that follows it.
 
-    In a split model, attention, MLP and experts each compute only this device's share of their output; the ranks (devices) add the
-    shares up before anything else reads the output."""
+    In families with parallel branches, the MLP reads the same input as attention. In some families a layer also adds an update
+    computed from an additional input of the layer, and multiplies the residual by a scalar at the end; such layers leave no
+    addition to the next layer.
+
+    In a split model, attention, MLP and experts each compute only this device's partial result; the ranks (devices) add up these
+    results before anything else reads them."""
 
     def __init__(
         self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int, ranks: Ranks | None = None
@@ -63,8 +65,8 @@ class DecoderLayer(Generic[BatchT]):
 
     def __call__(self, update: Tensor | None, residual: Tensor, batch: BatchT) -> Tensor | None:
         """Computes the layer, and returns its update, which the next layer is to add to the residual; None if this layer has added
-        it. update [T, hidden]: the update that the previous layer has returned; None: there is none. residual [T, hidden]: changed
-        in place."""
+        it. update [T, hidden]: the update that the previous layer returned; None: there is none. residual [T, hidden]: changed in
+        place."""
         read = self._added(update, residual, self.attention_norm)
         attended = self._joined(self.attention(read, batch))
         if self.attended_norm is not None:
@@ -90,7 +92,8 @@ class DecoderLayer(Generic[BatchT]):
         return None
 
     def _joined(self, made: Tensor) -> Tensor:
-        """Adds to `made`, in place, the outputs that the other ranks of a split model have computed, and returns it."""
+        """Adds to `made`, in place, the partial results that the other ranks (devices) of a split model have computed, and returns
+        it."""
         if self.ranks is not None:
             self.ranks.sum(made)
         return made

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head of a decoder: a draft model that predicts tokens from hidden states of some of the decoder's layers
+"""Runs the EAGLE-3 head of a decoder: a draft model that predicts tokens from hidden states of some of the decoder's layers
 (loader/architectures/eagle.py).
 
 Shapes: T tokens of all rows, end to end; W the model's width, H the head's; V the model's vocabulary.
@@ -23,9 +23,9 @@ from loader.shapes.model_shape import ModelShape
 
 
 class EagleDrafter(Generic[BatchT]):
-    """The EAGLE-3 head of a decoder, which drafts tokens. For each token it reads the decoder's states of that token, combined into
-    one, and the embedding of the token that follows. To draft further tokens it reads its own state in place of the decoder's.
-    embedding [V, H]: the decoder's embedding, used if the head has none."""
+    """The EAGLE-3 head of a decoder, which drafts tokens. For each token it reads the decoder's hidden states of that token,
+    combined into one, and the embedding of the next token. To draft further tokens it reads its own hidden state in place of the
+    decoder's. embedding [V, H]: the decoder's embedding, used if the head has none."""
 
     def __init__(self, ops: Ops[BatchT], shape: ModelShape, weights: Weights, embedding: Tensor | PackedMatrix) -> None:
         assert shape.eagle is not None
@@ -49,8 +49,8 @@ class EagleDrafter(Generic[BatchT]):
         self.offsets = weights.get(names.PREFIX + names.OFFSETS) if head.has_offsets else None
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the states that the head reads first, [T, H]. kept: for each layer of the decoder that the head uses, the state
-        [T, W] that this layer reads."""
+        """Returns the states that the head reads first, [T, H]. kept: for each of the decoder's layers whose input the head reads,
+        this input [T, W]."""
         if self.norms:
             kept = [norm(one.contiguous()) for norm, one in zip(self.norms, kept, strict=True)]
         states = torch.cat(tuple(kept), dim=1)
@@ -59,8 +59,9 @@ class EagleDrafter(Generic[BatchT]):
         return self.ops.linear(states, self.states)
 
     def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
-        """Computes the head for a batch, stores its keys and values at the batch's positions, and returns its states [T, H]. At
-        each position the batch holds the token of the next position. states [T, H]: the result of `read`, or of an earlier call."""
+        """Computes the head for a batch, stores its keys and values at the batch's positions, and returns its states [T, H]. The
+        token at each position of the batch must be the one that follows that position in the text. states [T, H]: the result of
+        `read`, or of an earlier call."""
         embedded = self.ops.embedding(batch.input_ids, self.embedding, 1.0)
         normed = self.state_norm(states)
         residual = normed.clone() if self.norm_before_residual else states.clone()  # the sum is made in place
@@ -69,8 +70,8 @@ class EagleDrafter(Generic[BatchT]):
         return self.norm(residual) if self.norm_output else residual
 
     def logits(self, states: Tensor) -> Tensor:
-        """Returns the logits [N, V] of N of the head's own states [N, H]. Tokens outside the head's own, smaller vocabulary get the
-        lowest finite number."""
+        """Returns the logits [N, V] of N hidden states [N, H] of the head. Tokens that are not in the head's smaller vocabulary get
+        the lowest finite number."""
         own = self.ops.linear(states if self.norm_output else self.norm(states), self.head)
         if self.offsets is None and own.shape[1] == self.vocab_size:
             return own

@@ -1,5 +1,5 @@
-"""ModernBERT: a pre-norm encoder with rotary embedding and a gated MLP, in most of whose layers a token attends only to a window
-around it; with or without a head that scores pairs of texts.
+"""Runs ModernBERT: a pre-norm encoder with rotary embedding (RoPE) and a gated MLP, with or without a head that scores pairs of
+texts. In most layers a token attends only to a window of tokens around it.
 
 Shapes: T tokens of all texts, end to end; hidden: model width. Weights are views of the model's one memory range.
 """
@@ -82,7 +82,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _cos_sin(rotary: Rotary, positions: Tensor) -> Tensor:
-    """Returns [T, D] float32: for each token, the cosines, then the sines, of the angles by which its position is rotated."""
+    """Returns [T, D] float32: for each token, the cosines, then the sines, of the angles of the rotary embedding (RoPE) at its
+    position."""
     angles = positions[:, None].float() * rotary.inv_freq
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 

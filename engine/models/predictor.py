@@ -1,4 +1,4 @@
-"""A decoder's additional layer for multi-token prediction: it predicts one token further than the decoder
+"""Runs a decoder's additional layer for multi-token prediction, which predicts one token further than the decoder
 (loader/architectures/predictor.py). Its predictions are only drafts, which the decoder checks.
 
 Shapes: T tokens of all rows, end to end; hidden: model width; V vocabulary.
@@ -24,8 +24,9 @@ from loader.shapes.model_shape import ModelShape
 
 class Predictor(Generic[BatchT]):
     """A decoder's additional layer that drafts tokens. For each token it reads the decoder's last hidden state and the embedding of
-    the token that follows; its own hidden state then predicts the token after that. To draft further tokens it reads its own hidden
-    state in place of the decoder's. It has keys and values of its own. embedding: the decoder's embedding."""
+    the next token; its own hidden state then predicts the token after that. To draft further tokens it reads its own hidden state
+    in place of the decoder's. It stores keys and values apart from those of the decoder's layers. embedding: the decoder's
+    embedding."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, embedding: Embedding) -> None:
         prefix = family.names.layer.format(shape.num_layers)
@@ -37,14 +38,14 @@ class Predictor(Generic[BatchT]):
         self.norm = Norm(*of_norm, prefix + OUTPUT_NORM)
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the states that the predictor reads first, [T, hidden]: the decoder's last hidden states, normed as for the
-        logits, which are the only tensor of `kept`."""
+        """Returns the states that the predictor reads first, [T, hidden]: the decoder's last hidden states after the final norm.
+        kept: a single tensor, these states."""
         return kept[0]
 
     def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
         """Computes the predictor for a batch, stores its keys and values at the batch's positions, and returns its hidden states
-        [T, hidden]. At each position the batch holds the token of the next position. states [T, hidden]: the result of `read`, or
-        of an earlier call."""
+        [T, hidden]. The token at each position of the batch must be the one that follows that position in the text. states [T,
+        hidden]: the result of `read`, or of an earlier call."""
         embedded = self.embedding(batch.input_ids)
         read = torch.cat((self.token_norm(embedded), self.hidden_norm(states)), dim=1)
         residual = self.ops.linear(read, self.projection)

@@ -58,9 +58,9 @@ class Encoder(Protocol):
 def build_model(
     ops: Ops[BatchT], shape: ModelShape, weights: Weights, ranks: Ranks | None = None, stages: Stages | None = None
 ) -> CausalLM[BatchT]:
-    """Builds a decoder and returns it. ranks: adds up the devices' shares of the same layers (shape.split); None: layers are whole.
-    stages: passes states from stage to stage of a pipeline; None: there is one stage. Raises TypeError for a model that is no
-    decoder; callers ask shape.is_encoder first."""
+    """Builds a decoder and returns it. ranks: the connection of the devices that share layers (shape.split), which adds up their
+    partial results; None: layers are whole. stages: passes hidden states from one pipeline stage to the next; None: there is one
+    stage. Raises TypeError for a model that is no decoder; callers ask shape.is_encoder first."""
     split = shape.split
     assert (split is None or split.size == 1) == (ranks is None)
     assert (split is None or not split.stage_ends) == (stages is None)
