@@ -668,8 +668,8 @@ def _check_upstream(source: str, where: str, config: NodeConfig, model: ModelCon
 
 
 def _check_base(source: str, where: str, name: str, model: ModelConfig) -> None:
-    """Checks a model with the setting `base`, that is, a LoRA adapter: its base must be another model, and it may have no settings
-    of its own but aliases. where: the path of the model's table. Raises ConfigError."""
+    """Checks a model with the setting `base`, that is, a LoRA adapter: its base must be another model, and its table may set
+    nothing but `base` and aliases. where: the path of the model's table. Raises ConfigError."""
     if model.base is None:
         return
     if model.base in ("", name):

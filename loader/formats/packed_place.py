@@ -17,9 +17,10 @@ CODE_BYTES, START_BYTES = 8, 4
 
 
 class PackedPlace(NamedTuple):
-    """The place of a packed matrix [num_outputs, num_inputs] in a model's weight range: one block of bytes with five arrays (body,
-    codes, bases, starts, escapes), which loader/formats/packed_rows.py explains. The matrix consists of all matrices of a group of
-    tensors, which one matrix multiplication reads together. begin_bytes: where the place begins, a multiple of 64."""
+    """The location of a packed matrix [num_outputs, num_inputs] in a model's weight range: one block of bytes with five arrays
+    (body, codes, bases, starts, escapes), which loader/formats/packed_rows.py explains. The matrix consists of all matrices of a
+    group of tensors, which one matrix multiplication reads together. begin_bytes: the offset at which the block of bytes begins, a
+    multiple of 64."""
 
     begin_bytes: int
     num_outputs: int

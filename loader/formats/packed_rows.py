@@ -1,5 +1,5 @@
-"""The lossless form in which a matrix of bfloat16 weights may stay in memory, made for matrix multiplications that decode it on the
-way.
+"""Packs matrices of bfloat16 weights into a lossless form, in which they may stay in memory because matrix multiplications can
+decode it as they read it.
 
 A row's base is the lowest of the seven exponents, one after the other, that most of the row's weights have. A weight is a byte with
 its mantissa and its sign, and a code of three bits: by how much its exponent is above its row's base, up to 6. Code 7 is an escape,
@@ -139,8 +139,8 @@ def _pack(weights: Any, blocks: int, body: Any, codes: Any, bases: Any) -> tuple
 
 
 def _in_places(of_weights: Any, panels: int, blocks: int) -> Any:
-    """Rearranges bytes [rows, inputs], one for each weight, to [panels, blocks, PANEL_ROWS, BLOCK]; within a block, place p gets
-    the byte of weight ORDER[p]."""
+    """Rearranges bytes [rows, inputs], one for each weight, into the order of the body: [panels, blocks, PANEL_ROWS, BLOCK].
+    Position p within a block gets the byte of weight ORDER[p]."""
     return of_weights.reshape(panels, PANEL_ROWS, blocks, BLOCK)[..., list(ORDER)].transpose(0, 2, 1, 3).copy()
 
 

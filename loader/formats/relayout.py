@@ -35,7 +35,7 @@ class Relayout(NamedTuple):
         return math.prod(self.held_shape(shape)) * self.item_bytes
 
     def unit_rows(self, shape: tuple[int, ...]) -> int:
-        """Returns how many stored rows must be rearranged together. shape: the tensor's stored shape."""
+        """Returns the number of stored rows that must be rearranged in one go. shape: the tensor's stored shape."""
         return self.rows or shape[0]
 
 

@@ -113,8 +113,9 @@ class Space(NamedTuple):
 
     @property
     def begin_bytes(self) -> int:
-        """The offset in the weight range at which the next tensor group must begin: at the same distance from a block's boundary as
-        in its file, so that it may be read straight into place, or at a multiple of 64 if that does not matter."""
+        """The offset in the weight range at which the next tensor group must begin. It has the same distance from a block's
+        boundary as the group has in its file, so that the group may be read without a copy; if that does not matter, it is a
+        multiple of 64."""
         offset = self.offset_bytes
         return aligned(offset) if self.block_offset < 0 else offset + (self.block_offset - offset) % BLOCK_BYTES
 

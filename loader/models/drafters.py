@@ -1,5 +1,6 @@
-"""Joins a model with a head that drafts tokens for it (loader/architectures/eagle.py) into one checkpoint, whose files lie in two
-folders."""
+"""Combines a model and a head that drafts tokens for it (loader/architectures/eagle.py) into one checkpoint, whose files lie in two
+folders.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from loader.sizes import layout
 
 @dataclass(slots=True, frozen=True)
 class Joined:
-    """A model together with a head that drafts tokens for it. shape: the shape of both together. files: the head's files, named by
-    their paths from the model's folder. fingerprint: the fingerprint of both together."""
+    """A model and a head that drafts tokens for it, as one. shape: the shape of the combination. files: the head's files, named by
+    their paths from the model's folder. fingerprint: the fingerprint of the combination."""
 
     shape: ModelShape
     files: tuple[FileInfo, ...]
@@ -28,8 +29,8 @@ class Joined:
 
 
 def joined(checkpoint: Checkpoint, head: Checkpoint) -> Joined:
-    """Joins a complete model and a complete head that drafts tokens for it, without reading any file. Raises CheckpointError, which
-    names file and key or tensor, if they do not belong together."""
+    """Combines a complete model and a complete head that drafts tokens for it, and returns the result, without reading any file.
+    Raises CheckpointError, which names file and key or tensor, if the head was not made for such a model."""
     assert checkpoint.shape is not None
     assert head.head is not None
     base = checkpoint.shape

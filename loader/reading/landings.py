@@ -35,9 +35,9 @@ class Landings:
                     self._files[slot.name] = segment.tensor.file
 
     def of(self, read: Read) -> Places:
-        """Returns the ranges [begin, end) of the weight range, in bytes, that have become complete because all bytes of this read
-        have been stored. Must be called once for each read, from any thread. Raises CheckpointError if parameters that are read
-        together have different orders of inputs, and RuntimeError if the device failed."""
+        """Returns the ranges [begin, end) of the weight range, in bytes, that are complete now that all bytes of this read have
+        been stored. Must be called once for each read, from any thread. Raises CheckpointError if the inputs of parameters that one
+        matrix multiplication reads have different orders, and RuntimeError if the device failed."""
         places: list[tuple[int, int]] = []
         for segment in read.segments:
             if segment.whole is None:

@@ -1,10 +1,10 @@
-"""Plans the reads of a load, in the order of the layers: which bytes of which file belong where in the model's weight range. A read
-is divided into segments, each with its own place.
+"""Plans the reads of a load, in the order of the layers: which bytes of which file belong at which offset in the model's weight
+range. A read is divided into segments, each with its own offset in the weight range.
 
-A read consists of whole blocks, so that it can bypass the page cache. A segment's place may have the same position relative to
-block boundaries as in the file (layout.weight_layout arranges that). Then the segment's whole blocks are read straight into place:
-a direct span. All other bytes (the blocks at a tensor's ends, tensors placed differently, tensors of another dtype) go through a
-staging slot, where they have the same position as in the read.
+A read consists of whole blocks, so that it can bypass the page cache. A segment may have the same distance from a block's boundary
+in the weight range as in the file (layout.weight_layout arranges that). Then the segment's whole blocks are read directly into the
+weight range: a direct span. All other bytes (the blocks at a tensor's ends, tensors with another distance, tensors of another
+dtype) go through a staging slot, where they have the same offset as in the read.
 
 In a split model each rank (device) has a share of the weights, and only the share's rows and long runs of its columns are read.
 Where columns are divided into short runs, whole rows are read, and only the share's part of each row is stored. Of packed files,
@@ -41,20 +41,21 @@ QUANTIZED, SCALES, PACKED = "int8", "scales", "packed"
 
 @dataclass(slots=True, frozen=True)
 class Segment:
-    """Consecutive whole elements of one tensor: bytes [begin, end) of its file, which belong at place_bytes of the weight range.
+    """Consecutive whole elements of one tensor: bytes [begin, end) of its file, which belong at the offset place_bytes of the
+    weight range.
 
     target: what the elements are converted to: the engine's dtype if it differs from the stored one, else "". Special values are:
-    "int8" for whole rows to be quantised, whose scales belong at scales_at_bytes of the weight range; "scales" for all scales of a
-    matrix, each row of which fills `repeats` rows of memory, in float32, held_bytes bytes in all (their inverses, if `inverse`);
-    FP8 for codes, which are stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; the name of a
-    Relayout; and "packed" for rows that are packed (`whole` tells where). stage: the part of a forward pass that first needs the
-    tensor (WeightSlot.stage).
+    "int8" for whole rows to be quantised, whose scales belong at the offset scales_at_bytes of the weight range; "scales" for all
+    scales of a matrix, each row of which fills `repeats` rows of memory, in float32, held_bytes bytes in all (their inverses, if
+    `inverse`); FP8 for codes, which are stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; the
+    name of a Relayout; and "packed" for rows that are packed (`whole` tells where). stage: the part of a forward pass that first
+    needs the tensor (WeightSlot.stage).
 
-    frame: the frame of a packed file that the segment consists of; None: the file is plain. contents: the segments, in order, that
-    are stored of what this frame decodes to, with begin and end counted as though the file held the tensor unpacked.
+    frame: the frame of a packed file of which the segment consists; None: the file is plain. contents: for a frame, the segments of
+    the decoded values that are stored, in order; their begin and end are counted as though the file held the tensor unpacked.
 
-    whole: the place of the whole tensor if its numbers are rearranged (loader/formats/relayout.py) or packed, else None; the
-    segment's numbers are then scattered in this place, and place_bytes counts as though they were not (for packed rows as
+    whole: the location of the whole tensor if its numbers are rearranged (loader/formats/relayout.py) or packed, else None. The
+    segment's numbers are then scattered over this location, and place_bytes is counted as though they were not (for packed rows as
     WeightSlot.offset_bytes). kept: for "scales", the part of them that is held (WeightSlot.kept).
 
     columns: the part of each row that is kept, with the tensor regarded as a matrix whose rows have `columns.whole` elements; the
@@ -174,8 +175,7 @@ class Read:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """All ranges [begin, end) of the model's weight range, in bytes, whose content comes from this read. Ranges that touch are
-        joined."""
+        """All ranges [begin, end) of the model's weight range, in bytes, that this read fills. Ranges that touch are joined."""
         return joined(place for segment in self.segments for place in segment.places)
 
 
@@ -196,10 +196,12 @@ def plan_reads(
     read_bytes: int,
     readers: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Read]:
-    """Returns reads that together read every parameter once. They are ordered by the first stage of the forward pass that needs
-    something from a read, then by file and position. headers: file name -> header. layout: the places of all parameters. dtype: the
-    model's dtype. read_bytes: the length of the longest read, in whole blocks, at least two. readers: parameter -> how many
-    ranks have something of it and share reads; reads of other parameters are not shared.
+    """Returns reads that read every parameter once. They are ordered by the first stage of the forward pass that needs something
+    from a read, then by file and position.
+
+    headers: file name -> header. layout: the locations of all parameters in the weight range. dtype: the model's dtype. read_bytes:
+    the length of the longest read, in whole blocks, at least two. readers: parameter -> how many ranks have something of it and
+    share reads; reads of other parameters are not shared.
 
     Tensors that are not parameters are left out (open_checkpoint has refused those that should not exist). Raises CheckpointError
     for a parameter that is missing, has another shape, or has rows too long for a read."""

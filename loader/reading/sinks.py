@@ -98,8 +98,8 @@ def _convert(stored: torch.Tensor, held: torch.Tensor) -> None:
 
 
 def _in_parts(write: Callable[[torch.Tensor, torch.Tensor], None], stored: torch.Tensor, held: torch.Tensor) -> None:
-    """Converts stored numbers to held ones, CONVERT_ELEMENTS at a time, so that little memory is needed for it. stored, held:
-    tensors [N]. write(stored part, held part): converts one part."""
+    """Converts stored numbers to the form in which they are held, CONVERT_ELEMENTS at a time, so that this needs little memory.
+    stored, held: tensors [N]. write(stored part, held part): converts one part."""
     for at in range(0, stored.numel(), CONVERT_ELEMENTS):
         some = slice(at, at + CONVERT_ELEMENTS)
         write(stored[some], held[some])
@@ -255,7 +255,7 @@ class HostSink:
         return None
 
     def finish(self) -> None:
-        """Does nothing, because everything stored is in place already."""
+        """Does nothing, because this sink stores everything at once."""
 
 
 def held_dtype(slot: WeightSlot) -> torch.dtype:

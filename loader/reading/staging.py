@@ -86,7 +86,7 @@ class StagingRing:
                         self._free.put(other)
 
     def replace(self, slot: memoryview) -> None:
-        """Maps a further slot in place of one that is held by a read which does not return. If the read returns after all and gives
+        """Maps a further slot to replace one that is held by a read which does not return. If the read returns after all and gives
         its slot back, the further slot is unmapped. If there is no memory for a further slot, `take` tries again."""
         with self._lock:
             self._lost.add(_address(slot))

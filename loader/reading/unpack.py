@@ -74,8 +74,8 @@ class Unpacker:
                 fence.wait()
 
     def _store(self, segment: Segment, frame: Frame, unpacked: memoryview) -> None:
-        """Starts moving the values of an unpacked frame, as far as the weight range holds them, to their places. unpacked: the
-        values of the whole frame."""
+        """Starts moving the values of an unpacked frame to their offsets in the weight range; values that the weight range does not
+        hold are skipped. unpacked: the values of the whole frame."""
         first = segment.tensor.offset_bytes + frame.first_byte
         for content in segment.contents:
             self._sink.store(Span(content, content.begin, content.end), unpacked[content.begin - first : content.end - first])

@@ -171,16 +171,19 @@ def stream_weights(
     shared: Sequence[SharedReads] = (),
 ) -> ReadReport:
     """Reads a checkpoint's weights into the sink's weight range, which is laid out by layout.weight_layout. Bytes that cannot be
-    read straight into place pass through slots of `ring`. weight_format: how matrices are held; they are converted as they arrive.
-    decoder: decodes packed files. shared: through which the ranks of a split model share reads (shared_by); the caller leaves it
-    afterwards. progress(bytes done, all bytes) and cancelled(), which returns whether to stop, are called by the calling thread
-    between reads. landed(places) is called by the calling thread or a reader thread when the ranges `places` of the weight range
-    have been filled.
+    read directly into the weight range pass through slots of `ring`.
+
+    weight_format: how matrices are held; they are converted as they arrive. decoder: decodes packed files. shared: the memories
+    through which the ranks of a split model share reads (shared_by); the caller calls `leave` for them afterwards. The calling
+    thread calls progress(bytes done, all bytes) between reads, and cancelled(), which returns whether to stop. The calling thread
+    or a reader thread calls landed(places) when the ranges `places` of the weight range have been filled.
 
     Reads begin in the order of the plan, except for shared ones, and end in any order. When this function returns or raises, no
-    copy to a device is under way. Raises CheckpointError, which names file, tensor and offset; CheckpointChanged; ReadCancelled;
-    RuntimeError if the device failed. Reads that do not return are left behind once the load is cancelled or has failed, and with
-    them their slots."""
+    copy to a device is in progress. Reads that do not return are abandoned, with their staging slots, once the load is cancelled or
+    has failed.
+
+    Raises CheckpointError, which names file, tensor and offset, for weights that cannot be used; CheckpointChanged if the files
+    were replaced; ReadCancelled if the load was cancelled; RuntimeError if the device failed."""
     reads = planned_reads(source, dtype, ring, weight_format, bool(shared))
     planned = sum(read.num_bytes for read in reads)
     total = source.num_bytes if source.shape.split is None else planned
@@ -289,7 +292,8 @@ class _Readers:
             log.warning("%d reads do not return: the file system does not answer; they are left behind", len(left))
 
     def _forget(self, at: Fetching) -> None:
-        """Stops waiting for a reader thread, and maps a further staging slot in place of the one that it may never give back."""
+        """Stops waiting for a reader thread, and maps a further staging slot to replace the one that the thread may never give
+        back."""
         self._alive.discard(at)
         del self._threads[at]
         if at.slot is not None:

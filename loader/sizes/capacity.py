@@ -48,9 +48,12 @@ class Devices:
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """The settings of a model on which its memory depends: dtype of the computation; format of the weights; dtype of keys and
-    values ("": the model's dtype); most tokens of a sequence, sequences at a time, and tokens of a step; tokens of a KV block;
-    bytes of a chunk, the unit in which memory is given to models."""
+    """The settings of a model on which its memory depends.
+
+    dtype: that of the computation. weight_format: the format in which weights are held. kv_cache_dtype: the dtype of keys and
+    values; "": the model's dtype. max_model_len: most tokens of a sequence. max_sequences: most sequences at a time.
+    max_num_batched_tokens: most tokens of a step. block_tokens: tokens of a KV block. chunk_bytes: bytes of a chunk, the unit in
+    which memory is given to models."""
 
     dtype: str
     weight_format: WeightFormat
