@@ -285,8 +285,8 @@ def _hosts(source: str, table: Any) -> dict[str, HostConfig]:
 
 def _hosts_values(source: str, table: Any) -> dict[str, dict[str, Any]]:
     """Returns the settings given in the tables `[hosts.NAME]` (`table`), with checked names and types: the host's name -> setting
-    -> value. Settings that a table leaves out are left out here, too. source: the file, for errors. Raises ConfigError for a wrong
-    name, setting or type."""
+    -> value. Settings that a table does not give are missing from the result, too. source: the file, for errors. Raises ConfigError
+    for a wrong name, setting or type."""
     if not isinstance(table, dict):
         raise ConfigError(source, "hosts", "must be tables, one for each host, as in [hosts.b]")
     found = {}
@@ -302,8 +302,8 @@ def _hosts_values(source: str, table: Any) -> dict[str, dict[str, Any]]:
 
 
 def _names(source: str, table: Any) -> dict[str, list[str]]:
-    """Returns the content of the table `[names]`: for each name or pattern the list of models that it leads to, also where the file
-    gives a single model. Raises ConfigError for an entry that cannot be used."""
+    """Returns the content of the table `[names]`: for each name or pattern the list of models to which it leads, also where the
+    file gives a single model. Raises ConfigError for an entry that cannot be used."""
     if not isinstance(table, dict):
         raise ConfigError(source, "names", 'must be a table: [names], and below it lines such as "gpt-4*" = "org/name"')
     for name, value in table.items():
@@ -650,7 +650,8 @@ def _check_across(source: str, config: NodeConfig) -> None:
 
 def _check_upstream(source: str, where: str, config: NodeConfig, model: ModelConfig) -> None:
     """Checks that a model with the setting `upstream`, which another server answers, has no settings that only local models use,
-    and that a model without it has none of the `upstream_` settings. where: the path of the model's table. Raises ConfigError."""
+    and that a model without it has none of the `upstream_` settings. where: the path of the model's table. Raises ConfigError,
+    which names the key, for such a setting."""
     if model.upstream is None:
         for key in ("upstream_model", "upstream_key_file"):
             if getattr(model, key) is not None:
@@ -668,8 +669,8 @@ def _check_upstream(source: str, where: str, config: NodeConfig, model: ModelCon
 
 
 def _check_base(source: str, where: str, name: str, model: ModelConfig) -> None:
-    """Checks a model with the setting `base`, that is, a LoRA adapter: its base must be another model, and its table may set
-    nothing but `base` and aliases. where: the path of the model's table. Raises ConfigError."""
+    """Checks a model with the setting `base`, that is, a LoRA adapter. Raises ConfigError, which names the key, if the base is not
+    another model, or if the model's table sets anything but `base` and aliases. where: the path of the table."""
     if model.base is None:
         return
     if model.base in ("", name):
@@ -680,8 +681,8 @@ def _check_base(source: str, where: str, name: str, model: ModelConfig) -> None:
 
 
 def _check_names(source: str, config: NodeConfig, owners: Mapping[str, str]) -> None:
-    """Checks that no entry of the table `[names]` has the name or alias of a model, or leads to another entry of the table. owners:
-    maps each alias to its model. Raises ConfigError."""
+    """Checks the table `[names]`. Raises ConfigError for an entry that has the name or alias of a model, or that leads to another
+    entry of the table. owners: maps each alias to its model."""
     for name, targets in config.names.items():
         where = f'names."{name}"'
         if name in config.models:

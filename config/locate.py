@@ -16,8 +16,8 @@ def line_of(text: str, key: str) -> int:
 
 
 def depth_of(text: str, key: str) -> int:
-    """Returns how many parts of the dotted path `key`, starting with the outermost table, exist in `text`: all parts if it sets the
-    key itself, 0 if even the outermost table is missing. text: TOML; the result is 0 if it is not valid."""
+    """Returns how many parts of the dotted path `key`, counted from the outermost table, exist in `text`: all parts if the text
+    sets the key itself, 0 if even the outermost table is missing. text: TOML; if it is not valid, the result is 0."""
     try:
         value: Any = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -99,8 +99,8 @@ def _paths(table: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def _path(parsed: dict[str, Any]) -> list[str]:
-    """Returns the path that one statement sets, as the keys from the outermost table inwards. parsed: the TOML of a table header or
-    of one `key = value`. The path ends at a value, or at an inline table that has not exactly one key."""
+    """Returns the path of the key that one statement sets, as the keys from the outermost table inwards. parsed: the TOML of a
+    table header or of one `key = value`. The path ends at a value, or at an inline table that does not have exactly one key."""
     path = []
     value: Any = parsed
     while isinstance(value, list | dict) and len(value) == 1:

@@ -20,9 +20,9 @@ Path = tuple[str, ...]
 
 
 class Setting(NamedTuple):
-    """One setting of the node with the value in use. key: its dotted path as in the file. source: where the value comes from:
-    "--flag", "FILE:LINE", "$VARIABLE", or "" for the default. reload: LIVE or RESTART. waits: whether the file has another value,
-    which takes effect only after a restart."""
+    """One setting of the node with the value that is in use. key: its dotted path as in the file. source: where the value comes
+    from: "--flag", "FILE:LINE", "$VARIABLE", or "" for the default. reload: when a changed value takes effect: LIVE (at a reload)
+    or RESTART. waits: whether the file has another value, which takes effect only after a restart."""
 
     key: str
     value: Any
@@ -32,8 +32,8 @@ class Setting(NamedTuple):
 
 
 class Sources:
-    """Tells for each key of the settings which flag, line of a file or environment variable has set it. The files are read once,
-    when the object is made."""
+    """Tells which flag, line of a file or environment variable has set each key of the settings. The files are read once, when the
+    object is made."""
 
     def __init__(self, path: str | None, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
         """path: the settings file that was just read, together with those of its conf.d; None if there is none. flags: the values

@@ -26,8 +26,8 @@ class OpenAdapter:
         self.adapter, self.header, self._info, self._fd = adapter, header, info, fd
 
     def read(self, tensor: TensorRef) -> NDArray[np.uint8]:
-        """Returns the bytes of a tensor of the adapter, as they are in the file (little-endian, row by row). Raises ReadFailed, and
-        CheckpointChanged if the file has become shorter."""
+        """Returns the bytes of a tensor of the adapter, as they are in the file (little-endian, row by row). Raises ReadFailed if
+        the drive fails, and CheckpointChanged if the file has become shorter."""
         data = np.empty(tensor.num_bytes, np.uint8)
         left, offset = data.data, tensor.offset_bytes
         while left:

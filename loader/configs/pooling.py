@@ -1,5 +1,6 @@
-"""Reads how a text's token vectors become one vector: `1_Pooling/config.json` and `modules.json`, as sentence-transformers writes
-them. An encoder always computes vectors; a decoder computes vectors instead of text if its folder has the first of these files.
+"""Reads from `1_Pooling/config.json` and `modules.json`, as sentence-transformers writes them, how the vectors of a text's tokens
+become one vector. An encoder always computes vectors; a decoder computes vectors instead of text if its folder has the first of
+these files.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ _DECODER_MODES = {"pooling_mode_lasttoken": LAST_TOKEN}
 def pooled(shape: ModelShape, pooling_text: bytes | None, modules_text: bytes | None) -> ModelShape:
     """Returns the shape of a model with its pooling, the way in which token vectors become one vector. pooling_text, modules_text:
     the content of 1_Pooling/config.json and of modules.json; None: there is no such file. A decoder with a pooling file computes
-    vectors instead of text. Raises UnsupportedModel, CheckpointError, and MissingFile if a decoder's modules.json names a pooling
-    file that is not there yet."""
+    vectors instead of text.
+
+    Raises UnsupportedModel for a pooling or a module that is not served, CheckpointError for a file that is not valid, and
+    MissingFile if a decoder's modules.json names a pooling file that is not there yet."""
     if shape.scoring:  # a cross-encoder's score is computed from the first vector
         return shape
     if not shape.pooling and pooling_text is None:

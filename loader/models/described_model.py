@@ -37,7 +37,8 @@ class DescribedModel:
 
 def described_model(folder: Path) -> DescribedModel:
     """Describes the model in a folder by its config.json and, if they are there, by the headers of its weight files, else by their
-    index. Raises CheckpointError, which names file and key or tensor, UnsupportedModel, and OSError."""
+    index. Raises CheckpointError, which names file and key or tensor, for a file that is not valid, UnsupportedModel for a model
+    that is not served, and OSError for a file that cannot be read."""
     config = read_regular(folder / CONFIG_NAME, catalog.MAX_CONFIG_BYTES)
     beside = folder / QUANT_CONFIG_NAME
     quant_config = read_regular(beside, catalog.MAX_CONFIG_BYTES) if beside.is_file() else None

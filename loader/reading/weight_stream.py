@@ -94,16 +94,16 @@ def open_checkpoint(
     share: DeviceShare | None = None,
     name: str = "",
 ) -> OpenCheckpoint:
-    """Checks a model's folder again and opens its weight files; `stack` closes them.
+    """Checks a model's folder again, opens its weight files and returns them; `stack` closes them.
 
-    fingerprint: that of the registered model; "" accepts any. in_place: whether reads may write into the weight range, whose layout
-    then follows the files; otherwise every parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain
-    and packed files; returns whether to open the packed ones.
+    fingerprint: that of the registered model; "" accepts any. in_place: whether reads may write directly into the weight range,
+    whose layout then follows the files; otherwise every parameter is aligned to 64 bytes. wants_packed: called if the folder has
+    both plain and packed files; returns whether to open the packed ones.
 
     predicts: whether the model's own predictor, the layer that predicts one token further, is read, too. head: the folder of a
     draft head whose files are read, too; the fingerprint is then that of both; "": there is none. share: which device's share of
-    the model is read, from plain files if there are any; None: all of it. name: the name by which the model is served, for the log;
-    "": the folder's.
+    the model is read, from plain files if there are any; None: the whole model. name: the name by which the model is served, for
+    the log; "": the folder's name.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again).
     Raises UnsupportedModel, which names `parallel`, for a share of a model that is served on one device alone."""
@@ -151,8 +151,8 @@ def planned_reads(
     source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN, shares: bool = False
 ) -> list[Read]:
     """Returns the reads that `stream_weights` will carry out, in that order. dtype, weight_format: how the weights are held. ring:
-    the staging slots, whose size limits a read. shares: whether the ranks of a split model share reads. Raises
-    CheckpointError."""
+    the staging slots, whose size limits a read. shares: whether the ranks of a split model share reads. Raises CheckpointError for
+    a tensor that is missing or has another shape."""
     slots = layout.weight_layout(source.shape, dtype, weight_format)
     readers = layout.readers(source.shape, weight_format) if shares else {}
     return plan_reads(source.headers, slots, dtype, ring.slot_bytes, readers)
