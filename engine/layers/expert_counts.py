@@ -13,14 +13,18 @@ from scheduler.batch.plan import LongArray
 
 
 class ExpertCounts:
-    """The counts of one model's experts, or of those on one device. The object stays the same through loads and evictions of the
-    model, because recorded steps and CUDA graphs hold the addresses of the table's rows.
+    """The table that counts how many tokens pass through each expert of one model, or of the part of it on one device. The object
+    stays the same through loads and evictions of the model, because recorded steps and CUDA graphs hold the addresses of the
+    table's rows.
 
     own: the experts that `news` reports. What a row of the table counts depends on how a model is split:
+
     Without copies of experts, a row counts all experts of a layer, because every rank (device) routes every token; `news` reports
     only the rank's own experts, so that each is reported once.
+
     If ranks have copies of each other's experts, a row counts only what this rank computes, with an entry for each expert that it
     holds; `news` reports all experts of the layer.
+
     If each expert is divided among several ranks, only the first of these has counts."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:

@@ -21,13 +21,13 @@ from loader.shapes.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, Mod
 class MixtureOfExperts(Generic[BatchT]):
     """The feed-forward part of one layer, with experts: x [T, hidden] -> [T, hidden].
 
-    router [E, hidden]: multiplied with x it gives each token's scores of the experts. If a shared expert has a gate, the gate's
-    weights follow as row E, so that one matrix multiplication gives scores and gate. float32 if ExpertMatrices.sigmoid is set.
-    router_bias [E]: added to the scores; None: there is none.
-    shared: an expert that all tokens pass through; None: there is none.
+    router [E, hidden]: a matrix that, multiplied with x, gives each token's scores of the experts. If a shared expert has a gate,
+    the gate's weights follow as row E, so that one matrix multiplication gives scores and gate. float32 if ExpertMatrices.sigmoid
+    is set. router_bias [E]: added to the scores; None: there is none. shared: an expert that all tokens pass through; None: there
+    is none.
 
-    In a split model the result is one rank's (device's) term of a sum over the ranks: every rank routes all tokens, and computes
-    the outputs of its own experts, or of its part of each expert."""
+    In a split model each rank (device) routes all tokens, and computes the outputs of its own experts, or of its part of each
+    expert. The result is then a partial result, which the ranks must add up."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ def _turns(shape: ModelShape, layer: int, device: torch.device) -> Tensor | None
 
 
 def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape, layer: int, turns: Tensor | None) -> ExpertMatrices:
-    """Returns the experts of a layer whose checkpoint stores the matrices of all experts in one tensor. gate_up, down: names of
-    these tensors."""
+    """Returns the experts of a layer whose checkpoint stores the matrices of all experts in one tensor. gate_up, down: the names of
+    the tensors with the gate and up matrices, and with the down matrices."""
     return ExpertMatrices(
         weights.stack(gate_up),
         weights.stack(down),

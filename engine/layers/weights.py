@@ -65,8 +65,8 @@ class Weights:
         return self.get(name) if packed is None else self._packed(packed)
 
     def ones(self, width: int) -> Tensor:
-        """Returns a tensor of `width` ones, for norms that have no weight. It is the same tensor each time a model is built,
-        because graphs captured before an eviction still read it."""
+        """Returns a tensor of `width` ones, for norms that have no weight. It is the same tensor each time the model is built,
+        because CUDA graphs that were captured before the model was evicted still read it."""
         return _ones(width, self._dtype, self._memory.tensor(0, (0,), torch.uint8).device)
 
     def expert_counts(self, layer: int) -> Tensor | None:
@@ -79,14 +79,14 @@ class Weights:
         return self.get(name) if name in self._slots else None
 
     def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor:
-        """Returns the tensors named prefix + name + suffix, for each name, as one tensor, joined along the first axis. The tensors
-        must lie end to end in memory."""
+        """Returns the tensors with the names prefix + name + suffix, for each name in `names`, as one tensor, joined along the
+        first axis. The tensors must lie end to end in memory."""
         slots = [self._slots[f"{prefix}{name}{suffix}"] for name in names]
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
         return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype_of(slots[0]))
 
     def matrix(self, prefix: str, names: tuple[str, ...]) -> Matrix:
-        """Returns the weights of one or several projections that are multiplied as one matrix: a tensor, or a quantised or packed
+        """Returns the weights of one projection, or of several that are fused into one matrix: a tensor, or a quantised or packed
         matrix if the weights are held so."""
         weights = [f"{prefix}{name}.weight" for name in names]
         for names_of in (nvfp4_settings.MODELOPT, nvfp4_settings.COMPRESSED):
@@ -156,8 +156,8 @@ class Weights:
         )
 
     def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix | Int8Matrix | Nvfp4Matrix:
-        """Returns the matrices of all experts of a layer, [num, N, K]: those named prefix + name, for each name, joined into one
-        matrix (see `matrix`) and divided into `num` equal parts, one for each expert."""
+        """Returns the matrices of all experts of a layer, [num, N, K]. The matrices with the names prefix + name, for each name in
+        `names`, lie end to end in memory; they are viewed as one matrix that has `num` equal parts, one for each expert."""
         joined = self.matrix(prefix, names)
         assert not isinstance(joined, PackedMatrix)  # loader/formats keeps it from mixtures of experts
         if isinstance(joined, Tensor):
@@ -184,6 +184,6 @@ class Weights:
         return Mxfp4Matrix(*(self._memory.tensor(slot.offset_bytes, slot.shape, torch.uint8) for slot in (blocks, scales)))
 
     def find_fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
-        """Returns the tensors named prefix + name + suffix, for each name, joined as `fused` does. Returns None if the model has no
-        such parameters."""
+        """Returns the tensors with the names prefix + name + suffix, for each name in `names`, as one tensor, joined along the
+        first axis; None if the model has no such parameters."""
         return self.fused(prefix, names, suffix) if f"{prefix}{names[0]}{suffix}" in self._slots else None

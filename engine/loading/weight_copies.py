@@ -68,9 +68,9 @@ class WeightCopies:
     @contextmanager
     def keeping(self, task: LoadTask, weights: WeightRange, places: Iterable[tuple[int, int]]) -> Iterator[KeptCopy | None]:
         """Returns a context manager for the read of the weights. Its value is a KeptCopy, which copies the weights to
-        spec.keep_slots and must be notified of the bytes that have arrived; None if there are no such slots. If the context ends
-        without an error, the copy is complete and task.kept is set. However it ends, nothing writes to the slots afterwards.
-        places: [begin, end) in the range, in bytes, of everything that the read fills.
+        spec.keep_slots of the host tier and must be notified of the bytes that have arrived; None if there are no such slots. If
+        the context ends without an error, the copy is complete and task.kept is set. However it ends, nothing writes to the slots
+        afterwards. places: the ranges [begin, end) of the weight range, in bytes, that the read fills.
 
         Raises LoadCancelled if the load is cancelled, or ValueError or IndexError for slots that cannot hold the copy."""
         spec = task.spec
@@ -123,15 +123,15 @@ class KeptCopy:
         self._start()
 
     def landed(self, begin_bytes: int, end_bytes: int) -> None:
-        """Notes that the bytes of the range from begin_bytes to before end_bytes have arrived. Called from any thread, once for
-        each byte."""
+        """Records that the bytes of the weight range from begin_bytes to before end_bytes have arrived. Called from any thread,
+        once for each byte."""
         with self._lock:
             whole = self._arrivals.landed(begin_bytes, end_bytes)
         for piece in whole:
             self._ready.put(piece)
 
     def begin_anew(self) -> None:
-        """Starts the copy over, with no piece copied, because the weights will be read again from another source. `landed` must not
+        """Starts the copy again from the beginning, because the weights will be read again from another source. `landed` must not
         be called meanwhile."""
         self.stop()
         self._arrivals.begin_anew()
@@ -178,8 +178,8 @@ class KeptCopy:
 
 
 def _by_piece(places: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cuts byte ranges of a weight range at the multiples of piece_bytes. places: (begin, end) in bytes. Yields (begin, end, index
-    of the piece) for each part."""
+    """Yields the parts into which byte ranges of a weight range are cut at multiples of piece_bytes: (begin, end, index of the
+    piece), in bytes. places: the ranges, as (begin, end) in bytes."""
     for begin, end in places:
         for piece in range(begin // piece_bytes, -(-end // piece_bytes)):
             yield max(begin, piece * piece_bytes), min(end, (piece + 1) * piece_bytes), piece

@@ -28,8 +28,9 @@ def pooled(shape: ModelShape, pooling_text: bytes | None, modules_text: bytes | 
     the content of 1_Pooling/config.json and of modules.json; None: there is no such file. A decoder with a pooling file computes
     vectors instead of text.
 
-    Raises UnsupportedModel for a pooling or a module that is not served, CheckpointError for a file that is not valid, and
-    MissingFile if a decoder's modules.json names a pooling file that is not there yet."""
+    Raises UnsupportedModel for a pooling or a module that is not served and for a decoder without a head that has no pooling file,
+    CheckpointError for a file that is not valid, and MissingFile if a decoder's modules.json names a pooling file that is not there
+    yet."""
     if shape.scoring:  # a cross-encoder's score is computed from the first vector
         return shape
     if not shape.pooling and pooling_text is None:
