@@ -97,8 +97,8 @@ class TensorGroup(NamedTuple):
         return self._replace(tensors=tensors, cuts=cuts)
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:
-        """Returns a copy of this group for one layer. This group describes the tensors of any layer of its kind, with names that
-        lack the layer's prefix. layer: the layer's index. prefix: put before each tensor's name."""
+        """Returns a copy of this group for one layer. The group must describe the tensors of any such layer, with names that lack
+        the layer's prefix. layer: the layer's index. prefix: put before each tensor's name."""
         return self._replace(tensors=tuple((prefix + name, dims) for name, dims in self.tensors), layer=layer)
 
 
@@ -138,8 +138,8 @@ def one_tensor(name: str, *dims: int, divided: str = "") -> TensorGroup:
 
 
 def stored_dtype(fields: Fields, default: str = "float32") -> str:
-    """Returns the dtype of the stored weights: the key `dtype`, or `torch_dtype`, as it was called before transformers 5. default:
-    the dtype if the file has neither key."""
+    """Returns the dtype of the stored weights, from the key `dtype` of config.json, or `torch_dtype`, as it was called before
+    transformers 5. default: the dtype if the file has neither key. Raises UnsupportedModel for another dtype."""
     key = "dtype" if fields.has("dtype") else "torch_dtype"
     value = fields.values.get(key) or default
     value = str(value).removeprefix("torch.")

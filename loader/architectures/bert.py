@@ -117,8 +117,8 @@ class Encoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether a checkpoint may contain this tensor although it is not read: a pooler that makes no score, or stored
-        indices of positions."""
+        """Returns whether a checkpoint may contain the tensor `name` although it is not read: a pooler that computes no score, or
+        stored indices of positions."""
         return name.removeprefix(shape.tensor_prefix).startswith(("pooler.", "embeddings.position_ids"))
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:

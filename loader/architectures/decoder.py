@@ -242,9 +242,9 @@ class Decoder:
         return groups + of_predictor
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether a checkpoint may contain this tensor although it is not read: rotary frequencies, the head of an
-        embedding model or of a model whose embedding is its head, multi-token-prediction layers behind the last layer, matrices of
-        keys and values that no layer uses, or a tensor that the family names as not read."""
+        """Returns whether a checkpoint may contain the tensor `name` although it is not read. Such tensors are RoPE frequencies,
+        the head of an embedding model or of a model whose embedding serves as its head, multi-token-prediction layers after the
+        last layer, matrices of keys and values that no layer uses, and tensors that the family names as not read."""
         names = self.decoder_of(shape).names
         behind = range(shape.num_layers, shape.num_layers + shape.num_predicting_layers)
         if any(name.startswith(names.layer.format(layer)) for layer in behind):
@@ -317,8 +317,8 @@ class Decoder:
         return [group._replace(divided=divided, unit=heads.head_dim) for group in _weights(width, name)]
 
     def _norms(self, width: int, *names: str) -> list[TensorGroup]:
-        """Returns the tensor groups of the norms with these names; a name is "" where the family has no such norm. width: number of
-        weights of each norm."""
+        """Returns the tensor groups of norms. names: the norms' names; a name is "" where the family has no such norm. width:
+        number of weights of each norm."""
         if not self.norm_bias:
             return _weights(width, *names)
         return [one_tensor(f"{name}.{part}", width) for name in names if name for part in ("weight", "bias")]

@@ -138,8 +138,8 @@ class ModernEncoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether a checkpoint may contain this tensor although it is not read: one of the head that predicts masked words,
-        in a model that is no cross-encoder."""
+        """Returns whether a checkpoint may contain the tensor `name` although it is not read: one of the head that predicts masked
+        words, in a model that is no cross-encoder."""
         return not self.scores and name.startswith(("head.", "decoder."))
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:

@@ -42,8 +42,8 @@ def no_layer(asked: Asked) -> list[bool]:
 
 
 def every_layer(asked: Asked) -> list[bool]:
-    """Returns which layers have a window: all if `sliding_window` is set, else none. Raises UnsupportedModel if `layer_types` says
-    otherwise."""
+    """Returns which layers have a sliding window: all if `sliding_window` is set, else none. Raises UnsupportedModel if
+    `layer_types` says otherwise."""
     fields = asked.fields
     window = None if fields.is_null("sliding_window") else fields.values.get("sliding_window", asked.default_tokens)
     slides = [window is not None] * asked.num_layers
@@ -73,7 +73,7 @@ def every_second_up_to_a_layer(asked: Asked) -> list[bool]:
 
 
 def every_layer_if_asked(asked: Asked) -> list[bool]:
-    """Returns which layers have a window: all if `use_sliding_window` is true and `sliding_window` is set, else none."""
+    """Returns which layers have a sliding window: all if `use_sliding_window` is true and `sliding_window` is set, else none."""
     return every_layer(asked) if _wants_windows(asked) else [False] * asked.num_layers
 
 

@@ -1,10 +1,13 @@
-"""The format of packed weight files: how their safetensors header describes packed tensors, in its metadata.
+"""Defines the format of packed weight files: how their safetensors header describes packed tensors, in its metadata.
 
 The file is an ordinary safetensors file. A packed tensor keeps its name but has the dtype U8: its bytes are frames
-(loader.files.frame) end to end, each of whole rows (or of parts of a row where rows are very long), the first at the next multiple
-of FRAME_ALIGN_BYTES of the file. A tensor that is not bfloat16, or would not become smaller, is stored unchanged and read in frames
-of equal length. Every frame has a checksum of its bytes in the file (codec.sum_of), which loads compare. Every tensor has a SHA-256
-of its unpacked bytes, which proves that it is the original."""
+(loader.files.frame) end to end, each of whole rows (or of parts of a row if rows are very long), the first at the next multiple of
+FRAME_ALIGN_BYTES of the file. A tensor that is not bfloat16, or would not become smaller, is stored unchanged and read in frames of
+equal length.
+
+Every frame has a checksum of its bytes in the file (codec.sum_of), which loads compare. Every tensor has a SHA-256 of its unpacked
+bytes, which proves that it is the original.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens files whose origin is not known. Refuses pipes, sockets and devices, because opening or reading one could wait forever."""
+"""Opens files whose origin is not known. Refuses pipes, sockets and devices, because opening one could wait forever."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Opens a regular file for reading and returns its descriptor. Raises OSError; where `path` is not a regular file, the
-    message says what it is."""
+    """Opens a regular file for reading and returns its descriptor. Raises OSError if it cannot be opened; if `path` is not a
+    regular file, the message says what it is."""
     _check(os.stat(path).st_mode, path)  # before opening it: some devices act when they are opened
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

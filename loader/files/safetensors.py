@@ -214,7 +214,7 @@ def parse_index(text: bytes) -> dict[str, str]:
 
 def check_index(weight_map: dict[str, str], headers: dict[str, Header]) -> None:
     """Checks that the index and the files agree on which file each tensor is in. weight_map: tensor name -> file name. headers:
-    file name -> header. Raises CheckpointError, which names file and tensor."""
+    file name -> header. Raises CheckpointError, which names file and tensor, if they do not."""
     where = {tensor.name: file for file, header in headers.items() for tensor in header.tensors}
     for tensor, file in weight_map.items():
         actual = where.get(tensor)

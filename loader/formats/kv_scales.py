@@ -1,5 +1,5 @@
-"""Finds the tensors of quantised checkpoints that hold scales of keys and values. They are not used, because keys and values are
-held as `kv_cache_dtype` says: in the model's dtype, or as FP8 with scales that are computed for each token and head.
+"""Finds the tensors of quantised checkpoints that hold scales of keys and values. These scales are not used, because keys and
+values are held as `kv_cache_dtype` says: in the model's dtype, or as FP8 with scales that are computed for each token and head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def is_kv_scale(name: str) -> bool:
 
 
 def unused_kv_scales(names: Iterable[str]) -> str:
-    """Returns a sentence for operators: the scales of keys and values among these tensors are not used; "" if there are none."""
+    """Returns a sentence for operators, which says that the scales of keys and values among these tensors are not used; "" if there
+    are none."""
     kinds = [name.rpartition(".")[2] for name in names if is_kv_scale(name)]
     if not kinds:
         return ""

@@ -93,9 +93,9 @@ def pack(weights: Any) -> PackedRows:
 
 
 def pack_rows(weights: Any, body: Any, codes: Any, bases: Any, starts: Any, escapes: Any) -> int:
-    """Packs weights [rows, K] (the bits of bfloat16 in uint16) into the arrays of their panels, which PackedRows describes. starts:
-    counted from the first of these escapes. escapes: with room for weights.size + ESCAPES_BEHIND bytes. Returns the number of
-    escapes."""
+    """Packs weights [rows, K] (the bits of bfloat16 in uint16) into the arrays of their panels, which PackedRows describes, and
+    returns the number of escapes. starts: counted from the first escape of these rows. escapes: must have room for weights.size +
+    ESCAPES_BEHIND bytes."""
     num_rows, num_inputs = weights.shape
     blocks = num_blocks(num_inputs)
     at_once, num_escapes = max(1, _WEIGHTS_AT_ONCE // (PANEL_ROWS * BLOCK * max(1, blocks))), 0
@@ -145,8 +145,8 @@ def _in_places(of_weights: Any, panels: int, blocks: int) -> Any:
 
 
 def unpack_rows(body: Any, codes: Any, bases: Any, starts: Any, escapes: Any, out: Any) -> None:
-    """Writes the weights of consecutive panels to out [rows, K] uint16. body to starts: the panels' parts of the arrays that
-    PackedRows describes. escapes: the whole array."""
+    """Unpacks the weights of consecutive panels to out [rows, K] uint16. body to starts: the panels' parts of the arrays that
+    PackedRows describes. escapes: the array of escapes of the whole matrix."""
     num_rows, num_inputs = out.shape
     panels, blocks = len(starts), num_blocks(num_inputs)
     shape = (panels, blocks, PANEL_ROWS, BLOCK)

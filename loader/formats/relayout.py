@@ -23,7 +23,7 @@ class Relayout(NamedTuple):
     turned: bool = True
 
     def held_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape in memory of a tensor. shape: its stored shape."""
+        """Returns the shape that a tensor has in memory. shape: its stored shape."""
         if not self.item_bytes:
             return (0,)
         if len(shape) == 1:

@@ -126,8 +126,8 @@ def _as_they_are(group: TensorGroup) -> list[StoredTensor]:
 
 
 def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
-    """Raises UnsupportedModel for a model whose family stacks all experts of a layer in one tensor with alternating rows of gate
-    and up: such experts are served in MXFP4 only."""
+    """Refuses models whose family stacks all experts of a layer in one tensor with alternating rows of gate and up, by raising
+    UnsupportedModel: such experts are served in MXFP4 only."""
     if shape.experts is not None and shape.experts.stack == ALTERNATING:
         message = f"{shape.architecture} is served with experts in MXFP4 only, as quant_method mxfp4 says"
         raise fields.unsupported("quantization_config", message)
@@ -204,7 +204,7 @@ class WeightFormat:
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape without the dimensions of 1 at its end."""
+    """Returns a tensor's shape without the dimensions of 1 at its end."""
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape

@@ -370,9 +370,8 @@ def _is_adapter(names: Collection[str]) -> bool:
 
 
 def _belongs_to_model(entry: os.DirEntry[str], looking: Callable[[str], None], watched: Callable[[str], None]) -> bool:
-    """Returns whether an entry of a model's folder is a folder with an adapter or a draft head, into which the scan then goes.
-    Links are not followed, because they may lead anywhere. looking, watched: both are called with the entry's path before it is
-    read."""
+    """Returns whether an entry of a model's folder is the folder of an adapter or a draft head, which the scan then examines. Links
+    are not followed, because they may lead anywhere. looking, watched: both are called with the entry's path before it is read."""
     if entry.name in _INNER or not _is_real_dir(entry) or not entry.name.isprintable():
         return False
     looking(entry.path)
@@ -515,8 +514,8 @@ def _sum_up(
 
 def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[TensorRef]) -> ModelShape:
     """Returns the shape with its fields stored_format, plain_groups and block_offsets set as the checkpoint stores its tensors.
-    names: the names of all stored tensors. tensors: the same tensors, from the files' headers. Raises CheckpointError if only some
-    of the tensors that are read together are quantised."""
+    names: the names of all stored tensors. tensors: the same tensors, from the files' headers. Raises CheckpointError if of the
+    tensors of one group, which one matrix multiplication reads, only some are quantised."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups(shape, tensors))
     return replace(shape, block_offsets=layout.block_offsets(shape, tensors))

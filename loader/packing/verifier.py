@@ -41,7 +41,7 @@ def read_bytes(fd: int, tensor: TensorRef, offset: int, num_bytes: int) -> Any:
 
 
 def frames_of(fd: int, tensor: TensorRef) -> Iterator[tuple[Frame, Any]]:
-    """Yields each frame of a packed file's tensor with the frame's bytes in the file (uint8). fd: descriptor of the file. Raises
+    """Yields the frames of a packed file's tensor, each with its bytes in the file (uint8). fd: descriptor of the file. Raises
     CheckpointError if the file ends too early."""
     for frame in tensor.frames:
         yield frame, read_bytes(fd, tensor, frame.begin - tensor.offset_bytes, frame.end - frame.begin)

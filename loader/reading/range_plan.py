@@ -121,7 +121,7 @@ class Segment:
 
     @property
     def is_whole_frame(self) -> bool:
-        """Returns whether the segment is a frame of a packed file all of whose values are stored, one after the other."""
+        """Returns whether the segment is a frame of a packed file whose values are all stored, one after the other."""
         if self.frame is None or len(self.contents) > 1 or self.columns is not None:
             return False
         return self.contents[0].end - self.contents[0].begin == self.frame.num_bytes
@@ -336,8 +336,8 @@ def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:
 
 
 def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
-    """Divides a segment in two, at or before file position `at`, between two units (Segment.unit_bytes); a packed frame stays
-    whole. Returns the parts before and after; None for an empty part."""
+    """Divides a segment in two at the offset `at` of the file, or before it, so that both parts consist of whole units
+    (Segment.unit_bytes); a packed frame stays whole. Returns the parts before and after; None for an empty part."""
     if segment.end <= at:
         return segment, None
     if segment.begin >= at or segment.frame is not None:

@@ -36,8 +36,8 @@ from loader.reading.shared_slots import (
 
 
 class Offer(Enum):
-    """What another rank can expect of a rank's read. COMING: the rank has not carried out the read yet. READY: the read's bytes are
-    in a slot. NONE: the rank offers the read to nobody."""
+    """The state of a read that another rank carries out. COMING: the rank has not carried out the read yet. READY: the read's bytes
+    are in a slot. NONE: the rank offers the read to nobody."""
 
     COMING = "coming"
     READY = "ready"
@@ -118,7 +118,8 @@ class SharedReads:
         return self._slot(owner, number % NUM_SLOTS).data
 
     def take(self, owner: int, number: int) -> None:
-        """Records that this rank has no more need of the read `number` of the rank `owner`, whose slot may then be used again."""
+        """Records that this rank no longer needs the bytes of the read `number` of the rank `owner`, whose slot may then be used
+        again."""
         with self._lock:
             self._count(TAKEN + owner, owner, number)
 
@@ -157,8 +158,8 @@ def shared_by(memory: npt.NDArray[np.uint8], rank: int, size: int, expert_parts:
 
 
 def leave(shared: Sequence[SharedReads]) -> bool:
-    """Records that a rank neither offers nor takes reads any more. Returns whether all ranks of the stage have left, so that nobody
-    uses the memory again. shared: the rank's views (shared_by)."""
+    """Records in the shared memory that a rank neither offers nor takes reads any more. Returns whether all ranks of the stage have
+    left, so that nobody uses the memory again. shared: the rank's views of the memory (shared_by)."""
     return [each.leave() for each in reversed(shared)][-1]
 
 

@@ -18,7 +18,7 @@ _LINE_WORDS = 8  # a cache line, so that writing one rank's words does not inval
 
 
 def num_words(size: int) -> int:
-    """Returns how many words each of `size` ranks has."""
+    """Returns how many words of the shared memory (int64) each of `size` ranks has."""
     return -(-(TAKEN + size) // _LINE_WORDS) * _LINE_WORDS
 
 

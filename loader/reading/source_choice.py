@@ -112,7 +112,7 @@ class SourceChoice:
 
 
 def _are_cached(descriptors: Iterable[int]) -> bool:
-    """Returns whether most of the files' bytes are in the page cache."""
+    """Returns whether the page cache holds most of the files' bytes."""
     cached = total = 0
     for fd in descriptors:
         size = os.fstat(fd).st_size

@@ -105,8 +105,8 @@ class StagingRing:
                 self._free.put(slot)
 
     def _is_too_many(self, slot: memoryview) -> bool:
-        """Returns whether a slot is to be dropped: it is one of the further slots that `replace` has mapped, and more of them exist
-        than are needed. Counts it as dropped then."""
+        """Returns whether a slot is to be unmapped instead of being used again: it is one of the further slots that `replace` has
+        mapped, and more of them exist than are needed. If so, counts it as unmapped."""
         if not self._num_too_many or self._begin <= _address(slot) < self._begin + len(self._bytes):
             return False
         self._num_too_many -= 1

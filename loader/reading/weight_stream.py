@@ -132,7 +132,7 @@ def open_checkpoint(
 
 @dataclass(slots=True)
 class ReadReport:
-    """How much a load has read, in bytes of tensors as they are in the files.
+    """The amounts that a load has read, in bytes of tensors as they are in the files.
 
     num_bytes: bytes of the whole checkpoint, or, for a share of a split model, those read for the share. given_bytes: bytes of the
     share that other ranks have read; they do not count in num_bytes.

@@ -45,7 +45,7 @@ _OWN = {dtype: KVDtype(dtype, ITEM_BYTES[dtype]) for dtype in DTYPES}
 
 
 def kv_dtype_named(name: str) -> KVDtype:
-    """Returns the type of keys and values with this name. Raises KeyError if there is none."""
+    """Returns the type of keys and values with the name `name`. Raises KeyError if there is none."""
     return KV_CACHE_DTYPES.get(name) or _OWN[name]
 
 

@@ -157,7 +157,7 @@ def decode_programs(shape: ModelShape, num_kv_heads: int) -> int:
 
 def _expert_bytes(shape: ModelShape, item: int) -> int:
     """Returns the bytes that the experts of one layer take for each token of a step, whichever experts the tokens pass through; 0
-    without experts. item: bytes of an element of the model's dtype."""
+    if there are no experts. item: bytes of an element of the model's dtype."""
     experts = shape.experts
     if experts is None:
         return 0

@@ -136,7 +136,7 @@ def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
 
 
 def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
-    """Returns whether a checkpoint may contain the tensor of this name although the model does not need it; it is not read then."""
+    """Returns whether a checkpoint may contain the tensor `name` although the model does not need it; such a tensor is not read."""
     if shape.eagle is not None and name.startswith(eagle.PREFIX):
         return eagle.ignores(name)
     return architecture_of(shape).ignores(shape, name) or stored_format(shape).ignores(name)

@@ -396,9 +396,9 @@ def _met(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, ...]:
-    """Returns ModelShape.block_offsets of a device's share: where each of its tensor groups begins relative to a block's boundary
-    in its file; -1 where a direct read is not possible, as for a part of the columns. shape: shape of the whole model, with block
-    offsets."""
+    """Returns, for each tensor group of a device's share, the distance in bytes from a block's boundary at which it begins in its
+    file (ModelShape.block_offsets); -1: a direct read is not possible, as for a part of the columns. shape: shape of the whole
+    model, with block offsets."""
     groups, own = architecture_of(shape).tensor_groups(shape), stored_format(shape)
     return tuple(
         _block_offset(groups[at], part, shape.block_offsets[at], format_of(shape, at, groups[at], own), shape.dtype)
