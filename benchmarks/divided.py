@@ -55,9 +55,10 @@ NUM_STAGES = 2
 
 def moved(num_layers: int) -> Edits:
     """Returns the edits by which the first of two stages has so many layers more than it would have."""
-    return (
-        {"loader.sizes.slices": [("    return ends\n", f"    return (ends[0] + {num_layers}, *ends[1:])\n")]} if num_layers else {}
-    )
+    if not num_layers:
+        return {}
+    ends = "    return (*ends[:-1], shape.num_layers)\n"
+    return {"loader.sizes.slices": [(ends, f"    ends = (ends[0] + {num_layers}, *ends[1:])\n" + ends)]}
 
 
 def under_way(number: int) -> Edits:

@@ -103,9 +103,9 @@ class EngineSpec:
 
 @dataclass(slots=True, frozen=True)
 class LentBy:
-    """Where the engine of a borrowed device runs. host: the name of the host that lends the device. address: where `hearth lend`
-    listens there. key_file: the file with the secret that both hosts share. device: the device's name on that host. models_dir: the
-    models folder of this host."""
+    """The host on which the engine of a borrowed device runs. host: the name of that host. address: where `hearth lend` listens
+    there. key_file: the file with the secret that both hosts share. device: the device's name on that host. models_dir: the models
+    folder of this host."""
 
     host: str
     address: str
