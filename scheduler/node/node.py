@@ -440,10 +440,10 @@ class Node:
 
     def has_engines(self, model: Model) -> bool:
         """Returns whether enough of the devices that may hold the model, or a further replica of it, have engines that are up."""
-        for one in model.replicas:
-            if pools((name for name in one.devices if self.devices[name].up), one.facts.num_ranks, one.facts.num_stages):
-                return True
-        return False
+        return any(
+            pools((name for name in one.devices if self.devices[name].up), one.facts.num_ranks, one.facts.num_stages)
+            for one in model.replicas
+        )
 
     def is_warm(self, model: Model) -> bool:
         """Returns whether the host tier holds a complete copy of the model's weights, made of the files that it has now."""

@@ -23,7 +23,7 @@ MOST_STEPS = PATIENT_STEPS + 60  # a sequence has at most 30 steps
 
 
 class Crowd(AdapterHarness):
-    """As many small requests as find room, and one for adapter 1 beside them."""
+    """Runs as many small requests as find room, with one for adapter 1 beside them."""
 
     def __init__(self, keeps: bool = True, **options: Any) -> None:
         super().__init__(lease_chunks=LEASE, max_sequences=32, max_num_batched_tokens=64, **options)
