@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from config.schema import DeviceBudget, NodeConfig
 from daemon.engines.engine_process import EngineProcess, Spawned, describe, make_journal, variables_of
+from daemon.engines.engine_stderr import EngineStderr
 from daemon.engines.engine_watch import HELD_S
 from daemon.engines.exchange_memory import ExchangeMemory
 from daemon.engines.fork_client import ForkServer
@@ -40,8 +41,6 @@ END_LIMIT_S = 5.0  # from SIGKILL to the end of the process
 
 # CUDA's names for errors of the device's memory (cuGetErrorString: ECC uncorrectable, contained, hardware stack error).
 FAULTY_MEMORY = re.compile(r"\bECC\b|contained|hardware", re.IGNORECASE)
-
-ENGINE_LEVELS = {"INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.CRITICAL}
 
 log = logging.getLogger("hearthd.engine")
 
@@ -284,10 +283,9 @@ class EngineWorker:
 
         loop.add_reader(process.pidfd, on_exit)
         channel = WorkerChannel(self._on_message, lambda error: self.restart(f"sent what is no message: {error}"))
-        stderr = None
+        stderr = EngineStderr(process.stderr, self.device)
         try:
             await loop.create_connection(lambda: channel, sock=ours)
-            stderr, _ = await loop.connect_read_pipe(lambda: _Lines(self.device), process.stderr)
             self._channel, self._journal = channel, journal
             self._expect_ready()
             await self._configurable.wait()
@@ -315,8 +313,7 @@ class EngineWorker:
             process.close()
             if handover is not None:
                 await asyncio.to_thread(handover.join)
-            if stderr is not None:
-                stderr.close()
+            stderr.close()
         running = protocol.read_journal(journal)
         journal.close()
         return self._kill_reason or await self._why(code), running
@@ -417,29 +414,3 @@ class _Handover:
 
     def join(self) -> None:
         self._thread.join()
-
-
-class _Lines(asyncio.Protocol):
-    """Writes the standard error of a device's engine to the log, line by line. A line that begins with the name of a level is
-    logged at that level."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._rest = b""
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._log(line)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._rest:
-            self._log(self._rest)
-
-    def _log(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        level, _, rest = text.partition(" ")
-        if level in ENGINE_LEVELS:
-            log.log(ENGINE_LEVELS[level], "%s", rest, extra=fields(device=self._device))
-        elif text:
-            log.info("%s", text, extra=fields(device=self._device))
