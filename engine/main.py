@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import importlib
 import logging
 import mmap
@@ -25,7 +26,7 @@ from engine.host.process import import_torch_without_meta_kernels, name_process,
 from engine.loop.worker import Engine
 from engine.memory.handover import Handover
 from engine.memory.host_tier import HostTier
-from engine.protocol import JOURNAL_BYTES, Configure, EngineFault
+from engine.protocol import JOURNAL_BYTES, SHOW_THREADS, Configure, EngineFault
 from engine.serve.channel import Channel, ChannelClosed
 
 if TYPE_CHECKING:  # engines of null models do not need torch
@@ -99,6 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs an engine and returns its exit code. arguments: command-line arguments; None: those of this process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()  # at a fault in native code the log shows where each thread was
+    faulthandler.register(SHOW_THREADS, all_threads=True)  # and so before the daemon kills an engine that hangs
     parser = argparse.ArgumentParser(prog="engine")
     parser.add_argument("--channel-fd", type=int, required=True, help="socketpair to the daemon")
     parser.add_argument("--journal-fd", type=int, required=True, help="memfd for the step journal")

@@ -7,6 +7,7 @@ without an object per token.
 
 from __future__ import annotations
 
+import signal
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from loader.configs.kernel_sets import KernelSet
 from loader.shapes.kv_dtypes import kv_dtype_of
 
 PROTOCOL_VERSION = 21
+SHOW_THREADS = signal.SIGUSR1  # has an engine write to its standard error where each of its threads is
 
 # Values of `TokensOut.finish`: how a sequence ended; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3

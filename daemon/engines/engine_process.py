@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import IO, Protocol
 
 from engine.host.child_process import child_environment, end_before_daemon
-from engine.protocol import JOURNAL_BYTES
+from engine.protocol import JOURNAL_BYTES, SHOW_THREADS
 
 
 def make_journal(device: str) -> tuple[int, mmap.mmap]:
@@ -53,6 +53,11 @@ class EngineProcess(Protocol):
 
     def kill(self) -> None: ...
 
+    def show_threads(self) -> None:
+        """Has the process write to its standard error where each of its threads is. Ends the process if it is not ready for
+        that."""
+        ...
+
     def wait(self) -> int | None:
         """Waits for the process's end; called in a thread, because it blocks. Returns the exit code, the negative number of the
         signal that ended the process, or None if it is unknown."""
@@ -88,7 +93,10 @@ class Spawned:
         self.pidfd = os.pidfd_open(self.pid)
 
     def kill(self) -> None:
-        kill(self.pidfd)
+        send_signal(self.pidfd, signal.SIGKILL)
+
+    def show_threads(self) -> None:
+        send_signal(self.pidfd, SHOW_THREADS)
 
     def wait(self) -> int | None:
         return self._process.wait()
@@ -97,7 +105,7 @@ class Spawned:
         os.close(self.pidfd)
 
 
-def kill(pidfd: int) -> None:
-    """Sends SIGKILL to a process; does nothing if it has ended already. pidfd: a descriptor of the process."""
+def send_signal(pidfd: int, number: signal.Signals) -> None:
+    """Sends a signal to a process; does nothing if it has ended already. pidfd: a descriptor of the process."""
     with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        signal.pidfd_send_signal(pidfd, number)

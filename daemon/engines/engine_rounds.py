@@ -74,5 +74,5 @@ class EngineRounds:
             log.error(text, silence, silence.limit_s, extra=fields(device=device))
             self._metrics.engine_stalls[device] += 1
             self._ring.add("engine_hangs", device=device, reason=str(silence))
-            self._workers[device].restart(f"gave {silence}")
+            self._workers[device].restart_stuck(f"gave {silence}")
         self._arm()

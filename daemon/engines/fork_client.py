@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -16,10 +17,11 @@ from typing import IO
 import msgspec
 
 from config.schema import DeviceBudget, NodeConfig
-from daemon.engines.engine_process import EngineProcess, kill
+from daemon.engines.engine_process import EngineProcess, send_signal
 from daemon.process import socket_child
 from engine.forks.messages import PACKET_BYTES, Forked, ForkEngine
 from engine.host.child_process import child_environment
+from engine.protocol import SHOW_THREADS
 from loader.ready_threads import ReadyThreads
 from loader.threads import Thread
 
@@ -194,7 +196,10 @@ class _ForkedEngine:
         self.stderr: IO[bytes] = os.fdopen(stderr_fd, "rb")
 
     def kill(self) -> None:
-        kill(self.pidfd)
+        send_signal(self.pidfd, signal.SIGKILL)
+
+    def show_threads(self) -> None:
+        send_signal(self.pidfd, SHOW_THREADS)
 
     def wait(self) -> int | None:
         told = os.read(self._ended_fd, 16)  # nothing to read if the server has ended

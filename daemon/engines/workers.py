@@ -37,6 +37,7 @@ from loader.threads import Thread
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
 START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch takes a while if the disk's cache is cold
 STOP_LIMIT_S = 3.0
+SHOW_S = 0.3  # for a stuck engine to log where its threads are, before it is killed
 END_LIMIT_S = 5.0  # from SIGKILL to the end of the process
 
 # CUDA's names for errors of the device's memory (cuGetErrorString: ECC uncorrectable, contained, hardware stack error).
@@ -155,6 +156,7 @@ class EngineWorker:
         self._kernel_kills = KernelKills()
         self._came_up = self._distrusted = self._is_lost = False  # facts about the current process
         self._overdue: asyncio.Future[None] | None = None  # done once the process was killed and has not ended in time
+        self._kill_timer: asyncio.TimerHandle | None = None  # while the process shows its threads before it is killed
         self._end_timer: asyncio.TimerHandle | None = None
         self.problem = ""
         self._fault: protocol.EngineFault | None = None
@@ -193,6 +195,15 @@ class EngineWorker:
         distrust_memory: whether the new process must not reuse the device's memory."""
         self._kill_reason, self._distrusted = reason, distrust_memory
         self._kill()
+
+    def restart_stuck(self, reason: str) -> None:
+        """Kills the engine process like `restart`, but first lets it log where each of its threads is, for which it gets SHOW_S
+        seconds."""
+        if self._process is None or self._kill_timer is not None:
+            return
+        self._kill_reason, self._distrusted = reason, False
+        self._process.show_threads()
+        self._kill_timer = asyncio.get_running_loop().call_later(SHOW_S, self._kill)
 
     async def stop(self) -> None:
         """Ends the engine for good: sends Shutdown and closes the socketpair, then sends SIGKILL if the process has not ended
@@ -302,10 +313,10 @@ class EngineWorker:
             await asyncio.wait([channel.closed], timeout=1.0)
         finally:
             self._channel, self._process, self._journal, self.pid, self.up = None, None, None, 0, False
-            for timer in (self._ready_timer, self._end_timer):
+            for timer in (self._ready_timer, self._kill_timer, self._end_timer):
                 if timer is not None:
                     timer.cancel()
-            self._overdue = self._end_timer = None
+            self._overdue = self._kill_timer = self._end_timer = None
             loop.remove_reader(process.pidfd)
             channel.close()
             process.kill()
@@ -390,7 +401,7 @@ class EngineWorker:
         if time.monotonic() - due_s > HELD_S:  # the daemon stood still: the engine may have, too, or its message was not read yet
             self._expect_ready()
         else:
-            self.restart(f"was not ready within {START_LIMIT_S:.0f} s")
+            self.restart_stuck(f"was not ready within {START_LIMIT_S:.0f} s")
 
 
 class _Handover:

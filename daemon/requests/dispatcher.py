@@ -41,7 +41,7 @@ class EnginePort(Protocol):
 
     def send(self, message: protocol.Message) -> None: ...
 
-    def restart(self, reason: str) -> None: ...
+    def restart_stuck(self, reason: str) -> None: ...
 
 
 class GroupsPort(Protocol):
@@ -484,7 +484,7 @@ class Dispatcher:
         log.error("engine is restarted: %s", action.reason, extra=fields(device=action.device, cause=action.cause))
         engine = self.engines.get(action.device)
         if engine is not None:
-            engine.restart(action.reason)
+            engine.restart_stuck(action.reason)
 
     def _state_changed(self, action: actions.StateChanged) -> None:
         self.metrics.swaps.state_changed(action)

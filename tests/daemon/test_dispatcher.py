@@ -37,7 +37,7 @@ class Engine:
     def send(self, message: protocol.Message) -> None:
         self.sent.append(message)
 
-    def restart(self, reason: str) -> None:
+    def restart_stuck(self, reason: str) -> None:
         self.restarted = reason
 
     def take(self, kind: type) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -233,6 +234,30 @@ async def test_restart_is_a_death_with_that_reason(pair: tuple[EngineWorker, Tol
     worker.restart("a load is stuck")
     assert await told.downs.get() == ((), "a load is stuck")
     await told.ups.get()
+
+
+async def test_a_stuck_engine_logs_where_its_threads_are(pair: tuple[EngineWorker, Told], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    worker, told = pair
+    await told.ups.get()
+    worker.restart_stuck("gave no sign of life")
+    worker.restart_stuck("was told twice")
+    assert await told.downs.get() == ((), "gave no sign of life")
+    shown = [record.getMessage() for record in caplog.records if record.name == "hearthd.engine"]
+    assert any("most recent call first" in line for line in shown)
+    assert any("engine/loop/worker.py" in line and line.endswith(" in run") for line in shown)
+    await told.ups.get()
+
+
+@pytest.mark.parametrize("fault", [signal.SIGSEGV, signal.SIGABRT])
+async def test_a_fault_in_native_code_is_logged_with_its_place(
+    pair: tuple[EngineWorker, Told], caplog: pytest.LogCaptureFixture, fault: signal.Signals
+) -> None:
+    caplog.set_level(logging.INFO)
+    _, told = pair
+    os.kill((await told.ups.get()).pid, fault)
+    assert await told.downs.get() == ((), f"was ended by {fault.name}")
+    assert any("engine/loop/worker.py" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("how", ["restarted", "its connection ends"])
