@@ -55,6 +55,7 @@ from daemon.process import logs, passed_descriptors
 from daemon.process.fd_store import FdStore
 from daemon.process.file_signature import Signature, signature
 from daemon.process.file_watch import FileWatch, folders_of
+from daemon.process.stall_report import StallReport
 from daemon.process.systemd_notify import Notifier
 from daemon.process.version import VERSION
 from daemon.record import state_lock
@@ -542,7 +543,7 @@ def serve(
 
     async def main() -> int:
         # its end gives back the memory for the thread that the runner starts to end a loop's executor
-        with ReadyThreads("work beside the loop") as threads:
+        with ReadyThreads("work beside the loop") as threads, contextlib.closing(StallReport()):
             asyncio.get_running_loop().set_default_executor(threads)
             return await DaemonRun(config, devices, config_path, flags, files, inventory, forks).run()
 

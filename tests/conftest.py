@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from engine.host import processor
@@ -25,6 +25,7 @@ import torch  # noqa: E402
 from tests import file_order, imported_later, interpreter  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
+LOG_LINES = 200  # of each node, in the report of a failed test
 REPORTED = "reported"  # a property of a test whose value is printed at the end of the run
 
 # Around each part of a test pytest attaches itself to all loggers that tell the root nothing: torch has 42.
@@ -77,6 +78,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup() -> None:
     interpreter.quicken()  # where one was imported, by the test's module or by a test before
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds the ends of the logs of a failed test's nodes to its report: their folders may be gone when somebody asks."""
+    report = yield
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and isinstance(folder, Path):
+        for log in sorted(folder.rglob("hearthd.log")):
+            lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            report.sections.append((f"{log.relative_to(folder)}, its last {len(lines)} lines", "\n".join(lines)))
+    return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
