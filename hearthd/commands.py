@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from collections.abc import Callable
 
 from hearthd.packages import NAMES, odd
 from hearthd.start import EXIT_OTHERS, require
+
+# The programs' modules are imported by name, as `python -m` does, once their packages are known to be hearthd's own.
+_DAEMON, _CLI = "daemon.main", "daemon.cli.main"
 
 
 def hearthd() -> None:
@@ -25,17 +29,16 @@ def hearth() -> None:
 
 
 def _hearthd() -> int:
-    from daemon.main import main
-
-    return main()
+    code: int = importlib.import_module(_DAEMON).main()
+    return code
 
 
 def _hearth() -> int:
     gc.disable()  # what is imported stays
-    from daemon.cli.main import run
-
+    run = importlib.import_module(_CLI).run
     gc.enable()
-    return run()
+    code: int = run()
+    return code
 
 
 def _tell_as_doctor() -> None:

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "loader": set[str](),
     "engine": {"scheduler", "loader", "hearthd"},
     "daemon": {"config", "scheduler", "loader", "engine", "hearthd"},
-    "hearthd": {"daemon"},
+    "hearthd": set[str](),
 }
 # exchange, loop.pulse: shared memory and system calls alone; memory: descriptors over a socket, memfds; host: this machine; remote,
 # group_region, stage_link: `hearth lend`, on numpy

@@ -206,7 +206,7 @@ def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capa
     unbuilt_experts = weight_format.unbuilt_experts(shape)
     for refused, why in (
         (unlike_resident, f"--resident: {unlike_resident}"),
-        (kind == "cuda" and not weight_format.runs_on_gpus, f"{weight_format.name} is not built for cuda devices"),
+        (bool(kind) and not weight_format.runs_on(kind), f"{weight_format.name} is not built for {kind} devices"),
         (shape.is_encoder and kind == "cuda", "encoders are not built for cuda devices"),
         (shape.is_encoder and not weight_format.runs_encoders, f"{weight_format.name} is not built for encoders"),
         (unbuilt_experts, f"{weight_format.name} is not built for {unbuilt_experts}"),

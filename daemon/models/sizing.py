@@ -258,14 +258,16 @@ class Sizing:
         if shape.stored_format:
             if self._allowed(name, settings, shape):
                 return ""
-            return f"quantization_config: {_refused_kinds(shape)['cuda']}; give the node a cpu device for it"
+            refused = _refused_kinds(shape)
+            others = " or ".join(kind for kind in KINDS if kind not in refused)
+            return f"quantization_config: {'; '.join(refused.values())}; give the node a {others} device for it"
         try:
             asked = asked_format(settings.quantize, settings.resident)
         except ValueError as error:
             return f'models."{name}".{error}'
         key = f'models."{name}".{asked.setting}'
         gpus = [one.name for one in self._devices if one.is_local("cuda") and one.name in (settings.devices or [one.name])]
-        if gpus and not asked.runs_on_gpus:
+        if gpus and not asked.runs_on("cuda"):
             return f'{key}: {asked.name} is not built for {gpus[0]}; name cpu devices in its "devices"'
         if shape.is_encoder and not asked.runs_encoders:
             return f"{key}: {asked.name} is not built for encoders; leave it out"
@@ -360,7 +362,7 @@ def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
 def _refused_kinds(shape: ModelShape) -> dict[str, str]:
     """Returns kind of devices -> why they have no kernels for the format of the checkpoint; kinds that have are left out."""
     held = stored_format(shape)
-    return {} if held.runs_on_gpus else {"cuda": f"{held.title} is not built for cuda devices"}
+    return {kind: f"{held.title} is not built for {kind} devices" for kind in KINDS if not held.runs_on(kind)}
 
 
 def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num_tokens: int) -> int:

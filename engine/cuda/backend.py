@@ -133,7 +133,7 @@ class CudaBackend:
             self._builds.need(spec, shape, lambda: None, adapters=True)
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
-        if not weight_format.runs_on_gpus:
+        if not weight_format.runs_on("cuda"):
             raise UnsupportedModel(CONFIG_NAME, None, f"{weight_format.setting}: {spec.quantize} is not built on a GPU")
         if shape.is_encoder:
             raise UnsupportedModel(CONFIG_NAME, None, "encoders are not served on a GPU")

@@ -155,9 +155,10 @@ class WeightFormat:
     expert_kernels: the further set that mixtures of experts in this format need; "": none. widened_bytes: bytes of a matrix that a
     step holds in the model's dtype at a time.
 
-    runs_on_gpus, runs_encoders, runs_experts: whether the format is supported on GPUs, for encoders, and for mixtures of experts.
-    runs_stacks: if runs_experts, whether also for experts of which the checkpoint holds all of a layer in one tensor. check: raises
-    UnsupportedModel for a model that is not served in the format; its arguments are config.json and the shape.
+    device_kinds: the kinds of devices (cuda, cpu) that have kernels for the format; (): all. runs_encoders, runs_experts: whether
+    the format is supported for encoders, and for mixtures of experts. runs_stacks: if runs_experts, whether also for experts of
+    which the checkpoint holds all of a layer in one tensor. check: raises UnsupportedModel for a model that is not served in the
+    format; its arguments are config.json and the shape.
 
     reorders: whether a step copies the inputs of such matrices into another order before it multiplies. waits_for_kernels: whether
     loads to a cpu device wait until the format's kernels are compiled, because the reference implementation is too slow to serve a
@@ -177,7 +178,7 @@ class WeightFormat:
     kernels: str = ""
     expert_kernels: str = ""
     widened_bytes: int = 0
-    runs_on_gpus: bool = True
+    device_kinds: tuple[str, ...] = ()
     runs_encoders: bool = True
     runs_experts: bool = True
     runs_stacks: bool = True
@@ -192,6 +193,10 @@ class WeightFormat:
     def setting(self) -> str:
         """The setting that asks for the format, as in a configuration file, without its value."""
         return "resident" if self.resident else "quantize"
+
+    def runs_on(self, kind: str) -> bool:
+        """Returns whether devices of the given kind (cuda, cpu) have kernels for the format."""
+        return not self.device_kinds or kind in self.device_kinds
 
     def unbuilt_experts(self, shape: ModelShape) -> str:
         """Returns the kind of experts that the model has, as words for a message, if the format does not support that kind; "" if

@@ -300,7 +300,7 @@ async def test_what_cannot_be_quantised_is_refused_by_field(
 ) -> None:
     """int8 goes to any device. What a format is told that is not built for GPUs is tested with int8 in its place."""
     make_model(tmp_path / "a")
-    monkeypatch.setitem(FORMATS, "int8", replace(INT8, runs_on_gpus=is_built))
+    monkeypatch.setitem(FORMATS, "int8", replace(INT8, device_kinds=() if is_built else ("cpu",)))
     refused = "" if is_built else "int8 is not built for cuda:0"
     for devices, wanted in (([], refused), (["cuda:0"], refused), (["cpu:0"], "")):
         settings = ModelConfig(quantize="int8", devices=devices)
@@ -326,7 +326,7 @@ async def test_a_checkpoint_in_int8_goes_to_any_device(tmp_path: Path) -> None:
 async def test_a_quantised_checkpoint_that_gpus_do_not_compute_goes_to_cpu_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FORMATS, STORED_INT8.name, replace(STORED_INT8, runs_on_gpus=False))
+    monkeypatch.setitem(FORMATS, STORED_INT8.name, replace(STORED_INT8, device_kinds=("cpu",)))
     make_model(tmp_path / "plain", dtype="bfloat16")
     compress(tmp_path / "plain", tmp_path / "small")
     gpu, cpu = DeviceBudget("cuda:0", 256 * MIB), DeviceBudget("cpu:0", 256 * MIB)

@@ -277,7 +277,7 @@ async def test_replicas_are_on_groups_of_one_kind(tmp_path: Path) -> None:
 
 
 async def test_a_format_that_gpus_do_not_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FORMATS, STORED_INT8.name, replace(STORED_INT8, runs_on_gpus=False))
+    monkeypatch.setitem(FORMATS, STORED_INT8.name, replace(STORED_INT8, device_kinds=("cpu",)))
     compress(write_checkpoint(tmp_path / "plain", CONFIG, random_bytes=True), tmp_path / "models" / "m")
     settings = ModelConfig(parallel=TWO)
     assert (await facts_of(tmp_path / "models", settings, *CPUS, *GPUS)).devices == ("cpu:0", "cpu:1")
