@@ -151,9 +151,11 @@ def _hint(key: str, known: tuple[str, ...]) -> str:
 
 
 def _hidden(value: object) -> str:
-    """Returns a description, without its text, of a wrong value in the list of keys. The text may be an unhashed key, and error
-    messages go to the log and to everybody who asks for the status."""
-    return f"a text of {len(value)} characters" if isinstance(value, str) else _shown(value)
+    """Returns a description, without its content, of a wrong value in the list of keys. It may be or hold an unhashed key, and
+    error messages go to the log and to everybody who asks for the status."""
+    if isinstance(value, str):
+        return f"a text of {len(value)} characters"
+    return "a list" if isinstance(value, list) else "a table" if isinstance(value, dict) else "a value that is no text"
 
 
 def _shown(value: object) -> str:

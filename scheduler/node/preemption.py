@@ -24,7 +24,7 @@ def foresee(node: Node, placement: Placement) -> None:
     pause_at = node.now + settings.preempt_after_s
     busy = [victim for name in placement.victims if (victim := node.models[name]).running]
     if not all(_has_room_elsewhere(node, victim) for victim in busy):
-        cost_s = sum(pause_cost_s(node, node.models[name]) for name in placement.victims)
+        cost_s = sum(pause_cost_s(node, victim) for victim in busy)
         model = node.models[placement.model]
         overdue_at = node.overdue_at(model, node.slowest_reload_s(model, placement.devices))
         pause_at = max(pause_at, overdue_at + settings.preempt_after_swaps * cost_s)
