@@ -17,7 +17,7 @@ def is_template_text(chat_template: str) -> bool:
 
 
 def template_files(config: NodeConfig, names: Iterable[str]) -> list[str]:
-    """Returns the absolute paths of the files that the settings of given models name as chat templates. names: the models; those
-    without settings are allowed, too."""
+    """Returns the absolute paths of the chat templates that the settings of the models `names` give as files. Models that have no
+    settings, no template, or the text of one are left out."""
     settings = [config.models[name].chat_template for name in names if name in config.models]
     return [os.path.abspath(each) for each in settings if each is not None and not is_template_text(each)]

@@ -1,4 +1,4 @@
-"""Takes apart the names of devices: `cpu:0` or `cuda:1`, followed by `@HOST` if another host lends the device, or by `/MODEL` for a
+"""Parses the names of devices: `cpu:0` or `cuda:1`, followed by `@HOST` if another host lends the device, or by `/MODEL` for a
 carve-out, the part of a device that is set aside for an isolated model.
 """
 

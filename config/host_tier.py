@@ -15,11 +15,11 @@ DEFAULT_PERCENT = 50
 
 def resolved(config: NodeConfig, devices: Sequence[DeviceBudget], memory_bytes: int, source: str = "flags") -> NodeConfig:
     """Returns the settings with the size of the host tier (`host_tier_bytes`) as a number of bytes, rounded down to whole chunks.
-    devices: the node's devices, of which those of other hosts do not count. memory_bytes: the machine's memory. source: where the
-    settings come from, for the error.
+    devices: the node's devices; those of other hosts are ignored. memory_bytes: the machine's memory. source: where the settings
+    come from, for the error.
 
-    The default is half of the machine's memory, or 0 if all devices are cpu devices, whose models are in the machine's memory
-    anyway. Raises ConfigError if a configured size and the cpu devices' budgets together exceed the machine's memory."""
+    The default is half of the machine's memory. It is 0 if all devices are cpu devices, because the weights are in the machine's
+    memory anyway. Raises ConfigError if a configured size and the cpu devices' budgets together exceed the machine's memory."""
     value, chunk_bytes = config.host_tier_bytes, units.parse_bytes(config.chunk_bytes)
     own = [device for device in devices if not device.host]
     in_memory = [device for device in own if device.kind == "cpu"]

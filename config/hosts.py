@@ -24,8 +24,8 @@ def check_address(value: str) -> None:
 
 
 def problem(entries: Sequence[str], hosts: Collection[str]) -> tuple[str, str]:
-    """Returns what is wrong with the setting `device` and the hosts' tables if both are compared, as the key at fault and a
-    message; ("", "") if nothing is wrong. entries: the valid entries of the setting `device`. hosts: the names of the tables."""
+    """Compares the setting `device` with the tables `[hosts.NAME]`. Returns (key, message) for the first fault found, where key
+    is the setting at fault; ("", "") if there is none. entries: the valid entries of `device`. hosts: the names of the tables."""
     named = {entry: host_of(units.parse_device(entry)[0]) for entry in entries}
     for entry, host in named.items():
         if host and host not in hosts:

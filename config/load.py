@@ -103,8 +103,8 @@ def located(error: ConfigError) -> ConfigError:
 
 def located_setting(error: ConfigError) -> ConfigError:
     """Returns a copy of the error with the file and the number of the line that set its key. error.source: the settings file named
-    on the command line. If files in conf.d beside it set the key too, the last of them counts, because its value is the one in use.
-    The error is returned unchanged if it has a line already, names no key, or names no file."""
+    on the command line. If files in the folder conf.d beside it set the key too, the copy names the last of them, whose value is in
+    use. The error is returned unchanged if it has a line already, names no key, or names no file."""
     if error.line or not error.key or not os.path.isfile(error.source):
         return error
     source, deepest = error.source, 0
@@ -302,8 +302,8 @@ def _hosts_values(source: str, table: Any) -> dict[str, dict[str, Any]]:
 
 
 def _names(source: str, table: Any) -> dict[str, list[str]]:
-    """Returns the content of the table `[names]`: for each name or pattern the list of models to which it leads, also where the
-    file gives a single model. Raises ConfigError for an entry that cannot be used."""
+    """Returns the content of the table `[names]`: name or pattern -> list of models that answer to it. An entry with a single model
+    becomes a list of one. Raises ConfigError for an entry that cannot be used."""
     if not isinstance(table, dict):
         raise ConfigError(source, "names", 'must be a table: [names], and below it lines such as "gpt-4*" = "org/name"')
     for name, value in table.items():
@@ -378,8 +378,8 @@ def _convert(source: str, where: str, kind: Any, value: Any, key: str) -> Any:
 
 
 def _refused(value: Any, check: Callable[[Any], None]) -> Any:
-    """Returns the part of a refused value that an error should quote: the first wrong entry of a list, or the whole value. check:
-    raises ValueError for the value, and for a list with a single entry if that entry is wrong."""
+    """Returns the part of a wrong value that an error message should quote: the first wrong entry of a list, or the whole value.
+    check: a function that raises ValueError for the value, and for a list of one wrong entry."""
     for entry in value if isinstance(value, list) else ():
         try:
             check([entry])

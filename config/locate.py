@@ -32,8 +32,8 @@ def depth_of(text: str, key: str) -> int:
 
 
 def lines(text: str) -> dict[tuple[str, ...], int]:
-    """Returns key -> the line (from 1) on which `line_of` finds it, for each key that the text sets. A key is given as the tuple of
-    its parts, from the outermost table inwards. text: valid TOML."""
+    """Returns key -> line (from 1) for each key that the text sets; the line is the one that `line_of` returns. A key is given as
+    the tuple of its parts, from the outermost table inwards. text: valid TOML."""
     statements = _statements(text)
     return {path: _line(statements, list(path)) for path in _paths(tomllib.loads(text))}
 
@@ -100,7 +100,7 @@ def _paths(table: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tupl
 
 def _path(parsed: dict[str, Any]) -> list[str]:
     """Returns the path of the key that one statement sets, as the keys from the outermost table inwards. parsed: the TOML of a
-    table header or of one `key = value`. The path ends at a value, or at an inline table that does not have exactly one key."""
+    table header or of one `key = value`. The path descends as long as a table has exactly one key."""
     path = []
     value: Any = parsed
     while isinstance(value, list | dict) and len(value) == 1:

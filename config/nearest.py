@@ -1,4 +1,4 @@
-"""Guesses which name a misspelt word meant, for error messages."""
+"""Finds the known name that a misspelt word probably stands for, for error messages."""
 
 from __future__ import annotations
 

@@ -17,14 +17,13 @@ SPECULATORS = ("auto", "none", "prompt-lookup")  # allowed for a split model, wh
 
 
 def num_ranks(settings: ModelConfig) -> int:
-    """Returns the number of devices over which the settings split the model. It is 1 for a whole model, and for parallel = "auto",
-    which stands for a division that is found later."""
+    """Returns the number of devices over which the settings split the model: 1 for a whole model. It is also 1 for parallel =
+    "auto", because the division is then chosen later: the fewest devices that hold the model."""
     return how.num_devices if isinstance(how := settings.parallel, ParallelConfig) else 1
 
 
 def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the names of devices grouped by kind (cpu, cuda), as kind -> names, because a model is split only over devices of one
-    kind. names: those of devices of any kind."""
+    """Returns the names of devices grouped by kind: "cpu" or "cuda" -> names. Kinds without a device are left out."""
     found: dict[str, list[str]] = {}
     for name in names:
         if (kind := kind_of(name)) in KINDS:
@@ -41,15 +40,17 @@ def hold(names: Iterable[str], how: ParallelConfig) -> bool:
 
 def _num_groups(names: Iterable[str], how: ParallelConfig) -> int:
     """Returns how many copies of a model the devices can hold at most, if each copy is split as `how` says and no two copies use
-    the same device. names: the names of devices, all of one kind. scheduler.node.groups.most_groups has the same rule."""
+    the same device. names: the names of devices, all of one kind. The rule must be the same as in
+    scheduler.node.groups.most_groups."""
     stage_size = how.tensor * how.expert
     stages = {host: number // stage_size for host, number in Counter(map(host_of, names)).items()}
     return min(stages.get("", 0), sum(stages.values()) // how.pipeline)
 
 
 def num_places(settings: ModelConfig, devices: Sequence[str]) -> int:
-    """Returns on how many devices (or groups of devices, if it is split) a model may be at the same time by its settings. A model
-    with parallel = "auto" counts as whole. devices: names of the node's devices, those of other hosts included."""
+    """Returns in how many places a model may be at the same time according to its settings. A place is a device or, if the model is
+    split, a group of devices. A model with parallel = "auto" counts as whole. devices: names of the node's devices, those of other
+    hosts included."""
     kinds = [kind for kind in KINDS if kind not in _refused(settings)]
     there = by_kind(settings.devices or devices)
     how = settings.parallel if isinstance(settings.parallel, ParallelConfig) else ParallelConfig()
@@ -57,13 +58,14 @@ def num_places(settings: ModelConfig, devices: Sequence[str]) -> int:
 
 
 def named_devices(settings: ModelConfig, devices: Sequence[str]) -> str:
-    """Returns the words that say on which devices a model may be, for messages. devices: names of the node's devices."""
+    """Returns the words by which messages say on which devices a model may be: "devices names cpu:0" if its settings name devices,
+    else "the node has cpu:0, cpu:1". devices: names of the node's devices."""
     return f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(devices) or 'none'}"
 
 
 def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str, str] | None = None) -> str:
-    """Returns why a model cannot be split over devices as its settings ask, or "" if it can or is not split. devices: names of the
-    node's devices, those of other hosts included. refused: kind of devices -> why the model's files do not allow that kind."""
+    """Returns why a model cannot be split over devices as its settings ask; "" if it can, or if it is not split. devices: names of
+    the node's devices, those of other hosts included. refused: kind of devices -> why the model's files do not allow that kind."""
     how, ranks = settings.parallel, num_ranks(settings)
     if ranks == 1 or not isinstance(how, ParallelConfig):
         return ""
@@ -87,8 +89,7 @@ def problem(settings: ModelConfig, devices: Sequence[str], refused: Mapping[str,
 
 
 def _refused(settings: ModelConfig) -> dict[str, str]:
-    """Returns which kinds of devices a model's settings do not allow: kind of device -> reason. Kinds that they allow are left
-    out."""
+    """Returns the kinds of devices that a model's settings rule out: kind -> reason. Kinds that are allowed are left out."""
     if settings.kv_cache_dtype == "auto":
         return {}
     return {"cpu": f"kv_cache_dtype = {settings.kv_cache_dtype!r} is not built for cpu devices"}

@@ -40,8 +40,8 @@ def user_control_path() -> str:
 
 
 def state_dir() -> str:
-    """Returns the default folder for state: under systemd the first folder in STATE_DIRECTORY (StateDirectory=, separated by
-    colons), which is hearthd's; otherwise a folder below the user's home."""
+    """Returns the default folder for state: under systemd the first folder that the variable STATE_DIRECTORY lists, otherwise a
+    folder below the user's home."""
     service = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
     return service or os.path.join(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "hearthd")
 

@@ -21,8 +21,8 @@ Path = tuple[str, ...]
 
 class Setting(NamedTuple):
     """One setting of the node with the value that is in use. key: its dotted path as in the file. source: where the value comes
-    from: "--flag", "FILE:LINE", "$VARIABLE", or "" for the default. reload: when a changed value takes effect: LIVE (at a reload)
-    or RESTART. waits: whether the file has another value, which takes effect only after a restart."""
+    from: "--flag", "FILE:LINE", "$VARIABLE", or "" for the default. reload: LIVE if a reload applies a changed value, or RESTART.
+    waits: whether the file has another value, which takes effect only after a restart."""
 
     key: str
     value: Any

@@ -1,5 +1,5 @@
-"""Compares the running settings with those of a changed file, and tells which differences apply at once (those in live keys) and
-which need a restart.
+"""Compares the running settings with those of a changed file. Determines which differences a reload applies at once (those in live
+keys) and which need a restart.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def _merge(
     skip: tuple[str, ...] = (),
     at_restart: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Returns the values that a reload applies: key -> new value, for each live key whose value differs in `old` and `new`, two
-    structs of settings of the type `struct`. Each key that differs is added, with `prefix` before it, to a list of `result`: a live
-    key to `applied`, any other to `needs_restart`. skip: keys that are not compared. at_restart: live keys whose change needs a
-    restart in this case."""
+    """Compares two structs of settings, `old` and `new`, both of the type `struct`. Returns what a reload applies: key -> new value
+    for each live key that differs. Also appends each key that differs, with `prefix` before it, to result.applied if it is live,
+    else to result.needs_restart. skip: keys that are not compared. at_restart: live keys whose change needs a restart in this
+    case."""
     live = live_keys(struct).difference(at_restart)
     values = {}
     for key in struct.__struct_fields__:

@@ -20,8 +20,7 @@ def check(value: Any) -> None:
 
 def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
     """Returns why a model cannot have the number of replicas that its settings ask for, or "" if it can. devices: names of the
-    node's devices, those of other hosts included. The model's files, which are not known here, may allow fewer replicas than the
-    settings (`missing` reports that)."""
+    node's devices, those of other hosts included. The model's files are not considered; `missing` reports if they allow fewer."""
     if settings.replicas != 1 and settings.isolate:
         return "does not go with isolate = true: an isolated model has a part of one device"
     most = max(1, parallel.num_places(settings, devices))
@@ -32,7 +31,7 @@ def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
 
 
 def missing(settings: ModelConfig, num_replicas: int) -> str:
-    """Returns a sentence for operators that says that a model has fewer replicas than its settings ask for; "" if it has enough.
+    """Returns a text for operators which says that a model has fewer replicas than its settings ask for; "" if it has enough.
     num_replicas: how many replicas it may have on the devices that its files allow."""
     if _asked(settings) <= num_replicas:
         return ""

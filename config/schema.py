@@ -1,5 +1,5 @@
-"""Every setting of the node, with its default, its unit and whether a reload applies it. docs/reference/config.md is generated from
-this file.
+"""Defines every setting of the node, with its default, its unit and whether a reload applies it. docs/reference/config.md is
+generated from this file.
 
 The node's keys are one flat table, and each model has a table of its own (`[models."org/name"]`). The name of a duration ends in
 `_s` or `_ms`, that of a size in `_bytes` (a size is written as a number or as "512MiB").
@@ -21,13 +21,13 @@ def key(description: str, unit: str = "", reload: str = RESTART) -> msgspec.Meta
 
 
 class DeviceBudget(msgspec.Struct, frozen=True):
-    """A device with its memory budget (`--device NAME=BUDGET`), or the part of a device that is set aside for an isolated model.
-    Each has its own memory accounting and its own engine.
+    """A device with its memory budget (`--device NAME=BUDGET`), or a carve-out: the part of a device that is set aside for an
+    isolated model. Each has its own memory accounting and its own engine.
 
-    name: `cpu:0`; `cpu:0@b` for a device that the host b lends; `cpu:0/org/name` for a model's part. budget_bytes: for weights, KV
-    and work space together. uuid: the GPU of a cuda device of this machine, "" for any other device. model: the only model that may
-    use such a part; "" for a device. whole_bytes: the budget of the whole device, where a part of it was set aside; 0 where it was
-    not divided."""
+    name: `cpu:0`; `cpu:0@b` for a device that the host b lends; `cpu:0/org/name` for a carve-out. budget_bytes: for weights, KV and
+    work space together. uuid: identifies the GPU of this machine on which the device or carve-out is; "" if there is none. model:
+    the isolated model of a carve-out; "" for a device. whole_bytes: for a carve-out, the budget of the device before the division;
+    0 for a device."""
 
     name: str
     budget_bytes: int
@@ -57,8 +57,8 @@ class DeviceBudget(msgspec.Struct, frozen=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model's sampling settings, for requests that name none. They override the checkpoint's generation_config.json, whose value
-    counts where a field is None."""
+    """The sampling settings of a model that apply where a request gives none. They override the checkpoint's
+    generation_config.json. A field that is None leaves that file's value in force."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -16,9 +16,9 @@ def folder_of(path: str) -> str:
 
 
 def settings_files(path: str) -> list[str]:
-    """Returns the settings files in the order in which they are read; a later one overrides the earlier ones. `path` is the first,
-    then come the files of conf.d whose names end in .toml, sorted by code points, without hidden ones. Raises OSError, with the
-    file's name, if conf.d cannot be read, or if such an entry has an unprintable name or is not a regular file."""
+    """Returns the settings files in the order in which they are read; a later one overrides the earlier ones. `path` is the first.
+    The visible files of conf.d whose names end in .toml follow, sorted by code points. Raises OSError with a file name if conf.d
+    cannot be read, or if one of these files has an unprintable name or is not a regular file."""
     folder = folder_of(path)
     try:
         names = sorted(os.listdir(folder))

@@ -42,7 +42,8 @@ def parse(text: str) -> TraceEndpoint:
 
 
 def header_problem(name: str, value: str) -> str:
-    """Returns why a header cannot be sent, or "" if it can. The text does not contain the value, which may be secret."""
+    """Returns why an HTTP header of the settings cannot be sent to the collector of traces, or "" if it can. The text does not
+    contain the header's value, which may be secret."""
     if not _HEADER_NAME.match(name):
         return f"must be a table of headers; {name!r} can be no header's name"
     if name.lower() in _OWN_HEADERS:

@@ -39,8 +39,8 @@ _LONGEST_S = 100 * 365 * 86400.0  # longer durations count as for ever, because 
 
 
 def parse_bytes(value: int | str) -> int:
-    """Returns the number of bytes of a size: "512MiB" -> 536870912, "1GB" -> 10**9, 4096 -> 4096. Raises ValueError, whose message
-    tells what is allowed, for another form and for 0 or less."""
+    """Returns the number of bytes of a size: "512MiB" -> 536870912, "1GB" -> 10**9, 4096 -> 4096. Raises ValueError for text of
+    another form and for less than 1 byte; the message says what is allowed."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"must be {SIZE_FORM}")
     if isinstance(value, int):
@@ -56,8 +56,8 @@ def parse_bytes(value: int | str) -> int:
 
 
 def parse_duration_s(value: float | str) -> float:
-    """Returns a duration in seconds: 90 -> 90.0, "1h30m" -> 5400.0, "forever" or a negative number -> inf. Raises ValueError, whose
-    message tells what is allowed."""
+    """Returns a duration in seconds: 90 -> 90.0, "1h30m" -> 5400.0, "forever" or a negative number -> inf. Raises ValueError for
+    text of another form; the message says what is allowed."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"must be {DURATION_FORM}")
     if isinstance(value, str):
@@ -111,8 +111,8 @@ def parse_size_or_share(value: int | str, memory_bytes: int) -> int:
 
 def parse_device(text: str) -> tuple[str, str]:
     """Splits a device entry into its name and budget: `cpu=512MiB` -> ("cpu:0", "512MiB"), `cuda:1` -> ("cuda:1", ""), `cpu@b=8GiB`
-    -> ("cpu:0@b", "8GiB"). Only a cuda device of this machine may have no budget; that of another host's device may be no
-    percentage. Raises ValueError for an entry of another form."""
+    -> ("cpu:0@b", "8GiB"). Raises ValueError for an entry of another form, for one without a budget unless it is a cuda device of
+    this machine, and for a percentage as the budget of another host's device."""
     name, equals, budget = text.partition("=")
     match = _DEVICE.match(name.strip())
     is_cpu = match is not None and match[1] == "cpu"

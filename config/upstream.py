@@ -37,8 +37,9 @@ def host_of(url: str) -> str:
 
 
 def is_own_address(url: str, listen: str) -> bool:
-    """Returns whether an upstream's address is certainly this node's own, so that requests would go in a circle. False does not
-    rule it out, because the machine may have other names. listen: the HOST:PORT on which the node listens."""
+    """Returns whether an upstream's address is certainly this node's own, so that requests would go in a circle. The machine may
+    have names that are not known here, so the upstream may be this node even if the result is False. listen: the HOST:PORT on which
+    the node listens."""
     parts = urlsplit(url)
     host, port = parse_listen(listen)
     if not port or (parts.port or _PORTS[parts.scheme]) != port:

@@ -12,8 +12,8 @@ _TIME = re.compile(r"([01]\d|2[0-3]):([0-5]\d)\Z")
 
 
 def check(value: str | list[str]) -> None:
-    """Checks the entries of the setting `warm`. Raises ValueError unless each is "start" or a time of day (HH:MM), and no two are
-    equal."""
+    """Checks the entries of the setting `warm`. Raises ValueError unless each is "start" or a time of day (HH:MM) and all of them
+    differ."""
     entries = _entries(value)
     if not all(each == AT_START or _TIME.match(each) for each in entries):
         raise ValueError(FORM)
