@@ -1,4 +1,4 @@
-"""Makes `python -m hearthd` the same as `hearthd`. It also works where Python would find another distribution's `daemon`."""
+"""Makes `python -m hearthd` the same as `hearthd`. It also works if another distribution's package `daemon` hides hearthd's."""
 
 from __future__ import annotations
 

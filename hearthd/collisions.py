@@ -1,7 +1,7 @@
-"""Finds packages of other distributions that stand in the place of one of hearthd's, and says what to do about them.
+"""Finds packages of other distributions that have the name of one of hearthd's packages, and says what to do about them.
 
-Reads the file lists of all installed distributions, which takes ten milliseconds or more. So it runs only for `hearth doctor` and
-after hearthd/packages.py has found something unusual.
+Reads the file lists of all installed distributions, which takes ten milliseconds or more. Therefore it runs only for `hearth
+doctor`, and after hearthd/packages.py has found something unusual.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def _hearth() -> int:
 
 
 def _tell_as_doctor() -> None:
-    """Does in place of `hearth doctor` what it cannot do itself: if packages of other distributions keep it from starting, prints
-    them as its findings and ends the process. Otherwise does nothing."""
+    """Reports for `hearth doctor` that packages of other distributions keep it from starting: prints the collisions and ends the
+    process. Does nothing if there are no such packages."""
     if not odd():
         return
     from hearthd import collisions

@@ -1,11 +1,9 @@
 """Checks whether `config`, `daemon`, `engine`, `loader` and `scheduler` are hearthd's own packages. Other distributions use these
 names, too (python-daemon installs `daemon`), and pip overwrites files without a warning.
 
-Every start of a program makes this check (hearthd/start.py), so the usual case must be cheap: five look-ups that the later
-imports need anyway, a few hundred bytes read from each `__init__.py`, and the list of hearthd's files where it was installed from
-a wheel. That takes less than a millisecond. Only what is unusual is examined by hearthd/collisions.py, which reads the lists of
-all installed distributions. One case is found by `hearth doctor` alone: another distribution's package of a single file that
-hearthd's own package has overwritten.
+Every start of a program makes this check (hearthd/start.py), so it takes less than a millisecond if nothing is wrong. Anything
+unusual is examined by hearthd/collisions.py, which reads the lists of all installed distributions. This check misses one case,
+which only `hearth doctor` finds: hearthd's package has overwritten another distribution's package of a single file.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def odd(home: str = HOME) -> list[str]:
-    """Returns the names of hearthd's packages that need a closer look: those that Python finds outside `home`, that do not say in
-    their docstring that they are hearthd's, or that share their folder in `home` with files that hearthd did not install. home: the
+    """Returns the names of hearthd's packages that must be examined further: those that Python finds outside `home`, that lack the
+    mark of hearthd in their docstring, or that share their folder in `home` with files that hearthd did not install. home: the
     folder that contains hearthd's packages."""
     shared = _shared(home)
     return [name for name in NAMES if name in shared or not is_found(home, name) or not is_marked(home, name)]

@@ -1,4 +1,4 @@
-"""The first check of each program: it ends with a message where Python would import other packages instead of hearthd's."""
+"""Makes the first check of each program: ends it with a message if Python would import other packages instead of hearthd's."""
 
 from __future__ import annotations
 
