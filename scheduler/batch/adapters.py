@@ -25,9 +25,9 @@ MAX_ADAPTERS = 64  # most adapters of one model in memory; the device's tables h
 @dataclass(slots=True, eq=False)
 class ResidentAdapter:
     """An adapter in device memory. key: identifies its files. number: its index in the model's tables. num_rows: how many running
-    sequences use it. last_used: a counter, larger for an adapter that was used later. is_new: the requests that waited for it are
-    queued and none has run yet; no other adapter may take its chunks until one has, or two adapters could displace each other for
-    ever. is_retired: it is dropped when the last sequence that uses it ends."""
+    sequences use it. last_used: a counter, larger for an adapter that was used later. is_new: whether none of the requests that
+    waited for it has run yet; its chunks are then not given to another adapter, because two adapters could otherwise displace each
+    other again and again. is_retired: whether it is dropped when the last sequence that uses it ends."""
 
     key: str
     number: int
@@ -39,8 +39,9 @@ class ResidentAdapter:
 
 
 class Adapters:
-    """The adapters of one model that are in device memory, at most `most`, and the requests that wait for one. The owner sets
-    `dropped`: dropped(number) is called when the adapter of this index is dropped; its memory must not be read from then on."""
+    """The adapters of one model that are in device memory, at most `most`, and the requests that wait for an adapter. The owner
+    sets the attribute `dropped`, a function: dropped(number) is called when the adapter with this index is dropped, after which its
+    memory must not be read."""
 
     def __init__(self, chunks: ChunkPool, most: int = MAX_ADAPTERS) -> None:
         self._chunks, self._most = chunks, most
@@ -87,8 +88,8 @@ class Adapters:
             self._chunks.version += 1
 
     def undo(self, key: str) -> None:
-        """Takes back one `take` of an adapter, for a request that was not admitted after all. Unlike after `leave`, requests that
-        wait for memory are not tried again."""
+        """Reverts one call of `take`, for a request that was not admitted after all. Unlike after `leave`, requests that wait for
+        memory are not tried again."""
         self.resident[key].num_rows -= 1
 
     def retire(self, key: str) -> None:
@@ -111,15 +112,15 @@ class Adapters:
         return adapter is not None
 
     def gone(self, request: BatchRequest) -> None:
-        """Records that a queued request was aborted, so that its adapter is not kept for it any more (ResidentAdapter.is_new)."""
+        """Records that a queued request was aborted. Its adapter is no longer protected by ResidentAdapter.is_new."""
         if (adapter := self.resident.get(request.adapter)) is not None:
             adapter.is_new = False
 
     def place(self, key: str, num_chunks: int, make_room: Callable[[int], int] = lambda num_chunks: 0) -> ResidentAdapter | None:
         """Takes num_chunks adjacent chunks from the lease (the chunks that all models share for KV) for an adapter that is not
-        resident, and returns the adapter with its index. Idle adapters of this model are dropped where that is needed;
-        make_room(num_chunks) makes others give chunks back and returns how many. Returns None, and takes nothing, if there is no
-        room now."""
+        resident, and returns the adapter with its index; None, and nothing is taken, if there is no room now. Idle adapters of this
+        model are dropped if necessary. make_room(num_chunks): a function that makes other owners give chunks back, and returns how
+        many."""
         self._without_room.setdefault(key, 0)
         if not self._free_numbers and not self._drop_idle(new_ones=False):
             return None
@@ -135,8 +136,9 @@ class Adapters:
         return adapter
 
     def give_up_idle(self, num_chunks: int, new_ones: bool = True) -> int:
-        """Drops idle adapters until num_chunks are free or none is left. Returns how many chunks became free. new_ones: whether
-        adapters with is_new may be dropped, too: True to make room for KV, False to make room for an adapter."""
+        """Drops idle adapters, the least recently used first, until num_chunks chunks are free or no idle adapter is left. Returns
+        how many chunks became free. new_ones: whether adapters with is_new may be dropped, too: True to make room for KV, False to
+        make room for an adapter."""
         given = 0
         while given < num_chunks and (freed := self._drop_idle(new_ones)):
             given += freed
@@ -159,9 +161,9 @@ class Adapters:
         self._chunks.release_kept((self, key))
 
     def _run_of(self, key: str, num_chunks: int) -> IntArray | None:
-        """Returns num_chunks adjacent free chunks, if so many may still be taken from the lease (the chunks that all models share
-        for KV), from the shortest run of free chunks that is long enough; None if there is no such run. Chunks that are kept for
-        another adapter count as taken."""
+        """Returns num_chunks adjacent free chunks from the shortest sufficient run of free chunks. Returns None if there is no such
+        run, or if fewer chunks may still be taken from the lease (the chunks that all models share for KV). Chunks that are kept
+        for another adapter count as taken."""
         chunks, free = self._chunks, self._chunks.choosable(num_chunks)
         own = chunks.keeps_for((self, key))
         if (chunks.room_chunks if own else chunks.drawable_chunks) < num_chunks:
@@ -174,8 +176,8 @@ class Adapters:
         return np.arange(first, first + num_chunks, dtype=np.int32)
 
     def _drop_idle(self, new_ones: bool) -> int:
-        """Drops the adapter that was used least recently among those that no sequence uses, from memory. Returns how many chunks it
-        had; 0 if there is none. new_ones: whether it may be one whose first requests are still queued (ResidentAdapter.is_new)."""
+        """Drops from memory the least recently used adapter that no sequence uses. Returns how many chunks it had; 0 if there is no
+        such adapter. new_ones: whether adapters with ResidentAdapter.is_new may be dropped, too."""
         idle = [adapter for adapter in self.resident.values() if not adapter.num_rows and (new_ones or not adapter.is_new)]
         if not idle:
             return 0
@@ -197,13 +199,13 @@ class Adapters:
 
     @property
     def num_without_room(self) -> int:
-        """Number of waiting requests whose adapter has been read but found no room in device memory. The other waiting requests
-        wait for their adapter to be read."""
+        """Number of waiting requests whose adapter has been read from disk but found no room in device memory. For all other
+        waiting requests, the adapter has still to be read."""
         return sum(len(self._waiting.get(key, ())) for key in self._without_room)
 
     @property
     def wanted(self) -> KeysView[str]:
-        """Keys of the adapters that requests wait for, the one first that has been waited for longest."""
+        """Keys of the adapters that requests wait for, in the order in which the waiting began."""
         return self._waiting.keys()
 
     def wait(self, request: BatchRequest) -> None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 class BatchLimits:
     """The limits of one model's batches. max_sequences: the most sequences that run at a time. max_model_len: the most tokens of
     prompt and output together. max_num_batched_tokens: the most tokens of one step. eos_token_ids: the tokens that end a sequence.
-    fingerprint and kv_dtype identify the KV's content for the prefix cache. embeds: whether the model computes embeddings: a
-    sequence then ends with its prompt, which may have max_model_len tokens, and its vector counts as one output token, which has no
-    KV. num_stages: number of pipeline stages that a step passes through, one after the other; up to num_stages steps, of different
-    sequences, are under way at a time."""
+    fingerprint, kv_dtype: identify the KV's content for the prefix cache. num_stages: number of pipeline stages that a step passes
+    through, one after the other; up to num_stages steps, of different sequences, are under way at a time.
+
+    embeds: whether the model computes embeddings. Its sequences end with their prompt, which may have max_model_len tokens; the
+    vector counts as one output token, which has no KV."""
 
     max_sequences: int
     max_model_len: int

@@ -50,10 +50,11 @@ class BatchScheduler:
         has_predictor: bool = False,
         table: SequenceTable | None = None,
     ) -> None:
-        """drafter: drafts tokens for sequences that decode; None: only tokens that a grammar forces are drafted. With a drafter,
-        the KV cache must not have state groups, because a state cannot be rolled back. has_predictor: whether the model has a layer
-        for multi-token prediction, which also drafts tokens (proposals.py); the drafter is asked where the predictor has drafted
-        none. table: an empty sequence table to use, of the sizes that the limits call for; None: the scheduler makes one."""
+        """drafter: drafts tokens for sequences that decode; None: there is none, and only tokens that a grammar forces or the
+        model's predictor proposes are drafted. With a drafter, the KV cache must not have state groups, because a state cannot be
+        rolled back. has_predictor: whether the model has a layer for multi-token prediction (proposals.py); its drafts are
+        preferred to the drafter's. table: an empty sequence table to use, of the sizes that the limits call for; None: the
+        scheduler makes one."""
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -113,15 +114,15 @@ class BatchScheduler:
 
     @property
     def runnable(self) -> bool:
-        """Returns whether `plan` may find work: a sequence runs that is not held, or a request waits, a slot is free, and memory
-        has changed since the request at the head of the queue found no room."""
+        """Returns whether `plan` may find work: at least one running sequence is not held, or a waiting request may be admitted.
+        The latter requires a free slot and, if the head of the queue has found no room, a change of memory since."""
         if len(self.running) > self._num_held:
             return True
         return len(self.waiting) > 0 and len(self._free_slots) > 0 and self._blocked_version != self.kv.chunks.version
 
     def submit(self, request: BatchRequest) -> None:
-        """Queues a request. The caller has checked that 0 < len(tokens) < limits.max_tokens and that the request's id is not known
-        yet. A request whose adapter is not resident waits for `adapter_arrived` first."""
+        """Queues a request. A request whose adapter is not resident waits for `adapter_arrived` first. The caller must have checked
+        that 0 < len(tokens) < limits.max_tokens and that no other request has this id."""
         request.order = self._next_order
         self._next_order += 1
         request.has_first_token = request.resubmitted = len(request.tokens) > request.num_prompt
@@ -176,15 +177,15 @@ class BatchScheduler:
         return self._drafts is not None
 
     def guess(self, request_id: int) -> IntArray | None:
-        """Returns tokens that may follow those of a running request with a grammar or token limits; None if the request does not
-        run or guessing pauses for it."""
+        """Returns tokens that may follow those of a running request with a grammar or token limits. Returns None if the request
+        does not run, or if drafting for it pauses at the moment."""
         slot = self._slot_of.get(request_id)
         return None if slot is None or self._drafts is None else self._drafts.guess(slot)
 
     def propose(self, request_id: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
-        """Sets the drafted tokens that a request's next step verifies. The request has a grammar or token limits, and the masks for
-        these tokens have been made. sure: for each token whether the grammar allows no other there. guessed: whether guesses were
-        asked for (masked_drafts.Proposal). Does nothing if the request does not run."""
+        """Sets the drafted tokens that the next step of a request with a grammar or token limits verifies. The caller has made the
+        masks for these tokens. sure: for each token whether the grammar allows no other at its place. guessed: whether tokens that
+        the grammar does not force were asked for (masked_drafts.Proposal). Does nothing if the request does not run."""
         slot = self._slot_of.get(request_id)
         if slot is not None and self._drafts is not None:
             self._drafts.propose(slot, tokens, sure, guessed)
@@ -225,10 +226,11 @@ class BatchScheduler:
         step has not reported yet.
 
         max_tokens: the most tokens of the step (default: max_num_batched_tokens, which it must not exceed unless all layers have
-        full attention). room: what limits the step's rows and prompt tokens (StepRoom); None: no limits. Requests are admitted
-        while fewer sequences run than `room` has rows for. If the head of the queue has waited for many steps, more sequences may
-        run than that, and take turns (step_limits.most_running). now_s: the time, which is reported of requests that this step
-        admits (StepOutcome.began_s); 0: it is not reported."""
+        full attention). room: what limits the step's rows and prompt tokens (StepRoom); None: no limits. now_s: the time, which is
+        reported for requests that this step admits (StepOutcome.began_s); 0: it is not reported.
+
+        Requests are admitted while fewer sequences run than the step has rows for. If the head of the queue has waited for many
+        steps, more sequences are admitted, which then take turns (step_limits.most_running)."""
         room = room or StepRoom()
         self._now_s = now_s
         plan = self._plan(step_id, room, max_tokens)
@@ -284,9 +286,9 @@ class BatchScheduler:
         self._ahead.start(plan)
 
     def finish_step(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> StepOutcome:
-        """Records the results of a step, ends the sequences that are finished and returns what each request got. ids[k], bad[k]:
-        the token that the k-th sampling row of the plan sampled, and whether its logits were not finite; then the request ends
-        without a token."""
+        """Records the results of a step, ends the sequences that are finished and returns what each request got. ids[k]: the token
+        that the k-th sampling row of the plan sampled. bad[k]: whether the logits of this row were not finite; its request then
+        ends without a further token."""
         table = self.table
         if self._ahead:
             plan, ids, bad = self._ahead.finish(plan, ids, bad)
@@ -355,8 +357,9 @@ class BatchScheduler:
         return plan if counts is None else with_drafts(plan, counts)
 
     def _rows_of_stage(self) -> int:
-        """Returns how many sequences may decode in a step of a model with several stages: few enough that every stage has a step to
-        compute."""
+        """Returns how many sequences may decode in one step of a model with several pipeline stages: the running sequences divided
+        by the number of stages, rounded up, so that each stage can compute a step of its own. Sequences that are held do not
+        count."""
         return -(-(len(self.running) - self._num_held) // self.limits.num_stages)
 
     @property
@@ -400,9 +403,9 @@ class BatchScheduler:
     def _plan_prefill(
         self, decode: IntArray, prefill: IntArray, computed: IntArray, room: StepRoom, max_rows: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Plans prefill chunks for sequences with more than one token to compute and for requests that it admits
-        (_may_admit). Returns the decode rows that were not preempted for them, and the slots and numbers of tokens of the
-        chunks."""
+        """Plans prefill chunks for running sequences with more than one token to compute, and for requests that it admits. Returns
+        the slots of `decode` that still run (others were preempted to make room), then the slots of the chunks and their numbers of
+        tokens."""
         table = self.table
         slots: list[int] = []
         tokens: list[int] = []
@@ -424,8 +427,9 @@ class BatchScheduler:
         return decode, np.array(slots, np.int32), np.array(tokens, np.int32)
 
     def _may_admit(self, max_rows: int) -> bool:
-        """Returns whether a request may be admitted now: one waits, a slot is free, memory has changed since the head of the queue
-        found no room, and few enough sequences run (step_limits.most_running). Sequences that are held do not count."""
+        """Returns whether a request may be admitted now. This requires a waiting request, a free slot, and fewer running sequences
+        than step_limits.most_running allows, not counting those that are held. If the head of the queue has found no room, memory
+        must have changed since."""
         if not len(self.waiting) or not self._free_slots or self._blocked_version == self.kv.chunks.version:
             return False
         return self.num_running - self._num_held < most_running(max_rows, self._passed_over)
@@ -439,8 +443,8 @@ class BatchScheduler:
             self._passed_over += 1
 
     def _let_in(self, room: StepRoom, max_rows: int, slots: list[int], tokens: list[int], most: int) -> None:
-        """Admits waiting requests, at most `most`, while the step has room and another one may be admitted (_may_admit). Appends
-        the slot and the number of tokens of each one's first chunk to the lists `slots` and `tokens`."""
+        """Admits waiting requests, at most `most`, while the step has room and `_may_admit` allows it. Appends the slot of each
+        admitted request to `slots`, and the number of tokens of its first chunk to `tokens`."""
         for _ in range(most):
             slot = None if room.is_full or not self._may_admit(max_rows) else self._admit()
             if slot is None:
@@ -458,8 +462,8 @@ class BatchScheduler:
     # ---- joining and leaving
 
     def _admit(self) -> int | None:
-        """Moves the head of the queue into a slot and returns the slot; None if none waits, its KV does not fit now, or it waits
-        for another sequence that computes the same prompt. A request that can never fit is moved to `failed`."""
+        """Moves the head of the queue into a slot and returns the slot. Returns None if no request waits, if its KV does not fit
+        now, or if another sequence is computing the same prompt. A request that can never fit is moved to `failed`."""
         while (request := self.waiting.head()) is not None:
             if request.adapter and not self.adapters.is_resident(request.adapter):  # it has left since
                 self.waiting.withdraw(request.request_id)
@@ -535,8 +539,8 @@ class BatchScheduler:
                 self._drafts.learned(slot, first, request.keys[:full], self.kv.groups[0].prefixes)
 
     def _leave(self, slot: int, poisoned: bool = False) -> None:
-        """Frees a slot and releases its blocks; the caller must then call `running.drop_gone`. poisoned: its logits were not
-        finite, so what only this sequence computed is removed from the prefix cache."""
+        """Frees a slot and releases its blocks; the caller must then call `running.drop_gone`. poisoned: whether the sequence's
+        logits were not finite; contents that no other sequence holds are then removed from the prefix cache."""
         request = self._requests[slot]
         assert request is not None
         if poisoned:

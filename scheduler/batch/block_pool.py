@@ -1,10 +1,10 @@
-"""Manages the blocks of one model's KV group. They are cut out of the chunks that the group owns, or has drawn (taken) from the
-lease, the chunks that all models share for KV.
+"""Manages the blocks of one model's KV group. The blocks lie in chunks that the group owns, or has drawn (taken) from the lease,
+the chunks that all models share for KV.
 
 Block b is bytes [b * block_bytes, (b + 1) * block_bytes) of the device's arena, where block_bytes differs from model to model, so a
-block id is an address. A block is usable when every chunk it touches is owned; adjacent owned chunks make the blocks across their
-border usable. A usable block is free (on the stack, or set aside while its chunk is kept for an adapter), in use (reference
-count > 0) or cached (count 0, neither on the stack nor set aside).
+block id is an address. A block may lie across the border of two chunks. It is usable when the group owns all chunks in which it
+lies. A usable block is in use (reference count > 0), cached (count 0, with content that the prefix cache knows) or free. Free
+blocks are on a stack, or set aside while their chunk is kept for an adapter.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class BlockPool:
             self.chunks.version += 1
 
     def undo(self, blocks: IntArray, drawn_before: BoolArray) -> None:
-        """Takes back an allocation whose blocks have not been written to. The chunks that it took from the lease (the chunks that
-        all models share for KV) are given back. This does not count as freed memory, so waiting requests are not tried again.
-        drawn_before: what `drawn_chunks` returned before the allocation."""
+        """Reverts an allocation whose blocks have not been written to. The chunks that the allocation took from the lease (the
+        chunks that all models share for KV) are given back. This does not count as freed memory, so waiting requests are not tried
+        again. drawn_before: the result of `drawn_chunks` before the allocation."""
         self.refcount[blocks] = 0
         self._push(blocks)
         vain = np.flatnonzero(self._drawn & ~drawn_before & ~self._busy_chunks()).astype(np.int32)
@@ -135,9 +135,9 @@ class BlockPool:
         return len(given)
 
     def moves_to_empty(self, max_chunks: int) -> tuple[IntArray, IntArray]:
-        """Returns (sources, targets): which blocks in use or cached to move, and to which free blocks, so that chunks which the
-        group has taken from the lease (the chunks that all models share for KV) become empty. At most `max_chunks` chunks are
-        emptied, those with the fewest used blocks.
+        """Returns (sources, targets): blocks in use or cached that should be moved, and the free block to which each should go, so
+        that chunks which the group has taken from the lease (the chunks that all models share for KV) become empty. At most
+        `max_chunks` chunks are emptied, those with the fewest used blocks.
 
         The arrays are empty if no chunk can be emptied. No block is moved into a chunk that is empty already."""
         free, num_in_chunk = self._stack[: self.num_free], self._num_busy_blocks()
@@ -165,10 +165,12 @@ class BlockPool:
         return sources, self._fullest(targets, num_in_chunk)[: len(sources)]
 
     def moves_out_of(self, chunks: BoolArray, spare: int) -> tuple[IntArray, IntArray]:
-        """Returns (sources, targets): the blocks in use or cached that lie, at least partly, in the chunks marked in `chunks`
-        [num_chunks], which are kept for an adapter, and for each a free block elsewhere to move it to. For the targets, chunks are
-        taken from the lease (the chunks that all models share for KV) if it has some left. Otherwise only so many blocks are moved
-        that `spare` blocks stay free, from the chunks with the fewest used blocks first."""
+        """Returns (sources, targets): the blocks in use or cached that lie, at least partly, in the marked chunks, and for each a
+        free block elsewhere to move it to. chunks [num_chunks]: the chunks that are kept for an adapter.
+
+        More chunks are taken from the lease (the chunks that all models share for KV) for the targets if it has some left.
+        Otherwise only so many blocks are moved that `spare` blocks stay free, beginning with the chunks with the fewest used
+        blocks."""
         self._look_at_kept()
         num_in_chunk = self._num_busy_blocks()
         sources = self._in(chunks, self._busy_blocks())
@@ -186,7 +188,7 @@ class BlockPool:
         return len(self._in(chunks, self._busy_blocks()))
 
     def fill(self) -> FloatArray:
-        """Returns [num_chunks]: about which fraction of each chunk is taken by blocks that are in use or cached."""
+        """Returns [num_chunks]: approximately the fraction of each chunk that blocks in use or cached take."""
         return self._num_busy_blocks() * np.float32(self.block_bytes / self.chunks.chunk_bytes)
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
@@ -251,12 +253,13 @@ class BlockPool:
     # ---- inside
 
     def _acquire(self, num_chunks: int, *, reserved: bool) -> int:
-        """Takes a run of about `num_chunks` adjacent chunks and makes the blocks in it usable; returns how many chunks (0: none
-        available). reserved: the group keeps the chunks until `close`. Else they are taken from the lease (the chunks that all
-        models share for KV) and must make at least one more block usable, so the run may be a little longer than asked.
+        """Takes a run of about `num_chunks` adjacent chunks and makes the blocks in it usable. Returns the number of chunks taken;
+        0 if none is available. reserved: whether the group keeps the chunks until `close`; if not, they are taken from the lease
+        (the chunks that all models share for KV). Chunks from the lease must make at least one more block usable, so the run may be
+        a little longer than asked.
 
-        The smallest run of free chunks that holds them all is chosen, else the largest; within it, the position that yields most
-        whole blocks."""
+        The smallest sufficient run of free chunks is used; if there is none, the largest run. Within it, the position is chosen
+        that yields most whole blocks."""
         blank = self.chunks.choosable(num_chunks)
         width = self._acquire_of(blank, num_chunks, reserved=reserved)
         if not width and blank is not self.chunks.free:
@@ -319,8 +322,8 @@ class BlockPool:
         self.num_free += len(blocks)
 
     def _look_at_kept(self) -> None:
-        """Brings the stack of free blocks up to date with the chunks that the chunk pool keeps for an adapter: free blocks in these
-        chunks are set aside, and those in chunks that are not kept any more come back to the stack."""
+        """Adapts the stack of free blocks to the chunks that the chunk pool keeps for an adapter: free blocks in kept chunks are
+        set aside, and those in chunks that are no longer kept return to the stack."""
         if self._kept is self.chunks.kept:
             return
         self._kept = kept = self.chunks.kept

@@ -3,12 +3,12 @@ is, borrow for KV beyond the chunks that they own.
 
 A model owns the chunks of its weights and of its reserved KV from load to eviction. KV beyond that is drawn from the engine's
 lease, which all models share: `num_drawn <= lease_chunks` holds after every call, except between `set_lease` and the reclaim that
-follows it. Weights may lie anywhere while KV blocks need adjacent chunks, so weights fill the gaps.
+follows it. Weights may lie in any chunks, but KV blocks need adjacent ones, so weights are put into the shortest gaps.
 
-For an adapter that has waited for long, chunks are kept (`keep`): nobody else draws them, nor the part of the lease that they take.
+Chunks, and a part of the lease, may be kept for an adapter that has waited for long (`keep`); nobody else can then draw them.
 
-Free chunks may hold weights that an earlier engine left (`left`). Anybody may take them, but they are chosen last; once one chunk
-of a model's weights is taken for something else, its other chunks count as empty.
+Free chunks may hold weights that an earlier engine left (`left`). They may be taken like all others, but are chosen last. Once one
+chunk of a model's weights is taken for something else, its other chunks count as empty.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from scheduler.batch.plan import BoolArray, IntArray
 
 
 class ChunkPool:
-    """Account of who owns each of a device's num_chunks chunks, of chunk_bytes each; no memory is touched here.
+    """The account of who owns each of a device's num_chunks chunks, of chunk_bytes each; it touches no memory.
 
-    resident_limit: how many chunks may have physical memory at once (the rest of the budget is for the work space); None: all."""
+    resident_limit: how many chunks may have physical memory at once, because the work space needs the remaining budget; None:
+    all."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, lease_chunks: int = 0, resident_limit: int | None = None) -> None:
         if num_chunks <= 0 or chunk_bytes <= 0:
@@ -80,8 +81,8 @@ class ChunkPool:
 
     def give_back(self, chunks: IntArray, *, reserved: bool, touched: bool = True) -> None:
         """Frees chunks that a model has taken (`take`). reserved: True for chunks that are a model's own; False for chunks taken
-        from the lease (the chunks that all models share for KV). touched: False for chunks that were taken and not used, so that
-        waiting requests are not tried again. Raises ValueError if a chunk is free already."""
+        from the lease (the chunks that all models share for KV). touched: False for chunks that were never used; waiting requests
+        are then not tried again. Raises ValueError if a chunk is free already."""
         self._free(chunks)
         if reserved:
             self.num_reserved -= len(chunks)
@@ -91,9 +92,9 @@ class ChunkPool:
             self.version += 1
 
     def hold(self, num: int) -> IntArray:
-        """Returns [num] free chunks, in one run if there is one, which nobody else gets until `release_hold`. A load holds chunks
-        for the model's reserved KV in this way, and then takes others for the weights. Raises MemoryError and holds none if too few
-        are free."""
+        """Reserves `num` free chunks until `release_hold` and returns them, [num]; they are adjacent if possible. A load holds the
+        chunks of the model's reserved KV in this way while it takes others for the weights. Raises MemoryError, and reserves none,
+        if too few are free."""
         runs = free_runs(self.choosable(num))
         runs = runs[np.argsort(runs[:, 1], kind="stable")]
         fitting = runs[runs[:, 1] >= num][:1]
@@ -115,8 +116,8 @@ class ChunkPool:
         self.num_reserved += num
 
     def take_weights(self, num: int) -> IntArray:
-        """Takes `num` chunks for weights and returns them, ascending: chunks that have physical memory first, then those of the
-        shortest gaps. Raises MemoryError, and takes none, if too few are free."""
+        """Takes `num` chunks for weights and returns them in ascending order. Chunks that have physical memory are chosen first,
+        then those of the shortest runs of free chunks. Raises MemoryError, and takes none, if too few are free."""
         choosable = self.choosable(num)
         free = np.flatnonzero(choosable)
         if len(free) < num:
@@ -152,9 +153,9 @@ class ChunkPool:
     # ---- chunks kept for an adapter
 
     def keep(self, owner: object, chunks: BoolArray, num: int) -> None:
-        """Keeps the chunks marked in `chunks` [num_chunks], which may be in use, for `owner`, in place of those kept for it before;
-        and sets aside for it `num` chunks of the lease (the chunks that all models share for KV). Raises ValueError if chunks are
-        kept for another owner."""
+        """Keeps chunks for `owner`, in place of any that were kept for it before, and sets aside for it `num` chunks of the lease
+        (the chunks that all models share for KV). chunks [num_chunks] bool: marks the chunks to keep, which may still be in use.
+        Raises ValueError if chunks are kept for another owner."""
         if self.kept is not None and self._kept_for != owner:
             raise ValueError("chunks are kept for another adapter")
         self.kept, self.num_kept, self._kept_for = chunks, num, owner
@@ -187,8 +188,8 @@ class ChunkPool:
         self._is_left[chunks] = self.resident[chunks] = True
 
     def take_left(self, model: str) -> IntArray:
-        """Takes and returns the chunks in which an earlier engine left the model's weights, in the weights' order. They count as
-        taken by `take_weights`. Raises KeyError if they are gone."""
+        """Takes the chunks in which an earlier engine left the model's weights, and returns them in the order of the weights. They
+        are then owned like chunks from `take_weights`. Raises KeyError if the weights are gone."""
         chunks = self.left[model]
         self._claim(chunks)
         self.num_weights += len(chunks)
@@ -200,8 +201,8 @@ class ChunkPool:
         self._is_left[self.left.pop(model)] = False
 
     def choosable(self, num: int) -> BoolArray:
-        """Returns [num_chunks]: the free chunks from which to choose `num`. Chunks with weights that an earlier engine left are
-        among them only if there are too few others."""
+        """Returns [num_chunks] bool: the free chunks among which `num` are to be chosen. Chunks with weights that an earlier engine
+        left are included only if there are too few others."""
         if not self.left:
             return self.free
         blank: BoolArray = self.free & ~self._is_left

@@ -2,9 +2,9 @@
 blocks move to free places in the model's other chunks, and the empty chunks are given back.
 
 A model whose sequences came and went has blocks in almost every chunk. A copy within the device's memory costs less than computing
-the blocks again, so compaction is tried before cached prefixes are dropped and long before a sequence is preempted. Block tables
-are rewritten, which is why this happens between a model's steps and never while it allocates blocks itself: a caller that allocates
-may hold blocks that are in no table yet.
+the blocks again, so compaction is tried before cached prefixes are dropped and long before a sequence is preempted. It rewrites
+block tables, so it runs only between a model's steps. It must not run while the model allocates blocks, because newly allocated
+blocks are not in a table yet.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ CopyBlocks = Callable[[int, IntArray, IntArray], None]
 
 
 class Compaction:
-    """Moves blocks of one engine's models together, so that chunks become empty. copy: copies blocks within the device's memory.
-    moved_bytes: how many bytes it has copied so far."""
+    """Moves blocks of one engine's models together, so that chunks become empty. copy: a function that copies blocks within the
+    device's memory. moved_bytes: how many bytes have been copied so far."""
 
     def __init__(self, copy: CopyBlocks) -> None:
         self._copy = copy
@@ -50,8 +50,8 @@ class Compaction:
 
     def clear(self, scheduler: BatchScheduler, chunks: BoolArray) -> None:
         """Moves one model's blocks out of the chunks [num_chunks] that are kept for an adapter, and gives the empty chunks back to
-        the chunk pool. This goes as far as there are free blocks elsewhere, or cached prefixes to drop, beside the blocks that
-        running sequences will need next."""
+        the chunk pool. Cached prefixes are dropped if there are too few free blocks elsewhere. Blocks stay in the kept chunks if
+        moving them would leave too few free blocks for the growth of running sequences."""
         spare = len(scheduler.running) // 4  # as many as an admission leaves free
         for g, group in enumerate(scheduler.kv.groups):
             self._move(scheduler, g, *group.pool.moves_out_of(chunks, spare))

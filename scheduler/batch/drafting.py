@@ -1,16 +1,16 @@
-"""Drafts tokens (speculative decoding): tokens that a cheap guess expects next are computed together with a sequence's last token.
+"""Drafts tokens (speculative decoding): a cheap method guesses the next tokens of a sequence, and one step verifies them.
 
 A sequence that decodes may bring drafted tokens along, each as one more row of the step, at the positions after its last token.
-Every row samples its next token with the random numbers of its own position, as it would without drafts. So as long as the sampled
-tokens are those that were drafted, the rows behind them computed what later steps would have, and their tokens count too; from the
-first difference on, rows are dropped. The text is the same as without drafts, only in fewer steps.
+Every row samples its next token with the random numbers of its own position, as it would without drafts. As long as the sampled
+tokens equal the drafted ones, all rows count; from the first difference on, rows are dropped. The text is the same as without
+drafts, only in fewer steps.
 
-How many tokens are drafted follows from what they are worth: the chance that the model samples a sequence's drafted tokens, learned
-from its earlier ones, against what a step of more rows costs (StepRoom.worth_drafting). A sequence for which nothing pays is left
-alone for a while, twice as long each time.
+The number of drafted tokens depends on the chance that the model samples them, learned from the sequence's earlier drafts, and on
+the cost of a step with more rows (StepRoom.worth_drafting). Drafting pauses for a sequence if it is not worth its cost; each pause
+is twice as long as the last.
 
-For a sequence with a grammar or token limits, the code that knows what may follow a drafted token proposes the drafts
-(masked_drafts.py), also those that the grammar forces.
+For a sequence with a grammar or token limits, the code that computes its masks also proposes its drafts (masked_drafts.py),
+including the tokens that the grammar forces.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _NEWEST_OF_MODEL = 0.02
 
 @dataclass(slots=True)
 class Drafted:
-    """A drafted token. worth: the chance that the model samples it and all tokens drafted before it. guessed: its sequence's drafts
-    may be guesses, so drafting for the sequence may pause if this token is not worth its row."""
+    """A drafted token. row: the index, among the rows that decode, of its sequence. worth: the chance that the model samples it and
+    all tokens drafted before it. guessed: whether the drafts of its sequence may be guesses; drafting for the sequence then pauses
+    if none of them is worth its row. False if a grammar forces them all."""
 
     row: int  # index among the rows that decode
     worth: float
@@ -59,8 +60,8 @@ class Drafts:
     whose proposal may contain guesses."""
 
     def __init__(self, table: SequenceTable, drafter: Drafter | None, proposals: Proposals | None = None) -> None:
-        """drafter: drafts from a sequence's own text; None: only tokens that are proposed for masked sequences and sure are
-        drafted. proposals: the drafts of the model's own predictor, if it has one; the drafter is asked where these are missing."""
+        """drafter: drafts from a sequence's own text; None: there is none. proposals: the drafts of the model's own predictor, if
+        it has one; they are preferred to the drafter's."""
         num_slots = len(table.request_id)
         self._table, self._drafter, self.proposals = table, drafter, proposals
         self._model_chance = _PRIOR
@@ -84,8 +85,8 @@ class Drafts:
             self.proposals.join(slot, cached)
 
     def learned(self, slot: int, first: int, keys: Sequence[bytes], prefixes: PrefixCache) -> None:
-        """Tells the drafts of the model's predictor, if it has one, that a sequence's blocks from index `first` on were added to
-        the prefix cache `prefixes`. keys: the keys of all its blocks up to the last one added."""
+        """Records that blocks of a sequence were added to the prefix cache `prefixes`, for the model's predictor, if it has one.
+        first: the index of the first added block. keys: the keys of the sequence's blocks up to the last one added."""
         if self.proposals is not None and self.proposals.minds(slot):
             own = self._table.block_tables[0][slot, first : len(keys)].tolist()
             owned = [prefixes.block_of(key) == block for key, block in zip(keys[first:], own, strict=True)]
@@ -182,8 +183,9 @@ class Drafts:
         return counts if num else None
 
     def _under_masks(self, row: int, slot: int, num_tokens: int, most: int, chance: float) -> list[Drafted]:
-        """Writes the tokens that are proposed for a masked slot, at most `most`, behind the slot's num_tokens tokens, and returns
-        them. row: the slot's index among the rows that decode. chance: that a guessed token is what the model samples."""
+        """Writes the tokens that are proposed for a slot with a grammar or token limits, at most `most`, behind the slot's
+        num_tokens tokens, and returns them. row: the slot's index among the rows that decode. chance: that a guessed token is what
+        the model samples."""
         proposal = self._masked.take(slot, num_tokens)
         self._next_plan[slot] = _NEVER
         if proposal is None:
@@ -214,9 +216,9 @@ class Drafts:
         return self._drafter(np.concatenate((prediction, tokens)), most)
 
     def ask(self, plan: BatchPlan, blocks: SequenceBlocks, most_rows: int, room: StepRoom) -> BatchPlan:
-        """Returns the plan with `to_propose` set, which says how many tokens the model's predictor is to draft after the step; the
-        plan unchanged if the model has no predictor or it need not see the step. blocks: the blocks that the sequences hold.
-        most_rows: bound on the rows of the next step."""
+        """Returns the plan with `to_propose` set, the number of tokens that the model's predictor is to draft after the step.
+        Returns the plan unchanged if the model has no predictor, or if the predictor is not to process this step. blocks: the
+        blocks that the sequences hold. most_rows: upper limit of the rows of the next step."""
         if self.proposals is None:
             return plan
         slots = plan.slots
@@ -241,7 +243,7 @@ class Drafts:
 
     def _learn(self, slot: int, num_drafted: int, num_held: int) -> None:
         """Updates the chance that a sequence's drafts are right, after the model has sampled num_held of num_drafted drafted
-        tokens. Tokens to which a grammar allowed no alternative are left out, because they tell nothing about guesses."""
+        tokens. Tokens that a grammar forces are not counted, because they say nothing about guesses."""
         sure = self._masked.sure(slot)
         for number in range(min(num_held + 1, num_drafted)):
             if sure is not None and sure[number]:
@@ -253,9 +255,9 @@ class Drafts:
                 self._pause[slot] = 0
 
     def _leave_alone(self, slot: int) -> None:
-        """Pauses drafting for the sequence in a slot for some plans, twice as many as the last time. Pauses end together, at
-        multiples of their length, because while tokens are drafted for any sequence, no step of its model can start before the last
-        one has ended."""
+        """Pauses drafting for the sequence in a slot, for twice as many plans as the last time. A pause ends at a multiple of its
+        length, so that the pauses of several sequences end together. (While tokens are drafted for any sequence, no step of its
+        model can start before the last one has ended.)"""
         pause = self._pause[slot] = min(MOST_PAUSE, max(1, 2 * int(self._pause[slot])))
         ends = self._next_guess if self._is_masked(slot) else self._next_plan
         ends[slot] = (self._num_plans // pause + 1) * pause
@@ -285,8 +287,8 @@ class Verified:
     plan: one row for each sequence: the last of its rows whose sampled token counts. ids, bad [Q]: the token that this row sampled,
     and whether its logits were not finite.
 
-    counts [Q]: how many tokens each sequence gets: the drafted tokens that were right, and one of `ids`. told: all these tokens,
-    one sequence after the other. drafted [Q]: how many tokens were drafted."""
+    counts [Q]: how many tokens each sequence gets: its drafted tokens that were right, and the one sampled after them. told: the
+    tokens of all sequences, one sequence after the other. drafted [Q]: how many tokens were drafted."""
 
     plan: BatchPlan
     ids: IntArray
@@ -300,7 +302,8 @@ class Verified:
         return int(self.counts.max(initial=1))
 
     def complete(self, outcome: StepOutcome) -> None:
-        """Adds to an outcome, which has only the last token of each sequence, the tokens before it."""
+        """Completes an outcome that has only the last token of each sequence: sets all tokens of each sequence and their
+        numbers."""
         outcome.ids = self.told[~np.repeat(self.bad, self.counts)].tolist()
         outcome.counts, outcome.drafted = self.counts[~self.bad].tolist(), self.drafted[~self.bad].tolist()
 

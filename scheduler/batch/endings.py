@@ -1,8 +1,8 @@
-"""Finds the sequences that end with the token just sampled: it is an end id of the model, a stop id of the request, or the last
-token that the request allows.
+"""Finds the sequences that end with the token just sampled: an end id of the model, a stop id of the request, or the last token
+that the request allows.
 
-In most steps no sequence ends. To find that out, the ids are searched as a list, and the steps in which no sequence can reach its
-length are counted; several numpy operations in a row would take several times as long.
+In most steps no sequence ends, so this case must be fast: the ids are searched as a Python list, and a counter says for how many
+steps it is certain that no sequence reaches its length. Several numpy operations in a row would take several times as long.
 """
 
 from __future__ import annotations

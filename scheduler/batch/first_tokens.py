@@ -1,4 +1,6 @@
-"""Reports once per request, with its first token or the next one after a resubmission, where its prompt's KV came from."""
+"""Reports how many tokens of a request's prompt were cached, once per request: with its first token, or with the next token after
+the request was submitted again.
+"""
 
 from __future__ import annotations
 

@@ -18,16 +18,16 @@ class GroupCache:
     models.
 
     window_tokens: the most positions that a query of these layers attends to, its own included (sliding-window or chunked
-    attention); 0: all (full attention). is_chunked: whether a query attends to the positions of its own chunk of window_tokens
-    positions; if not, to the last window_tokens positions. `reclaim(num_chunks)` makes other groups and models drop cached prefixes
-    and returns how many chunks came back.
+    attention); 0: all (full attention). is_chunked: True if a query attends to the positions of its own chunk of window_tokens
+    positions, False if it attends to the last window_tokens positions. `reclaim(num_chunks)` makes other groups and models drop
+    cached prefixes and returns how many chunks came back.
 
-    snapshot_tokens: positive for a group whose blocks hold states instead of tokens; 0 for any other group. Block i of a sequence
-    then holds the state after its last computed token within the i-th block of tokens. A step reads the state before its first
-    token and writes the states that have a block: the last two, and one wherever the prompt has passed a multiple of
-    snapshot_tokens. States between them have no block (-1 in the table). A full block is never written again, so it is a cached
-    prefix like any other. window_tokens is block_tokens + 1, so that the block before the last one is kept: from there a sequence
-    can be continued after its end."""
+    snapshot_tokens: positive for a group whose blocks hold states (of recurrent layers) instead of tokens; 0 for any other group.
+    Block i of a sequence then holds the state after its last computed token within the i-th block of tokens. Two kinds of states
+    have a block: the last two, and that of each block in which the prompt reaches a multiple of snapshot_tokens. All others have -1
+    in the block table. A step reads the state before its first token and writes the states that have a block. A full block is never
+    written again, so it is a cached prefix like any other. window_tokens is block_tokens + 1, so that the block before the last one
+    is kept: from there a sequence can be continued after its end."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class GroupCache:
         return self.pool.num_usable - self.pool.num_free - self.pool.num_set_aside - self.prefixes.num_unheld
 
     def first_needed(self, num_computed: int) -> int:
-        """Returns the index of the first block that queries from position `num_computed` on attend to."""
+        """Returns the index of the first block that is still attended to by queries from position `num_computed` on."""
         return int(self.first_blocks(np.int32(num_computed)))
 
     def first_blocks(self, positions: IntArray | np.int32) -> IntArray:
@@ -71,16 +71,16 @@ class GroupCache:
         return np.asarray(first // self.block_tokens)
 
     def most_blocks(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Returns the most blocks that a sequence of up to num_tokens tokens holds at once if a step computes at most chunk_tokens
-        of them."""
+        """Returns the most blocks that a sequence of up to num_tokens tokens holds at once. chunk_tokens: the most tokens of the
+        sequence that one step computes."""
         blocks = -(-num_tokens // self.block_tokens)
         if self.snapshot_tokens:  # blocks kept before the chunk, blocks within it, the last two
             return min(blocks, 4 - (-chunk_tokens // self.snapshot_tokens))
         return min(blocks, -(-(self.window_tokens + chunk_tokens) // self.block_tokens) + 1) if self.window_tokens else blocks
 
     def wanted(self, first: int, end: int) -> IntArray:
-        """Returns the indices of those blocks of a sequence from `first` to `end` - 1 that must be allocated if the tokens up to
-        the end of block `end` - 1 are computed: all of these blocks, but in a group of states only those whose state is kept."""
+        """Returns the indices of the blocks that must be allocated before a sequence's tokens in the blocks `first` to `end` - 1
+        are computed: all of these blocks, but in a group of states only those whose state is kept."""
         blocks = np.arange(first, end, dtype=np.int32)
         if not self.snapshot_tokens:
             return blocks
@@ -113,9 +113,8 @@ class GroupCache:
     # ---- prefixes
 
     def reachable(self, keys: Sequence[bytes]) -> BoolArray:
-        """Returns [len(keys) + 1] bool: entry n says whether a sequence could start with its first n blocks taken from the cache,
-        that is, whether those of these n blocks that later queries attend to are all cached. keys: the keys of its blocks, in
-        order."""
+        """Returns [len(keys) + 1] bool: entry n is True if a sequence could start with n cached blocks, that is, if those of its
+        first n blocks to which later queries attend are cached. keys: the keys of the sequence's blocks, in order."""
         num_blocks = np.arange(len(keys) + 1, dtype=np.int32)
         gaps = np.full(len(keys) + 1, -1)
         gaps[1:] = np.where(self.prefixes.are_known(keys), -1, num_blocks[:-1])
@@ -131,16 +130,16 @@ class GroupCache:
         return held
 
     def release(self, blocks: IntArray) -> None:
-        """Lowers by 1 the reference count of each block of one sequence; `blocks` are in the sequence's order. Blocks whose content
-        the prefix cache knows stay cached, and when memory is needed the sequence's end is dropped before its beginning."""
+        """Lowers by 1 the reference count of each block of one sequence. blocks: in the sequence's order. Blocks whose content the
+        prefix cache knows stay cached; when memory is needed, the end of the sequence is dropped before its beginning."""
         unheld = self.pool.release(blocks)
         if len(unheld):
             self.pool.put_free(np.array(self.prefixes.keep(unheld[::-1].tolist())[::-1], np.int32))
             self.pool.chunks.version += 1
 
     def replace(self, blocks: IntArray) -> None:
-        """Lowers the reference counts of blocks by 1, like `release`, but waiting requests are not tried again, because the caller
-        allocates as many blocks at once. A block that several sequences share may occur several times."""
+        """Lowers the reference counts of blocks by 1, like `release`, for a caller that allocates as many blocks at once; therefore
+        waiting requests are not tried again. A block that several sequences share may occur several times in `blocks`."""
         version = self.pool.chunks.version
         if len(np.unique(blocks)) == len(blocks):
             self.release(blocks)
@@ -150,9 +149,9 @@ class GroupCache:
         self.pool.chunks.version = version
 
     def discard(self, blocks: IntArray, keys: Sequence[bytes] = ()) -> None:
-        """Releases the blocks of a sequence whose KV cannot be trusted. Of these, the blocks that no other sequence holds leave the
-        prefix cache, and so do blocks of `keys` that no sequence holds: this sequence may have computed them before they fell
-        behind its window."""
+        """Releases the blocks of a sequence whose KV cannot be trusted, and removes from the prefix cache all of them that no other
+        sequence holds. keys: the keys of all its full blocks. Their cached blocks that no sequence holds are removed, too, because
+        this sequence may have computed them before they fell behind its window."""
         behind = [block for block in self.prefixes.known(keys) if not self.pool.refcount[block]]
         self.prefixes.forget(behind)
         self.pool.put_free(np.array(behind, np.int32))

@@ -16,8 +16,8 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True)
 class Tail:
-    """The last, partly filled block of a sequence, restored from a save. key: see prefix_cache.tail_key. num_tokens: tokens in the
-    block. blocks: the pool block in each group."""
+    """The last, partly filled block of a sequence, restored from saved KV. key: the result of prefix_cache.tail_key. num_tokens:
+    tokens in the block. blocks: the pool block in each group."""
 
     key: bytes
     num_tokens: int
@@ -100,12 +100,12 @@ class KVCache:
         return num, [group.share(keys[group.first_needed(num * self.block_tokens) : num]) for group in self.groups]
 
     def take_tail(self, key_of: Callable[[int], bytes]) -> Tail | None:
-        """Takes the cached partial block of a sequence's end out of the cache and returns it, so that the caller alone holds it;
-        None if there is none.
+        """Removes from the cache a saved partial block with which a sequence can continue, and returns it; the caller alone then
+        holds it. Returns None if there is none.
 
-        Sequences with the same tokens have partial blocks of their own, told apart by a serial number. key_of: returns the key
-        (prefix_cache.tail_key) for a serial number. The keys key_of(0), key_of(1), ... are tried in turn, as long as they are in
-        `tails`, and the block of the first one that every group has cached is taken."""
+        Sequences with the same tokens have partial blocks of their own, which differ in a serial number. key_of: returns the key
+        (prefix_cache.tail_key) for a serial number. The serial numbers 0, 1, ... are tried in turn until every group has the block
+        cached, or no block with that key was restored."""
         for serial in itertools.count():
             key = key_of(serial) if self.tails else b""
             num_tokens = self.tails.pop(key, 0)

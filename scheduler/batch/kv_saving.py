@@ -24,8 +24,8 @@ Row = tuple[bytes, int, Sequence[int]]
 @dataclass(slots=True)
 class SavedKV:
     """E blocks of tokens to save, parents before their children. keys, num_tokens [E]: the key and the number of tokens of each.
-    blocks [E, G]: the pool block in each of G KV groups, -1 where a group has none. num_lost_tokens: computed tokens of running
-    requests that are not in these blocks."""
+    blocks [E, G]: the pool block in each of G KV groups; -1 if the group has none. num_lost_tokens: number of computed tokens of
+    running requests that are not saved."""
 
     keys: list[bytes] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -43,8 +43,8 @@ class _Selection:
         self.blocks: list[list[int]] = []
 
     def add(self, rows: Sequence[Row], whole: bool) -> int:
-        """Selects as many of the blocks `rows` to be saved, in order, as there is room for; with `whole`, all or none. Returns how
-        many tokens the selected blocks have, including blocks that an earlier call has selected already."""
+        """Adds to the selection as many of the blocks `rows`, in order, as there is room for. whole: whether to add all of them or
+        none. Returns the number of tokens in the added blocks; a block that was selected earlier counts as added."""
         costs = [self._cost(row) for row in rows]
         if whole and sum(costs) > self.room_bytes:
             return 0
@@ -72,9 +72,9 @@ class _Selection:
 
 
 def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
-    """Returns the blocks to save of a model that is about to be evicted, room_bytes at most: first those of running sequences, the
-    oldest first, then those of preempted ones, then cached prefixes, the most recently used first. Must be called between steps;
-    the selected blocks stay in place until `close`."""
+    """Returns the KV blocks to save of a model that is about to be evicted, room_bytes at most. The blocks of running sequences are
+    selected first, the oldest sequence first, then those of preempted ones, then cached prefixes, the most recently used first.
+    Must be called between steps; the selected blocks keep their content until `close`."""
     kv, table = scheduler.kv, scheduler.table
     selection = _Selection(kv, room_bytes)
     lost = 0
@@ -122,9 +122,9 @@ def _known(kv: KVCache, keys: Sequence[bytes]) -> list[Row]:
 
 
 def make_room(kv: KVCache, present: BoolArray) -> IntArray:
-    """Allocates blocks of the pool to restore saved KV into, without dropping cached prefixes of others. present [E, G] bool: for E
-    saved blocks and G KV groups, whether saved block e has content in group g. Returns [F, G] pool blocks for the first F saved
-    blocks, as many as fit; -1 where a group has no content."""
+    """Allocates blocks of the pool into which saved KV is to be restored. Cached prefixes of others are not dropped for them.
+    present [E, G] bool: for E saved blocks and G KV groups, whether saved block e has content in group g. Returns [F, G]: the pool
+    blocks for the first F saved blocks, as many as fit; -1 where a group has no content."""
     blocks = np.full(present.shape, -1, np.int32)
     for g, group in enumerate(kv.groups):
         rows = np.flatnonzero(present[:, g])
@@ -144,8 +144,8 @@ def make_room(kv: KVCache, present: BoolArray) -> IntArray:
 
 def take_back(kv: KVCache, keys: Sequence[bytes], num_tokens: Sequence[int], blocks: IntArray, good: BoolArray) -> int:
     """Adds restored KV to the prefix cache. blocks [F, G]: the pool blocks that `make_room` returned. keys, num_tokens: the key and
-    the number of tokens of each of the F saved blocks. good [F] bool: whether the block could be restored; one that could not is
-    freed. The first block will be dropped last. Returns how many tokens were restored."""
+    the number of tokens of each of the F saved blocks. good [F] bool: whether the block was restored; the others are freed. When
+    memory is needed, the first block is dropped last. Returns how many tokens were restored."""
     restored = 0
     for g, group in enumerate(kv.groups):
         held = blocks[:, g] >= 0

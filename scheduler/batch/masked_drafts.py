@@ -1,8 +1,9 @@
-"""Holds drafted tokens that code outside the scheduler proposes for sequences whose logits are masked.
+"""Holds the drafted tokens of sequences with a grammar or token limits, whose logits are masked; code outside the scheduler
+proposes them.
 
-Where a grammar or a list of tokens says what may follow, each drafted token needs the mask of its successor, which only code
-outside the scheduler can make (engine/serve/constraints.py). So these drafts are proposed together with their masks, after each of
-the sequence's tokens, instead of being looked up when a step is planned.
+The mask for a token depends on the tokens before it, so drafted tokens need one mask each. Only code outside the scheduler can make
+masks (engine/serve/constraints.py). It proposes drafts together with their masks after each token of the sequence; drafts of other
+sequences are looked up when a step is planned.
 
 Shapes: S slots, D drafted tokens of one sequence.
 """
@@ -19,9 +20,9 @@ from scheduler.batch.plan import BoolArray, IntArray
 @dataclass(slots=True, frozen=True)
 class Proposal:
     """D drafted tokens of one sequence. tokens [D]: their ids. sure [D]: whether the grammar allows no other token there, so that
-    the token is right if those before it are. guessed: whether the proposal was made with a guess (Drafts.guess) of tokens that the
-    grammar does not force, even if none of them was allowed. num_tokens: the number of the sequence's tokens before the drafted
-    ones."""
+    the token is right if all before it are. guessed: whether a guess (Drafts.guess) of tokens that the grammar does not force was
+    made for the proposal; it may be that the grammar allowed none of the guessed tokens. num_tokens: the number of the sequence's
+    tokens before the drafted ones."""
 
     tokens: IntArray
     sure: BoolArray
@@ -29,8 +30,9 @@ class Proposal:
     num_tokens: int
 
     def worths(self, chance: float, most: int) -> list[float]:
-        """Returns for each of the first `most` tokens the chance that the model samples it and all tokens before it. chance: that
-        it samples a guessed token; a sure one follows if those before it do."""
+        """Returns for each of the first `most` tokens the chance that the model samples it and all drafted tokens before it.
+        chance: that the model samples a guessed token. For a token that the grammar forces the chance is 1 once those before it are
+        sampled."""
         worths: list[float] = np.cumprod(np.where(self.sure[:most], 1.0, chance)).tolist()
         return worths
 

@@ -1,4 +1,6 @@
-"""Turns a step's tokens into outcomes: whose tokens they are, which sequences end, and what is reported with a first token."""
+"""Turns the tokens that a step sampled into its outcome (StepOutcome): the request of each token, which sequences end, and what is
+reported with a first token.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Describes what one step computes and the arrays of per-sequence values that it reads: the batch scheduler's output.
+"""Defines the batch scheduler's output: what one step computes, and the arrays of per-sequence values that the step reads.
 
-Shapes: S slots of a model (its max_sequences), R rows of a step, B blocks a sequence may hold, L its maximum length.
-Token ids, block tables and sampling settings live in one `SequenceTable` per model, written in place: a step passes row
-numbers, never objects.
+Shapes: S slots of a model (its max_sequences), R rows of a step, B blocks a sequence may hold, L its maximum length. Token ids,
+block tables and sampling settings live in one `SequenceTable` per model, written in place: a step passes row numbers, never
+objects.
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_gr
 
 
 def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt: int, max_model_len: int) -> None:
-    """Fills the sampling columns of a slot from its request's settings. `prompt_logprobs` is left out, because they may have been
-    reported already. num_prompt, max_model_len: tokens."""
+    """Fills the sampling columns of a slot from its request's settings. num_prompt: number of tokens of the prompt. max_model_len:
+    the most tokens of a sequence. The column `prompt_logprobs` is not set, because the prompt's log-probabilities may have been
+    reported already."""
     table.temperature[slot] = params.temperature
     table.top_p[slot] = params.top_p
     table.top_k[slot] = min(params.top_k, INT32_MAX)
@@ -155,13 +156,13 @@ def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt
 
 @dataclass(slots=True)
 class BatchPlan:
-    """The plan of one step. Row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and samples one
-    token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first.
+    """The plan of one step. Row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on. It samples one
+    token if `samples[i]`, which is set if the sequence's last token is in this step. Decode rows (num_new 1) come first.
 
-    all_decode: every row has one new token and samples; False if that was not checked. drafted: a slot may have several rows, one
-    for its last token and one for each token drafted behind that; drafted tokens are in the table, too (drafting.py). to_propose:
-    how many tokens the model's predictor is to draft after the step for each row's sequence; None: the predictor does not see the
-    step."""
+    all_decode: True if every row has one new token and samples; False if that is not so or was not checked. drafted: whether a slot
+    may have several rows, one for its last token and one for each token drafted after that; drafted tokens are in the table, too
+    (drafting.py). to_propose: how many tokens the model's predictor is to draft after the step for each row's sequence; None: the
+    predictor does not process the step."""
 
     step_id: int
     model: str
@@ -179,12 +180,12 @@ class StepOutcome:
     """The results of a step: row k is one request and its token, or counts[k] tokens if `counts` is not empty. Steps of the same
     requests may share the list of their ids.
 
-    finish: whether and how each row's sequence ends (plan.FINISH_*), empty if none ended. bad: requests that ended because their
-    logits were not finite. drafted: how many tokens were drafted for each row, if `counts` is not empty.
+    finish: whether and how each row's sequence ends (0, or one of plan.FINISH_*), empty if none ended. bad: requests that ended
+    because their logits were not finite. drafted: how many tokens were drafted for each row, if `counts` is not empty.
 
-    Reported with a request's first token: cached: tokens of its prompt found in the prefix cache; began_s: the time at which it
-    was admitted. Reported with the next token of a request that was submitted with output: resumed: its cached and recomputed
-    tokens."""
+    These are reported with a request's first token: cached, the number of tokens of its prompt found in the prefix cache, and
+    began_s, the time at which it was admitted. For a request that was submitted with output, resumed is reported with the next
+    token: the numbers of its cached and of its recomputed tokens."""
 
     request_ids: list[int]
     ids: list[int]

@@ -72,7 +72,7 @@ class PrefixCache:
         return [self._block_of[key] for key in keys if key in self._block_of]
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the blocks of the longest prefix of `keys` that is cached."""
+        """Returns the blocks of the longest cached prefix of `keys`, in order."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -102,8 +102,8 @@ class PrefixCache:
             self._unheld.pop(block, None)
 
     def keep(self, blocks: Iterable[int]) -> list[int]:
-        """Takes over `blocks`, which no sequence holds any more: those whose content is known stay cached, and the first of them
-        will be dropped first. Returns the other blocks, which the caller frees."""
+        """Records that no sequence holds `blocks` any more. Those whose content is known stay cached, and the first of them will be
+        dropped first. Returns the others, which the caller must free."""
         unknown = []
         for block in blocks:
             if block in self._key_of:
@@ -124,7 +124,7 @@ class PrefixCache:
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Records that the content of block sources[i] is now in block targets[i]. The order in which cached blocks are dropped
-        stays."""
+        does not change."""
         moved = dict(zip(sources, targets, strict=True))
         keys = [(moved[block], key) for block in sources if (key := self._key_of.pop(block, None)) is not None]
         for block, key in keys:

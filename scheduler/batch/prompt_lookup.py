@@ -13,9 +13,9 @@ MOST_TOKENS = 8  # most tokens compared: longer matches do not predict better
 def looked_up(tokens: IntArray, num_drafted: int) -> IntArray:
     """Returns num_drafted tokens that may follow `tokens`, or none.
 
-    The draft is what followed the longest earlier match of the last tokens, at least FEWEST_TOKENS long; among equal ones the
-    latest. If the match is so near the end that fewer than num_drafted tokens follow it, the text repeats itself, and so does the
-    draft."""
+    The draft is what followed the longest earlier occurrence of the last tokens, at least FEWEST_TOKENS long; of several the
+    latest. If fewer than num_drafted tokens follow that occurrence, they are repeated, because the text is then likely to repeat
+    itself."""
     last = len(tokens) - 1
     if last < FEWEST_TOKENS:
         return tokens[:0]

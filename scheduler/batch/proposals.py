@@ -1,9 +1,9 @@
-"""Keeps the tokens that a model's own predictor has drafted (engine/models/predictor.py), and decides how many to ask it for.
+"""Keeps the tokens that a model's own predictor has drafted (engine/models/predictor.py), and decides how many it is to draft next.
 
 The predictor runs after a step, on the step's hidden states, and drafts for the next one. It has keys and values of its own for
-every position; for the positions of a step that the predictor did not see they are missing for good. A sequence with such a hole
-gets no more drafts, nor does one that begins with cached blocks with a hole. The predictor sees every step with parts of prompts,
-and decode steps as long as drafting may soon pay.
+every position. If it does not process a step, it lacks the keys and values of that step's positions, and cannot compute them later.
+A sequence with such a hole gets no more drafts from the predictor, nor does one that begins with cached blocks that contain a hole.
+The predictor processes every step with parts of prompts, and decode steps as long as drafting may soon be worth its cost.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Proposals:
 
     on_trial: whether the tokens drafted now are verified even if they do not seem worth it, to learn what they are worth.
 
-    hole [S]: for each of S slots (places of running sequences) the first position of its sequence that the predictor has not seen.
-    asked [S]: whether the predictor drafts for the slot's sequence after the latest planned step.
+    hole [S]: for each of S slots (places of running sequences) the first position of its sequence that the predictor has not
+    processed. asked [S]: whether the predictor drafts for the slot's sequence after the latest planned step.
 
     tokens [S, K], counts [S]: the tokens last drafted for each slot's sequence, at most K, and their number. behind [S]: how many
     tokens the sequence had when they were drafted.
 
-    holed: keys of cached blocks with positions that the predictor has not seen."""
+    holed: keys of cached blocks with positions that the predictor has not processed."""
 
     def __init__(self, table: SequenceTable, block_tokens: int) -> None:
         num_slots = len(table.request_id)
@@ -53,17 +53,16 @@ class Proposals:
         self._num_slow = 0  # plans for which the predictor was too slow
 
     def join(self, slot: int, cached: Sequence[bytes]) -> None:
-        """Registers the sequence in a slot. cached: keys of the cached blocks that it begins with; the predictor drafts for it only
-        if it has seen all of their positions. (The predictor sees each position together with the next token; at the last position
-        of these blocks that may have been another token than this sequence has.)"""
+        """Registers the sequence in a slot. cached: keys of the cached blocks that it begins with; the predictor drafts for the
+        sequence only if it has processed all of their positions."""
         first = next((at for at, key in enumerate(cached) if key in self._holed), None) if self._holed else None
         self._hole[slot] = _NO_HOLE if first is None else first * self._block_tokens
         self._counts[slot], self._asked[slot] = 0, False
 
     def learned(self, slot: int, first: int, keys: Sequence[bytes], owned: Sequence[bool]) -> None:
-        """Notes which blocks of the prefix cache have positions that the predictor has not seen, after a sequence's blocks from
-        index `first` on were added to that cache under `keys`. owned: for each key, whether the cache keeps this sequence's block;
-        False: it has another block of this key already."""
+        """Updates which blocks of the prefix cache have positions that the predictor has not processed, after blocks of a sequence
+        were added to that cache. first: index of the first added block. keys: the keys of the added blocks. owned: for each key,
+        whether the cache keeps this sequence's block; False if it had another block with this key already."""
         for at, (key, is_owned) in enumerate(zip(keys, owned, strict=True), first):
             if not is_owned:
                 continue
@@ -74,8 +73,8 @@ class Proposals:
             del self._holed[next(iter(self._holed))]
 
     def minds(self, slot: int) -> bool:
-        """Returns whether blocks that the slot's sequence adds to the prefix cache must be reported here (`learned`): whether there
-        is a position, of this sequence or of any cached block, that the predictor has not seen."""
+        """Returns whether blocks that the slot's sequence adds to the prefix cache must be reported by `learned`: True if there is
+        a position, of this sequence or of any cached block, that the predictor has not processed."""
         return bool(self._holed) or self._hole[slot] < _NO_HOLE
 
     def ask(
@@ -87,10 +86,10 @@ class Proposals:
         most_rows: int,
         room: StepRoom,
     ) -> BatchPlan:
-        """Returns the plan with `to_propose` set, if the predictor is to see the step, else unchanged. drafting [R]: whether the
+        """Returns the plan with `to_propose` set if the predictor is to process the step, else unchanged. drafting [R]: whether the
         sequence of each of the plan's R rows can use drafts. chances [R]: the chance that the model samples a drafted token of each
-        row's sequence. blocks: the blocks that sequences hold; a sequence that has no room for its drafts gets another block, if
-        one is free. most_rows: bound on the rows of the next step."""
+        row's sequence. blocks: the blocks that sequences hold; a sequence whose blocks have no room for its drafts gets another
+        block, if one is available. most_rows: upper limit of the rows of the next step."""
         self.on_trial = False
         self._asked[:] = False
         if self._is_too_slow(plan, room):
@@ -120,9 +119,9 @@ class Proposals:
         return replace(plan, to_propose=to_propose)
 
     def _is_too_slow(self, plan: BatchPlan, room: StepRoom) -> bool:
-        """Returns whether drafting cannot pay because the predictor is too slow, even if every drafted token were right and
-        verifying it cost nothing. After RETRY_PLANS plans with this result the predictor's costs are forgotten, so that they are
-        measured anew."""
+        """Returns whether the predictor is so slow that drafting cannot be worth its cost, even if every drafted token were right
+        and verifying it cost nothing. After RETRY_PLANS plans with this result the predictor's costs are forgotten, so that they
+        are measured again."""
         num_rows = len(np.unique(plan.slots))
         if not room.predictor_is_too_slow(num_rows, float(plan.num_computed.mean()), MOST_PROPOSED):
             return False
@@ -137,8 +136,8 @@ class Proposals:
         of them use drafts, and how many rows the next step has for drafted tokens. context: average number of positions of a
         sequence. chance: that a drafted token is what the model samples.
 
-        While drafting does not pay, one token is drafted and verified after each pause, because texts and batches change; each
-        pause is twice as long as the last. The predictor also sees the step that verifies this token."""
+        While drafting is not worth its cost, the result is 0 during a pause and 1 after each pause, because texts and batches
+        change. Each pause is twice as long as the last."""
         num = room.worth_proposing(*numbers, context, chance, MOST_PROPOSED)
         if num:
             self._pause = self._paused = 0

@@ -1,4 +1,4 @@
-"""A request as the batch scheduler holds it while it waits, and the queue it waits in."""
+"""Defines a request as the batch scheduler holds it while it waits, and the queue in which requests wait."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ class BatchRequest:
     resubmitted: bool = False  # it came with output, and its next token is not there yet
 
     def num_shareable_blocks(self, block_tokens: int) -> int:
-        """Returns how many leading blocks of the request's tokens may be taken from the prefix cache. The last token is always
-        computed, because its logits are what the request needs. With log-probabilities of the prompt every token is computed."""
+        """Returns how many of the request's first blocks of tokens may be taken from the prefix cache. The last token is always
+        computed, because the next token is sampled from its logits. If log-probabilities of the prompt are to be reported, every
+        token is computed."""
         return 0 if self._owes_prompt_logprobs else (len(self.tokens) - 1) // block_tokens
 
     def tail_key(self, seed: bytes, block_tokens: int) -> Callable[[int], bytes] | None:
         """Returns a function from a serial number to the key (prefix_cache.tail_key) of the request's partial block, which has the
         tokens between the shareable blocks and the last token. Returns None if there are no such tokens, or if every token must be
-        computed. `keys` must cover the shareable blocks."""
+        computed. The request's `keys` must include those of the shareable blocks."""
         num_full = self.num_shareable_blocks(block_tokens)
         tail = self.tokens[num_full * block_tokens : -1]
         if not len(tail) or self._owes_prompt_logprobs:
@@ -84,7 +85,7 @@ class WaitingQueue:
         return list(self._requests.values())
 
     def by_tenant(self) -> dict[str, tuple[int, float]]:
-        """Returns tenant -> (number of its waiting requests, its weight). Requests that were withdrawn may still be counted."""
+        """Returns tenant -> (number of its waiting requests, its weight). The number may include requests that were withdrawn."""
         firsts = [first for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
         return {first.tenant: (len(self._heaps[first.tenant]), first.weight) for first in firsts}
 

@@ -15,8 +15,9 @@ from scheduler.batch.request import BatchRequest
 
 
 class Running:
-    """The running sequences of a sequence table with S slots. slots: their slots in the order of admission, an array that is never
-    changed in place. requests [S]: the request in each slot, a list that the batch scheduler owns."""
+    """The running sequences of a sequence table with S slots. slots: their slots in the order of admission; the array is replaced
+    when the sequences change, and never changed in place. requests [S]: the request in each slot, a list that the batch scheduler
+    owns."""
 
     def __init__(self, table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self.slots: IntArray = np.zeros(0, np.int32)
@@ -49,8 +50,8 @@ class Running:
         return [(slot, request) for slot in self.slots.tolist() if (request := self._requests[slot]) is not None]
 
     def victim(self, tenant: str | None) -> int:
-        """Returns the slot of the sequence to preempt: the newest one of the lowest priority. tenant: only this tenant's sequences
-        are considered, because it has the most running for its weight; None: all sequences."""
+        """Returns the slot of the sequence to preempt: the newest one of the lowest priority. tenant: the tenant with the most
+        running sequences for its weight, whose sequences alone are considered; None: all are."""
         running = self.requests()
         if tenant is not None:
             running = [(slot, request) for slot, request in running if request.tenant == tenant]

@@ -1,5 +1,5 @@
-"""Handles sequences with the same prompt that arrive together (`n` of a request): the first computes the prompt, the others wait
-and share its KV.
+"""Handles sequences with the same prompt that arrive together (as for a request with `n` answers): the first one computes the
+prompt, the others wait and share its KV.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from scheduler.batch.request import BatchRequest
 
 
 class SamePrompts:
-    """Remembers which running sequence computes which prompt. slot_of: request id -> slot. num_computed, held [S]: for each of S
-    slots, the number of the sequence's computed tokens, and whether the sequence is held and so makes no progress; arrays of the
-    batch scheduler."""
+    """Remembers which running sequence computes which prompt. slot_of: request id -> slot. num_computed [S]: for each of S slots,
+    the number of the sequence's computed tokens. held [S]: whether the sequence is held, so that it makes no progress. All of these
+    belong to the batch scheduler."""
 
     def __init__(self, slot_of: Mapping[int, int], num_computed: IntArray, held: BoolArray, block_tokens: int) -> None:
         self._slot_of, self._num_computed, self._held, self._block_tokens = slot_of, num_computed, held, block_tokens
         self._first: WeakValueDictionary[bytes, BatchRequest] = WeakValueDictionary()  # by the prompt's last full block
 
     def must_wait(self, request: BatchRequest, num_full: int) -> bool:
-        """Returns whether a request must wait because a running sequence is still computing the same first num_full blocks of
-        tokens. If not, the request is recorded as the one that computes them. The request's keys must cover these blocks."""
+        """Returns whether a request must wait because a running sequence is computing the same first num_full blocks of tokens. If
+        it need not, records that this request computes them. The request's `keys` must include those of these blocks."""
         if not num_full:
             return False
         key = request.keys[num_full - 1]

@@ -19,8 +19,8 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True)
 class Admission:
-    """The blocks that a sequence starts with. num_shared: leading blocks whose KV is cached. num_tail_tokens: cached tokens in the
-    block after them. blocks[g]: the sequence's blocks in group g: the cached blocks that later queries attend to and, in a
+    """The blocks that a sequence starts with. num_shared: how many of its first blocks were cached. num_tail_tokens: cached tokens
+    in the block after them. blocks[g]: the sequence's blocks in group g: the cached blocks that later queries attend to and, in a
     full-attention group, the blocks of all further tokens."""
 
     num_shared: int
@@ -52,10 +52,12 @@ class SequenceBlocks:
     def admit(
         self, keys: Sequence[bytes], num_tokens: int, headroom: int, tail_key: Callable[[int], bytes] | None = None
     ) -> Admission | None:
-        """Returns the blocks with which a sequence of num_tokens tokens starts. keys: the keys of its leading full blocks, which
-        are taken from the prefix cache where they are cached. Returns None, and takes nothing, unless all blocks that the sequence
-        will hold at once are available, plus `headroom` blocks in each group. tail_key(serial): returns a key of the partial block
-        between the blocks of `keys` and the last token (BatchRequest.tail_key); None: no such block is looked for."""
+        """Allocates the blocks with which a sequence of num_tokens tokens starts. Returns None, and takes nothing, unless all
+        blocks that the sequence will hold at once are available, plus `headroom` blocks in each group.
+
+        keys: the keys of its first full blocks, which are taken from the prefix cache if they are there. tail_key(serial): returns
+        a key of the partial block between the blocks of `keys` and the last token (BatchRequest.tail_key); None: no such block is
+        looked for."""
         num_shared, shared = self.kv.share(keys)
         tail = self.kv.take_tail(tail_key) if tail_key is not None and num_shared == len(keys) else None
         num_tail_blocks = 0 if tail is None else 1
@@ -80,8 +82,8 @@ class SequenceBlocks:
         return Admission(num_shared, 0 if tail is None else tail.num_tokens, blocks)
 
     def why_too_long(self, num_tokens: int) -> str:
-        """Returns a text that shows why a sequence of num_tokens tokens does not fit even if it is alone: how many blocks it needs
-        and how many there are, in the group that lacks most."""
+        """Returns a text for the error of a sequence of num_tokens tokens that would not fit even if it were alone. It says how
+        many blocks the sequence needs and how many there are, in the group that lacks most."""
         num, group = max(
             ((group.most_blocks(num_tokens, self._chunk_tokens), group) for group in self.kv.groups),
             key=lambda pair: pair[0] / max(1, pair[1].pool.num_usable),
@@ -111,7 +113,7 @@ class SequenceBlocks:
         self.kv.release(self._held(slot))
 
     def leave_poisoned(self, slot: int, keys: Sequence[bytes]) -> None:
-        """Releases the blocks of a slot whose KV cannot be trusted: contents that only this sequence holds are removed from the
+        """Releases the blocks of a slot whose KV cannot be trusted. Contents that only this sequence holds are removed from the
         prefix cache. keys: the keys of its full blocks."""
         for group, blocks in zip(self.kv.groups, self._held(slot), strict=True):
             group.discard(blocks, keys if group.window_tokens else ())
@@ -145,10 +147,12 @@ class SequenceBlocks:
     # ---- moving on
 
     def extend(self, slots: IntArray, num_computed: IntArray, ended: IntArray | None = None) -> bool:
-        """Allocates room for the next token of each of `slots`, at position num_computed[slot], where their `capacity` ends: at
-        most one block in each group. Returns False, and no slot gets a block, if there are too few. In window groups
-        (sliding-window or chunked attention), frees the blocks that no query from position ended[slot] on attends to (None: from
-        num_computed[slot] on). num_computed, ended: [S]."""
+        """Allocates at most one block in each group for each of `slots`, so that its next token, at position num_computed[slot],
+        has room. Must be called only for slots whose `capacity` ends at this position. Returns False, and no slot gets a block, if
+        there are too few.
+
+        In window groups (sliding-window or chunked attention), first frees the blocks that no query from position ended[slot] on
+        attends to; ended None: from num_computed[slot] on. num_computed, ended: [S]."""
         if self._is_simple:
             got = self.kv.groups[0].allocate(len(slots))
             if got is not None:

@@ -1,18 +1,19 @@
-"""Learns the cost of a step, in seconds of the device, from the steps that ran: a part for its number of tokens, and a part for its
-contexts. The contexts of a step are one or a few numbers that say how much its tokens attend to, such as the number of positions
-whose keys and values are read.
+"""Learns the cost of a step, in seconds of the device, from the steps that ran. The cost has two parts: one for the step's number
+of tokens, and one for its contexts. The contexts of a step are one or a few numbers that say how much its tokens attend to, such as
+the number of positions whose keys and values are read.
 
 Step sizes form classes, four between a size and its double, because matrix multiplications are computed for multiples of some
-number of rows. Each class has the average seconds of its steps and the average contexts they had. Between known classes the cost is
-interpolated, and extrapolated up to twice the largest. A larger step never costs less than a smaller one, so a class whose average
-is above that of a larger class (because of the set-up of a first matrix multiplication, or a stall) is given the larger class's
-cost. The cost of contexts is learned from differences within a class, where size plays no part. Where steps take longer now and
-then, as on a busy machine, a fit to the latest differences varies by chance, so the average of the fits is used. A factor follows
-the latest steps: how many times as long as the known costs they take.
+number of rows. Each class has the average seconds of its steps and their average contexts. Between known classes the cost is
+interpolated; beyond the largest it is extrapolated. A larger step never costs less than a smaller one: a class whose average is
+above that of a larger class is given the larger class's cost.
 
-Callers only ask for steps whose cost is known, so a size believed too expensive would never run again. Therefore a class is hardly
-judged by its first two steps, which set up matrix multiplications and record calls (1.3 to 3 times a step, as measured), nor by a
-stall in the third; and a class that has not run for long is forgotten, so that it is tried again.
+The cost of contexts is learned from differences within a class, which do not depend on size. On a busy machine a fit to the latest
+differences varies by chance, so the average of the fits is used. A factor, the ratio of the latest steps' times to their known
+costs, adapts all costs to the present speed.
+
+Callers only ask for steps whose cost is known, so a size that seems too expensive would never be measured again. Therefore a class
+whose first three steps have not run counts for little: its first two steps contain set-up work (1.3 to 3 times a step, as
+measured), and its third may be delayed by chance. A class that has not run for long is forgotten, so that it is tried again.
 """
 
 from __future__ import annotations
@@ -56,9 +57,8 @@ def _product(ones: Sequence[float], others: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class _Class:
-    """Averages over the steps of one class of step sizes. num: how many steps. contexts: the average of each number that says how
-    much a step attends to (StepCosts). seconds: the average time. last: the index, among all measurements, of the latest one of
-    this class."""
+    """Averages over the steps of one class of step sizes. num: how many steps. contexts: the average of each of the steps' contexts
+    (StepCosts). seconds: the average time. last: the number, among all measured steps, of the latest one of this class."""
 
     num: int
     contexts: list[float]
@@ -86,9 +86,9 @@ class StepCosts:
 
     @classmethod
     def known(cls, seconds: Callable[[int], float], each_s: Sequence[float] = (), least_step: int = 1) -> StepCosts:
-        """Returns costs as if steps of all sizes had been measured, for simulations. seconds(tokens): the seconds of a step of that
-        many tokens, without what its contexts cost (the numbers that say how much its tokens attend to, such as positions read).
-        each_s: for each context the seconds that it adds per unit."""
+        """Returns costs as if steps of all sizes had been measured, for simulations. seconds(tokens): returns the seconds of a step
+        of that many tokens, without the cost of its contexts (the numbers that say how much its tokens attend to, such as positions
+        read). each_s: for each context the seconds that it adds per unit."""
         costs = cls(len(each_s), least_step)
         costs._each_s, costs._fitted_s = list(each_s), list(each_s)
         nothing = [0.0] * len(each_s)
@@ -126,7 +126,7 @@ class StepCosts:
             known.contexts[i] += weight * difference
 
     def least(self) -> float:
-        """Returns the current cost, in seconds, of the cheapest step; 0.0 if none is known."""
+        """Returns the current cost, in seconds, of the cheapest step whose size is known; 0.0 if none is known."""
         curve = self._known()
         return curve[0][1] * max(1.0, self._drift) if curve else 0.0
 
@@ -137,23 +137,23 @@ class StepCosts:
 
     def seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
         """Returns the usual seconds of a step of num_tokens tokens; 0.0 if no step is known. contexts: how much its tokens attend
-        to, such as the number of positions read. What makes the latest steps slower is not included."""
+        to, such as the number of positions read. The result ignores that the latest steps may have been slower than usual."""
         curve = self._known()
         return self._base_s(curve, num_tokens) + self._contexts_s(contexts) if curve else 0.0
 
     def firm_seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Returns the usual seconds of a step of num_tokens tokens, by the measured steps of the same class of sizes alone; 0.0
-        until three of them have run, because the first ones include set-up work. contexts: how much the tokens attend to, such as
-        the number of positions read."""
+        """Returns the usual seconds of a step of num_tokens tokens, computed only from measured steps of the same class of sizes.
+        Returns 0.0 until three of them have run, because the first ones include set-up work. contexts: how much the tokens attend
+        to, such as the number of positions read."""
         known = self._classes.get(self.filled(num_tokens))
         if known is None or known.num < _FIRM:
             return 0.0
         return max(0.0, known.seconds - self._contexts_s(known.contexts) + self._contexts_s(contexts))
 
     def hoped(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Returns an optimistic cost, in seconds, of a step of num_tokens tokens; 0.0 if no step is known. contexts: how much the
-        tokens attend to, such as the number of positions read. A size that has hardly run is taken to cost little more than the
-        next smaller class, so that it is tried; for all others the result is the usual cost (`seconds`)."""
+        """Returns an optimistic cost, in seconds, of a step of num_tokens tokens; 0.0 if no step is known. It is the usual cost
+        (`seconds`), except for a size that has hardly run: its cost is assumed to be little above that of the next smaller class,
+        so that it is tried. contexts: how much the tokens attend to, such as the number of positions read."""
         curve = self._known()
         if not curve:
             return 0.0
@@ -172,13 +172,12 @@ class StepCosts:
         contexts_of: Callable[[int], Sequence[float]] = lambda tokens: (),
         one_more: bool = False,
     ) -> int:
-        """Returns the number of tokens of the largest step, of at most `most` tokens, that currently takes no longer than
-        `seconds`; 0 if no step is known or none fits.
+        """Returns the number of tokens of the largest step that takes at most `seconds` at the present speed; 0 if no step is known
+        or none fits. most: upper limit of the result. contexts_of(tokens): returns the contexts of a step of that many tokens, the
+        numbers that say how much they attend to; they grow with the step.
 
-        The result is the end of a class unless it is `most`. If only one class is known and there is room, twice its tokens are
-        tried. one_more: if there is room for little more than the largest known class, the next class is tried.
-        contexts_of(tokens): returns, for a step of that many tokens, the numbers that say how much they attend to, which grow with
-        the step."""
+        The result is the largest size of a class, or `most`. If only one class is known and it is well within the time, twice its
+        tokens are tried. one_more: whether the class after the largest known one is tried if the latter is within the time."""
         curve = self._known()
         if not curve:
             return 0
@@ -259,9 +258,9 @@ class StepCosts:
         return self._curve
 
     def _without_contexts(self) -> list[tuple[int, float]]:
-        """Returns (tokens, seconds) for each known class of step sizes, in ascending order: the largest size in it, and its average
-        time minus what the contexts cost (the numbers that say how much a step attends to). A class with few steps counts as at
-        most a little more expensive than the class below it."""
+        """Returns (tokens, seconds) for each known class of step sizes, in ascending order. tokens: the largest size in the class.
+        seconds: its average time minus the cost of its contexts (the numbers that say how much a step attends to). A class with few
+        steps counts as at most a little more expensive than the class below it."""
         found: list[tuple[int, float]] = []
         for at, known in sorted(self._classes.items()):
             seconds = max(0.0, known.seconds - self._contexts_s(known.contexts))

@@ -1,20 +1,19 @@
 """Limits the size of a step, so that neither its sequences nor the other models on the device wait long for its end.
 
-While a model is alone on the device and none of its sequences decodes, it computes prompts at full speed. Next to decoding
-sequences, a prompt's chunk may make their step longer by a factor; the factor grows with the number of prompts per decoding
-sequence, because whoever waits for a first token waits as well. With several tenants the factor applies to each tenant's own
-sequences and prompts. The work of other tenants may make a step longer than the tenant's own sequences alone would take: by the
-same factor, or by so much that these sequences take the tenant's share of the step.
+While a model is alone on the device, a chunk of a prompt may make the step of its decoding sequences longer by a factor. The factor
+grows with the number of prompts per decoding sequence, because requests that wait for a first token matter as well. If no sequence
+decodes, prompts are computed at full speed. With several tenants, the factor applies to each tenant's own sequences and prompts.
+The work of other tenants may make a step longer than the tenant's sequences alone would take: by the same factor, or until these
+sequences take only the tenant's share of the step, whichever is longer.
 
 While several models are busy, each step keeps within a turn: a time slice of the device, of a fixed length, which limits both the
-decoding sequences and the chunks of prompts. What does not fit stays queued. When several of them have more work than fits, they
-pool their turns: one of them uses all pooled turns in a single step, and the next time it is another model's. A neighbour waits as
-long as before and every model gets as much of the device as before, but a larger step computes more, since it reads the weights
-once for all its rows.
+decoding sequences and the chunks of prompts. All other work stays queued. If several models have more work than fits a turn, they
+pool their turns: one of them uses all pooled turns in a single step, and the next time another model does. The models wait no
+longer than before and keep their shares of the device, but a larger step computes more, since it reads the weights once for all its
+rows.
 
-The steps of a split model also wait for its other devices, which run steps of other models. These waits vary, so they are no part
-of the learned costs: sizes that happened to wait longer would be taken for dear ones, and few rows would be left. Their average
-counts as a fixed cost of each step, which more rows share.
+The steps of a split model also wait for its other devices, which run steps of other models. These waits vary, so they are not added
+to the learned costs of single step sizes; their average counts as a fixed cost of each step.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
     """Returns how many turns (time slices of the device) a model's next step may take; 0: unlimited, because no other model is
     busy.
 
-    num_backlogged: busy models with more work than fits a turn; backlogged: whether this model is one of them."""
+    num_busy: busy models, this one included. num_backlogged: busy models with more work than fits a turn. backlogged: whether this
+    model is one of them."""
     if num_busy <= 1:
         return 0
     return min(max(1, num_backlogged), MOST_TURNS) if backlogged else 1
@@ -48,22 +48,25 @@ def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
 
 def most_running(max_rows: int, passed_over: int) -> int:
     """Returns the number of running sequences from which on no further request is admitted. max_rows: the number of sequences that
-    fit one step. passed_over: the number of steps since the last admission in which max_rows sequences or more ran while the head
-    of the queue waited. With every PATIENT_STEPS such steps, max_rows more sequences may run, which then alternate in steps: else a
-    request could wait for minutes for a stream to end."""
+    fit one step. passed_over: for how many steps the head of the queue has waited while at least max_rows sequences ran.
+
+    After every PATIENT_STEPS such steps, max_rows more sequences may run, which then alternate in steps. Otherwise a request could
+    wait for minutes for a stream to end."""
     return max_rows * (1 + passed_over // PATIENT_STEPS)
 
 
 @dataclass(slots=True)
 class StepLimits:
-    """The limits of one model's steps, from the step costs it learns.
+    """The limits of one model's steps, from the step costs that it learns.
 
     turn_s: length of a turn (a time slice of the device) in device seconds. stretch: the factor by which a prompt's chunk may
-    lengthen a step (a turn is always allowed); 0: unlimited. decoding: costs of steps in which every sequence has one token; their
-    context (StepCosts) is the number of positions read. prompting: costs of steps with prompt tokens, by all their tokens; their
-    contexts are the positions that decoding rows read, the positions that chunks read, and the pairs of a chunk's token with a
-    position. proposing: the time that a model's predictor takes after a step. wait_s: average wait for other devices of the latest
-    steps, which is not in these costs."""
+    lengthen a step (a turn is always allowed); 0: unlimited. wait_s: average time that the latest steps waited for other devices,
+    which is not included in any of the costs.
+
+    decoding: costs of steps in which every sequence has one token; their context (StepCosts) is the number of positions read.
+    prompting: costs of steps with prompt tokens, by all their tokens; their contexts are the positions that decoding rows read, the
+    positions that chunks read, and the pairs of a chunk's token with a position. proposing: the time that a model's predictor takes
+    after a step."""
 
     turn_s: float
     stretch: float
@@ -80,11 +83,11 @@ class StepLimits:
         costs.note(num_tokens, seconds, contexts)
 
     def note_wait(self, seconds: float) -> None:
-        """Updates the average wait with that of a step which waited for other devices. seconds: how long it waited."""
+        """Updates the average wait for other devices with that of one step. seconds: how long the step waited."""
         self.wait_s += NEWEST * (seconds - self.wait_s)
 
     def forget(self) -> None:
-        """Drops all learned costs of steps and of the predictor, because steps will cost something else from then on."""
+        """Drops all learned costs of steps and of the predictor, because their times have changed."""
         self.decoding, self.prompting, self._told = StepCosts(1), StepCosts(3, CHUNK_STEP_TOKENS), None
         self.forget_predictor()
 
@@ -101,8 +104,8 @@ class StepLimits:
 
     def _kind(self, plan: BatchPlan) -> tuple[StepCosts, int, tuple[float, ...]]:
         """Returns the costs that apply to this plan (`decoding` or `prompting`), its number of tokens and its contexts (the numbers
-        that say how much the tokens attend to, StepCosts). They are remembered for the latest plan, because they are asked for
-        before its step and again after it."""
+        that say how much the tokens attend to, StepCosts). The result for the latest plan is cached, because it is needed before
+        the plan's step and again after it."""
         if self._told is None or self._told[0] is not plan:
             self._told = plan, *self._kind_of(plan)
         return self._told[1:]
@@ -119,8 +122,8 @@ class StepLimits:
         return self.prompting, num_tokens, (float(contexts.sum()) - read, read, pairs)
 
     def max_rows(self, most: int, context: float, turns: int = 1) -> int:
-        """Returns how many of `most` sequences, with `context` positions each, may decode in a step of `turns` turns (time slices
-        of the device) while other models wait."""
+        """Returns how many of `most` sequences may decode in a step while other models wait. context: positions of each sequence.
+        turns: how many turns (time slices of the device) the step may take."""
         fewest = self.decoding.fewest_tokens
         if fewest > 1 and self.decoding.least() > self.turn_s:  # whether fewer rows take less time has not been measured yet
             return min(most, fewest // 2)
@@ -130,7 +133,7 @@ class StepLimits:
         """Returns how many of `most` sequences with `context` positions each may decode in a step that also has room for the
         smallest chunk of a prompt.
 
-        The chunk is taken to be the beginning of a prompt, which attends to the fewest positions. turns: how many turns (time
+        The chunk is assumed to be the beginning of a prompt, which attends to the fewest positions. turns: how many turns (time
         slices of the device) the step may take; 0: no limit. strict: whether the step keeps within its turns even if that chunk
         takes longer."""
         if not turns or not self.prompting.fewest_tokens:
@@ -141,10 +144,9 @@ class StepLimits:
         return min(most, max(1, within - chunk))
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, context: float) -> int:
-        """Returns the most rows of a step in which sequences of several tenants decode while no other model waits. The limit
-        keeps every tenant's step within the time that longest_s allows. If a tenant has prompts, time is left for a chunk of
-        them. loads: one entry for each tenant. most: upper limit of the result. context: average number of positions a row
-        attends to."""
+        """Returns the most rows of a step in which sequences of several tenants decode while no other model waits. The limit keeps
+        every tenant's step within the time that `longest_s` allows. If a tenant has prompts, time is left for a chunk of one.
+        loads: one entry for each tenant. most: upper limit of the result. context: average number of positions a row attends to."""
         longest_s = self.longest_s(loads, context, 0)
         if longest_s is None:
             return most
@@ -156,8 +158,8 @@ class StepLimits:
         return max(1, self.decoding.tokens_within(longest_s, most, lambda rows: (rows * context,)))
 
     def worth_drafting(self, num_rows: int, context: float, worths: Sequence[float], turns: int) -> int:
-        """Returns how many of the drafted tokens, taken in the order of `worths`, give a step of num_rows decoding sequences the
-        most tokens a second; 0 while the cost of such a step is not known.
+        """Returns the number of drafted tokens with which a step of num_rows decoding sequences gives the most tokens a second; 0
+        while the cost of such a step is not known. The tokens are added in the order of `worths`.
 
         context: average number of positions a row attends to. worths: for each drafted token the chance that it is what the model
         samples, in descending order. turns: how many turns (time slices of the device) the step may take; 0: no other model
@@ -182,13 +184,14 @@ class StepLimits:
     def worth_proposing(
         self, num_rows: int, num_drafting: int, spare: int, context: float, chance: float, most: int, turns: int
     ) -> int:
-        """Returns how many tokens, at most `most`, a predictor is to draft for each of the num_drafting among num_rows decoding
-        sequences that use drafts, so that all together get the most tokens a second. The result is 0 if drafting does not pay, and
-        at most 1 while the costs of steps are not known.
+        """Returns how many tokens, at most `most`, a predictor is to draft for each sequence that uses drafts, so that all
+        sequences together get the most tokens a second. The result is 0 if drafting is not worth its cost, and at most 1 while the
+        costs of steps are not known.
 
-        spare: rows that the next step has for drafted tokens, which limit how many are verified. context: average number of
-        positions a row attends to. chance: that a drafted token is what the model samples, if those drafted before it are. turns:
-        how many turns (time slices of the device) the step may take; 0: no other model waits."""
+        num_rows: decoding sequences. num_drafting: those of them that use drafts. spare: rows that the next step has for drafted
+        tokens, which limit how many are verified. context: average number of positions a row attends to. chance: that a drafted
+        token is what the model samples, if those drafted before it are. turns: how many turns (time slices of the device) the step
+        may take; 0: no other model waits."""
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
             return min(1, most, spare)
@@ -221,8 +224,8 @@ class StepLimits:
 
     def turns_s(self, turns: int) -> float:
         """Returns the longest time, in seconds, of a step that uses `turns` turns (time slices of the device), including its wait
-        for other devices. Where even the model's cheapest step is longer than a turn, that step counts as the turn, with a small
-        margin."""
+        for other devices. If even the model's cheapest step is longer than a turn, its time and a small margin replace the length
+        of a turn."""
         return max(turns * self.turn_s, (turns - 1 + NEARLY_FREE) * (self.wait_s + self.decoding.least()))
 
     def longest_s(self, loads: Sequence[TenantLoad], context: float, turns: int, strict: bool = False) -> float | None:
@@ -245,8 +248,8 @@ class StepLimits:
         """Returns the seconds of a step with the smallest chunk of a prompt and num_rows decoding rows, with a small margin; 0.0 if
         they are not known. context: number of positions that each row reads.
 
-        Where that chunk alone exceeds the allowed stretch, a somewhat larger one is better: many minimal chunks would delay the
-        rows more."""
+        A step of a single tenant may take this long even if the chunk exceeds the allowed stretch, because many smaller chunks
+        would delay the rows more."""
         tokens = num_rows + LEAST_CHUNK_TOKENS
         if not 0 < self.prompting.fewest_tokens <= tokens + LEAST_CHUNK_TOKENS:
             return 0.0
@@ -274,7 +277,7 @@ class StepLimits:
         """Returns the seconds that a step with a chunk of a prompt may take even if they exceed its turns (time slices of the
         device): those of the smallest chunk with a small margin, at most two turns; 0.0 if unknown.
 
-        A chunk costs something whatever its size, and many minimal chunks would delay the other models more often."""
+        Every chunk has a fixed cost, so many smaller chunks would delay the other models more."""
         if not 0 < self.prompting.fewest_tokens <= SMALL_CHUNK_TOKENS:
             return 0.0
         return min(NEARLY_FREE * (self.wait_s + self.prompting.least()), 2 * self.turns_s(1)) - self.wait_s

@@ -11,14 +11,14 @@ from scheduler.batch.tenant_time import TenantLoad
 
 
 class StepRoom:
-    """Limits what one step of a model computes, while it is filled: `open` sets the sequences that decode, then `take` adds tokens
-    of one prompt after the other, as long as there is room.
+    """Limits what one step of a model computes, while the step is being planned: `open` sets the sequences that decode, then `take`
+    adds tokens of one prompt after the other, as long as there is room.
 
     limits: the model's step limits; None: only max_tokens (tokens of prompts) and max_rows (sequences that decode) apply. turns:
     how many turns (time slices of the device, of StepLimits.turn_s seconds each) the step may take while other models wait; 0: no
     other model waits. strict: whether the step keeps within these turns even if the smallest chunk of a prompt takes longer.
-    backlogged: set while the step is filled: whether more sequences want to decode than fit one turn, or part of a prompt does not
-    fit."""
+    backlogged: an attribute that is set during planning: whether more sequences want to decode than fit one turn, or part of a
+    prompt does not fit."""
 
     def __init__(
         self,
@@ -47,33 +47,31 @@ class StepRoom:
         return most if self._max_rows is None else min(most, self._max_rows)
 
     def rows_beside_prompt(self, most: int, contexts: IntArray) -> int:
-        """Returns how many sequences may decode beside a prompt: while other models wait, room for the prompt's smallest chunk is
-        kept.
-
-        contexts: positions of each sequence that wants to decode."""
+        """Returns how many sequences, at most `most`, may decode in a step that also computes a prompt. While other models wait,
+        room for the prompt's smallest chunk is kept. contexts: number of positions of each sequence that wants to decode."""
         if self._limits is None or not len(contexts):
             return most
         return self._limits.rows_beside_prompt(min(most, len(contexts)), float(contexts.mean()), self._turns, self._strict)
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, contexts: IntArray) -> int:
-        """Returns how many sequences, at most `most`, may decode in a step of several tenants, so that no tenant's step is
-        stretched too far by the others (StepLimits.rows_beside). loads: one for each tenant. contexts: number of positions of each
-        sequence that wants to decode."""
+        """Returns how many sequences, at most `most`, may decode in a step of several tenants, so that no tenant's sequences are
+        slowed down too much by the others (StepLimits.rows_beside). loads: one for each tenant. contexts: number of positions of
+        each sequence that wants to decode."""
         if self._turns or self._limits is None or not len(contexts):
             return most
         return self._limits.rows_beside(loads, most, float(contexts.mean()))
 
     def worth_drafting(self, contexts: IntArray, worths: Sequence[float]) -> int:
-        """Returns the number of drafted tokens that it pays to add to a step that only decodes. contexts: number of positions of
-        each sequence. worths: for each drafted token the chance that it is what the model samples, in descending order."""
+        """Returns how many drafted tokens are worth their cost in a step that only decodes. contexts: number of positions of each
+        sequence. worths: for each drafted token the chance that it is what the model samples, in descending order."""
         if self._limits is None:
             return len(worths)
         return self._limits.worth_drafting(len(contexts), float(contexts.mean()), worths, self._turns)
 
     def worth_proposing(self, num_rows: int, num_drafting: int, spare: int, context: float, chance: float, most: int) -> int:
-        """Returns how many tokens, at most `most`, a model's predictor is to draft for each sequence that uses drafts: num_drafting
-        of num_rows. spare: rows that the next step has for drafted tokens. context: average number of positions of a sequence.
-        chance: that a drafted token is what the model samples."""
+        """Returns how many tokens, at most `most`, a model's predictor is to draft for each sequence that uses drafts. num_rows:
+        decoding sequences. num_drafting: those of them that use drafts. spare: rows that the next step has for drafted tokens.
+        context: average number of positions of a sequence. chance: that a drafted token is what the model samples."""
         if self._limits is None:
             return min(most, -(-spare // num_drafting))
         return self._limits.worth_proposing(num_rows, num_drafting, spare, context, chance, most, self._turns)
@@ -84,9 +82,9 @@ class StepRoom:
         return 0.0 if self._limits is None else self._limits.predictor_share(num_rows, context)
 
     def predictor_is_too_slow(self, num_rows: int, context: float, most: int) -> bool:
-        """Returns whether drafting cannot pay: whether the predictor takes at least as long to draft `most` tokens for each of
-        num_rows sequences as the model takes to decode the same number of tokens, one in each of `most` steps. False while these
-        times are not known. context: average number of positions of a sequence."""
+        """Returns whether the predictor takes at least as long to draft `most` tokens for each of num_rows sequences as the model
+        takes to decode them in `most` steps, so that drafting is never worth its cost. False while these times are not known.
+        context: average number of positions of a sequence."""
         return self._limits is not None and self._limits.predictor_is_too_slow(num_rows, context, most)
 
     def forget_predictor(self) -> None:
@@ -114,8 +112,8 @@ class StepRoom:
         """Takes room in the step for tokens of a prompt, and returns for how many; 0: the step is full. num_computed: number of the
         prompt's tokens whose KV is stored. wanted: number of its tokens that are still to be computed.
 
-        The step is full once a prompt got fewer tokens than it wanted. If there is no room, the first prompt still gets
-        LEAST_CHUNK_TOKENS, and as many more as cost nothing, so that prompts always progress."""
+        The step is full once a prompt got fewer tokens than it wanted. The first prompt gets at least LEAST_CHUNK_TOKENS even if
+        the step has no room, and as many more as cost nothing, so that prompts always progress."""
         most = min(wanted, self._left)
         if most <= 0:
             return 0

@@ -1,4 +1,4 @@
-"""Tracks steps that have started and whose tokens are not known yet, as far as the next plan depends on them.
+"""Tracks the steps that have started and whose tokens are not known yet, so that the next step can be planned before they end.
 
 Shapes: S slots, R rows of a step, N of them sampling.
 """
@@ -18,8 +18,8 @@ class TokensNeeded(Exception):
 
 
 class StepsAhead:
-    """The steps that have started and not ended, and what they will add to a SequenceTable, whose own counts include ended steps
-    only.
+    """The steps that have started and not ended, and what they will add to a SequenceTable. The table's own counts include only
+    ended steps.
 
     num_new [S]: tokens that started steps compute; num_sampled [S]: tokens that they sample. apart: True if the next plan leaves
     out every sequence whose next token a started step samples; it then never depends on tokens that are not known."""
@@ -38,8 +38,8 @@ class StepsAhead:
     def join(self, slot: int) -> None:
         """Registers the sequence in a slot, whose settings are in the table already.
 
-        The sequence's next step cannot start before its last token is known if the host changes its logits after each token, or
-        reports log-probabilities with the tokens."""
+        The next step of some sequences cannot start before their last token is known: those whose logits the host changes after
+        each token, and those whose log-probabilities are reported with the tokens."""
         table = self._table
         masked = table.constrained[slot] | table.limited[slot]
         told = table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)
@@ -47,7 +47,7 @@ class StepsAhead:
         self.leave(slot)
 
     def leave(self, slot: int) -> None:
-        """Drops from the counts what started steps still compute for the sequence in a slot, because it has left."""
+        """Removes a sequence that has left its slot from the counts of the started steps."""
         self._num_new[slot] = self._num_sampled[slot] = 0
 
     def computed(self) -> IntArray:
@@ -60,9 +60,11 @@ class StepsAhead:
 
     def going_on(self, running: IntArray) -> IntArray:
         """Returns those of the slots `running` whose sequences may be in the next step. With `apart`, these are the sequences whose
-        next token is not sampled by a started step. Without `apart`, they are the sequences that will not have reached their
-        greatest length when all started steps have run; TokensNeeded is raised if a running sequence must wait for its last token,
-        or if the latest started step has drafted tokens or lets the predictor draft some."""
+        next token is not sampled by a started step.
+
+        Without `apart`, they are the sequences that will still be below their greatest length when all started steps have run.
+        TokensNeeded is then raised if the next step of a running sequence depends on its last token (`join`), or if the latest
+        started step has drafted tokens or lets the predictor draft some."""
         if not self._steps:
             return running
         if self.apart:

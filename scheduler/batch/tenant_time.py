@@ -1,9 +1,9 @@
 """Shares device time between the tenants of one model: the tenant that has used least for its weight is served first.
 
-A step's measured time is divided among its rows by their tokens and charged to their tenants. Prompts are ordered by that
-account, and so are rows where a step has no room for all of them, so a tenant that floods the model waits behind its own
-requests. A new tenant starts with the account of the least served one, and a tenant that wanted little for long is at most
-FORGIVEN_S behind: unused time cannot be saved up. While one tenant is alone nothing is charged.
+A step's measured time is divided among its rows by their tokens and charged to their tenants. If a step has no room for all prompts
+or rows, those of the tenants with the least time used come first. A tenant that floods the model therefore delays only its own
+requests. A new tenant starts level with the least served one, and a tenant that has had little work is at most FORGIVEN_S behind
+the others: unused time cannot be saved up. While one tenant is alone, nothing is charged.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ FORGIVEN_S = 0.25
 
 @dataclass(slots=True, frozen=True)
 class TenantLoad:
-    """The work that one tenant wants computed in a step. share: its part of the device by weight (0 to 1), among the tenants that
-    want something computed."""
+    """The work that one tenant wants computed in a step. num_rows: sequences that decode. num_prompts: prompts that have begun or
+    wait. share: the tenant's part of the device by weight (0 to 1), among the tenants that want something computed."""
 
     num_rows: int  # sequences that decode
     num_prompts: int  # prompts that wait or are being computed
@@ -77,11 +77,11 @@ class TenantTime:
         self._used_s[active] = np.maximum(used, used.max() - FORGIVEN_S)
 
     def choose(self, slots: IntArray, most: int) -> IntArray:
-        """Returns at most `most` of the slots: least served tenants first, and of one tenant the sequences that have waited
-        longest.
+        """Returns at most `most` of the slots: those of the least served tenants first, and of one tenant the sequences that have
+        waited longest.
 
-        Among sequences that last ran in the same step, those that were in fewest steps come first; if they were ordered by slot,
-        the last ones would fall behind for good."""
+        Of sequences that last ran in the same step, those that were in fewest steps come first, because in the order of slots the
+        last ones would fall further and further behind."""
         if len(slots) <= most:
             return slots
         self._num_limited += 1
@@ -98,7 +98,8 @@ class TenantTime:
         return slots[np.argsort(self._used_s[self._of_slot[slots]], kind="stable")]
 
     def comes_before(self, tenant: str, slot: int) -> bool:
-        """Returns whether a tenant has used less time than the tenant of a slot; True for a tenant without an account."""
+        """Returns whether a tenant has used less time for its weight than the tenant of a slot; True for a tenant that has no
+        account yet."""
         index = self._index.get(tenant)
         return index is None or bool(self._used_s[index] < self._used_s[self._of_slot[slot]])
 

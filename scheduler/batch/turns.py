@@ -1,17 +1,18 @@
-"""Picks the model whose step runs next: each busy model gets an equal share of the device's time, and streams stay even.
+"""Picks the model whose step runs next, so that each busy model gets its share of the device's time and its streams get tokens at
+even intervals.
 
 The rule is earliest eligible virtual deadline first, which Stoica and Abdel-Wahab published in 1995 and which Linux uses for
 processes. With N shares in use, a model's deadline is the end of its last step plus N times the length of one of its steps. The
 model with the earliest deadline is next, unless it is ahead of its share by more than one step. Models with equal steps therefore
-alternate, and a model with short steps runs them between the long steps of others. Deficit round robin keeps the same shares, but
-it runs the second step of a turn right after the first, and varying step times make one model's step replace another's.
+alternate, and a model with short steps runs them between the long steps of others. Deficit round robin would give the same shares,
+but less even intervals.
 
 A step is never interrupted. A model whose deadline has passed therefore waits for at most one step of each other model, plus the
 time it is ahead of its share.
 
-When several models have more work than fits their turns (time slices of the device), each of their steps uses the turns of all of
-them (step_limits.turns_of_step). Between two such steps every other busy model runs one step, whatever its deadline; without that
-rule a model could wait for the pooled turns twice.
+If several models have more work than fits their turns (time slices of the device), each of their steps uses the turns of all of
+them (step_limits.turns_of_step). Between two such steps every other busy model runs one step, whatever its deadline. Otherwise a
+model could wait for the pooled turns twice.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Turns:
         """Returns the busy model whose step is next; None if no model is busy. backlogged: busy models with more work than fits
         their turns (time slices of the device); two or more of them pool their turns.
 
-        Time that a model leaves unused while it is alone or not busy is not owed to it later. Time that a model has used beyond its
-        share counts less as time passes."""
+        Time that a model leaves unused while it is alone or not busy is not given to it later. Time that a model has used beyond
+        its share counts less as time passes."""
         pooling = backlogged if len(backlogged) > 1 else ()
         for name, ahead_s in self._ahead_s.items():
             if ahead_s < 0 and (name not in busy or len(busy) == 1):
