@@ -1,6 +1,6 @@
 """Chooses which experts of a mixture-of-experts model are copied to further devices. The model's experts are divided among several
-devices: each has an equal part of every layer's experts. A step waits for the device with the most tokens to compute, so copies of
-the experts that get most tokens are to make the devices' shares of the tokens equal.
+devices: each has an equal part of every layer's experts. A step lasts as long as the device with the most tokens computes. Copies
+of the experts that get most tokens let other devices compute a part of these tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ALIKE = 0.02  # among numbers of copies whose imbalances differ by less than th
 
 def choose(counts: Sequence[Sequence[int] | None], num_parts: int, most: int) -> Table:
     """Returns the experts of which each part (one device's share of every layer's experts) is to hold a copy in addition to its own
-    experts, at most `most` in each layer; () if the tokens counted so far show no clear imbalance, or copies would not lower it.
-    counts: for each layer, how many tokens have passed through each of its experts; None for a layer without experts. num_parts:
-    number of equal parts of a layer's experts."""
+    experts, at most `most` in each layer: by layer, then by part, the indices of the experts. Returns () if the tokens counted so
+    far show no clear imbalance, or if copies would not lower it. counts: for each layer, how many tokens have passed through each
+    of its experts; None for a layer without experts. num_parts: number of equal parts of a layer's experts."""
     rows = [row for row in counts if row is not None]
     if not rows or num_parts < 2:
         return ()
@@ -45,7 +45,7 @@ def choose(counts: Sequence[Sequence[int] | None], num_parts: int, most: int) ->
 
 
 def numbers(most: int) -> tuple[int, ...]:
-    """Returns how many copies of experts in a layer `choose` tries to give to each part: the powers of two up to `most`, the
+    """Returns the numbers of copies, in each part and layer, among which `choose` chooses: the powers of two up to `most`, the
     largest number allowed, and `most` itself, in ascending order."""
     return tuple(sorted({most, *(1 << at for at in range(most.bit_length()))})) if most > 0 else ()
 
@@ -67,20 +67,20 @@ def _loads(tokens: Any, held: Any) -> Any:
 
 
 def _homes(tokens: Any, num_parts: int) -> Any:
-    """Returns which parts hold which experts before any copies are made [L, P, E] bool: each part only its own, consecutive E / P
-    experts."""
+    """Returns [L, P, E] bool: which of P parts hold each of E experts in each of L layers before any copies are made. Each part has
+    its own E / P consecutive experts. tokens: [L, E]."""
     num_layers, num_experts = tokens.shape
     home = np.arange(num_experts) // (num_experts // num_parts) == np.arange(num_parts)[:, None]
     return np.broadcast_to(home, (num_layers, num_parts, num_experts)).copy()
 
 
 def _held(tokens: Any, num_parts: int, number: int) -> Any:
-    """Returns which parts hold which experts [L, P, E] bool if each part may hold `number` experts of each layer besides its own.
+    """Returns [L, P, E] bool: which of P parts hold each of E experts in each of L layers if each part may hold `number` copies in
+    each layer besides its own experts. tokens: [L, E].
 
-    All layers are handled at once, one copy in each layer at a time. The receiver is the least busy part that has a place left, and
-    the giver is the busiest part. The receiver gets the expert that makes the busier one of the two least busy afterwards. This is
-    usually the giver's hottest expert, unless half of that expert's tokens would make the receiver the busiest part. A part that no
-    expert would help is passed over until another part has got one."""
+    All layers are handled at once, one copy in each layer at a time. The least busy part that may hold a further copy receives one
+    of an expert of the busiest part: the expert for which the busier of these two parts has the fewest tokens afterwards. If no
+    expert lowers the busiest part's tokens, the receiver is passed over until another part has received a copy."""
     held = _homes(tokens, num_parts)
     layers, places = np.arange(len(tokens)), np.full((len(tokens), num_parts), number)
     holders, loads, least = held.sum(axis=1), _loads(tokens, held), _LEAST * tokens.sum(axis=1)

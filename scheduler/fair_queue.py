@@ -1,7 +1,7 @@
 """Implements start-time fair queueing (Goyal, Vin, Cheng 1996): the tenant with the least work done in proportion to its weight is
 served next.
 
-Serves requests whole, one after the other, and counts the work done for each tenant. (`Shares` in scheduler/shares.py counts
+It serves whole requests, one after the other, and counts the work done for each tenant. (`Shares` in scheduler/shares.py counts
 requests in service instead.) A tenant that had nothing waiting starts level with the others: it has neither credit nor debt.
 """
 
@@ -48,8 +48,8 @@ class FairQueue:
         heapq.heappush(self._heaps[tenant], (-priority, self._order, request_id))
 
     def first(self, without: Container[str] = ()) -> int | None:
-        """Returns the id of the next request without removing it; None if none waits. O(waiting tenants). without: tenants whose
-        requests may not be next."""
+        """Returns the id of the next request without removing it; None if none waits. without: tenants whose requests are skipped.
+        O(waiting tenants)."""
         waiting = [
             (self._served[tenant], first)
             for tenant in list(self._heaps)

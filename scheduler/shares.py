@@ -1,8 +1,8 @@
 """Shares places in service fairly among tenants: the tenant with the fewest requests in service in proportion to its weight is
 served next.
 
-Places in service are shared, not arrivals: a tenant that floods a queue waits behind its own requests, a tenant with long requests
-gets no more places than others, and nothing of the past needs to be remembered.
+Only requests in service count, and no history is kept. A tenant that floods a queue therefore waits behind its own requests, and a
+tenant with long requests gets no more places than others.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Shares:
             del self.active[tenant], self._weights[tenant]
 
     def least(self, waiting: Iterable[tuple[str, float, int]]) -> str:
-        """Returns the tenant to serve next: the one with the fewest requests in service in proportion to its weight. waiting: for
-        each waiting tenant (tenant, weight, order of its first request); at least one. Among equal tenants the lowest order is
-        served. O(tenants)."""
+        """Returns the tenant to serve next: the one with the fewest requests in service in proportion to its weight, and among
+        equal tenants the one with the oldest request. waiting: for each waiting tenant (tenant, weight, order of its first
+        request); at least one. O(tenants)."""
         active = self.active
         return min(waiting, key=lambda each: ((active.get(each[0], 0) + 1) / each[1], each[2]))[0]
 
