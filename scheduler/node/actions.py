@@ -12,8 +12,8 @@ class Action:
 
 @dataclass(slots=True, frozen=True)
 class Refusal:
-    """The reason why a request or a command is refused, as a value. code: one of REFUSAL_CODES. message: for people. retry_after_s:
-    in how many seconds to try again; None: that is pointless, or no time is known."""
+    """The reason why a request or a command is refused. code: one of REFUSAL_CODES. message: for people. retry_after_s: in how many
+    seconds it is worth trying again; None: never, or no time is known."""
 
     code: str
     message: str
@@ -84,10 +84,11 @@ LOAD_REASONS = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Evict(Action):
-    """Evicts a copy whose model has drained, is paused, was unloaded by the operator, or whose load is rolled back.
+    """Evicts a copy of a model from its devices: the model has drained, is paused or was unloaded by the operator, or its load is
+    rolled back.
 
-    `placement_id` identifies the copy: it is the id of its Load, and `EvictFinished` names it. Requests that the engine aborts for
-    the eviction are in the queue again already and must not be reported as finished."""
+    `placement_id` identifies the copy: it is the id of its Load, and `EvictFinished` names it. The engine aborts the model's
+    requests. The scheduler has already queued them again, so they must not be reported as finished."""
 
     placement_id: int
     model: str
@@ -124,8 +125,8 @@ EVICT_REASONS = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestsPaused(Action):
-    """Reports that a model is evicted from its device while these requests run. They wait in the model's queue with their streams
-    open, and are submitted again with their output once the model is back."""
+    """Reports that a model is evicted from its device although it has running requests, those in request_ids. They wait in the
+    model's queue with their streams open, and are submitted again with their output once the model is back."""
 
     model: str
     request_ids: tuple[int, ...]
@@ -177,7 +178,7 @@ class RestartEngine(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StateChanged(Action):
-    """Reports a model's new state, for logs, metrics, `hearth events` and the persistence of pins."""
+    """Reports a model's new state, for logs, metrics, `hearth events` and the storage of pins."""
 
     model: str
     old: str

@@ -11,8 +11,8 @@ from scheduler.node.node import Model, Node
 
 
 def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | None:
-    """Returns why a new request is refused; None if it is accepted. model: the model that it names; None: there is none of this
-    name. O(devices)."""
+    """Returns why a new request is refused; None if it is accepted. model: the model that the request names; None if no model has
+    this name. O(devices)."""
     name = facts.model
     if model is None:
         return Refusal("model_not_found", f"no model {name!r} on this node")
@@ -45,7 +45,7 @@ def gate(node: Node) -> Refusal | None:
 
 
 def queue_full(node: Node, model: Model, tenant: str) -> Refusal | None:
-    """Returns a refusal if a new request finds the model's queue, or the tenant's part of it, full; else None."""
+    """Returns a refusal if the model's queue, or the tenant's part of it, is full for a new request; else None."""
     most = max_queued(node, model)
     if num_waiting(node, model) >= most:
         message = f"{len(model.queue)} requests wait for {model.name}; max_queued is {most}"
@@ -66,8 +66,9 @@ def closed(node: Node, model: Model) -> Refusal | None:
 
 
 def closed_to_all(node: Node, model: Model) -> Refusal | None:
-    """Returns why every request for the model is refused, also one that ran before and waits for the model to come back; None if
-    those may wait. They may wait while the model is disabled, because requests that already ran go on to their ends."""
+    """Returns why the model refuses every request in its current state, including requests that ran before and wait for the model
+    to come back; None if these may wait. While the model is disabled they may wait, because requests that have begun are still
+    completed."""
     if model.removed:
         return removed(model)
     if model.comes_back:
@@ -76,8 +77,8 @@ def closed_to_all(node: Node, model: Model) -> Refusal | None:
 
 
 def unservable(node: Node, model: Model) -> Refusal | None:
-    """Returns why the model cannot be served in its current state, as a refusal; None if it can. That the operator has disabled it
-    does not count."""
+    """Returns why the model cannot be served in its current state, as a refusal; None if it can. A model that the operator has
+    disabled counts as one that can be served."""
     if model.state not in residency.CLOSED:
         return None
     if model.state == residency.INCOMPLETE:
@@ -104,8 +105,8 @@ def wait_exceeded(node: Node, model: Model) -> Refusal:
 
 
 def num_waiting(node: Node, model: Model) -> int:
-    """Returns how many waiting sequences count against max_queued. Sequences that were submitted before do not count, and of one
-    named tenant at most max_queued_per_tenant sequences count."""
+    """Returns how many waiting sequences count against max_queued. Sequences that were submitted before do not count. If max_queued
+    or more remain, at most max_queued_per_tenant sequences of each named tenant count."""
     num = len(model.queue) - model.num_resubmissions
     if num < max_queued(node, model):
         return num
@@ -125,8 +126,8 @@ def max_queued_per_tenant(node: Node, model: Model) -> int:
 
 
 def retry_after_s(node: Node, model: Model) -> float:
-    """Returns in how many seconds, a whole number, to try again: when half of the queue should be served or, for a model that is
-    not loaded, after two load times. At most max_wait_s, rounded up."""
+    """Returns after how many seconds a client should try again, in whole seconds, rounded up, and at most max_wait_s. It is the
+    time in which half of the queue is expected to be served or, for a model that is not loaded, twice the time of its load."""
     wait = 1.0
     rate = model.served.recent_per_s(node.now)
     if rate > 0 and model.copy is not None:
@@ -137,5 +138,5 @@ def retry_after_s(node: Node, model: Model) -> float:
 
 
 def seconds(wait_s: float) -> float:
-    """Returns a wait rounded up to whole seconds, at least one, as the Retry-After header needs it."""
+    """Returns a waiting time rounded up to whole seconds, at least 1, as the Retry-After header requires."""
     return float(max(1, ceil(wait_s)))

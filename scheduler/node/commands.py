@@ -1,4 +1,4 @@
-"""The operator's commands. Each is answered exactly once, by a CommandDone whose `cause` is the id of the command."""
+"""Handles the operator's commands. Each is answered exactly once, by a CommandDone whose `cause` is the id of the command."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from scheduler.node.node import Model, Node
 
 
 def load(node: Node, event: LoadRequested | WarmRequested) -> None:
-    """Loads a model. The command is answered when the model is ready or cannot be loaded. A model that is on a device already stays
-    there at least until it is requested again."""
+    """Handles the command to load a model. It is answered when the model is ready or cannot be loaded. The model then stays on its
+    device at least until it is requested, even if it was loaded before."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -38,8 +38,8 @@ def load(node: Node, event: LoadRequested | WarmRequested) -> None:
 
 
 def warm(node: Node, event: WarmRequested) -> None:
-    """Loads a model that no request waits for yet, or refuses the command if the load cannot begin at once. (The model is not
-    queued: one that waits without a request would in time count as overdue, and be placed before models with requests.)"""
+    """Handles the command to load a model ahead of its requests. The command is refused if the load cannot begin at once. (If the
+    model were queued instead, it would in time become overdue, and be placed before models with requests.)"""
     model = node.models.get(event.model)
     is_resting = model is not None and model.copy is None and model.placement is None
     if model is not None and is_resting and not model.removed and admission.closed(node, model) is None:
@@ -51,8 +51,8 @@ def warm(node: Node, event: WarmRequested) -> None:
 
 
 def in_use(node: Node, model: Model) -> Refusal | None:
-    """Returns why a load that no request waits for must be refused: it cannot begin now, or it would take room for which another
-    model waits, or the place of models that have not been used since they were loaded. None if it may begin."""
+    """Returns why a load ahead of requests is refused; None if it may begin. It is refused if it cannot begin now, if another model
+    waits for the room that it takes, or if models would be evicted for it that have not been used since they were loaded."""
     if not pins.has_place(node, model):
         return pins.would_not_fit(node, model)
     if model.retry_at > node.now:
@@ -101,8 +101,8 @@ def unpin(node: Node, event: UnpinRequested) -> None:
 
 
 def unload(node: Node, event: UnloadRequested) -> None:
-    """Evicts a model now; the command is answered when the model has been evicted. Its running requests wait at the front of the
-    queue and may bring it back; those of a model that is disabled or whose folder is gone are refused.
+    """Handles the command to evict a model now, which is answered when the model has been evicted. Its running requests wait at the
+    front of the queue and may cause it to be loaded again. If the model is disabled or its folder is gone, they are refused.
 
     `to` cold: nothing of the model stays in host memory. `to` warm: its weights in host memory stay, and KV worth saving is
     saved."""
@@ -149,8 +149,9 @@ def enable(node: Node, event: EnableRequested) -> None:
 
 
 def disable(node: Node, event: DisableRequested) -> None:
-    """Switches a model off: refuses its waiting requests, and evicts its copies once the running requests have ended. Those that
-    ran and wait for the model to come back go on, too; until then the model makes room for overdue work as any other does."""
+    """Switches a model off: refuses its waiting requests, and evicts its copies once the running requests have ended. Requests that
+    ran before and wait for the model to come back are completed, too. Until then the model may still be evicted for overdue work of
+    others."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -167,7 +168,8 @@ def disable(node: Node, event: DisableRequested) -> None:
 
 
 def drain(node: Node, event: DrainRequested) -> None:
-    """Refuses new requests for the model, or for the whole node if none is named; waiting and running ones continue."""
+    """Handles the command to refuse new requests for a model, or for the whole node if the command names none. Waiting and running
+    requests continue."""
     node.stopping |= event.stopping
     _close(node, event.model, True)
 
@@ -189,8 +191,8 @@ def _close(node: Node, name: str, closed: bool) -> None:
 
 
 def waited_for_engines(node: Node, model: Model) -> None:
-    """Refuses the commands that wait until the model is ready, if there have been too few engines for it for max_wait_s. Otherwise
-    sets the time at which to look again."""
+    """Refuses the commands that wait until the model is ready, if too few engines for it have been up for max_wait_s. Otherwise
+    sets the deadline at which this is checked again."""
     if not model.load_causes:
         return
     limit_s = node.settings.max_wait_s

@@ -12,8 +12,8 @@ _LOG_2 = log(2)
 
 
 class LoadCosts:
-    """Predicts the seconds of loads onto one device, from disk and from host memory, and what copying a token's KV saves. The
-    predictions start from the given bandwidths and are learned from measurements."""
+    """Predicts the seconds of loads onto one device, from disk and from host memory, and the seconds saved by copying a token's KV
+    instead of computing it. The predictions start from the given bandwidths and are learned from measurements."""
 
     __slots__ = ("_from_host", "_seconds", "bandwidth_bytes_per_s", "copy_bytes_per_s", "overhead_s", "prefill_tokens_per_s")
 
@@ -38,8 +38,8 @@ class LoadCosts:
         return min(seconds, self.predict_s(model, weights_bytes))
 
     def saved_s_per_token(self, model: str, kv_bytes_per_token: float) -> float:
-        """Returns how many seconds it saves to copy a token's KV back from host memory instead of computing it; negative if
-        computing is faster. A model without measurements is taken to need 1 s to compute a token."""
+        """Returns how many seconds are saved if a token's KV is copied back from host memory instead of computed; negative if
+        computing is faster. A model without measurements is assumed to need 1 s to compute a token."""
         rate = self.prefill_tokens_per_s.get(model)
         return (1 / rate if rate else 1.0) - kv_bytes_per_token / self.copy_bytes_per_s
 

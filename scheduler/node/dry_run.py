@@ -1,4 +1,4 @@
-"""Shows what a placement would do without doing it, with the same scores and choice of victims, on the current state."""
+"""Shows what a placement would do now without doing it, with the same scores and choice of victims as a real one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ FITS, EVICTS, FORCES, WAITS, THERE, REFUSED = "fits", "evicts", "forces", "waits
 
 
 def load(node: Node, model: Model) -> LoadPlan:
-    """Returns what loading the model would do now, without doing it. It is planned as for a request that is not overdue, which
-    forces no busy model out; if there is no room that way, as for an overdue request. O(residents)."""
+    """Returns what loading the model would do now, without doing it. The plan forces busy models out only if there is no room
+    otherwise, as for an overdue request. O(residents)."""
     refusal = admission.removed(model) if model.removed else admission.closed(node, model)
     if refusal is None and model.copy is None and not pins.has_place(node, model):
         refusal = pins.would_not_fit(node, model)
@@ -55,8 +55,8 @@ def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
 
 
 def _option(node: Node, model: Model, device: Device) -> Option | None:
-    """Returns how the model, or a share of it, could be placed on this device, without forcing busy models out if possible; None if
-    it cannot be placed there."""
+    """Returns how the model, or a share of it, could be placed on this device; None if it cannot. The option forces busy models out
+    only if there is none without that."""
     return look.plan(node, model, (device.name,), may_force=False) or look.plan(node, model, (device.name,), may_force=True)
 
 

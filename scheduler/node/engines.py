@@ -1,5 +1,5 @@
-"""Handles starts and deaths of engines. A death empties the device's account; all its requests wait again, first in their queues. A
-model that is split over this device and others is evicted from the others, too.
+"""Handles starts and deaths of engines. When an engine dies, its device's account is emptied, and all its requests return to the
+front of their queues. A model that is split over this device and others is evicted from the others, too.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def up(node: Node, event: EngineUp) -> None:
 
 
 def judge_all(node: Node) -> None:
-    """Sets again for every model the devices on which it fits, because a device is new or its budget has changed. It is the only
-    pass over all models."""
+    """Determines again for every model on which devices it fits, because a device is new or its budget has changed."""
     for model in node.models.values():
         placements.unlist(node, model)
         models.judge(node, model)
@@ -61,9 +60,9 @@ def down(node: Node, event: EngineDown) -> None:
 
 
 def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> None:
-    """Handles the death of a device's engine: models there lose their copies, and their requests wait again. running: ids of the
-    requests of the step that was running when it died. For each of them one more crash is counted; if there are none, a load that
-    was under way counts as failed. reason: what happened, for operators."""
+    """Handles the death of a device's engine: models on the device lose their copies, and their requests wait again. running: ids
+    of the requests of the step that was running when the engine died. One more crash is counted for each of them; if there are
+    none, a load that was under way counts as failed. reason: what happened, for operators."""
     device.up, device.held_for, device.lost_at = False, "", node.now
     reason = f"the engine of {device.name} {reason}"
     for placement in list(device.placements.values()):
@@ -104,8 +103,9 @@ def kv_noted(node: Node, event: KVNoted) -> None:
 
 
 def step_lasts(node: Node, event: StepLasts) -> None:
-    """Postpones the deadlines of the loads and evictions on a device by the time that its engine spends in a long step, because it
-    answers neither meanwhile. If several engines of a split model are in long steps at the same time, that time counts once."""
+    """Postpones the deadlines of loads and evictions on a device whose engine is in a long step, by the time that the step has
+    taken, because the engine answers neither during a step. If several engines of a split model are in long steps at the same time,
+    that time counts once."""
     device = node.devices.get(event.device)
     for model in device.resident.values() if device is not None else ():
         assert model.copy is not None

@@ -20,7 +20,8 @@ class Event:
 
 @dataclass(slots=True, frozen=True)
 class ModelFacts:
-    """The facts about a model that its placement needs, from checkpoint headers and the config, never from a driver."""
+    """The facts about a model that are needed to place it. They come from the checkpoint's headers and the settings, never from a
+    driver."""
 
     name: str
     weights_bytes: int
@@ -80,8 +81,8 @@ class ModelFacts:
 @dataclass(slots=True, frozen=True)
 class ExpertCopies:
     """The copies of experts that a load gives to the devices of a split mixture-of-experts model. number: the most copies that a
-    device gets in a layer. weights_bytes: the most bytes that the copies take on one device. table: which experts each device gets,
-    in the form of the field `copies` of loader.shapes.model_shape.Division."""
+    device gets in a layer. weights_bytes: the most bytes that the copies take on one device. table: the copied experts of each
+    device, in the form of the field `copies` of loader.shapes.model_shape.Division."""
 
     number: int
     weights_bytes: int
@@ -134,8 +135,8 @@ class CopiesChosen(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HostCopiesFound(Event):
-    """Reports copies in host memory that an earlier daemon left there and that this one found. Posted before any engine is up.
-    Copies of unknown models, or of files that have changed, are ignored, and their slots stay free."""
+    """Reports copies in host memory that an earlier daemon has left. Posted before any engine is up. Copies of unknown models, or
+    of files that have changed, are ignored, and their slots stay free."""
 
     copies: tuple[tuple[str, HostCopy], ...]  # (model, KeptWeights or SavedKV)
 
@@ -251,8 +252,8 @@ class RequestArrived(Event):
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestExpected(Event):
     """Announces that a request of the tenant for this model will arrive once its prompt is tokenized, so that the model's load may
-    begin before that. If the load cannot begin at once, the model takes its place in line when the request arrives. The event is
-    not answered. Each has a cause of its own."""
+    begin before that. If the load cannot begin at once, the model does not wait in line until the request arrives. The event is not
+    answered. The `cause` identifies the announcement, so no two of these events have the same one."""
 
     model: str
     tenant: str = ""
@@ -304,8 +305,9 @@ class LoadRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WarmRequested(Event):
-    """A load ahead of requests (`warm`), answered like LoadRequested. It is refused unless it can begin at once, no other model
-    waits for the device, and the models that would be evicted for it are idle and have been used since they were loaded."""
+    """A load ahead of requests (setting `warm`), answered by a CommandDone with this event's cause. It is refused if it cannot
+    begin at once, if another model waits for the device, or if a model would be evicted for it that is busy or has not been used
+    since it was loaded."""
 
     model: str
 
@@ -321,7 +323,8 @@ class UnloadRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PinRequested(Event):
-    """`hearth pin`: keeps room for the model on a device, never evicts it for others, and loads it. Answered like LoadRequested."""
+    """`hearth pin`: keeps room for the model on a device, never evicts it for others, and loads it. Answered by a CommandDone with
+    this event's cause."""
 
     model: str
 
@@ -357,5 +360,5 @@ class ResumeRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TimePassed(Event):
-    """Posted when the time that `NodeScheduler.next_deadline()` returned is reached, so that whatever is due by then happens, such
+    """Posted when the time that `NodeScheduler.next_deadline()` returned is reached. Whatever is due by then is then handled, such
     as the deadline of a load, the end of a quarantine or of a request's longest wait."""

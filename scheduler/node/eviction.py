@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Target:
-    """A model that has to fit on a device. chunks, work_space_chunks: what the model needs there. room_chunks: the chunks of the
-    device minus those that are reserved for other placements."""
+    """A model that has to fit on a device. chunks, work_space_chunks: what the model needs on the device. room_chunks: the chunks
+    of the device minus those that are reserved for other placements."""
 
     chunks: int
     work_space_chunks: int
@@ -24,7 +24,7 @@ class Target:
 class Resident:
     """A model's copy on the device for which victims are chosen. value: the expected cost of its absence per byte that its eviction
     frees (see the module). last_used: monotonic seconds. busy: whether it has requests, so that its eviction would be forced.
-    evictable: False if it is pinned, loading, being evicted already, or must not be evicted now for another reason."""
+    evictable: whether it may be chosen; False for example if it is pinned, loading, or being evicted already."""
 
     name: str
     chunks: int
@@ -40,7 +40,8 @@ def value(priority: float, requests_per_s: float, reload_s: float, freed_bytes: 
 
 
 class _Place:
-    """One device while victims are chosen: the model that has to fit there, and which of the resident models still stay."""
+    """The state of one device while victims are chosen: the model that has to fit on it, and which of the resident models still
+    stay."""
 
     __slots__ = ("_held", "_resident", "_staying", "_target")
 

@@ -32,8 +32,8 @@ def begins(node: Node, event: RequestExpected) -> None:
 
 
 def over(node: Node, event: ExpectationOver) -> None:
-    """Ends the announcement of a request, which has arrived or was given up. A placement that nobody waits for any more is dropped;
-    a load under way goes on, as it does when its last request is cancelled."""
+    """Ends the announcement of a request, which has arrived or was given up. If nothing else waits for the model, a placement that
+    has not begun to load is dropped; a load under way continues."""
     model = node.models.get(event.model)
     if model is not None and event.expectation in model.expected:
         del model.expected[event.expectation]

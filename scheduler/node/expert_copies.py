@@ -1,8 +1,8 @@
-"""Adds copies of the hottest experts to the loads of split mixture-of-experts models, where memory is free for them.
+"""Adds copies of the hottest experts to the loads of split mixture-of-experts models, if memory is free for them.
 
-The daemon chooses the experts to copy (scheduler/expert_copies.py) by how many tokens have passed through each. A load takes them
-only if all its devices have the memory free when it begins: no model is evicted and no KV is dropped for copies, and none are taken
-where another model is in line.
+The daemon chooses the experts to copy (scheduler/expert_copies.py) by how many tokens have passed through each. A load takes the
+copies only if all its devices have the memory free when it begins, and if no other model is in line for one of them. No model is
+evicted and no KV is dropped for copies.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def take(node: Node, placement: Placement) -> None:
 
 
 def outlook(node: Node, model: Model, devices: tuple[str, ...], leaving: Collection[str]) -> str:
-    """Returns whether a load of the model on these devices would take copies of experts now, for operators; "": none are chosen.
-    leaving: the models that would be evicted for it."""
+    """Returns a text for operators that says whether a load of the model on these devices would take copies of experts now; "" if
+    no copies are chosen or the model is not split. leaving: the models that would be evicted for the load."""
     copies = model.primary.expert_copies
     if copies is None or not model.facts.is_split:
         return ""
@@ -54,7 +54,7 @@ def _told(number: int) -> str:
 
 
 def _obstacle(node: Node, model: Model, devices: Iterable[str], placement_id: int, leaving: Collection[str] = ()) -> str:
-    """Returns on which device there is no room for the copies chosen for a model, and why; "" if there is room on all.
+    """Returns why there is no room for the copies chosen for a model, naming the device; "" if there is room on all `devices`.
     placement_id: the model's placement there; 0: it has none yet. leaving: models there whose memory counts as free."""
     copies = model.primary.expert_copies
     assert copies is not None

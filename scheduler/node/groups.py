@@ -32,7 +32,7 @@ def host_of(device: str) -> str:
 
 def by_rank(device: str) -> tuple[str, str, int, str, str]:
     """Returns the key by which devices are sorted wherever their order counts or is shown. This machine's come before those of
-    other hosts; those of one host and kind are sorted by index, "cuda:2" before "cuda:10". A carve-out comes behind its device."""
+    other hosts; those of one host and kind are sorted by index, "cuda:2" before "cuda:10". A carve-out comes after its device."""
     lent, _, carved_for = device.partition("/")
     name, _, host = lent.partition("@")
     kind, _, number = name.partition(":")
@@ -45,9 +45,9 @@ def num_other_hosts(devices: Iterable[str]) -> int:
 
 
 def pools(devices: Iterable[str], num_ranks: int, num_stages: int = 1) -> list[tuple[str, ...]]:
-    """Returns sets of devices, each in the given order; a model may be placed on devices of one set. For a whole model there is one
-    set: all devices of this machine. For a split model there is one for each kind of device of which there are enough, without
-    devices that could be in no group. [] if there are too few devices."""
+    """Returns sets of devices, each in the given order; the devices of a model are all taken from one set. For a whole model there
+    is one set: all devices of this machine. For a split model there is one set for each kind of device ("cpu", "cuda") with enough
+    devices; it has only devices that can be part of a group. [] if there are too few devices."""
     if num_ranks == 1:
         return [alone] if (alone := tuple(device for device in devices if host_of(device) == HERE)) else []
     by_kind: dict[str, list[str]] = {}
@@ -59,16 +59,16 @@ def pools(devices: Iterable[str], num_ranks: int, num_stages: int = 1) -> list[t
 
 
 def most_groups(pool: Iterable[str], num_ranks: int, num_stages: int = 1) -> int:
-    """Returns how many groups the devices of a pool can form at most, if no device is in two groups. Each group needs a stage on
-    this machine."""
+    """Returns how many groups the devices of a pool can form at most, if no two groups share a device. Each group needs at least
+    one pipeline stage on this machine."""
     stage_size = num_ranks // num_stages
     stages = {host: number // stage_size for host, number in Counter(map(host_of, pool)).items()}
     return min(stages.get(HERE, 0), sum(stages.values()) // num_stages)
 
 
 def _usable(devices: Sequence[str], stage_size: int, num_stages: int) -> tuple[str, ...]:
-    """Returns those of the devices that could be in a group that holds a split model; () if they can form no group. devices: all of
-    one kind. stage_size: devices of each pipeline stage. num_stages: number of stages."""
+    """Returns those of the devices that can be part of a group that holds a split model; () if they can form no group. devices: all
+    of one kind. stage_size: devices of each pipeline stage. num_stages: number of stages."""
     numbers = Counter(map(host_of, devices))
     if numbers[HERE] < stage_size or sum(number // stage_size for number in numbers.values()) < num_stages:
         return ()
@@ -77,9 +77,9 @@ def _usable(devices: Sequence[str], stage_size: int, num_stages: int) -> tuple[s
 
 
 def groups(preferred: Sequence[str], num_ranks: int, num_stages: int = 1) -> list[tuple[str, ...]]:
-    """Returns the groups of num_ranks devices that may hold a split model together: on each host whole pipeline stages, at least
-    one of them on this machine; [] if there are too few devices. A group is sorted by rank: the devices of this machine come first,
-    then those of other hosts by the host's name; those of one host are sorted by index (`by_rank`).
+    """Returns the groups of num_ranks devices that may hold a split model together; [] if there are too few devices. A group has
+    whole pipeline stages on each host, at least one of them on this machine. Its devices are sorted by rank: first those of this
+    machine, then those of other hosts by the host's name; those of one host by index (`by_rank`).
 
     preferred: the devices that could hold a share, the best first. num_stages: the model's pipeline stages. The groups of the best
     devices come first: for groups of two of the devices 1, 2 and 3 the order is (1, 2), (1, 3), (2, 3). At most MAX_GROUPS groups
@@ -108,8 +108,8 @@ def is_group(devices: Sequence[str], num_ranks: int, num_stages: int = 1) -> boo
 
 
 class _Stages:
-    """Lists the groups of a pool with devices of several hosts, in the order of itertools.combinations. It never begins a group
-    that the devices behind cannot complete, because very many combinations may come before the first one that is a group."""
+    """Lists the groups of a pool with devices of several hosts, in the order of itertools.combinations. A combination is abandoned
+    as soon as no group can begin with it, because there may be very many combinations before the first group."""
 
     def __init__(self, pool: Sequence[str], stage_size: int) -> None:
         self._pool, self._stage_size = pool, stage_size
@@ -120,8 +120,8 @@ class _Stages:
         self._left.reverse()
 
     def combinations(self, number: int, begin: int = 0, taken: tuple[int, ...] = ()) -> Iterator[tuple[str, ...]]:
-        """Yields groups of devices, as long as they can be completed. Each has the devices at the indices `taken` and `number`
-        further ones, at the index `begin` or behind it."""
+        """Yields the groups of devices that consist of those at the indices `taken` and of `number` further ones at indices from
+        `begin` on."""
         if not number:
             yield tuple(self._pool[at] for at in taken)
             return

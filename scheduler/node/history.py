@@ -1,4 +1,4 @@
-"""Records the last placements and what decided them, for `hearth history`. The number of placements kept is bounded; the oldest are
+"""Records the latest placements and why they were made in this way, for `hearth history`. A bounded number is kept; the oldest are
 dropped first."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The host tier's account: equal slots of host memory that the daemon owns, and what each of them holds.
+"""Keeps the account of the host tier: equal slots of host memory that the daemon owns, and what each of them holds.
 
 A slot is free, in transit (granted to a load or an eviction under way, which may write it), or holds weights or saved KV. Slots
-that a load reads from are lent until it has ended and are not given to others meanwhile.
+that a load reads from are lent to it: they are given to no other use until the load has ended.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ Slots = tuple[int, ...]
 
 @dataclass(slots=True)
 class HostCopy:
-    """One model's copy of one kind (weights or KV) in slots of host memory. It is valid only for the checkpoint with this
-    fingerprint. num_bytes: its size."""
+    """One model's copy of one kind (weights or KV) in slots of host memory. fingerprint: identifies the only checkpoint for which
+    the copy is valid. num_bytes: its size."""
 
     fingerprint: str
     slots: Slots
@@ -70,8 +70,8 @@ class HostTierAccount:
         }
 
     def copies(self) -> list[tuple[str, HostCopy]]:
-        """Returns (model, copy) for each copy of weights or KV in host memory. Void copies, which were dropped while a load reads
-        them, are included."""
+        """Returns (model, copy) for each copy of weights or KV in host memory. Void copies are included: copies that were dropped
+        while a load reads them."""
         return [*self.weights.items(), *self.kv.items()]
 
     def grant(self, placement_id: int, model: str, num_slots: int) -> Slots:
@@ -98,8 +98,8 @@ class HostTierAccount:
         self._put_back(tuple(slot for slot in slots if slot not in kept))
 
     def hold(self, model: str, copy: HostCopy) -> None:
-        """Records that the slots `copy.slots` hold the model's weights or KV. They must not be free, nor granted to a load or
-        eviction any more."""
+        """Records that the slots `copy.slots` hold the model's weights or KV. The slots must not be free, and must not be granted
+        to a load or eviction."""
         self.revision += 1
         if isinstance(copy, SavedKV):
             self.kv[model] = copy
@@ -119,8 +119,8 @@ class HostTierAccount:
         return True
 
     def valid_copies(self) -> list[tuple[str, HostCopy]]:
-        """Returns (model, copy) for each copy that a load may use. Left out are void copies, which were dropped and whose slots are
-        kept only until the load that reads them has ended."""
+        """Returns (model, copy) for each copy that a load may use. Void copies are left out: copies that were dropped and whose
+        slots are kept only until the load that reads them has ended."""
         return [(model, copy) for model, copy in self.copies() if not copy.void]
 
     def drop_weights(self, model: str) -> None:

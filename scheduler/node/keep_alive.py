@@ -2,7 +2,7 @@
 its device.
 
 The time counts from the end of the model's last request, or from the end of its load if that was later. A copy that an operator
-asked for (`hearth load`) stays until it has been requested, because an order to load would otherwise undo itself.
+asked for (`hearth load`) stays until it has been requested; otherwise it could be evicted before its first request.
 """
 
 from __future__ import annotations

@@ -4,11 +4,13 @@ when a model is evicted from its device. Copies of both kinds compete by one val
 value = priority x uses per second x seconds saved per use / bytes
 
 A use of copied weights is a load; it saves the seconds of a disk read minus those of a copy. The uses per second are the model's
-loads per second; while requests wait for it, one more load is expected within overdue_after_s, the setting for how long requests
-may wait before they are overdue. So a model that is never evicted from its device needs no copy, however often it is requested. A
-use of saved KV is a request; it saves the computation of one prompt of average length, minus copying its KV back. The uses per
-second are the model's requests per second; those that wait now are expected within overdue_after_s. The least valuable copy is
-dropped first, the oldest among equal ones, and only for something more valuable.
+loads per second; while requests wait for the model, one more load is expected within overdue_after_s, the time after which they are
+overdue. A model that is never evicted from its device therefore needs no copy, however often it is requested.
+
+A use of saved KV is a request; it saves the computation of one prompt of average length, minus copying its KV back. The uses per
+second are the model's requests per second; waiting requests are expected to run within overdue_after_s.
+
+The least valuable copy is dropped first, and among equal ones the oldest, but only to make room for a more valuable copy.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from scheduler.node.node import Copy, Device, Model, Node, Placement
 
 
 def same_files(one: ModelFacts, other: ModelFacts) -> bool:
-    """Returns whether copies in host memory that were made with one model's facts may be loaded with the other's: fingerprint,
-    sizes and division into shares are equal."""
+    """Returns whether copies in host memory that were made with one model's facts may be loaded with the other's: whether
+    fingerprint, sizes and division into shares are equal."""
     return _identity(one) == _identity(other)
 
 
@@ -33,7 +35,8 @@ def _identity(facts: ModelFacts) -> tuple[object, ...]:
 
 
 def found(node: Node, event: HostCopiesFound) -> None:
-    """Takes over the copies that an earlier daemon left in host memory, if their models are known and the files are the same."""
+    """Takes over the copies that an earlier daemon left in host memory. Copies of unknown models, of other files, of split models
+    and of further replicas are ignored."""
     for name, copy in event.copies:
         model = node.models.get(name)
         if model is None or model.removed or model.facts.fingerprint != copy.fingerprint:
@@ -58,14 +61,15 @@ def requests_per_s(node: Node, model: Model) -> float:
 
 
 def _device_of(node: Node, model: Model) -> Device | None:
-    """Returns the device by whose costs a model's copies in host memory are valued: the one that holds the model, else the first
-    one it may live on; None if there is none."""
+    """Returns the device whose costs determine the value of a model's copies in host memory: the one that holds the model, else the
+    first one on which the model may be; None if there is none."""
     name = model.copy.leader if model.copy else next(iter(model.devices), "")
     return node.devices.get(name)
 
 
 def weights_value(node: Node, model: Model, num_bytes: int) -> float:
-    """Returns the value of a copy of num_bytes of weights, on all devices together. Each device loads a share."""
+    """Returns the value, per byte, of a copy of a model's weights in host memory. num_bytes: the bytes of the weights on all
+    devices together; each device loads an equal share."""
     device = _device_of(node, model)
     if device is None:
         return 0.0
@@ -96,8 +100,10 @@ def value_of(node: Node, name: str, copy: HostCopy) -> float:
 def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
     """Returns for a load that begins: slots in which to keep its weights while they are read, the copy in host memory to load from
     (None: it reads from disk), and the saved KV to restore. left: whether the weights are on the device already, so that nothing is
-    read that could be kept. All three are empty for a further replica, for a split model with devices of other hosts, which have
-    not this host's memory, and for shares with copies of experts, which another load may choose differently."""
+    read that could be kept.
+
+    All three are empty for loads that do not use host memory: those of a further replica, of a split model with devices of other
+    hosts, and of shares with copies of experts, because the next load may choose other copies."""
     model, host, facts = node.models[placement.model], node.host, placement.facts
     if not host.num_slots or not facts.keeps_weights or num_other_hosts(placement.devices) or placement.copies is not None:
         return (), None, None
@@ -114,7 +120,8 @@ def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots,
 
 def make_room(node: Node, model: Model, num_slots: int, worth: float, whole: bool) -> int:
     """Drops copies in host memory that are worth less than a new copy of the model's, until num_slots slots are free for the new
-    one; returns how many of them can be granted. worth: the new copy's value per byte. whole: drops and grants all or none."""
+    one. Returns how many slots may be granted. worth: the new copy's value per byte. whole: whether to make room for all slots or
+    none."""
     host = node.host
     if num_slots <= host.num_free or not num_slots:
         return num_slots
@@ -171,8 +178,8 @@ def drop_all(node: Node, model: Model, reason: str) -> None:
 
 def load_ended(node: Node, model: Model, copy: Copy, checksums: tuple[int, ...] | None) -> None:
     """Ends a load's use of host memory. checksums: those of the complete copy of the weights in host memory, which the load has
-    read or written; None: there is none, and any older copy is dropped. Saved KV is dropped, because it is on the device by then or
-    of no use."""
+    read or written; None: there is no such copy, and an older one is dropped. Saved KV is dropped, because it has been restored or
+    is of no use."""
     host = node.host
     if checksums is None:
         host.end_grant(copy.placement_id)
@@ -199,8 +206,8 @@ def copy_ended(node: Node, model: Model, copy: Copy) -> None:
 
 
 def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
-    """Returns slots in which to save a model's KV. They are fewer than the KV needs if the rest of it is worth less than what the
-    slots hold. There are none if computing the KV again is faster, or if host memory may not hold anything of the model."""
+    """Returns slots in which to save a model's KV. Only a part of the KV gets slots if the copies that would have to be dropped for
+    all of it are worth more. () if computing the KV again is faster, or if host memory may not hold anything of the model."""
     host, device = node.host, node.devices[copy.leader]
     per_token = copy.facts.kv_bytes_per_token
     num_bytes = model.kv_bytes

@@ -1,9 +1,9 @@
-"""Makes room for KV and adapters: if requests wait in an engine for either, an idle model is evicted from its device, and loaded
-again when it is requested.
+"""Makes room for KV and adapters: if requests wait in an engine for either, an idle model may be evicted from its device. It is
+loaded again when it is requested.
 
-That pays if more requests wait than are expected to arrive for the idle model while it is loaded again (its requests per second
-times the seconds of its reload). One model is evicted at a time, so that the freed memory has an effect before the next one is
-considered.
+The eviction is worth its cost if more requests wait than are expected to arrive for the idle model while it is loaded again (its
+requests per second times the seconds of its reload). One model is evicted at a time, so that the freed memory has an effect before
+the next one is considered.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def widen(node: Node, device: Device, waiting: Mapping[str, int], without_room: 
 
 
 def is_short(node: Node, device: Device, model: Model, adapter_bytes: int = 0) -> bool:
-    """Returns whether little of the memory that a model may use for KV on the device (its own reserve, and what all models share)
-    is free: less than a tenth of it, or less than the KV of two prompts of average length takes. Memory of cached prefixes counts
-    as free, because they are dropped when it is needed."""
+    """Returns whether little of the memory that a model may use for KV on the device (its own reserve, and the lease, which all
+    models share) is free: less than a tenth of it, or less than the KV of two prompts of average length takes. Memory of cached
+    prefixes counts as free, because they are dropped when it is needed."""
     total = device.ledger.lease_chunks * node.settings.chunk_bytes
     used = adapter_bytes + sum(max(0, one.kv_running_bytes - _reserved_bytes(node, one)) for one in device.resident.values())
     total += _reserved_bytes(node, model)

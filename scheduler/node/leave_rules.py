@@ -1,5 +1,5 @@
-"""Applies the rules by which idle models are evicted: every LeaveRule that this module imports. The rule whose time comes first
-counts."""
+"""Applies the rules by which idle models are evicted: every LeaveRule that this module imports. If several rules would evict a
+model, the earliest time counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def leaves_at(model: Model) -> float | None:
 
 
 def apply(node: Node, model: Model) -> None:
-    """Evicts an idle model if a rule's time for it has come. Otherwise sets the deadline at which it will come, or removes the
+    """Evicts an idle model if the time that a rule sets for it has come. Otherwise sets a deadline at that time, or removes the
     deadline if no rule evicts the model."""
     found = next_of(model)
     if found is None:

@@ -1,5 +1,5 @@
-"""Keeps the account of a device's memory, in chunks. Decisions follow this account; the free memory that the driver reports is only
-compared with it."""
+"""Keeps the account of a device's memory, in chunks. All decisions are based on this account. The free memory that the driver
+reports is only compared with it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MIB = 1024 * 1024
 
 @dataclass(slots=True, frozen=True)
 class Size:
-    """Size, in chunks, of one copy of a model, or of one share of a split model, on a device. The work space is shared by all
-    models of the device: the largest counts."""
+    """The size, in chunks, of one copy of a model, or of one share of a split model, on a device. All models of a device share one
+    work space, which has the size of the largest that any of them needs."""
 
     weights_chunks: int
     kv_chunks: int
@@ -89,7 +89,7 @@ def arithmetic(facts: ModelFacts, chunk_bytes: int, budgets: dict[str, int]) -> 
 class DeviceLedger:
     """The account of one device. At all times
 
-        lease = total - work space - sum(weights + reserved KV of each copy) - what is promised to placements under way
+        lease = total - work space - sum(weights + reserved KV of each copy) - chunks promised to placements under way
 
     where the lease is what the engine may use as KV for any of its models beyond their reserves."""
 
@@ -109,7 +109,7 @@ class DeviceLedger:
     @property
     def lease_chunks(self) -> int:
         """The device's lease: how many chunks the engine may use as KV beyond the models' reserves. It is 0 if promises and copies
-        together take more than there is, because a promise may count on chunks that its victims still hold."""
+        together exceed the device, which happens while victims still hold chunks that are promised to a placement."""
         return max(0, self.total_chunks - self.work_space_chunks - self.held_chunks - self.promised_chunks)
 
     @property
@@ -118,7 +118,7 @@ class DeviceLedger:
 
     def room_for(self, placement_id: int) -> int:
         """Returns how many chunks all copies and the work space may take together if a given placement is carried out: the device's
-        total minus what is promised to other placements. placement_id: 0 for no placement."""
+        total minus the chunks promised to other placements. placement_id: 0 for no placement."""
         return self.total_chunks - sum(chunks for other, (chunks, _) in self.promised.items() if other != placement_id)
 
     def promise(self, placement_id: int, chunks: int, work_space_chunks: int) -> None:
@@ -136,7 +136,7 @@ class DeviceLedger:
 
     def raise_work_space(self, chunks: int) -> bool:
         """Enlarges the work space to `chunks`, out of chunks that nothing uses, for a model that was registered or placed. Returns
-        False if the work space stays as it is, because it is large enough or there is no room now."""
+        whether it was enlarged; False if it is large enough already or there is no room now."""
         extra = chunks - self.work_space_chunks
         if extra <= 0 or extra > self.lease_chunks:
             return False
@@ -144,17 +144,15 @@ class DeviceLedger:
         return True
 
     def has_room(self, placement_id: int, size: Size) -> bool:
-        """Returns whether the copy of a placement fits on the device now, beside all copies that are there and all that is promised
-        to other placements. Models that are leaving still count, with their work space, as long as they are there, although the
-        placement was planned without them."""
+        """Returns whether the copy of a placement fits on the device now, beside all copies on the device and all chunks promised
+        to other placements. Copies that are being evicted still count, with their work space, until they are gone."""
         others = [promise for other, promise in self.promised.items() if other != placement_id]
         works = (*(one.work_space_chunks for one in self._held.values()), *(work for _, work in others), size.work_space_chunks)
         return self.held_chunks + size.chunks + sum(chunks for chunks, _ in others) + max(works) <= self.total_chunks
 
     def hold(self, model: str, size: Size) -> None:
         """Records that a model's copy holds its chunks from now on. If too few are free, a work space that is larger than any copy
-        needs is reduced. Raises ValueError if the model is held already, or does not fit because the caller has chosen too few
-        victims."""
+        needs is reduced. Raises ValueError if the model has a copy already, or if the copy does not fit."""
         if model in self._held:
             raise ValueError(f"{model} is held already")
         self._held[model] = size

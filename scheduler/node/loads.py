@@ -1,4 +1,4 @@
-"""Handles what the engine reports about a load, and what follows if it reports nothing in time."""
+"""Handles what the engine reports about a load, and loads that miss their deadline."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def load_finished(node: Node, event: LoadFinished) -> None:
 
 
 def _source(copy: Copy, event: LoadFinished) -> str:
-    """Returns where the weights of a load were: "device" (left in its memory, or a share's), "host" (host memory) or "disk"."""
+    """Returns where the weights of a load came from: "device" if they, or those of a share, were still in the device's memory;
+    "host" for host memory; or "disk"."""
     if event.adopted:
         return "device"
     return "host" if copy.from_host and not event.source_rejected else "disk"
@@ -84,7 +85,7 @@ def load_progressed(node: Node, event: LoadProgressed) -> None:
 
 def load_failed(node: Node, event: LoadFailed) -> None:
     """Handles a failed load: counts the failure, queues its requests again and frees its memory. If the load was being rolled back,
-    the engine has given it up by itself; this ends the roll-back and counts no failure."""
+    the failure is not counted, and the roll-back ends with it."""
     name = node.copies.get(event.placement_id)
     model = node.models[name] if name else None
     if model is None or model.state not in (residency.LOADING, residency.DRAINING) or model.placement is None:

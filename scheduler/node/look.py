@@ -1,11 +1,11 @@
 """Chooses which model is placed next on a device, on which other devices if it is split, and which models are evicted for it, by
 rules 7, 8 and 9 of docs/design/models.md.
 
-A device is held (Device.held_for) for the model whose work is the longest overdue there: no other model's placement begins on it
-while that model waits for something that ends by itself, such as a load. A split model needs several devices at the same moment, so
-it holds them while another one that it needs is occupied by a placement. Any model whose work has been overdue for long holds a
-device until loads there have ended and models that came a short while ago have had their time. Without this, each model that begins
-meanwhile would have its own time there, and a large model would never find room among small ones that come and go.
+A device can be held for a model (Device.held_for): no other model's placement then begins on it. It is held for the model whose
+work is the longest overdue there, as long as that model waits for something that ends by itself, such as a load. There are two
+reasons to hold a device. A split model needs several devices at the same moment, and one of them is occupied by a placement. Or a
+model's work has been overdue for long: otherwise small models that come and go would use up the room again and again, and a large
+model would never find enough.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _NUM_CANDIDATES = 8
 
 def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option] | None:
     """Returns which model to place next on this device, with the devices that it takes and the models that are evicted for it.
-    None: nothing can begin now; a deadline is set if that will change with time alone.
+    Returns None if nothing can begin now; a deadline is set if the mere passing of time will change that.
 
-    Rule 8: the model that has been overdue longest, of those that could be placed at all, comes first (it alone may force busy
-    models out), else the one with most waiting work per reload second. Nothing else begins on a device that is held for it."""
+    By rule 8, the model that has been overdue longest, of those that could be placed at all, comes first, and only it may force
+    busy models out. If none is overdue, the one with most waiting work per reload second comes first. On a device that is held for
+    a model, no other model is placed."""
     first = first_in_line(node, device)
     if first is None:
         return None
@@ -57,9 +58,9 @@ def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option
 
 
 def first_in_line(node: Node, device: Device) -> tuple[float, str] | None:
-    """Returns when, in monotonic seconds, the first model in line for the device is or was overdue, and its name; None if nobody
-    waits. A model that lacks other devices, because their engines are down, is passed over: it may wait for ever. O(1), or
-    O(models in line) while the first one lacks devices."""
+    """Returns the time, in monotonic seconds, at which the first model in line for the device becomes or became overdue, and its
+    name; None if no model waits. A split model for which too few other devices are up is passed over, because it may wait for ever.
+    O(1), or O(models in line) while the first one is passed over."""
     first = device.by_age.peek()
     if first is None or not _lacks_devices(node, node.models[first[1]], device):
         return first
@@ -68,8 +69,8 @@ def first_in_line(node: Node, device: Device) -> tuple[float, str] | None:
 
 
 def _lacks_devices(node: Node, model: Model, device: Device) -> bool:
-    """Returns whether a split model cannot be placed on this device and others, whichever models are evicted, because too few of
-    the others are up and have room beside the models pinned there. False for a model that is not split."""
+    """Returns whether a split model cannot be placed on this device together with others, whichever models are evicted, because too
+    few others have an engine and enough room beside their pinned models. False for a model that is not split."""
     if not model.facts.is_split:
         return False
     others = (node.devices[name] for name in model.devices)
@@ -89,7 +90,7 @@ def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] 
 
 def options(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> list[device_choice.Option]:
     """Returns the ways to place the model now, one for each device that could take it. A split model's options are groups of
-    devices that have room for a share; of many groups only those of the devices with most room or least to lose are returned
+    devices that have room for a share; the best devices are combined first, and the number of groups is limited
     (groups.MAX_GROUPS). may_force: whether busy models may be forced out. idle: a cache, device -> number of chunks that its idle
     models hold."""
     members = [member for name in model.devices if (member := member_on(node, model, name, may_force, None, idle)) is not None]
@@ -105,8 +106,8 @@ def options(node: Node, model: Model, may_force: bool, idle: dict[str, int] | No
 
 def hold(node: Node, model: Model, device: Device) -> None:
     """Holds the device for a model that cannot be placed there now, if `may_hold` allows it: no other model's placement then begins
-    there. For a split model, all its devices are held for which `may_hold` allows it, because the model that is considered next
-    could begin on them."""
+    there. For a split model, each of its devices is held for which `may_hold` allows it, because another model could otherwise
+    begin on them."""
     devices = [node.devices[name] for name in model.devices] if model.facts.is_split else [device]
     for one in devices:
         if one.name not in node.released and may_hold(node, model, one):
@@ -114,9 +115,9 @@ def hold(node: Node, model: Model, device: Device) -> None:
 
 
 def may_hold(node: Node, model: Model, device: Device) -> bool:
-    """Returns whether the device may be held for the model, so that no other model's placement begins there: the model is the
-    longest overdue there, and what it waits for ends by itself. A model that is not split holds one device. A split model holds
-    every device that could hold a share of it."""
+    """Returns whether the device may be held for the model, so that no other model's placement begins there. The model must be the
+    longest overdue there, and must wait for something that ends by itself, such as a load. A model that is not split holds at most
+    one device. A split model holds every device that could hold a share of it."""
     first = first_in_line(node, device)
     if not device.up or first is None or first[1] != model.name or first[0] > node.now:
         return False
@@ -132,9 +133,9 @@ def may_hold(node: Node, model: Model, device: Device) -> bool:
 
 
 def _held_from(node: Node, overdue_at: float) -> float:
-    """Returns the time, in monotonic seconds, from which no other model may begin before the one that is the longest overdue. Until
-    then others may: that keeps the loaders busy, so the mean wait is shorter where all wait for loads. overdue_at: when that
-    model's work became overdue."""
+    """Returns the time, in monotonic seconds, from which a device may be held for a model whose work became overdue at overdue_at.
+    Until then other models may begin there: this keeps the loaders busy, which shortens the mean wait if all models wait for
+    loads."""
     return overdue_at + node.settings.overdue_after_s
 
 
@@ -180,7 +181,7 @@ def plan(
 
 def option_on(model: Model, members: list[_Member]) -> device_choice.Option | None:
     """Returns the option to place a model on all of the devices `members` together, with the models that would have to be evicted;
-    None if too few can be."""
+    None if evictions cannot free enough room."""
     chosen = eviction.victims_on_all([(member.target, member.residents) for member in members])
     if chosen is None:
         return None
@@ -228,10 +229,11 @@ def member_on(
 
 
 def evictable(node: Node, model: Model, may_force: bool, instead: Placement | None) -> bool:
-    """Returns whether a model may be evicted for another one. It must be ready, or stay only until its last requests have ended,
-    and it must not be pinned. If it is busy, it must have been loaded for long enough to be forced out, and may_force be set (rules
-    1, 7 and 9 of docs/design/models.md). instead: a placement whose idle victims may also be evicted, because the new placement
-    would take its place."""
+    """Returns whether a model may be evicted for another one. It must not be pinned. It must be ready, or stay only until its last
+    requests have ended. If it is busy, may_force must be set, and it must have been loaded for long enough to be forced out (rules
+    1, 7 and 9 of docs/design/models.md).
+
+    instead: a placement that the new one would replace; its idle victims may be evicted, too."""
     if not _serves(model):
         copy = model.copy
         chosen = instead is not None and model.victim_of == instead.id and copy is not None and not copy.evict_sent
@@ -246,14 +248,14 @@ def evictable(node: Node, model: Model, may_force: bool, instead: Placement | No
 
 
 def _serves(model: Model) -> bool:
-    """Returns whether the model may be made a victim because its requests run on its device and none of its evictions has begun: it
-    is ready, or it stays only until its last requests have ended (runs_out)."""
+    """Returns whether the model runs requests on its device and may become a victim: it is ready, or it stays only until its last
+    requests have ended (runs_out)."""
     return model.state == residency.READY or model.runs_out
 
 
 def may_drain(device: Device, model: Model) -> bool:
-    """Returns whether a busy model may be evicted, once it has drained, for work that is not overdue: another of its replicas
-    stays, and nothing else drains on the device (rule 13 of docs/design/models.md)."""
+    """Returns whether a busy model may be evicted, once it has drained, for work that is not overdue. This requires that another of
+    its replicas stays and that nothing else drains on the device (rule 13 of docs/design/models.md)."""
     return model.is_spare and model.state == residency.READY and device.draining is None
 
 
@@ -280,8 +282,8 @@ def score(node: Node, model: Model, device: Device, chunks: int) -> float:
 
 
 def next_forcible(node: Node, model: Model) -> float | None:
-    """Returns when the next busy model on one of the model's devices may be forced out, in monotonic seconds; None if there is none
-    for which only time has to pass."""
+    """Returns the next time, in monotonic seconds, at which a busy model on one of the model's devices has been loaded for long
+    enough to be forced out; None if there is no such time in the future."""
     times = (
         other.copy.tenure_ends
         for name in model.devices

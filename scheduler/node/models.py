@@ -10,9 +10,9 @@ from scheduler.node.node import Model, Node
 
 
 def judge(node: Node, model: Model) -> None:
-    """Sets `devices` of a model to the devices on which it, or a share of a split model, fits when they are empty. If there are
-    none, or too few for all shares, sets `too_large` to a text for operators with the sizes that shows why; else to "" (rule 2 of
-    docs/design/models.md). O(devices)."""
+    """Determines on which devices a model, or a share of a split model, fits while they are empty, and sets its `devices` to them
+    (rule 2 of docs/design/models.md). If there are none, or too few for all shares, also sets `too_large` to a text for operators
+    with the sizes that shows why; else to "". O(devices)."""
     facts, settings = model.facts, node.settings
     model.size = size_of(facts, settings.chunk_bytes)
     need = model.size.chunks + model.size.work_space_chunks
@@ -29,7 +29,7 @@ def judge(node: Node, model: Model) -> None:
 
 def raise_work_space(node: Node, model: Model) -> None:
     """Enlarges the work space of the model's devices to what the model needs, on devices whose lease has room for that. On all
-    others this is done when the model is placed there."""
+    other devices this is done when the model is placed there."""
     for name in model.devices:
         device = node.devices[name]
         if device.ledger.raise_work_space(model.size.work_space_chunks) and device.up:
@@ -37,9 +37,8 @@ def raise_work_space(node: Node, model: Model) -> None:
 
 
 def rest(node: Node, model: Model, reason: str) -> None:
-    """Sets the state of a model that has no copy on a device, such as cold, warm, refused or failed, from what is known about the
-    model. Refuses its waiting requests and commands if it cannot be served in that state. reason: why it has no copy, for
-    operators."""
+    """Sets the state of a model that has no copy on a device, such as cold, warm, refused or failed. Refuses its waiting requests
+    and commands if it cannot be served in that state. reason: why it has no copy, for operators."""
     if model.removed:
         state, reason = residency.COLD, "its folder is gone"
     elif not model.enabled and not model.num_resubmissions:
@@ -76,7 +75,8 @@ def rest(node: Node, model: Model, reason: str) -> None:
 
 
 def forget(node: Node, model: Model) -> None:
-    """Removes a model whose folder is gone, if none of its requests runs and no copy of it is loaded."""
+    """Removes a model whose folder is gone. Must be called only if it has no copy, no placement under way and no further
+    replicas."""
     for kind in ("retry", "quarantine", "load", "evict", "engines"):
         node.deadlines.discard((kind, model.name))
     for device in node.devices.values():
@@ -112,8 +112,8 @@ def note_failed_load(node: Node, model: Model, reason: str, permanent: bool) -> 
 
 
 def note_crash(node: Node, model: Model) -> None:
-    """Counts a fault of the model, because one of its requests was running in too many crashes of its engine. Quarantines the model
-    if there have been too many faults of late."""
+    """Counts a fault of the model, after one of its requests was running in too many crashes of its engine. Quarantines the model
+    if there have been too many faults lately."""
     settings, primary = node.settings, model.primary
     primary.faults = [at for at in primary.faults if at > node.now - settings.crash_window_s]
     primary.faults.append(node.now)

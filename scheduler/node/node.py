@@ -1,7 +1,7 @@
 """Holds the state of the node: models, devices, requests, copies and placements.
 
-Handlers change the state and mark what they touched; `settle` then handles the consequences for that alone, so an event costs no
-more than what it touches.
+Handlers change the state and mark the models and devices that they changed. `settle` then handles the consequences for those alone,
+so the cost of an event depends only on how much it changes.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """One attempt to bring a model onto a device, or onto several (by rank) if it is split. size, facts: those of the model when it
-    began; once it loads with copies of experts, those with the copies. forced: whether busy models have to be evicted. stage: what
-    it waits for, from VICTIMS_DRAIN to LOADS."""
+    """One attempt to bring a model onto a device, or onto several (by rank) if it is split. size, facts: those of the model when
+    the placement began; if its load takes copies of experts, they include these copies. forced: whether busy models have to be
+    evicted. stage: what the placement waits for, from VICTIMS_DRAIN to LOADS."""
 
     id: int
     model: str
@@ -178,13 +178,13 @@ class Model:
 
     @property
     def window(self) -> int:
-        """The number of sequences of a batch. Node.window computes from it how many requests the model may have in its engine."""
+        """The number of sequences in a batch. The limit of requests in the model's engine is derived from it (Node.window)."""
         return (self.copy.facts if self.copy else self.facts).max_sequences
 
     @property
     def keep_alive_s(self) -> float:
         """The seconds for which the model may stay on its device after its last request; inf: until its memory is needed. A value
-        that a request asked for replaces the configured one."""
+        that a client asked for replaces the configured one."""
         asked_s = self.primary.asked_keep_alive_s
         return self.facts.keep_alive_s if asked_s is None else asked_s
 
@@ -195,15 +195,16 @@ class Model:
 
     @property
     def occupies(self) -> tuple[str, ...]:
-        """The devices that hold the model or what is left of it, else those onto which it is being placed; () if there are none."""
+        """The devices that hold the model, or its remaining shares after an engine has died. If it has no copy, the devices onto
+        which it is being placed; () if there are none."""
         if self.copy is not None:
             return self.copy.devices
         return () if self.placement is None else self.placement.devices
 
     @property
     def is_spare(self) -> bool:
-        """Returns whether another replica goes on serving the model if this one is evicted. Of the ready replicas all but the first
-        are spare; a pinned one never is."""
+        """Returns whether another replica goes on serving the model if this one is evicted: True for all ready replicas but the
+        first. A pinned replica never is spare."""
         if not self.primary.others or self.pinned:
             return False
         return next((one for one in self.replicas if one.state == residency.READY and not one.leaves), self) is not self
@@ -222,8 +223,9 @@ class Model:
 
     @property
     def takes_requests(self) -> bool:
-        """Returns whether requests can be submitted to the engine of this replica: it is ready, or it is loading and prompts run as
-        weights arrive, or it is disabled and runs out. A disabled model is given only requests that ran before."""
+        """Returns whether requests can be submitted to the engine of this replica: it is ready, or it is loading and computes
+        prompts as weights arrive, or it is disabled and completes its requests. A disabled model is given only requests that ran
+        before."""
         streams = self.state == residency.LOADING and self.copy is not None and self.copy.streams
         return self.state == residency.READY or streams or (self.runs_out and not self.removed)
 
@@ -240,14 +242,14 @@ class Model:
     @property
     def runs_out(self) -> bool:
         """Returns whether the model stays on its device only until its requests have ended, because its folder is gone or the
-        operator has disabled it, and is no victim of a placement."""
+        operator has disabled it. False if it is being evicted for a placement."""
         copy = self.copy
         ends = self.state == residency.DRAINING and self.leaves and not self.victim_of
         return ends and copy is not None and copy.ready_at is not None and not copy.evict_sent
 
     @property
     def comes_back(self) -> bool:
-        """Returns whether the model is disabled, and requests that ran before wait for it to come back to a device."""
+        """Returns whether the model is disabled but will be loaded again for requests that ran before and are waiting."""
         return not self.enabled and not self.removed and self.primary.num_resubmissions > 0
 
     def enqueue(self, request: Request, first: bool = False) -> None:
@@ -316,8 +318,8 @@ class Device:
 
     @property
     def draining(self) -> Placement | None:
-        """The placement that waits until busy models here have finished their requests; other placements may be carried out before
-        it. None if there is none."""
+        """The placement that waits until busy models here have finished their requests; None if there is none. Other placements may
+        overtake it."""
         for placement in self.placements.values():
             if placement.stage == VICTIMS_DRAIN:
                 return placement
@@ -325,13 +327,13 @@ class Device:
 
     @property
     def available(self) -> bool:
-        """Returns whether a placement may begin on the device: its engine is up, and all placements under way there still wait for
+        """Returns whether a placement may begin on the device: its engine is up, and each placement under way there still waits for
         busy models to drain."""
         return self.up and all(placement.stage == VICTIMS_DRAIN for placement in self.placements.values())
 
 
 class Node:
-    """The whole state of a node scheduler, with the actions that the event being handled has led to so far."""
+    """The whole state of a node scheduler, and the actions to which the event that is being handled has led so far."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
@@ -376,7 +378,7 @@ class Node:
         self.emit(StateChanged(cause=self.cause, model=model.name, old=old, new=state, reason=reason, device=device))
 
     def reject(self, request: Request, refusal: Refusal) -> None:
-        """Ends a request that is in no queue any more, and tells its client why by a Reject action."""
+        """Ends a request that is in no queue any more, and reports the reason to its client by a Reject action."""
         request_id = request.facts.request_id
         del self.requests[request_id]
         self.waits.discard(request_id)
@@ -389,7 +391,7 @@ class Node:
             self.reject(model.dequeue(next(iter(model.queue))), refusal)
 
     def reject_new(self, model: Model, refusal: Refusal) -> None:
-        """Rejects the model's waiting requests, but for those that ran before: their clients have been promised an answer."""
+        """Rejects the model's waiting requests, except those that ran before: their clients have been promised an answer."""
         for request in [request for request in model.queue.values() if not request.resubmission]:
             self.touch(model)
             self.reject(model.dequeue(request.facts.request_id), refusal)
@@ -402,8 +404,8 @@ class Node:
         causes.clear()
 
     def answer_loads(self, model: Model, refusal: Refusal | None) -> None:
-        """Answers the commands that wait until the model is ready, and forgets the announced requests that want it. refusal: why it
-        cannot be loaded; None: it is ready."""
+        """Answers the commands that wait until the model is ready, and drops the announcements of requests for it. refusal: why the
+        model cannot be loaded; None: it is ready."""
         self.answer(model.load_causes, model.name, refusal)
         model.expected.clear()
 
@@ -417,7 +419,7 @@ class Node:
 
     def touch(self, model: Model) -> None:
         """Marks the model and all its replicas as changed, so that `settle` carries out each step that has become possible for
-        them. What happens to one replica may make another one be loaded, be evicted or take requests."""
+        them. A change of one replica may cause another one to be loaded, be evicted or take requests."""
         for one in model.replicas if model.primary.others else (model,):
             self.touched[one.name] = None
 
@@ -426,27 +428,28 @@ class Node:
             self.stirred[name] = None
 
     def stir_held(self) -> None:
-        """Marks all devices that are held for a model (no other model's placement begins there), so that the placement of that
-        model is tried again: another device that it waits for may have become free."""
+        """Marks all devices that are held for a model, so that the placement of that model is tried again: another device that it
+        waits for may have become free. (No other model's placement begins on a held device.)"""
         self.stir(device.name for device in self.devices.values() if device.held_for)
 
     # ---- queries
 
     def window(self, model: Model) -> int:
         """Returns the most requests that a replica may have in its engine. For a model without further replicas it is a multiple of
-        the batch (window_per_sequence); with several replicas it is one batch, because a request should not wait in one engine
-        while another could begin it."""
+        the batch (window_per_sequence). With several replicas it is one batch, because a request that waits in one engine cannot
+        move to another that has become free."""
         return model.window * (1 if model.primary.others else self.settings.window_per_sequence)
 
     def has_engines(self, model: Model) -> bool:
-        """Returns whether enough of the devices that may hold the model, or a further replica of it, have engines that are up."""
+        """Returns whether enough engines are up for the model or one of its further replicas, among the devices on which it may
+        be."""
         return any(
             pools((name for name in one.devices if self.devices[name].up), one.facts.num_ranks, one.facts.num_stages)
             for one in model.replicas
         )
 
     def is_warm(self, model: Model) -> bool:
-        """Returns whether the host tier holds a complete copy of the model's weights, made of the files that it has now."""
+        """Returns whether the host tier holds a complete copy of the weights in the model's present files."""
         kept = self.host.weights.get(model.name)
         return kept is not None and not kept.void and kept.fingerprint == model.facts.fingerprint
 
@@ -466,8 +469,8 @@ class Node:
         return max(self.settings.tenure_s, self.settings.tenure_reloads * self.slowest_reload_s(model, devices))
 
     def wanted(self, model: Model) -> bool:
-        """Returns whether a request (also one that is still being read), a command or a pin waits for the model to be loaded.
-        Requests that wait because another replica is full do not count: for them a replica is loaded only into free memory
+        """Returns whether the model is to be loaded for a request (also one that is still being read), a command or a pin. Requests
+        that wait because another replica is full do not count; for them a further replica is loaded only into free memory
         (replicas.py)."""
         return bool(model.queue and not model.served_elsewhere) or self.wanted_ahead(model)
 
@@ -483,9 +486,9 @@ class Node:
         return min(since, model.asked_at) if self.wanted_ahead(model) else since
 
     def overdue_at(self, model: Model, reload_s: float) -> float:
-        """Returns when the model's waiting work becomes overdue, in monotonic seconds: overdue_after_s and the load's reload_s
-        after it began to wait. So a model that loads slowly ranks behind one that loads fast if their work is equally old (rule 8
-        of docs/design/models.md)."""
+        """Returns when the model's waiting work becomes overdue, in monotonic seconds: the time at which it began to wait, plus
+        overdue_after_s, plus reload_s, the seconds of a load. If their work is equally old, a model that loads slowly therefore
+        ranks behind one that loads fast (rule 8 of docs/design/models.md)."""
         return self.waits_since(model) + reload_s + self.settings.overdue_after_s
 
     def resting(self, model: Model) -> bool:

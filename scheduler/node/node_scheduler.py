@@ -1,7 +1,7 @@
-"""Decides which model is on which device and which request goes there: a pure state machine.
+"""Decides which model is on which device and which request goes to which engine: a pure state machine.
 
-Start here. `handle` takes one event and returns the actions to carry out, in order; the caller posts back what came of them.
-Nothing here reads a clock, blocks or fails: a refusal is a value. docs/design/models.md has the rules.
+Start here. `handle` takes one event and returns the actions to carry out, in order. The caller reports their results as further
+events. Nothing here reads a clock, blocks or fails: a refusal is a value. docs/design/models.md has the rules.
 
     events -> handlers (requests, commands, registration, placements, engines) change the records of node.py and touch models
            -> settle: touched models take the steps they can, stirred devices are looked at (look, eviction, placement)
@@ -47,7 +47,7 @@ __all__ = ["NodeScheduler", "SchedulerSettings"]
 
 
 def _time_passed(node: Node, event: events.TimePassed) -> None:
-    """Handles TimePassed by doing nothing: deadlines are checked after every event."""
+    """Handles TimePassed by doing nothing, because deadlines are checked after every event."""
 
 
 _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
@@ -86,7 +86,7 @@ _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
 
 class NodeScheduler:
     """The state machine that places models on devices and submits requests to engines. devices: name -> budget in bytes of the
-    devices whose engines will start, so that it is known before that where models fit."""
+    devices whose engines will start; models can be assigned to these devices before the engines are up."""
 
     def __init__(self, settings: SchedulerSettings, devices: Mapping[str, int] | None = None) -> None:
         self._node = Node(settings)
@@ -94,8 +94,8 @@ class NodeScheduler:
             engines.declare(self._node, name, budget_bytes)
 
     def handle(self, event: Event) -> list[Action]:
-        """Handles an event and returns the actions to carry out now, in order. Time never goes back: if the event's `now` is older
-        than an earlier event's, the earlier one's counts."""
+        """Handles an event and returns the actions to carry out now, in order. If the event's `now` is earlier than that of a
+        previous event, the previous event's time is used."""
         node = self._node
         node.now = max(node.now, event.now)
         node.cause = event.cause
@@ -145,8 +145,8 @@ class NodeScheduler:
         return model is not None and self._node.has_engines(model)
 
     def too_large(self, name: str) -> str:
-        """Returns a text with the arithmetic that shows why a model fits on no device; "" for any other model, also while an
-        earlier copy of it that did fit is loaded."""
+        """Returns a text with the sizes that shows why a model fits on no device; "" for any other model. Also "" while a copy of
+        the model is loaded that was made before it became too large."""
         model = self._node.models.get(name)
         if model is None or model.state != residency.REFUSED or model.facts.unusable:
             return ""
@@ -165,12 +165,12 @@ class NodeScheduler:
         return self._node.host.revision
 
     def host_copies(self) -> list[tuple[str, HostCopy]]:
-        """Returns the (model, copy) pairs in host memory that the next load of the model may use."""
+        """Returns (model, copy) for each copy of weights or KV in host memory that the model's next load may use."""
         return self._node.host.valid_copies()
 
     def queue(self) -> list[QueuedView]:
-        """Returns all waiting requests, model by model, each model's in the order of its queue. Which is submitted next depends on
-        the tenants' shares as well."""
+        """Returns all waiting requests, model by model, those of a model in the order of its queue. They may be submitted in
+        another order, which depends on the tenants' shares as well."""
         return [
             QueuedView(request_id, model.name, request.facts.tenant, position, request.arrived, request.resubmission)
             for model in self._node.models.values()
@@ -192,15 +192,15 @@ class NodeScheduler:
         return explain.why(self._node, name_or_request)
 
     def plan_load(self, name: str, now: float) -> LoadPlan | None:
-        """Returns what loading the model at the time `now` would do, and why; None if it is unknown. Changes nothing but the
-        scheduler's time."""
+        """Returns what loading the model at the time `now` would do, and why; None if the model is unknown. Nothing is changed
+        except that the scheduler's time advances to `now`."""
         self._node.now = max(self._node.now, now)
         model = self._node.models.get(name)
         return None if model is None else dry_run.load(self._node, model)
 
     def plan_room(self, device: str, num_bytes: int, now: float) -> DevicePlan | None:
         """Returns which models would be evicted from the device at the time `now` to free num_bytes; None if the device is unknown.
-        Changes nothing but the scheduler's time."""
+        Nothing is changed except that the scheduler's time advances to `now`."""
         self._node.now = max(self._node.now, now)
         known = self._node.devices.get(device)
         return None if known is None else dry_run.room(self._node, known, num_bytes)
@@ -211,8 +211,8 @@ class NodeScheduler:
         return self._node.history.views(model)
 
     def health(self) -> list[str]:
-        """Returns a line for each device with an overdue roll-back, until its engine has been restarted; [] if the node is
-        healthy."""
+        """Returns a line for each device on which a roll-back has missed its deadline and whose engine has not been restarted yet;
+        [] if the node is healthy."""
         return [device.problem for device in self._node.devices.values() if device.problem]
 
     @property

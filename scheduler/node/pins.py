@@ -1,5 +1,5 @@
-"""Keeps room for pinned models. Each has a home: a device, or several if the model is split. All models pinned on a device must fit
-there together, loaded or not.
+"""Keeps room for pinned models. Each pinned model has a home, the device (or devices, if it is split) on which its room is kept.
+All models pinned on a device must fit there together, loaded or not.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def fits_beside_pins(model: Model, device: Device) -> bool:
 
 
 def has_place(node: Node, model: Model) -> bool:
-    """Returns whether pinned models leave this model room on one of its devices, or on as many as it needs if it is split. True if
-    it has no devices."""
+    """Returns whether there is room beside pinned models for this model on one of its devices, or on as many as it needs if it is
+    split. True if it has no devices."""
     roomy = (name for name in model.devices if fits_beside_pins(model, node.devices[name]))
     return not model.devices or bool(pools(roomy, model.facts.num_ranks, model.facts.num_stages))
 
 
 def pin(node: Node, model: Model) -> Refusal | None:
     """Pins the model: keeps room for it on the devices where it is or is being placed, else on those of its devices where pinned
-    models leave the most room. Returns why there is no room; None if it is pinned."""
+    models leave the most room. Returns a refusal if there is no room; None if the model is pinned."""
     if model.pinned:
         return None
     home = place_of(model) or most_room(node, model)

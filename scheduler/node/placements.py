@@ -1,10 +1,11 @@
-"""Carries out placements: a placement brings one model onto a device, or onto several if it is split, after the victims, the models
+"""Carries out placements. A placement brings one model onto a device, or onto several if it is split, after its victims, the models
 that are evicted for it, are gone.
 
-The victims drain and leave. Then the placement waits until its devices' loaders are free, and loads. From the Load action on, the
-placement's id also names the copy on the devices, until the copy's eviction is answered. While it only waits for busy victims, a
-placement can be dropped and the victims become ready again, because nothing has been taken from them. From the first Evict action
-on they leave, whatever becomes of the placement.
+First the victims drain and are evicted. Then the placement waits until its devices' loaders are free, and loads. From the Load
+action on, the placement's id also names the copy on the devices, until the copy's eviction is answered.
+
+While a placement waits for busy victims to drain, it can be dropped. The victims then become ready again, because nothing has been
+taken from them. After their Evict actions they are evicted even if the placement is dropped.
 
 A placement begins on all of its devices at once or on none, and so does its load. Two placements can therefore never wait for each
 other, each with a part of what the other needs.
@@ -24,9 +25,9 @@ from scheduler.node.node import LOADS, VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_L
 
 
 def place_next(node: Node, device: Device) -> None:
-    """Begins every placement that can begin on a device where room or demand has changed, and begins the loads of placements that
-    wait for loaders and need not wait any more. Sends the engine its new KV lease (the chunks that it may use for KV beyond its
-    models' reserves) if that has grown."""
+    """Begins every placement that can begin on a device whose room or demand has changed, and the load of each placement there that
+    has waited for the loader and need not wait any longer. Sends the engine its new KV lease (the chunks that it may use for KV
+    beyond its models' reserves) if that has grown."""
     if not device.up:
         return
     device.held_for = ""  # until next_option below finds that it is still held
@@ -47,9 +48,9 @@ def place_next(node: Node, device: Device) -> None:
 
 
 def place_newcomer(node: Node, model: Model) -> None:
-    """Begins a placement of the model, whose demand has changed while its devices have not, if there is room. Otherwise sets
-    deadlines or marks devices, so that it is considered again in time. Other models could not be placed when the devices last
-    changed."""
+    """Begins a placement of a model whose own demand has changed, if there is room for it. Otherwise sets deadlines or marks
+    devices, so that the model is considered again in time. Other models are not considered, because nothing has changed for
+    them."""
     if not node.resting(model) or not any(model.name in node.devices[name].by_age for name in model.devices):
         return
     option = look.best_option(node, model, may_force=False)
@@ -108,8 +109,8 @@ def promise(node: Node, placement: Placement) -> None:
 
 
 def advance(node: Node, placement: Placement) -> None:
-    """Brings a placement to the latest stage that it can reach now. The stages wait, in this order, for busy victims to drain, for
-    victims to be evicted, and for the devices' loaders to be free. If nothing is left to wait for, the load begins."""
+    """Moves a placement to the latest stage that it can reach now. The stages wait, in this order, for busy victims to drain, for
+    victims to be evicted, and for the devices' loaders to be free. If there is nothing to wait for, the load begins."""
     if placement.stage == VICTIMS_DRAIN:
         if any(node.models[name].running for name in placement.victims):
             return
@@ -128,8 +129,8 @@ def may_load(device: Device, placement: Placement) -> bool:
 
 
 def drained_too_long(node: Node, model: Model) -> None:
-    """Pauses the busy victims that a model's placement waits for, because their time to drain is up, so that the placement can
-    reach its next stage."""
+    """Pauses the busy victims of the model's placement, whose time to drain is over, so that the placement can reach its next
+    stage."""
     placement = model.placement
     if placement is not None and placement.stage == VICTIMS_DRAIN:
         preemption.pause_victims(node, placement)
@@ -221,8 +222,8 @@ def _why_loaded(model: Model) -> str:
 
 def drop(node: Node, placement: Placement, reason: str = "") -> None:
     """Gives up a placement before it loads. Victims for which no Evict action was sent become ready again, and the memory reserved
-    for the placement goes back to the device's KV lease (the chunks for KV beyond the models' reserves). reason: the outcome to
-    record in the history; "": the name of the stage that the placement was in."""
+    for the placement returns to the device's KV lease (the chunks for KV beyond the models' reserves). reason: the outcome to
+    record in the history; "": the stage that the placement was in."""
     model = node.models[placement.model]
     undo(node, placement)
     outcome = f"dropped while its {placement.stage}" if placement.victims else "dropped"
@@ -244,8 +245,8 @@ def drop(node: Node, placement: Placement, reason: str = "") -> None:
 
 
 def undo(node: Node, placement: Placement) -> None:
-    """Removes a placement, which has ended or is given up, from the records of the node, the model and all its devices. The memory
-    that it holds or has promised is not released here; the caller must do that."""
+    """Removes a placement, which has ended or is given up, from the records of the node, the model and all its devices. The caller
+    must release the memory that the placement holds or was promised."""
     model = node.models[placement.model]
     del node.placements[placement.id]
     for name in placement.devices:
@@ -265,7 +266,7 @@ def leave_device(device: Device, placement: Placement) -> None:
 
 
 def unlist(node: Node, model: Model) -> None:
-    """Removes a model from the lists of waiting models that its devices have, because it does not wait to be placed any more."""
+    """Removes a model from its devices' lists of waiting models, because it does not wait to be placed any more."""
     for name in model.devices:
         device = node.devices[name]
         if model.name in device.by_age:
@@ -332,8 +333,8 @@ def _why_evicted(model: Model, copy: Copy) -> str:
 
 
 def lease_after_evictions(device: Device) -> int:
-    """Returns the KV lease of a device (the number of chunks that its engine may use for KV beyond the models' reserves) once every
-    copy with an Evict action has been evicted. Memory that is freed for a placement is never lent to the engine in between."""
+    """Returns the KV lease of a device (the number of chunks that its engine may use for KV beyond the models' reserves) that
+    applies once every copy with an Evict action has been evicted. It does not include memory that is freed for a placement."""
     ledger = device.ledger
     held = 0
     for model in device.resident.values():
@@ -356,7 +357,7 @@ def _held_still(device: Device, name: str) -> int:
 
 def evict_finished(node: Node, event: EvictFinished) -> None:
     """Handles the engine's answer to an Evict action: records the saved KV and frees the copy's memory. Unknown ids are ignored:
-    the engine has died, which ended the eviction."""
+    they belong to evictions that ended when their engine died."""
     name = node.copies.get(event.placement_id)
     if name is None:
         return
@@ -368,8 +369,8 @@ def evict_finished(node: Node, event: EvictFinished) -> None:
 
 
 def release(node: Node, model: Model, reason: str) -> None:
-    """Frees the memory of a model's copy, continues the placement for which it was freed, and sets the state of the model, which
-    then has no copy. reason: why the copy has gone, for operators."""
+    """Frees the memory of a model's copy and sets the state of the model, which then has no copy. If the copy was evicted for a
+    placement, continues that placement. reason: why the copy has gone, for operators."""
     copy = model.copy
     assert copy is not None
     for name in copy.devices:
@@ -398,9 +399,9 @@ def release(node: Node, model: Model, reason: str) -> None:
 
 
 def lose_share(node: Node, model: Model, device: Device, reason: str) -> None:
-    """Handles the loss of a copy's memory on one device, whose engine has died. Shares on other devices are useless now: they are
-    evicted, and their memory counts as held until the eviction is answered. Their weights stay there until something takes their
-    place, so the model is loaded there again if it can be."""
+    """Handles the loss of a copy's memory on one device, whose engine has died. The shares on other devices cannot be used any
+    more: they are evicted, and their memory counts as held until the eviction is answered. Their weights stay in place until
+    something else takes the memory, so that a new load onto the same devices is fast."""
     copy, placement = model.copy, model.placement
     assert copy is not None
     if copy.devices == (device.name,):
@@ -422,8 +423,8 @@ def lose_share(node: Node, model: Model, device: Device, reason: str) -> None:
 
 
 def evict_overdue(node: Node, model: Model) -> None:
-    """Restarts the engines of all devices of a copy whose eviction has missed its deadline, because it is unknown which of them has
-    not answered. Only an overdue roll-back makes the node unhealthy."""
+    """Restarts the engines of all devices of a copy whose eviction has missed its deadline, because it is unknown which of the
+    engines has not answered. Only an overdue roll-back makes the node unhealthy."""
     copy = model.copy
     assert copy is not None
     what = "roll-back" if copy.rolling_back else "eviction"

@@ -1,14 +1,15 @@
-"""Pauses a busy model that has to make room, after letting it drain for a time.
+"""Pauses busy models that are evicted for overdue work of another model, after they had time to drain.
 
-Only overdue work forces busy models out (rule 9 of docs/design/models.md). They drain for at least preempt_after_s, and until the
-work for which they are evicted is overdue by preempt_after_swaps x the cost of pausing them: requests that end within that time are
-better left to end, while work that has been overdue for long need not wait for them again. Then the models are taken from the
-device between two steps. Their requests wait at the front of their queue, count as newly arrived, and continue from saved or
-recomputed KV when the model is back. If other replicas of the model have room for all of these requests, they continue there at
-once, so such a replica drains for preempt_after_s at most.
+Only overdue work forces busy models out (rule 9 of docs/design/models.md). Their time to drain is at least preempt_after_s. It also
+lasts until the work is overdue by preempt_after_swaps x the seconds that it costs to pause them, because requests that end within
+that time should rather end than be paused. If other replicas of the victims have room for all of their requests, the time is
+preempt_after_s.
 
-The requests of a disabled model are paused and continue like any other's. A model whose folder is gone cannot come back: its
-requests run until drain_timeout_s after that, at least, and then end with the reason.
+Then the victims are evicted between two steps. Their requests wait at the front of their queue, count as newly arrived, and
+continue from saved or recomputed KV when the model is back, or on another replica.
+
+The requests of a disabled model are paused and continue like any other's. A model whose folder is gone cannot be loaded again: its
+requests run at least until drain_timeout_s after the folder went, and are then ended with this reason.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from scheduler.node.node import Model, Node, Placement
 
 
 def foresee(node: Node, placement: Placement) -> None:
-    """Sets the deadline after which the busy victims of a placement, which have begun to drain, are paused."""
+    """Sets the deadline at which the busy victims of a placement, which have begun to drain, are paused."""
     settings = node.settings
     pause_at = node.now + settings.preempt_after_s
     busy = [victim for name in placement.victims if (victim := node.models[name]).running]
@@ -53,9 +54,9 @@ def pause_cost_s(node: Node, model: Model) -> float:
 
 
 def pause_victims(node: Node, placement: Placement) -> None:
-    """Pauses those victims of a placement that still have running requests, because their time to drain is up. If the folder of a
-    victim is gone, so that it cannot come back, its requests are ended instead. While such requests may still run (drain_timeout_s
-    after the folder went), pauses nothing and sets a deadline at which to try again."""
+    """Pauses those victims of a placement that still have running requests, because their time to drain is over. If the folder of a
+    victim is gone, so that its requests cannot continue later, they are ended instead, but not before drain_timeout_s after the
+    folder went. Until then nothing is paused, and a deadline is set at which to try again."""
     busy = [victim for name in placement.victims if (victim := node.models[name]).running]
     ends_at = (one.primary.removed_at + node.settings.drain_timeout_s for one in busy if _cannot_come_back(one))
     until = max(ends_at, default=node.now)
@@ -75,5 +76,5 @@ def pause_victims(node: Node, placement: Placement) -> None:
 
 
 def _cannot_come_back(model: Model) -> bool:
-    """Returns whether the requests of a replica can go on nowhere else, now or later: the folder of its model is gone."""
+    """Returns whether the requests of a replica can never continue if they are paused, because the folder of its model is gone."""
     return model.primary.removed

@@ -10,7 +10,7 @@ from scheduler.node.placements import drop, unlist
 
 
 def registered(node: Node, event: ModelRegistered) -> None:
-    """Handles the event that a model is new, or has new files or settings. A copy of it on a device stays as it is; the new facts
+    """Handles the event that a model is new, or has new files or settings. A copy of it on a device does not change; the new facts
     apply from the next load on. Raises KeyError for a further replica whose model is not registered yet."""
     facts = event.facts
     model = node.models.get(facts.name)
@@ -52,8 +52,8 @@ def registered(node: Node, event: ModelRegistered) -> None:
 
 
 def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
-    """Pins or unpins a model whose setting `pin` has changed since it was registered before; if it has not, the operator's last
-    command stays in force. old: the model's facts before; None: it is new."""
+    """Pins or unpins a model if its setting `pin` has changed since it was last registered. If the setting has not changed, the
+    operator's last command stays in force. old: the model's facts before; None: the model is new."""
     if old is not None and old.pinned == model.facts.pinned:
         return
     if not model.facts.pinned:
@@ -66,8 +66,8 @@ def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
 
 
 def removed(node: Node, event: ModelRemoved) -> None:
-    """Handles the event that a model's folder is gone. Its waiting requests are refused for good; running ones go on to their ends,
-    or until overdue work ends them (preemption.py). Then the model is evicted and forgotten."""
+    """Handles the event that a model's folder is gone. Its waiting requests are refused for good; running ones are completed,
+    unless overdue work of another model ends them (preemption.py). Then the model is evicted and forgotten."""
     model = node.models.get(event.model)
     if model is None:
         return
@@ -81,8 +81,8 @@ def removed(node: Node, event: ModelRemoved) -> None:
 
 
 def withdraw(node: Node, model: Model) -> None:
-    """Takes back what was begun to place a model, because it relies on old facts about the model: removes the model from its
-    devices' lists of waiting models, and drops a placement that is not loading yet."""
+    """Stops the efforts to place a model, which rely on old facts about it: removes the model from its devices' lists of waiting
+    models, and drops its placement if that is not loading yet."""
     unlist(node, model)
     if model.placement is not None and model.copy is None:
         drop(node, model.placement)

@@ -14,8 +14,8 @@ REPLICA_AT = 8
 
 def further(facts: ModelFacts, number: int, by_load: bool) -> tuple[ModelFacts, ...]:
     """Returns the facts of the model's further replicas, NAME#2 and so on. number: how many replicas the model has in all, itself
-    included. by_load: whether a further one is loaded only when REPLICA_AT requests run on each loaded one; if not, as soon as the
-    model has a request."""
+    included. by_load: True if a further replica is loaded only when REPLICA_AT requests run on each loaded one, False if it is
+    loaded as soon as the model has a request."""
     at = REPLICA_AT if by_load else 0
     names = (f"{facts.name}{MARK}{position}" for position in range(2, number + 1))
     return tuple(replace(facts, name=name, replica_of=facts.name, replica_at=at, pinned=False) for name in names)

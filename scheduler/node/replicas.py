@@ -1,12 +1,12 @@
 """Implements rule 13 of docs/design/models.md: further replicas of a model, each on other devices.
 
 A model may have several replicas: the model itself, and further ones (`NAME#2`, `NAME#3` and so on). All requests wait in the
-model's queue, and each goes to the replica that routing.py chooses. So nothing is lost when a replica is evicted or its engine
-dies: its requests go to the front of the queue again, and another replica takes them up.
+model's queue, and each goes to the replica that routing.py chooses. If a replica is evicted or its engine dies, its requests return
+to the front of the queue, and another replica takes them.
 
 A further replica is loaded while the model has requests (ModelFacts.replica_at says how many), one at a time, and into free memory:
-no model is evicted for it. While several replicas are ready, all but the first of these are spare, and evicted for other models'
-requests: idle ones before any other model, busy ones before other busy models and without being overdue.
+no model is evicted for it. While several replicas are ready, all but the first are spare. Spare replicas are evicted for other
+models' requests: idle ones before any other model, busy ones before other busy models and even if the requests are not overdue.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def wanted(node: Node, model: Model) -> Model | None:
 
 
 def _grow(node: Node, model: Model, further: Model) -> None:
-    """Begins to load the replica `further` of the model if that takes only free memory for which no other model waits. Otherwise
-    records what room there was, so that the load is tried again when the room has changed."""
+    """Begins to load the replica `further` of the model if free memory suffices for which no other model waits. Otherwise records
+    what room there was, so that the load is tried again when the room has changed."""
     options = [option for option in look.options(node, further, may_force=False) if not option.victims]
     options = [option for option in options if all(_is_quiet(node, node.devices[name]) for name in option.devices)]
     option = device_choice.choose(options)
@@ -79,12 +79,14 @@ def _requests(model: Model) -> int:
 
 
 def _is_quiet(node: Node, device: Device) -> bool:
-    """Returns whether nobody wants the device's free memory: no model in line, and no requests that wait for KV."""
+    """Returns whether nothing else needs the device's free memory: no model is in line, and no requests have waited for KV
+    lately."""
     return not device.by_age and node.now >= device.kv_short_at + KV_SHORT_S
 
 
 def look_again(node: Node) -> None:
-    """Marks the models whose further replicas found no room and whose devices have changed since, so that `settle` tries again."""
+    """Marks the models whose further replicas found no room and whose devices have changed since, so that `settle` tries to load
+    these replicas again."""
     for name, room in node.crowded_replicas.items():
         if room != _room(node, node.models[name]):
             node.touched[name] = None

@@ -1,5 +1,5 @@
-"""Handles the life of a request: it arrives, waits or is submitted, and ends; it returns to the front of its queue if its model's
-copy is gone."""
+"""Handles the life of a request: it arrives, waits or is submitted, and ends. If its model's copy is gone before it ends, it
+returns to the front of its queue."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def arrived(node: Node, event: RequestArrived) -> None:
 
 
 def touch_used(node: Node, model: Model) -> None:
-    """Marks as changed, for `settle`, the replica that a request has joined or left, and the primary, which may want a further
-    replica. If the model has several replicas and a keep-alive, all of them are marked, because the time at which each may be
-    evicted has changed."""
+    """Marks as changed, for `settle`, the replica that a request has joined or left, and the primary, because another replica may
+    have to be loaded. If the model has several replicas and a keep-alive, all of them are marked, because the time at which each
+    may be evicted has changed."""
     if model.primary.others and model.keep_alive_s != inf:
         node.touch(model)
     else:
@@ -58,8 +58,8 @@ def touch_used(node: Node, model: Model) -> None:
 
 
 def limit_wait(node: Node, request: Request) -> None:
-    """Sets until when a request may wait, unless it was submitted before. If a client's request has several sequences, only the
-    first is limited: once it runs, the answer has begun, and the others wait for as long as it takes."""
+    """Sets the time until which a request may wait, unless it was submitted before. If a client's request has several sequences,
+    only the first is limited: once it runs, the answer has begun, and the others may wait without limit."""
     if not request.resubmission and not request.facts.part_of:
         node.waits.set(request.facts.request_id, request.arrived + node.settings.max_wait_s)
 
@@ -89,7 +89,7 @@ def submit_queued(node: Node, model: Model) -> None:
 
 
 def finished(node: Node, event: RequestFinished) -> None:
-    """Handles a finished request. Unknown ids are requests that were cancelled or rejected meanwhile."""
+    """Handles a finished request. Unknown ids are ignored: such requests were cancelled or rejected before."""
     request = leave(node, event.request_id, "finished")
     if request is not None:
         request.model.primary.served.note(node.now)
@@ -120,8 +120,8 @@ def leave(node: Node, request_id: int, how: str) -> Request | None:
 
 
 def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
-    """Puts back into the queue, at the front and in their order of arrival, the requests that ran on a copy which is gone. They
-    wait without limit, because their clients have been promised an answer. model: the replica that ran them."""
+    """Returns to the front of the queue, in their order of arrival, the requests that ran on a copy which is gone. They may wait
+    without limit, because their clients have been promised an answer. model: the replica that ran them."""
     for request in reversed(list(running)):
         model.stop(request.facts.request_id)
         request.device, request.resubmission = "", True
@@ -130,7 +130,7 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
 
 
 def recall(node: Node, model: Model) -> None:
-    """Puts back into the queue the requests that were submitted to a load which has failed. They have had no token, and wait as if
+    """Returns to the queue the requests that were submitted to a load which has failed. They have no output yet, and wait as if
     they had never been submitted."""
     for request in reversed(list(model.running.values())):
         model.stop(request.facts.request_id)
@@ -161,7 +161,7 @@ def crashed(node: Node, model: Model, request: Request) -> None:
 
 def expire(node: Node) -> None:
     """Rejects requests that have waited longer than max_wait_s and were never submitted. Time in which loads on their model's
-    devices waited for kernels does not count. At most MAX_EXPIRED_PER_EVENT requests are rejected in one call."""
+    devices waited for kernels to be compiled does not count. At most MAX_EXPIRED_PER_EVENT requests are rejected in one call."""
     for _ in range(MAX_EXPIRED_PER_EVENT):
         request_id = node.waits.pop_due(node.now)
         if request_id is None:

@@ -1,4 +1,4 @@
-"""Defines the states that a model can be in on this node, and the groups of states that the scheduler asks about. Imports
+"""Defines the states that a model can have on this node, and the groups of states that the scheduler distinguishes. Imports
 nothing."""
 
 COLD = "cold"  # only on disk; a request for it leads to a placement

@@ -18,9 +18,9 @@ def has_room(node: Node, model: Model) -> bool:
 
 
 def choose(node: Node, model: Model, facts: RequestFacts) -> Model | None:
-    """Returns the replica to which a request is submitted now, by how much of its prompt is cached there and how many requests run
-    there; None if all are full or none is loaded. A replica that is still loading is chosen only if no other has room.
-    O(replicas)."""
+    """Returns the replica to which a request is submitted now; None if all are full or none is loaded. A replica with a large part
+    of the prompt in its cache is preferred unless it is much busier than others; otherwise the least busy one is chosen. A replica
+    that is still loading is chosen only if no other has room. O(replicas)."""
     if not model.others:
         return model if _has_room(node, model) else None
     with_room = [one for one in model.replicas if _has_room(node, one)]

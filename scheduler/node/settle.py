@@ -1,5 +1,5 @@
-"""Carries out what follows from an event: each model that the event has touched takes every step it can, then models are placed on
-each device whose room or demand has changed."""
+"""Carries out the consequences of an event: each model that the event has touched takes every step it can, then models are placed
+on each device whose room or demand has changed."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def settle_resting(node: Node, model: Model) -> None:
 
 def enlist(node: Node, model: Model) -> None:
     """Puts a model that waits to be placed on the waiting lists of all devices on which it fits beside pinned models, in the order
-    of rule 8 of docs/design/models.md. Removes a model that does not wait from these lists. If pinned models leave a waiting model
-    no place and no other replica serves it, its requests and commands are refused."""
+    of rule 8 of docs/design/models.md. Removes a model that does not wait from these lists. If pinned models leave no room for a
+    waiting model and no other replica serves it, its requests and commands are refused."""
     if not node.wanted(model) or not node.resting(model) or model.retry_at > node.now:
         placements.unlist(node, model)
         return

@@ -8,7 +8,8 @@ _LINES, _REQUESTS = 48, 1024
 
 
 class Story:
-    """The latest events in the life of one model, as lines for operators; of more than 48 the oldest are dropped."""
+    """The latest events in the life of one model, as lines for operators. At most 48 lines are kept; the oldest are dropped
+    first."""
 
     __slots__ = ("_lines",)
 
@@ -19,12 +20,13 @@ class Story:
         self._lines.append((now, cause, text))
 
     def lines(self, now: float) -> list[str]:
-        """Returns lines like `-12.3 s  req-42  ready -> draining: makes room for b`, oldest first, times relative to `now`."""
+        """Returns the lines, the oldest first, such as `-12.3 s req-42 ready -> draining: makes room for b`. Times are relative to
+        `now`."""
         return [f"{at - now:+.1f} s  {cause}  {text}" for at, cause, text in self._lines]
 
 
 class EndedRequests:
-    """The ends of the last 1,024 requests, by request id, for `hearth why`."""
+    """The outcomes of the last 1,024 requests that have ended, by request id, for `hearth why`."""
 
     __slots__ = ("_ends",)
 

@@ -13,7 +13,7 @@ from scheduler.node.node import LOADS, VICTIMS_DRAIN, Copy, Device, Model, Node,
 
 
 def validate(node: Node) -> None:
-    """Raises AssertionError for a violated invariant. Must be called between events, never within one."""
+    """Raises AssertionError if an invariant is violated. Must be called between events, never while one is handled."""
     assert not node.touched, "settled: touched models are left"
     assert not node.stirred, "settled: stirred devices are left"
     for model in node.models.values():
@@ -165,7 +165,8 @@ def check_placement(node: Node, placement: Placement) -> None:
 
 
 def check_group(name: str, devices: tuple[str, ...]) -> None:
-    """Checks devices that hold shares of a split model, or did before another one of them was lost."""
+    """Checks the devices that hold shares of a split model, all of them or those that remain after one was lost: they are sorted by
+    rank and of one kind, and none is a carve-out."""
     ranks = sorted(devices, key=by_rank)
     assert list(devices) == ranks, f"the ranks of {name} on {devices}"
     kinds = {kind_of(device) for device in devices}
@@ -188,8 +189,8 @@ def check_host(node: Node) -> None:
 
 
 def check_listed(node: Node, model: Model) -> None:
-    """Checks the queues of the devices: a model that waits to be placed is in the queue of each of its devices, or in its
-    `crowded_out`, because pinned models leave no room there; any other model is in no queue."""
+    """Checks the devices' lists of waiting models. A model that waits to be placed is in the list of each of its devices, or in the
+    device's `crowded_out` if pinned models leave no room there. Any other model is in no list."""
     listed = [device for device in node.devices.values() if model.name in device.by_age]
     assert all(model.name in device.by_work for device in listed), f"lists differ for {model.name}"
     waits = node.wanted(model) and node.resting(model) and model.retry_at <= node.now

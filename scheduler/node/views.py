@@ -1,4 +1,4 @@
-"""Defines what the scheduler shows to others: plain values, copied on request."""
+"""Defines what the scheduler shows to others: plain values, which are copied from its state on request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelView:
     @property
     def num_shares(self) -> int:
         """The number of devices that hold a share of the model, or would if it were loaded; 1 for a model that is not split. The
-        model's bytes in all are those of one share times this number."""
+        model's total bytes are the bytes of one share times this number."""
         return len(self.devices) or self.num_ranks
 
 
@@ -73,7 +73,7 @@ class QueuedView:
 
 @dataclass(slots=True, frozen=True)
 class VictimView:
-    """A model that was evicted for a placement, as it was when the placement was decided."""
+    """A model that was evicted for a placement, with its figures at the time of the decision."""
 
     name: str
     score: float  # priority x requests/s x reload seconds / bytes freed
@@ -120,7 +120,7 @@ class CandidateView:
 
 @dataclass(slots=True, frozen=True)
 class DevicePlan:
-    """Description of what it would take to free room on a device. verdict: "fits" (there is room), "evicts" (idle models would be
+    """A description of what it would take to free room on a device. verdict: "fits" (there is room), "evicts" (idle models would be
     evicted), "forces" (busy ones would be, too) or "waits" (not possible now)."""
 
     device: str
@@ -134,8 +134,8 @@ class DevicePlan:
 
 @dataclass(slots=True, frozen=True)
 class LoadPlan:
-    """The answer to a dry run: what loading a model now would do. verdict: "there" (the model is on a device already), "refused"
-    (it cannot be loaded), or the verdict of the chosen device's DevicePlan."""
+    """The result of a dry run: what loading a model now would do. verdict: "there" (the model is on a device already, or being
+    placed), "refused" (it cannot be loaded), or the verdict of the chosen device's DevicePlan."""
 
     model: str
     state: str
