@@ -1,7 +1,9 @@
 """Implements placement rules of other systems, to compare the node scheduler with them. All of them load a model when a request for
 it arrives, in the order of the oldest waiting request, one placement at a time on each device. They differ in which models are
-evicted to make room. Requests for a ready model are submitted at once; a busy victim drains. A split model is loaded onto several
-devices of one kind ("cpu" or "cuda") at once.
+evicted to make room.
+
+Requests for a ready model are submitted at once. A busy victim is evicted only after it has drained. A split model is loaded onto
+several devices of one kind ("cpu" or "cuda") at once.
 """
 
 from __future__ import annotations
@@ -83,8 +85,10 @@ class LeastRecentlyUsed:
 
 class Ollama:
     """Ollama's rule, with its defaults: victims in the order of their names (it sorts by keep-alive, which is the same for all,
-    then by path), at most three models on a device, and an idle model is evicted after five minutes. The start of its process is
-    left out: a swap costs the same here. Host memory stands for the page cache, which drops what was read longest ago."""
+    then by path), at most three models on a device, and an idle model is evicted after five minutes.
+
+    The time to start Ollama's process is not simulated, so loads and evictions cost the same as for the other rules. Host memory
+    takes the place of the system's page cache, which drops what was read longest ago."""
 
     name = "ollama"
     max_residents, idle_s = 3, 300.0
@@ -98,7 +102,7 @@ class Ollama:
 
 class Clairvoyant:
     """Belady's rule, which knows all requests in advance: the model whose next request is the latest is evicted first. Models are
-    still loaded on demand, in the order of their requests."""
+    nevertheless loaded on demand, in the order of their requests."""
 
     name = "clairvoyant"
     max_residents, idle_s = 0, 0.0
@@ -117,8 +121,8 @@ class Clairvoyant:
 
 
 class OnDemand:
-    """A Decider that loads models on demand, with a Rule for which models to evict. It keeps the weights that it reads from disk in
-    host memory, as far as there is room. It preempts no running request and saves no KV."""
+    """A decider (simulation.Decider) that loads models on demand, with a Rule for which models to evict. It keeps the weights that
+    it reads from disk in host memory, as far as there is room. It preempts no running request and saves no KV."""
 
     def __init__(self, rule: Rule, chunk_bytes: int, host_tier_slots: int = 0) -> None:
         self.rule, self.chunk_bytes = rule, chunk_bytes
@@ -172,8 +176,8 @@ class OnDemand:
         return None if places is None else places[0].residents.get(name)
 
     def _groups(self, name: str, places: Iterable[Place]) -> list[list[Place]]:
-        """Returns those of the devices on which the model fits when they are empty, each as a list of one; for a split model,
-        groups of such devices, by rank."""
+        """Returns the devices, or the groups of devices for a split model, onto which a model may be loaded. Each is a list of
+        places, by rank, on which the model or its share fits when they are empty."""
         size = self.sizes[name]
         roomy = [place.name for place in places if size.chunks + size.work_space_chunks <= place.total_chunks]
         return [[self.places[device] for device in group] for group in groups(roomy, *self.divisions[name])]
@@ -258,8 +262,8 @@ class OnDemand:
 
     def _victims(self, place: Place, size: Size) -> list[Resident] | None:
         """Returns the models to evict from a device so that a model of this size fits, in addition to those that drain already:
-        idle ones before busy ones, and both in the order of the rule's rank. Returns None if too few can be evicted, because others
-        are still loading."""
+        idle ones before busy ones, and both in the order of the rule's rank. Returns None if the evictions cannot free enough,
+        because other models are still loading."""
         order = sorted(
             (one for one in place.residents.values() if one.ready and not one.drains),
             key=self._rank,
@@ -280,8 +284,8 @@ class OnDemand:
         return one.busy, self.rule.rank(one.name, one.last_used, self.now)
 
     def _keep(self, name: str, num_slots: int) -> bool:
-        """Reserves num_slots slots of host memory for a model's weights, and drops weights that the rule ranks below them. Returns
-        False, and drops nothing, if that does not free enough."""
+        """Reserves num_slots slots of host memory for a model's weights, dropping weights that the rule ranks lower if necessary.
+        Returns whether they were reserved; if not, nothing is dropped."""
         if not num_slots or num_slots > self.host_tier_slots:
             return False
         rank = {one: self.rule.rank_in_host(one, self.last_used.get(one, 0.0), self.now) for one in (*self.kept, name)}

@@ -13,9 +13,10 @@ from scheduler.simulate.trace import TraceRequest
 
 def fewest_loads(trace: Sequence[TraceRequest], sizes: Mapping[str, Size], total_chunks: int) -> int:
     """Returns the fewest loads with which a trace can be served on demand and in order. sizes: model -> its size, all shares of a
-    split model together. total_chunks: those of all devices together. The result is exact if all models have one size. For several
-    sizes it is the better of two orders of victims (by next use, and by next use times size), since the exact answer is NP-hard.
-    O(n log n)."""
+    split model together. total_chunks: those of all devices together. O(n log n).
+
+    The result is exact if all models have one size. For several sizes the exact answer is NP-hard; the result is then the better of
+    two orders of victims: by next use, and by next use times size."""
     next_use = _next_uses(trace)
     return min(_replay(trace, sizes, total_chunks, next_use, by_size) for by_size in (False, True))
 

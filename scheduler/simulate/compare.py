@@ -42,9 +42,9 @@ def compare(
     policies: Sequence[str] = POLICIES,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
-    """Runs a trace with each policy and returns the figures of all runs. slo_s: the seconds within which the first token must come
-    for a request to attain its objective. on_progress: called now and then with (policy, requests ended, requests in all). Raises
-    SimulationError if a run leaves requests that nothing will serve."""
+    """Runs a trace with each policy and returns the figures of all runs. slo_s: the objective: the seconds within which the first
+    token of a request must come. on_progress: called repeatedly with (policy, requests ended, requests in all). Raises
+    SimulationError if a run leaves requests that are never served."""
     found = []
     num_events = 0
     for policy in policies:

@@ -1,4 +1,4 @@
-"""Models the costs of the simulated node by bandwidths and rates, each of which can be measured on a real node."""
+"""Models the costs of a simulated node by bandwidths and rates, each of which can be measured on a real node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from scheduler.simulate.steps import StepSeconds
 
 @dataclass(slots=True, frozen=True)
 class ModelCosts:
-    """Measured costs of one model's loads and steps, which replace those that are computed from its bytes. None: not measured."""
+    """Measured costs of one model's loads and steps. They replace those that are computed from the model's bytes; None: not
+    measured."""
 
     disk_load_s: float | None = None
     host_load_s: float | None = None
@@ -45,8 +46,8 @@ class Costs:
         return self.models.get(name, _NOT_MEASURED)
 
     def disk_load_s(self, facts: ModelFacts) -> float:
-        """Returns the seconds of a load from disk: as measured, else computed. Reading and copying overlap, so the slower of the
-        two counts."""
+        """Returns the seconds of a load from disk: the measured ones, else computed ones. Reading and copying overlap, so the
+        slower of the two determines the result."""
         known = self.of(facts.costs_name).disk_load_s
         if known is not None:
             return known

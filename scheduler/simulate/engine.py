@@ -29,7 +29,7 @@ NOTHING_RESTORED: Mapping[int, int] = MappingProxyType({})
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
     """A request's sequence in the simulated engine. prompt_left: how many tokens must still be computed before the sequence
-    decodes; tokens whose KV was restored with the model need not be."""
+    decodes; tokens whose KV was restored with the model are not included."""
 
     outcome: RequestOutcome
     kv_bytes: int
@@ -44,9 +44,9 @@ class Hosted:
     reserved_bytes: its reserved KV. costs: how large its steps may be and how long they take. followers: the engines of its other
     devices, if it is split.
 
-    steps: the number of decode steps so far. A sequence ends when this number reaches its mark, the count computed for it when it
-    began to decode. A step without room for all decoding sequences counts as a fraction of a step, because the sequences
-    alternate."""
+    steps: the number of decode steps so far, which may be a fraction: a step without room for all decoding sequences counts as a
+    part of a step, because the sequences alternate. When a sequence begins to decode, the number of steps at which it will end is
+    computed."""
 
     facts: ModelFacts
     reserved_bytes: int
@@ -67,7 +67,7 @@ class Hosted:
         return len(self.prompts) + len(self.decoding)
 
     def kv_tokens(self) -> dict[int, int]:
-        """Returns request -> number of tokens whose KV exists, in the order in which the requests were submitted."""
+        """Returns request id -> number of tokens whose KV exists, in the order in which the requests were submitted."""
         found = {request_id: self._kv_tokens(sequence) for request_id, sequence in self.sequences.items()}
         return {request_id: num_tokens for request_id, num_tokens in found.items() if num_tokens > 0}
 
@@ -88,8 +88,8 @@ class Hosted:
         return most_running(self.costs.max_rows(turns), int(self.passed_over))
 
     def pass_over(self, steps: float, turns: int) -> None:
-        """Adds `steps` to the count of steps since the last admission in which a request waited and as many sequences ran as fit a
-        step of `turns` turns (time slices of a model). Sets the count to 0 if no request waits."""
+        """Adds `steps` to the count of steps, since the last admission, in which a request waited although all rows of a step were
+        in use. Sets the count to 0 if no request waits. turns: how many turns (time slices of a model) a step may take."""
         if not self.waiting:
             self.passed_over = 0.0
         elif turns and self.num_running >= self.costs.max_rows(turns):
@@ -115,16 +115,18 @@ class _Step:
 
 @dataclass(slots=True)
 class _Joined:
-    """The occupation of this device by a step of a split model that another engine leads. until: the time at which it ends."""
+    """The time in which a step of a split model that another engine leads occupies this device. until: when it ends."""
 
     until: float
 
 
 @dataclass(slots=True)
 class _Rounds:
-    """Several rounds of decode steps, simulated as one event. decoded: for each model in the rounds, (model, steps per round in
-    which one sequence takes part, steps that it runs per round, turns (time slices of a model) that a step may take); the two
-    numbers of steps may be fractions. round_s: seconds of a round. num: number of rounds."""
+    """Several rounds of decode steps, simulated as one event. In a round, each model that decodes has the same share of time.
+
+    decoded: one entry for each model: (model, steps per round in which a given sequence takes part, steps per round of the model,
+    turns (time slices of a model) that a step may take). The two numbers of steps may be fractions. round_s: seconds of a round.
+    num: number of rounds."""
 
     decoded: list[tuple[Hosted, float, float, int]]
     round_s: float
@@ -132,8 +134,8 @@ class _Rounds:
 
 
 class SimulatedEngine:
-    """The engine of one device. lease_bytes: KV that its models may use beyond what is reserved for them. `advance` moves the
-    time; what is submitted in between takes part from the next step on."""
+    """The engine of one device. lease_bytes: KV that its models may use beyond what is reserved for them. `advance` moves the time;
+    requests that are submitted between two calls take part from the next step on."""
 
     def __init__(self, costs: Costs, settings: StepSettings) -> None:
         self.costs, self.settings = costs, settings
@@ -151,8 +153,8 @@ class SimulatedEngine:
     # ---- time
 
     def next_at(self) -> float | None:
-        """Returns when the step or rounds under way will end, starting the next ones if the engine is free; None if there is
-        nothing to run."""
+        """Returns when the step or rounds under way will end; None if there is nothing to run. If none are under way, starts the
+        next ones."""
         if self._under_way is None:
             self._start(self._now)
         step = self._under_way
@@ -186,8 +188,8 @@ class SimulatedEngine:
         restored: Mapping[int, int] = NOTHING_RESTORED,
         followers: Iterable[SimulatedEngine] = (),
     ) -> None:
-        """Adds a loaded model. restored: request -> number of tokens whose KV was restored, used when that request is submitted
-        again. followers: the engines of its other devices, if it is split; this one leads then."""
+        """Adds a loaded model. restored: request id -> number of tokens whose KV was restored, used when that request is submitted
+        again. followers: the engines of its other devices, if it is split; this engine then leads."""
         steps = self._steps.get(facts.name)
         if steps is None:
             steps = self._steps[facts.name] = ModelSteps(self.settings, self.costs.step_seconds(facts))
@@ -197,9 +199,9 @@ class SimulatedEngine:
         self.turns.add(facts.name)
 
     def end_step_of(self, name: str) -> float:
-        """Ends the running step of a model that is about to be evicted, as if it were over, and returns the seconds that it would
-        still take; 0.0 if no step of the model runs. A sequence that would end with this step keeps its last token until the model
-        is back."""
+        """Ends the running step of a model that is about to be evicted, as if it were over, and returns the seconds that the step
+        would still take; 0.0 if no step of the model runs. A sequence that would end with this step does not end: it gets its last
+        token when the model is back."""
         self._interrupt()
         step, hosted = self._under_way, self.hosted[name]
         if not isinstance(step, _Step) or step.hosted is not hosted:
@@ -245,8 +247,8 @@ class SimulatedEngine:
         self.lease_bytes = lease_bytes
 
     def submit(self, outcome: RequestOutcome, replica: str = "") -> None:
-        """Queues a request. outcome: the request and what has become of it so far, such as the tokens that it was given before it
-        was paused; the engine adds to it. replica: name of the replica that it goes to; "": the model itself."""
+        """Queues a request. outcome: the request and its results so far, such as the number of tokens generated before it was
+        paused; the engine adds to it. replica: name of the replica to which the request goes; "": the model itself."""
         self._interrupt()
         request = outcome.request
         hosted = self.hosted[replica or request.model]
@@ -291,8 +293,10 @@ class SimulatedEngine:
 
     def _rounds(self, busy: Iterable[Hosted]) -> _Rounds | None:
         """Returns several rounds of decode steps as one event, because simulating every step would take too long. In a round every
-        model has an equal share of time, as long as the longest step of any of them. Returns None, so that single steps are
-        simulated, if a model has prompts or too few steps left or could admit a request, or if a split model is busy here."""
+        model has an equal share of time, as long as the longest step of any of them.
+
+        Returns None if single steps must be simulated: if a model computes prompts, has few steps left until a sequence ends, or
+        could admit a request, or if a split model is busy here."""
         models = list(busy)
         if self._busy_followed():
             return None
@@ -342,9 +346,10 @@ class SimulatedEngine:
         return _Step(hosted, part, chunks, seconds, wait_s, turns)
 
     def _chunks(self, hosted: Hosted, turns: int, rows: int, strict: bool, now: float) -> list[tuple[SimulatedSequence, int]]:
-        """Returns which chunks of prompts a step computes: prompts that have begun continue in order, then waiting requests are
-        admitted, until the step is full. turns: how many turns (time slices of a model) the step may take. rows: how many sequences
-        decode in it."""
+        """Returns (sequence, number of tokens) for each chunk of a prompt that a step computes: prompts that have begun continue in
+        order, then waiting requests are admitted, until the step is full. turns: how many turns (time slices of a model) the step
+        may take. rows: how many sequences decode in it. strict: whether the step keeps within its turns even if the smallest chunk
+        takes longer."""
         if not (hosted.prompts or hosted.waiting):
             return []
         costs, num_prompts = hosted.costs, len(hosted.prompts) + len(hosted.waiting)
@@ -366,8 +371,8 @@ class SimulatedEngine:
         return chunks
 
     def _fits(self, hosted: Hosted) -> bool:
-        """Returns whether the first waiting request has a place in the batch and enough KV. A model's reserved KV holds at least
-        one request of full length."""
+        """Returns whether a request of the model waits and the first one has a place in the batch and enough KV. A request that
+        would run alone always has enough KV, because a model's reserved KV holds at least one request of full length."""
         if not hosted.waiting or hosted.num_running >= hosted.facts.max_sequences:
             return False
         if not hosted.num_running:
@@ -379,7 +384,8 @@ class SimulatedEngine:
         return beyond + others <= self.lease_bytes
 
     def _admit(self, hosted: Hosted, now: float) -> bool:
-        """Moves the first waiting request of a model to those whose prompts are computed, if it fits. Returns whether it did."""
+        """Admits the first waiting request of a model, if it fits, so that its prompt is computed next. Returns whether it was
+        admitted."""
         if not self._fits(hosted):
             return False
         sequence = hosted.waiting.popleft()
@@ -398,7 +404,7 @@ class SimulatedEngine:
             rounds.num = min(rounds.num, ceil(passed * of_round - _DUE) / of_round)
 
     def _account(self, rounds: _Rounds) -> None:
-        """Counts the steps of the current rounds that are over by now as run, and shortens the rounds by them."""
+        """Counts the steps of the current rounds that have ended by now, and removes them from the rounds."""
         of_round = len(rounds.decoded)
         num = min(rounds.num, int((self._now - self._began) / rounds.round_s * of_round + _DUE) / of_round)
         self._decode(rounds, num)
@@ -425,7 +431,7 @@ class SimulatedEngine:
             self._end_prompt(hosted, hosted.prompts.popleft(), now)
 
     def _end_decoded(self, hosted: Hosted) -> None:
-        """Ends the sequences that have all their tokens."""
+        """Ends the sequences that have reached their number of tokens."""
         mark = hosted.steps + _DUE
         while hosted.decoding and hosted.decoding[0][0] <= mark:
             self._end(hosted, heappop(hosted.decoding)[1])

@@ -26,8 +26,8 @@ class RequestOutcome:
 
     @property
     def wait_s(self) -> float:
-        """Seconds from arrival to first token. Infinite for a request without a first token, so that refusing does not look like
-        serving fast."""
+        """Seconds from arrival to first token. It is infinite for a request without a first token, so that a policy does not seem
+        fast because it refuses requests."""
         return float("inf") if self.first_token_s is None else self.first_token_s - self.request.time_s
 
 
@@ -80,8 +80,8 @@ class Figures:
 
 
 def figures(policy: str, outcomes: Sequence[RequestOutcome], swaps: Swaps, slo_s: float) -> Figures:
-    """Computes the figures of a policy's run from the outcomes of all its requests. slo_s: the seconds within which the first token
-    must come for a request to attain its objective."""
+    """Returns the figures of a policy's run, computed from the outcomes of all its requests. slo_s: the objective: the seconds
+    within which the first token of a request must come."""
     by_model: dict[str, list[RequestOutcome]] = defaultdict(list)
     for outcome in outcomes:
         by_model[outcome.request.model].append(outcome)
@@ -120,8 +120,8 @@ def _model_figures(outcomes: Sequence[RequestOutcome], slo_s: float) -> ModelFig
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Returns the smallest of the ordered values for which at least this share (0 to 1) of them is no larger; 0.0 if there are
-    none."""
+    """Returns the smallest value that is at least as large as the given share (0 to 1) of all values; 0.0 if there are none.
+    ordered: the values in ascending order."""
     if not ordered:
         return 0.0
     return ordered[max(0, ceil(share * len(ordered)) - 1)]

@@ -31,7 +31,7 @@ class Decider(Protocol):
 
 
 class SimulationError(Exception):
-    """Raised when requests are left that will never be served: no event is under way and no deadline is set."""
+    """Raised if requests are left that will never be served, because no event is under way and no deadline is set."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -128,8 +128,8 @@ class Simulation:
         return Run(self.outcomes, self.swaps, self.num_events)
 
     def _measure(self, device: str, engine: SimulatedEngine) -> None:
-        """Posts the measurements of a device that a real node reports: KV in use, and the speed of prompts. The decider decides
-        only when it gets an event, so the caller posts these before the events that they should influence."""
+        """Posts the measurements of a device that a real node reports: KV in use, and the speed of prompts. Must be called before
+        events of the same time are posted that depend on these measurements."""
         if self.now >= self._note_kv_at[device]:
             self._note_kv_at[device] = self.now + STATS_EVERY_S
             kv_bytes = {name: (num_bytes, 0) for name, num_bytes in engine.kv_bytes().items()}
@@ -159,7 +159,7 @@ class Simulation:
 
     def _next_event_at(self, arrival: RequestOutcome | None) -> float | None:
         """Returns the time of the next event that does not come from an engine; None if there is none. arrival: the request that
-        arrives next; None: all have arrived."""
+        arrives next; None if all have arrived."""
         times = (
             self._due[0][0] if self._due else None,
             arrival.request.time_s if arrival is not None else None,
@@ -199,7 +199,8 @@ class Simulation:
         heappush(self._due, (self.now + seconds, self._num_due, event))
 
     def _happen(self, event: Event) -> None:
-        """Carries out and posts the end of a load or an eviction. The end of a load that was withdrawn meanwhile is ignored."""
+        """Handles the end of a load or an eviction and posts it to the decider. The end of a load that was cancelled before is
+        ignored."""
         if isinstance(event, events.LoadFinished):
             copy = self._copies.get(event.placement_id)
             if copy is None:
@@ -259,8 +260,8 @@ class Simulation:
         self._later(seconds, finished)
 
     def _evict(self, action: actions.Evict) -> None:
-        """Starts an eviction and schedules its end. As much KV of running requests is saved as fits into the granted slots of host
-        memory: that of whole requests, in the order of their submission."""
+        """Starts an eviction and schedules its end. KV of running requests is saved as far as it fits into the granted slots of
+        host memory: only that of whole requests, in the order of their submission."""
         copy = self._copies.pop(action.placement_id)
         engine, facts, chunk_bytes = self.engines[action.device], self.node.models[action.model], self.node.chunk_bytes
         self._set_leases(action)

@@ -1,8 +1,9 @@
-"""Computes how long a step of a simulated model takes, and how large the engine's own rules (scheduler/batch/step_limits.py)
-allow it to be.
+"""Computes how long a step of a simulated model takes, and how large the engine's own rules (scheduler/batch/step_limits.py) allow
+it to be.
 
-The cost of attention, which grows with the positions that a sequence attends to, is not modelled. The rules are given the true
-costs from the start, while an engine has to learn them. The waits of a split model's steps are learned as they come.
+The cost of attention, which grows with the positions that a sequence attends to, is not modelled. The rules know the true costs
+from the start, while a real engine has to learn them. Only the waits of a split model's steps for other devices are learned during
+the simulation.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class StepSeconds:
 
 
 class ModelSteps:
-    """Computes how large the steps of one model may be, by the engine's own rules and the true costs of steps. In its methods,
-    turns: how many turns of the device (time slices of a model) a step may take; 0: no other model is busy."""
+    """Computes how large the steps of one model may be, by the engine's own rules and the true costs of steps. The parameter
+    `turns` of its methods is the number of turns (time slices of a model) that a step may take; 0: no other model is busy."""
 
     def __init__(self, settings: StepSettings, seconds: StepSeconds) -> None:
         self.seconds = seconds.of
@@ -64,7 +65,7 @@ class ModelSteps:
         self._room: dict[tuple[int, int, int, bool], int] = {}  # (turns, rows, prompts, strict) -> result
 
     def note_wait(self, seconds: float) -> None:
-        """Updates the average wait with that of a step which waited for other devices. seconds: how long it waited."""
+        """Updates the average wait for other devices with that of one step. seconds: how long the step waited."""
         self._limits.note_wait(seconds)
         if abs(self._limits.wait_s - self._known_wait_s) > _MOVED * (self._fixed_s + self._known_wait_s):
             self._known_wait_s = self._limits.wait_s
@@ -94,9 +95,9 @@ class ModelSteps:
         return found
 
     def prompt_tokens(self, turns: int, num_rows: int, num_prompts: int, strict: bool = False) -> int:
-        """Returns how many tokens of prompts a step may compute while num_rows sequences decode; always at least a few.
-        num_prompts: prompts that have begun or wait. strict: whether prompts keep within the turns (time slices of a model),
-        too."""
+        """Returns how many tokens of prompts a step may compute while num_rows sequences decode; at least the smallest chunk, as
+        far as the step has room for it. num_prompts: prompts that have begun or wait. strict: whether prompts, too, must keep
+        within the turns (time slices of a model)."""
         key = turns, num_rows, num_prompts, strict
         found = self._room.get(key)
         if found is None:
