@@ -284,9 +284,8 @@ def _hosts(source: str, table: Any) -> dict[str, HostConfig]:
 
 
 def _hosts_values(source: str, table: Any) -> dict[str, dict[str, Any]]:
-    """Returns the settings given in the tables `[hosts.NAME]` (`table`), with checked names and types: the host's name -> setting
-    -> value. Settings that a table does not give are missing from the result, too. source: the file, for errors. Raises ConfigError
-    for a wrong name, setting or type."""
+    """Returns the settings that the tables `[hosts.NAME]` (`table`) give: the host's name -> setting -> value. Names and types are
+    checked; defaults are not filled in. source: the file, for errors. Raises ConfigError for a wrong name, setting or type."""
     if not isinstance(table, dict):
         raise ConfigError(source, "hosts", "must be tables, one for each host, as in [hosts.b]")
     found = {}
@@ -343,7 +342,7 @@ def flag_name(key: str) -> str:
 
 
 def key_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Returns field name -> type of a struct's fields, without the documentation with which the fields are annotated."""
+    """Returns field name -> type of a struct's fields. The documentation that annotates the fields is left out."""
     hints = get_type_hints(struct, include_extras=True)
     return {name: get_args(hint)[0] if get_origin(hint) is Annotated else hint for name, hint in hints.items()}
 

@@ -18,8 +18,8 @@ _DEFAULT_MODEL = ModelConfig()
 
 @dataclass(slots=True)
 class ReloadPlan:
-    """The changes that a reload of the settings makes. effective: the running settings, with the live keys of the new ones.
-    applied: dotted live keys that differ. needs_restart: the other dotted keys that differ."""
+    """The changes that a reload of the settings makes. effective: the settings after the reload: the new values of live keys, the
+    running values of all others. applied: dotted live keys that differ. needs_restart: the other dotted keys that differ."""
 
     effective: NodeConfig
     applied: list[str] = field(default_factory=list)
