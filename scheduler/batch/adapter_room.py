@@ -48,9 +48,10 @@ class AdapterRoom:
         return True
 
     def _costs(self, models: Sequence[BatchScheduler]) -> FloatArray:
-        """Returns [num_chunks]: what it costs to make each chunk free: 0 for a free chunk; for a chunk that a model has taken for
-        KV from the lease (the chunks that all models share), the fraction of the chunk that is in use or cached and so would have
-        to be moved; a fixed number (_IN_USE) for a chunk of an adapter; infinity for a chunk that cannot become free."""
+        """Returns [num_chunks]: the cost of making each chunk free. It is 0 for a free chunk, a fixed number (_IN_USE) for a chunk
+        of an adapter, and infinity for a chunk that cannot become free. For a chunk that a model has taken for KV from the lease
+        (the chunks that all models share) it is the fraction of the chunk that is in use or cached, which would have to be
+        moved."""
         costs = np.full(self._chunks.num_chunks, np.inf, np.float32)
         costs[self._chunks.free] = 0.0
         for scheduler in models:

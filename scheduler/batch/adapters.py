@@ -78,8 +78,8 @@ class Adapters:
         return adapter
 
     def leave(self, key: str) -> None:
-        """Records that a sequence which used an adapter has left its slot. If no other sequence uses the adapter any more, its
-        chunks may be given to others; an adapter that is to be retired is dropped then."""
+        """Records that a sequence which used an adapter has left its slot. If no other sequence uses the adapter, its chunks may be
+        given to others; if it is retired (`retire`), it is dropped."""
         self.undo(key)
         adapter = self.resident[key]
         if adapter.is_retired and not adapter.num_rows:

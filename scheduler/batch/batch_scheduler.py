@@ -37,9 +37,9 @@ from scheduler.batch.tenant_time import TenantTime
 
 
 class BatchScheduler:
-    """Plans one model's steps and keeps its sequences, waiting and running. Not thread-safe. Calls of `plan` and `finish_step`
-    alternate. After `start_step` the next step may be planned before the tokens of the started one are known; until `finish_step`
-    reports them, only `submit` may be called besides."""
+    """Plans one model's steps and keeps its sequences, waiting and running. Not thread-safe. Each step is planned by `plan` and
+    ended by `finish_step`. After `start_step` the next step may be planned although the tokens of the started one are not known
+    yet. Between `start_step` and `finish_step` no other methods may be called than `plan`, `start_step` and `submit`."""
 
     def __init__(
         self,
@@ -50,11 +50,10 @@ class BatchScheduler:
         has_predictor: bool = False,
         table: SequenceTable | None = None,
     ) -> None:
-        """drafter: drafts tokens for sequences that decode; None: there is none, and only tokens that a grammar forces or the
-        model's predictor proposes are drafted. With a drafter, the KV cache must not have state groups, because a state cannot be
-        rolled back. has_predictor: whether the model has a layer for multi-token prediction (proposals.py); its drafts are
-        preferred to the drafter's. table: an empty sequence table to use, of the sizes that the limits call for; None: the
-        scheduler makes one."""
+        """drafter: drafts tokens for sequences that decode; None: only tokens that a grammar forces are drafted. With a drafter,
+        the KV cache must not have state groups, because a state cannot be rolled back. has_predictor: whether the model has a layer
+        for multi-token prediction (proposals.py); its drafts are preferred to the drafter's. table: an empty sequence table to use,
+        of the sizes that the limits call for; None: the scheduler makes one."""
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -191,7 +190,7 @@ class BatchScheduler:
             self._drafts.propose(slot, tokens, sure, guessed)
 
     def preempt_one(self) -> bool:
-        """Preempts the newest sequence of the lowest priority; returns False if none runs. Called between steps only."""
+        """Preempts the newest sequence of the lowest priority; returns False if none runs. Must be called between steps."""
         if not len(self.running):
             return False
         self._preempt(self.running.victim(self.waiting.shares.crowding()))
@@ -225,9 +224,9 @@ class BatchScheduler:
         """Returns the next step; None if nothing can run now. Raises TokensNeeded if the next step depends on tokens that a started
         step has not reported yet.
 
-        max_tokens: the most tokens of the step (default: max_num_batched_tokens, which it must not exceed unless all layers have
-        full attention). room: what limits the step's rows and prompt tokens (StepRoom); None: no limits. now_s: the time, which is
-        reported for requests that this step admits (StepOutcome.began_s); 0: it is not reported.
+        max_tokens: the most tokens of the step; None: max_num_batched_tokens, which also applies if a KV group has windows or
+        states. room: what limits the step's rows and prompt tokens (StepRoom); None: no limits. now_s: the time, which is reported
+        for requests that this step admits (StepOutcome.began_s); 0: it is not reported.
 
         Requests are admitted while fewer sequences run than the step has rows for. If the head of the queue has waited for many
         steps, more sequences are admitted, which then take turns (step_limits.most_running)."""
@@ -336,7 +335,7 @@ class BatchScheduler:
     # ---- inside a step
 
     def _drafted(self, plan: BatchPlan, drafts: Drafts, room: StepRoom) -> BatchPlan:
-        """Returns a plan of decode rows with drafted tokens added, as further rows, where they are worth the time that these rows
+        """Returns a plan of decode rows with drafted tokens added as further rows, as far as they are worth the time that the rows
         take. Raises TokensNeeded if that depends on tokens that a started step has not reported yet."""
         slots, first = plan.slots, plan.num_computed
         if drafts.are_none:

@@ -192,8 +192,8 @@ class BlockPool:
         return self._num_busy_blocks() * np.float32(self.block_bytes / self.chunks.chunk_bytes)
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        """Records that the contents of `sources` have been copied to `targets`, both as returned by `moves_to_empty`: the targets
-        take over the reference counts, and the sources become free."""
+        """Records that the contents of `sources` have been copied to `targets`, both as returned by `moves_to_empty` or
+        `moves_out_of`: the targets take over the reference counts, and the sources become free."""
         self.refcount[targets], self.refcount[sources] = self.refcount[sources], 0
         free = self._stack[: self.num_free]
         taken = np.zeros(self.num_blocks, np.bool_)

@@ -60,8 +60,8 @@ class Drafts:
     whose proposal may contain guesses."""
 
     def __init__(self, table: SequenceTable, drafter: Drafter | None, proposals: Proposals | None = None) -> None:
-        """drafter: drafts from a sequence's own text; None: there is none. proposals: the drafts of the model's own predictor, if
-        it has one; they are preferred to the drafter's."""
+        """drafter: drafts from a sequence's own text; None: only tokens that a grammar forces are drafted. proposals: the drafts of
+        the model's own predictor, if it has one; they are preferred to the drafter's."""
         num_slots = len(table.request_id)
         self._table, self._drafter, self.proposals = table, drafter, proposals
         self._model_chance = _PRIOR
@@ -101,14 +101,15 @@ class Drafts:
 
     @property
     def are_none(self) -> bool:
-        """Returns whether nothing can be drafted: there is no drafter, and no masked sequence has a proposal."""
+        """Returns whether nothing can be drafted: there is no drafter, and no sequence with a grammar or token limits has a
+        proposal."""
         return self._drafter is None and not len(self._masked)
 
     # ---- masked sequences
 
     def guess(self, slot: int) -> IntArray | None:
-        """Returns tokens that may follow those of a masked sequence, to be checked against its grammar; None while guessing pauses
-        for the sequence, or if the sequence is about to reach its length."""
+        """Returns tokens that may follow those of a masked sequence (with a grammar or token limits), to be checked against its
+        grammar. Returns None while drafting for the sequence pauses, or if the sequence is about to reach its length."""
         if self._next_guess[slot] > self._num_plans + 1:
             return None
         end = int(self._table.num_tokens[slot])
@@ -117,8 +118,9 @@ class Drafts:
         return self._of(slot, end, most, proposed) if most > 0 else None
 
     def propose(self, slot: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
-        """Stores tokens that are to be drafted behind a masked sequence's tokens, in place of any earlier proposal. sure: whether
-        the grammar allows no other token at each place. guessed: whether guesses were asked for (masked_drafts.Proposal)."""
+        """Stores tokens that are to be drafted behind the tokens of a masked sequence (with a grammar or token limits), in place of
+        any earlier proposal. sure: whether the grammar allows no other token at each place. guessed: whether tokens that the
+        grammar does not force were asked for (masked_drafts.Proposal)."""
         self._masked.drop(slot)
         self._next_plan[slot] = _NEVER
         if len(tokens) or guessed:
@@ -144,12 +146,12 @@ class Drafts:
         return bool(np.count_nonzero(self._next_plan.take(slots) <= self._num_plans))
 
     def draft(self, slots: IntArray, computed: IntArray, capacity: IntArray, most_rows: int, room: StepRoom) -> IntArray | None:
-        """Writes drafted tokens behind the tokens of sequences that decode. Returns the number of drafted tokens of each of the R
-        `slots`, [R]; None if there are none.
+        """Writes drafted tokens behind the tokens of sequences that decode. Returns [R]: the number of drafted tokens for each of
+        the R `slots`; None if there are none.
 
         computed [R]: positions of each sequence whose KV is stored. capacity [R]: positions that its blocks can hold. most_rows:
-        bound on the step's rows, more than R. room: the step's limits (StepRoom), by which it is decided how many drafted tokens
-        are worth their rows."""
+        upper limit of the step's rows, more than R. room: the step's limits (StepRoom), which decide how many drafted tokens are
+        worth their rows."""
         spare = most_rows - len(slots)
         due = np.flatnonzero(self._next_plan[slots] <= self._num_plans)
         proposed = self._proposed(slots, computed + 1)
@@ -202,8 +204,9 @@ class Drafts:
         return np.zeros(len(slots), np.bool_) if self.proposals is None else self.proposals.are_there(slots, num_tokens)
 
     def _of(self, slot: int, num_tokens: int, most: int, proposed: bool) -> IntArray:
-        """Returns at most `most` drafts: tokens that may follow the first num_tokens tokens of a slot's sequence. proposed: whether
-        the model's predictor has drafted some."""
+        """Returns at most `most` drafted tokens, which may follow the first num_tokens tokens of a slot's sequence. proposed:
+        whether to return those of the model's predictor, which has drafted some; if not, they are taken from the sequence's own
+        text."""
         if proposed and self.proposals is not None:
             return self.proposals.of(slot)[:most]
         assert self._drafter is not None
@@ -309,9 +312,9 @@ class Verified:
 
 
 def _rows_that_count(plan: BatchPlan, table: SequenceTable, ids: IntArray, bad: BoolArray, endings: Endings) -> BoolArray:
-    """Returns for each row of a plan with drafts whether its sampled token counts. It does unless an earlier row of the same
-    sequence sampled another token than was drafted, ended the sequence, or was bad. ids, bad: the token that each row sampled, and
-    whether its logits were not finite."""
+    """Returns for each row of a plan with drafts whether its sampled token is used. The tokens of a sequence are used up to and
+    including the first one that differs from the drafted token, ends the sequence, or has logits that are not finite. ids, bad: the
+    token that each row sampled, and whether its logits were not finite."""
     slots, position = plan.slots, plan.num_computed + 1
     goes_on = ~bad & ~endings.ended(slots, ids, position + 1)
     goes_on[:-1] &= table.tokens[slots[:-1], position[:-1]] == ids[:-1]

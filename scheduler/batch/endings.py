@@ -33,9 +33,9 @@ class Endings:
         self._own.pop(slot, None)
 
     def finishes(self, slots: IntArray, ids: Sequence[int], running: IntArray, most: int = 1) -> list[int]:
-        """Returns for each sequence in `slots` whether and how it ends with its newest token (0, or one of plan.FINISH_*); [] if
-        none ends. Must be called for every step. ids: the newest tokens, which are in the table already. running: slots of all
-        running sequences. most: the most tokens that any sequence got in this step."""
+        """Returns for each sequence in `slots` how it ends with its newest token: 0 if it does not end, else one of plan.FINISH_*.
+        Returns [] if none ends. Must be called for every step. ids: the newest tokens, which are in the table already. running:
+        slots of all running sequences. most: the most tokens that any sequence got in this step."""
         if not ids:
             return []
         self._least_left -= most

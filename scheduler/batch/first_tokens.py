@@ -26,9 +26,9 @@ class FirstTokens:
         self._wanted.discard(slot)
 
     def note(self, slots: IntArray, outcome: StepOutcome) -> None:
-        """Adds to `outcome`, for each request in these slots that got its first token, when it was admitted, and how many tokens of
-        its prompt were cached. For the first token after a resubmission it adds how many tokens were cached and how many were
-        computed again."""
+        """Adds to `outcome`, for each request in these slots that got its first token, the time at which it was admitted and the
+        number of cached tokens of its prompt. For the first token after a resubmission, adds instead how many tokens were cached
+        and how many were computed again."""
         if not self._wanted:
             return
         for slot in slots.tolist():

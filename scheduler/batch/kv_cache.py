@@ -85,9 +85,9 @@ class KVCache:
     # ---- prefixes
 
     def share(self, keys: Sequence[bytes]) -> tuple[int, list[IntArray]]:
-        """Returns the length in blocks of the longest cached prefix that every group can continue from, and for each group the
-        prefix's blocks that later queries attend to: all of them in a full-attention group, those of the last window in any other
-        group. Adds a reference to these blocks."""
+        """Returns (length, blocks) of the longest cached prefix that every group can continue from, and adds a reference to its
+        blocks. length: in blocks. blocks[g]: those of group g to which later queries attend: all blocks of the prefix in a
+        full-attention group, those of the last window in any other group."""
         if len(self.groups) == 1 and self._full:
             held = self.groups[0].share(keys)
             return len(held), [held]

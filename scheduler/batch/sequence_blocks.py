@@ -201,9 +201,9 @@ class SequenceBlocks:
     # ---- inside
 
     def _free_behind(self, slots: IntArray, positions: IntArray) -> None:
-        """Frees those blocks of decoding sequences that a query at positions[i] of the sequence in slots[i] does not attend to.
-        Called for sequences whose next token begins a block. Usually that is one block a sequence; with chunked attention, all
-        blocks of a chunk."""
+        """Frees those blocks of decoding sequences to which a query at positions[i] of the sequence in slots[i] does not attend.
+        Must be called for sequences whose next token begins a block. Usually one block of a sequence is freed; with chunked
+        attention, all blocks of a chunk."""
         for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
             if group.is_chunked:
                 due = starts[slots] < group.first_blocks(positions)

@@ -217,8 +217,9 @@ class StepLimits:
         return self.proposing.seconds(num_rows, 0) / step_s if step_s > 0.0 else 0.0
 
     def predictor_is_too_slow(self, num_rows: int, context: float, most: int) -> bool:
-        """Returns whether the predictor needs longer to draft `most` tokens for each of num_rows sequences than `most` steps take
-        in which these sequences decode; False while that is not known. context: average number of positions a row attends to."""
+        """Returns whether the predictor needs at least as long to draft `most` tokens for each of num_rows sequences as the model
+        needs for `most` steps in which these sequences decode; False while that is not known. context: average number of positions
+        a row attends to."""
         step_s = self.decoding.hoped(num_rows, (num_rows * context,))
         return self.proposing.knows(num_rows) and 0.0 < most * step_s <= self.proposing.seconds(num_rows, most)
 
@@ -267,8 +268,9 @@ class StepLimits:
         return times * self._decode_s(load.num_rows, load.num_rows * context)
 
     def _decode_s(self, num_rows: int, context: float) -> float:
-        """Returns the seconds of a step in which num_rows rows decode and read `context` positions in all. If steps of this size
-        with prompts have cost less, their cost is returned, because the rows may have run only beside prompts so far."""
+        """Returns the seconds of a step in which num_rows rows decode and read `context` positions in all. If steps with prompts
+        and the same number of tokens are known to be faster, their time is returned, because the rows may have run only beside
+        prompts so far."""
         alone = self.decoding.seconds(num_rows, (context,))
         with_prompts = self.prompting.seconds(num_rows, (context, 0.0, 0.0))
         return min(alone, with_prompts) if alone and with_prompts else alone
