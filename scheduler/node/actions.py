@@ -1,4 +1,4 @@
-"""Actions: the only output of the node scheduler. The dispatcher carries them out in the order given."""
+"""Defines the actions, which are the only output of the node scheduler. The dispatcher carries them out in the order given."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ class RequestsPaused(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GrantLease(Action):
-    """Sends the engine of a device its KV lease (the chunks that it may use for KV beyond its models' reserves), when the lease has
-    changed without a load or an eviction, or the engine is new and does not know it yet."""
+    """Sends the engine of a device its KV lease (the chunks that it may use for KV beyond its models' reserves). Used if the lease
+    has changed without a load or an eviction, or if the engine is new."""
 
     device: str
     lease_chunks: int
@@ -143,8 +143,8 @@ class GrantLease(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Submit(Action):
-    """Submits a request to an engine, for the first time or again after a crash: the dispatcher sends the prompt and the output
-    that the client already has."""
+    """Submits a request to an engine, for the first time or again after it was paused or lost its engine: the dispatcher sends the
+    prompt and the output that the client already has."""
 
     request_id: int
     model: str
@@ -161,7 +161,7 @@ class Reject(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class AbortInEngine(Action):
-    """Stops a submitted request in its engine, because its client has gone or the outcome was reported to it already."""
+    """Stops a submitted request in its engine, because its client has gone or has been given the outcome already."""
 
     request_id: int
     device: str

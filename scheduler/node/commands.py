@@ -72,7 +72,8 @@ def in_use(node: Node, model: Model) -> Refusal | None:
 
 
 def pin(node: Node, event: PinRequested) -> None:
-    """Pins a model at once and loads it; the command is answered as for a load."""
+    """Handles the command to pin a model and load it. The model is pinned at once; the command is answered when the model is ready
+    or cannot be loaded."""
     model = _find(node, event.model)
     if model is None:
         return

@@ -75,8 +75,8 @@ def _average(known: dict[K, float], key: K, new: float) -> None:
 
 
 def _averaged_bandwidth(bytes_per_s: float, new_s_per_byte: float) -> float:
-    """Returns a bandwidth in bytes per second, averaged with the newest measurement. Seconds per byte are averaged, so that one
-    load of a cached file does not make disk loads look far too fast."""
+    """Returns a bandwidth in bytes per second, averaged with the newest measurement. The average is that of seconds per byte, so
+    that a single very fast load, of a cached file, has little influence."""
     per_byte = 1 / bytes_per_s
     return 1 / (per_byte + _NEW * (new_s_per_byte - per_byte))
 

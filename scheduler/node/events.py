@@ -1,4 +1,4 @@
-"""Events: the only input of the node scheduler.
+"""Defines the events, which are the only input of the node scheduler.
 
 Every event carries `now` (monotonic seconds; the scheduler has no clock) and `cause` (a short id such as `req-42`, `cli-7`,
 `boot`), which is copied to each action and story line that follows from it.
@@ -126,8 +126,8 @@ class ModelRemoved(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CopiesChosen(Event):
-    """Announces which copies of experts the next loads of a split mixture-of-experts model take if there is room. copies: None for
-    none."""
+    """Announces which copies of experts the next loads of a split mixture-of-experts model take if there is room. copies: None if
+    they take none."""
 
     model: str
     copies: ExpertCopies | None
@@ -160,8 +160,9 @@ class EngineDown(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadFinished(Event):
-    """A load has succeeded. The slots of the host tier that its Load action named are not read or written any more; if `kept`, its
-    keep_slots hold the weights."""
+    """A load has succeeded. The slots of the host tier that its Load action named are not read or written any more. kept: whether
+    the host tier holds a complete copy of the weights, in the keep_slots of the Load action or in the source_slots that the weights
+    were read from."""
 
     placement_id: int
     seconds: float
@@ -277,16 +278,16 @@ class RequestCancelled(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestFinished(Event):
-    """The engine is done with a request, successfully or not. Not sent for requests that the engine aborted for an Evict or
-    AbortInEngine. Unknown ids are ignored."""
+    """Reports that the engine has ended a request, successfully or not. Not sent for requests that the engine aborted for an Evict
+    or AbortInEngine. Unknown ids are ignored."""
 
     request_id: int
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KeepAliveSet(Event):
-    """A client sets how long the model may stay on its device after its last request, without asking for an answer. 0: it is
-    evicted as soon as it is idle. Ignored for an unknown model."""
+    """Sets, for a client, how long the model may stay on its device after its last request. 0: it is evicted as soon as it is idle.
+    The event is not answered, and is ignored for an unknown model."""
 
     model: str
     keep_alive_s: float

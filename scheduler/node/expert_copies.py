@@ -24,7 +24,7 @@ def chosen(node: Node, event: CopiesChosen) -> None:
 
 
 def take(node: Node, placement: Placement) -> None:
-    """Adds to a placement that begins to load the copies of experts that were chosen for its model, if all its devices have free
+    """Adds the copies of experts that were chosen for a model to its placement, which begins to load, if all its devices have free
     memory for them."""
     model = node.models[placement.model]
     copies = model.primary.expert_copies
@@ -69,9 +69,9 @@ def _obstacle(node: Node, model: Model, devices: Iterable[str], placement_id: in
 
 
 def _missing(node: Node, model: Model, device: Device, size: Size, placement_id: int, leaving: Collection[str]) -> int:
-    """Returns how many more chunks would have to be free on a device for a model of this size; 0 or less if there are enough.
-    Memory that pinned models need, loaded or not, does not count as free, nor does the memory that KV takes at the moment, cached
-    prefixes included."""
+    """Returns how many more chunks would have to be free on a device to place a model of this size; 0 or less if there are enough.
+    Memory that pinned models need, loaded or not, counts as taken, and so does all memory that KV takes now, cached prefixes
+    included. placement_id: the model's placement there; 0: it has none yet. leaving: models there whose memory counts as free."""
     ledger, chunk_bytes = device.ledger, node.settings.chunk_bytes
     promised = sum(chunks for other, (chunks, _) in ledger.promised.items() if other != placement_id)
     work_space = max(ledger.work_space_chunks, size.work_space_chunks)

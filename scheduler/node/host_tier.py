@@ -43,8 +43,8 @@ class Transit:
 
 
 class HostTierAccount:
-    """The account of the host tier's slots, which are numbered from 0. At all times each slot is in exactly one of free, transit,
-    weights and kv."""
+    """The account of the host tier's slots, which are numbered from 0. At any time each slot is in exactly one of these states:
+    free, in transit, holding weights, or holding KV."""
 
     __slots__ = ("_free", "kv", "num_slots", "revision", "transit", "weights")
 

@@ -161,8 +161,8 @@ def give_up(node: Node, name: str, copy: HostCopy, reason: str) -> None:
 
 
 def cool(node: Node, model: Model, reason: str) -> None:
-    """Sets the state of a model that is on no device, if it is cold or warm, to warm if host memory holds its weights, else to
-    cold. Any other state stays. reason: for operators."""
+    """Sets the state of a model that is cold or warm to warm if host memory holds its weights, else to cold. Does nothing in any
+    other state. reason: for operators."""
     if model.state == residency.WARM and not node.is_warm(model):
         node.set_state(model, residency.COLD, reason)
     elif model.state == residency.COLD and not model.removed and node.is_warm(model):

@@ -21,8 +21,8 @@ _SHORT_SHARE, _SHORT_PROMPTS = 0.1, 2
 def widen(node: Node, device: Device, waiting: Mapping[str, int], without_room: Mapping[str, int], adapter_bytes: int = 0) -> None:
     """Evicts one idle model from the device if more requests wait there for KV or adapters than are expected to arrive for that
     model while it is loaded again. waiting: model -> number of requests that wait in the engine. without_room: model -> number of
-    those requests that wait because their adapter finds no room: adapters never use reserved KV, even if it is free. adapter_bytes:
-    the bytes of the adapters on the device that running requests use. O(residents)."""
+    those requests whose adapter finds no room; adapters cannot use reserved KV, even if it is free. adapter_bytes: the bytes of the
+    adapters on the device that running requests use. O(residents)."""
     if not device.up:
         return
     short = [device.resident[name] for name, num in waiting.items() if num and name in device.resident]

@@ -162,7 +162,8 @@ def waits_for_others(node: Node, model: Model) -> bool:
 
 @dataclass(slots=True)
 class _Member:
-    """One of the devices onto which a model would be loaded, with what has to fit there and the copies that are there now."""
+    """One of the devices onto which a model would be loaded, with the memory that the model needs on it and the copies that are
+    there now."""
 
     device: Device
     target: Target
@@ -272,7 +273,8 @@ def describe(node: Node, device: Device, model: Model, may_leave: bool) -> Resid
 
 def score(node: Node, model: Model, device: Device, chunks: int) -> float:
     """Returns the expected cost of a model's absence from the device: priority x seconds of reloading per second, per byte that its
-    eviction frees (eviction.value); 0 if another replica is ready. chunks: how many its eviction frees."""
+    eviction frees (eviction.value). It is 0 for a spare replica, because another one goes on serving the model. chunks: how many
+    chunks its eviction frees."""
     if model.is_spare:
         return 0.0
     reload_s = node.reload_s(model, device)

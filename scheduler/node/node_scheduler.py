@@ -122,7 +122,7 @@ class NodeScheduler:
         self._node.settings = settings
 
     def validate(self) -> None:
-        """Raises AssertionError naming the violated invariant. O(everything): for tests."""
+        """Raises AssertionError, with the name of the invariant, if one is violated. O(everything): for tests."""
         validate(self._node)
 
     # ---- what the operator sees

@@ -32,7 +32,7 @@ def spread(node: Node, model: Model) -> None:
 
 
 def wanted(node: Node, model: Model) -> Model | None:
-    """Returns the replica of the model that should be loaded next beside those that are ready; None if no further one should be, or
+    """Returns the replica of the model that should be loaded next in addition to those that are ready; None if none should be, or
     if one is being placed already."""
     if model.closed or model.removed or not model.enabled or not any(one.state == residency.READY for one in model.replicas):
         return None

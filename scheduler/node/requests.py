@@ -16,8 +16,9 @@ MAX_EXPIRED_PER_EVENT = 32
 
 
 def arrived(node: Node, event: RequestArrived) -> None:
-    """Handles a new request: it is rejected, submitted or queued. If the model is ready and its engine's window is not full, it is
-    submitted at once, whatever else is loading (rule 4 of docs/design/models.md). Raises ValueError if its id is known already."""
+    """Handles a new request: it is rejected, submitted or queued. If no other request waits for the model and a replica can take
+    the request, it is submitted at once, whatever else is loading (rule 4 of docs/design/models.md). Raises ValueError if its id is
+    known already."""
     facts = event.request
     if facts.request_id in node.requests:
         raise ValueError(f"request {facts.request_id} has arrived before")
@@ -141,8 +142,8 @@ def recall(node: Node, model: Model) -> None:
 
 
 def pause(node: Node, model: Model) -> None:
-    """Queues again all running requests of a replica, because its copy is evicted from the device, and reports them as paused. They
-    wait with open streams until the model is back."""
+    """Returns all running requests of a replica to the queue, because its copy is evicted from the device, and reports them as
+    paused. Their streams stay open until the model is back."""
     paused = tuple(model.running.values())
     if not paused:
         return
@@ -153,7 +154,7 @@ def pause(node: Node, model: Model) -> None:
 
 
 def crashed(node: Node, model: Model, request: Request) -> None:
-    """Rejects a request because it was running in max_crashes crashes of engines, so that it may be their cause."""
+    """Rejects a request that was running in max_crashes crashes of engines, because it may be their cause."""
     model.stop(request.facts.request_id)
     message = f"the engine of {model.name} died {request.crashes} times while this request was running"
     node.reject(request, Refusal("crashed_twice", message))

@@ -78,8 +78,8 @@ def decider(policy: str, node: SimulatedNode, trace: Sequence[TraceRequest], set
 
 
 def settings_for(node: SimulatedNode, max_wait_s: float, max_queued: int) -> SchedulerSettings:
-    """Returns settings for the node scheduler: the defaults, except for the given limits and for chunk size, load overhead and
-    bandwidths, which are those of the simulated node."""
+    """Returns settings for the node scheduler: max_wait_s and max_queued as given; chunk size, load overhead and bandwidths of the
+    simulated node; defaults for all others."""
     costs = node.costs
     return SchedulerSettings(
         chunk_bytes=node.chunk_bytes,

@@ -239,7 +239,7 @@ class SimulatedEngine:
         return {name: hosted.kv_bytes for name, hosted in self.hosted.items()}
 
     def waiting(self) -> dict[str, int]:
-        """Returns the number of requests that have not begun, by model."""
+        """Returns model -> number of its requests that have not begun."""
         return {name: len(hosted.waiting) for name, hosted in self.hosted.items() if hosted.waiting}
 
     def set_lease(self, lease_bytes: int) -> None:

@@ -66,8 +66,8 @@ class _SimulatedCopy:
 
 
 class Simulation:
-    """One run of one decider over a trace. on_progress: called after every PROGRESS_EVERY ended requests with (requests ended,
-    requests in all)."""
+    """One run of one decider over a trace. on_progress: called after every PROGRESS_EVERY ended requests with (number of requests
+    ended, number of all requests)."""
 
     def __init__(
         self,
