@@ -366,8 +366,8 @@ class BatchScheduler:
         return int(np.count_nonzero(self._held)) if self._num_constrained else 0
 
     def _note_computed(self, plan: BatchPlan) -> IntArray:
-        """Counts the tokens of a step with chunks of prompts as computed, now that it has run, and adds the blocks that they fill
-        to the prefix cache. Returns the slots that sampled a token."""
+        """Counts the tokens of a finished step with chunks of prompts as computed, and adds the blocks that they fill to the prefix
+        cache. Returns the slots that sampled a token."""
         num_computed = self.table.num_computed
         num_computed[plan.slots] += plan.num_new
         for slot in plan.slots[plan.num_new > 1].tolist():
@@ -434,8 +434,8 @@ class BatchScheduler:
         return self.num_running - self._num_held < most_running(max_rows, self._passed_over)
 
     def _note_passed_over(self, max_rows: int) -> None:
-        """Counts a step as one in which the queue was passed over, if a request waits and max_rows sequences or more run. Sets the
-        count to 0 if no request waits."""
+        """Adds 1 to the number of steps in which the queue was passed over, if a request waits and max_rows sequences or more run.
+        Sets this number to 0 if no request waits."""
         if not len(self.waiting):
             self._passed_over = 0
         elif self.num_running - self._num_held >= max_rows:

@@ -72,7 +72,8 @@ class BlockPool:
         return blocks[counts == 0]
 
     def put_free(self, blocks: IntArray) -> None:
-        """Makes blocks free to be allocated. They must be usable, have a reference count of 0 and not be free yet."""
+        """Marks blocks as free, so that they can be allocated. They must be usable, have a reference count of 0 and not be free
+        yet."""
         if len(blocks):
             self._push(blocks)
             self.chunks.version += 1

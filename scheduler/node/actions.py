@@ -143,8 +143,8 @@ class GrantLease(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Submit(Action):
-    """Submits a request to an engine, for the first time or again after it was paused or lost its engine: the dispatcher sends the
-    prompt and the output that the client already has."""
+    """Submits a request to an engine, for the first time, or again after the request was paused or its engine died: the dispatcher
+    sends the prompt and the output that the client already has."""
 
     request_id: int
     model: str

@@ -109,7 +109,7 @@ class DeviceLedger:
     @property
     def lease_chunks(self) -> int:
         """The device's lease: how many chunks the engine may use as KV beyond the models' reserves. It is 0 if promises and copies
-        together exceed the device, which happens while victims still hold chunks that are promised to a placement."""
+        together exceed the device, which can happen while victims still hold chunks that a placement is to get."""
         return max(0, self.total_chunks - self.work_space_chunks - self.held_chunks - self.promised_chunks)
 
     @property
