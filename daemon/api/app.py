@@ -63,14 +63,15 @@ def make_app(
     adapters: AdapterPort | None = None,
     background: BackgroundRuns | None = None,
 ) -> web.Application:
-    """Returns the aiohttp application of the HTTP API. It must be served through `make_runner`, because without that runner's
-    settings a client's disconnect is not noticed. access: by default no keys, and only this machine's host names. serves: tells
-    whether this listener serves an endpoint. feed: the feed of the status page; None: there is no page. answered: called for each
-    answer with the endpoint's name ("" for an unknown path) and the status. stored: the store of finished /v1/responses answers,
-    which later requests may continue; by default it keeps none. quotas: the tenants' use of their limits, shared by all listeners.
-    audit: the audit log; off by default. tracer: returns the tracer, None while tracing is off. upstreams: the model names that
-    other servers answer; None: there are none. adapters: loads LoRA adapters; None: they cannot be loaded over HTTP. background:
-    background responses in progress, with `stored` for the finished ones; by default there are none."""
+    """Returns the aiohttp application of the HTTP API. It must be served through `make_runner`, whose settings make aiohttp notice
+    that a client has disconnected. None for a parameter: the node does not have the feature.
+
+    access: decides who may use the API; by default no key is required, and the Host header must be an address or a name of this
+    machine. serves: tells whether this listener serves an endpoint. feed: the feed of the status page. answered: called for each
+    answer with the endpoint's name ("" for an unknown path) and the HTTP status. stored: the store of finished /v1/responses
+    answers, which later requests may continue. quotas: the tenants' use of their limits, shared by all listeners. tracer: returns
+    the tracer, None while tracing is off. upstreams: the model names that other servers answer. adapters: loads LoRA adapters for
+    requests over HTTP. background: the background responses in progress; finished ones are in `stored`."""
     stored = stored or ResponseStore(0)
     context = ApiContext(
         requests=requests,
@@ -103,9 +104,9 @@ def make_app(
 
 
 def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **options: Any) -> Runner:
-    """Returns the aiohttp runner that serves the application. shutdown_timeout_s: how long a shutdown waits for open requests, in
-    seconds. options: further arguments of Runner. With handler_cancellation a disconnect cancels the handler, which cancels the
-    request; without auto_decompress compressed bodies are refused, never inflated."""
+    """Returns the aiohttp runner that serves the application. With its settings a client's disconnect cancels the request, and a
+    compressed body is refused instead of inflated. shutdown_timeout_s: how long a shutdown waits for open requests, in seconds.
+    options: further arguments of Runner."""
     return Runner(
         app,
         handler_cancellation=True,
@@ -119,8 +120,8 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **option
 
 
 def _not_malformed_http(record: logging.LogRecord) -> bool:
-    """A filter of the HTTP log: returns False for the record of a malformed request, and logs one debug line in its place. aiohttp
-    logs a traceback for every incomplete body, so anybody could fill the log."""
+    """A logging filter for aiohttp's log. Returns False for the record of a malformed request, and logs one debug line in place of
+    its traceback, with which any client could fill the log."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
         return True
@@ -235,8 +236,8 @@ def _is_recorded(request: web.Request, endpoint: Endpoint | None) -> bool:
 
 
 def _progress(request: web.Request) -> Progress:
-    """Returns the new Progress of a request and makes it its connection's `in_progress`. If the connection was taken over from an
-    earlier daemon, the Progress holds the request's state there."""
+    """Returns the new Progress of a request and makes it its connection's `in_progress`. The Progress contains the state that an
+    earlier daemon has handed over for this request, if any."""
     connection = request.protocol
     name = request_id(request.headers.get("X-Request-Id"))
     if not isinstance(connection, Connection):
@@ -253,8 +254,8 @@ async def _handle(
     request: web.Request, context: ApiContext, target: router.Target | None, progress: Progress, key: Key | None
 ) -> web.StreamResponse:
     """Passes a request to its endpoint, or to another server that answers for its model, and returns the response. target: the
-    endpoint of the path; None for an unknown path. key: None for a request without a key where keys are set; see Call.stranger.
-    Raises HearthError: 404 for a path that is unknown or not served here, and what the endpoint raises."""
+    endpoint of the path; None for an unknown path. key: the sender's key; None if keys are set and the request has none. Raises
+    HearthError: 404 for a path that is unknown or not served by this listener, and any error of the endpoint."""
     if target is None or not context.serves(target.endpoint):
         raw_path = request.rel_url.raw_path[:256]
         if target is not None:

@@ -1,10 +1,10 @@
 """Responses that are generated in the background (`background: true`): they need no client's connection, and they survive the
 daemon.
 
-Their request is read a second time, on a connection without a client (daemon/http/no_client.py), and from there handled like any
-other. Everything needed to continue it (its bytes, its nonce, the tokens so far) is written, as the tokens arrive, to memory that
-the service manager keeps open for the next daemon (its FD store). The next daemon reads the request again, starts with those
-tokens, and so generates the same events with the same numbers, whether this daemon was restarted or killed.
+The bytes of such a request are read again on a connection without a client (daemon/http/no_client.py), and from there the request
+is handled like any other. Everything needed to continue it (its bytes, its nonce, the tokens so far) is written, as the tokens
+arrive, to memory that the service manager keeps open for the next daemon (its FD store). The next daemon reads the request again,
+starts with those tokens, and so generates the same events with the same numbers, whether this daemon was restarted or killed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _json = msgspec.json.encode
 
 
 class _Begun(Struct, frozen=True):
-    """The state of a background response that is kept for the next daemon, besides its tokens. received: the bytes of the HTTP
-    request. nonce: the source of its random values. created: Unix time in seconds. model: name and fingerprint. shown: the
-    response's JSON when it was accepted. is_streamed: whether its events may be fetched. max_tokens: the most tokens of the
-    reply."""
+    """The record of a background response that is kept for the next daemon; its tokens are kept beside it. received: the bytes of
+    the HTTP request. nonce: the number from which the request's random values follow. created: Unix time in seconds. model: name
+    and fingerprint. shown: the response's JSON when it was accepted. is_streamed: whether its events may be fetched. max_tokens:
+    the most tokens of the reply."""
 
     public_id: str
     tenant: str
@@ -59,14 +59,14 @@ _decoder = msgspec.msgpack.Decoder(_Begun)
 
 
 class Run:
-    """A background response in progress. The handler of its request, which finds it as Progress.run, and the renderer of the
-    response report to it.
+    """A background response in progress. Two objects report to it: the handler of its request, which finds it as Progress.run, and
+    the renderer of the response.
 
-    accepted: a future that is done when the request was submitted, or holds the error that refused it. events: the events so far,
-    indexed by sequence_number; empty unless the response may be fetched as a stream. is_over: whether nothing will be added.
-    is_held: whether it is over only in this daemon, because the next one continues it. previous, input: as in StoredResponse.
-    failing: renders the last events of a failed response and reports the response by result(). snapshot: renders the response so
-    far as JSON."""
+    accepted: a future that is done when the request was submitted; it has an exception if the request was refused. events: the
+    events so far, indexed by sequence_number; empty if the client did not ask for a stream. is_over: whether no more events will be
+    added in this daemon. is_held: whether the next daemon continues the response. previous, input: as in StoredResponse. snapshot:
+    renders the response so far as JSON; None before there is a renderer. failing: renders the last events of a failed response, and
+    passes the response to result()."""
 
     def __init__(self, runs: BackgroundRuns, tenant: str, public_id: str, is_streamed: bool) -> None:
         self._runs, self.tenant, self.public_id, self.is_streamed = runs, tenant, public_id, is_streamed
@@ -85,17 +85,17 @@ class Run:
         self._client = NoClient(self, self._gone)
 
     def serve(self, server: ConnectionServer, received: bytes, request: RequestSoFar) -> None:
-        """Starts the handling of the request by `server`, on a connection without a client. received: the bytes of the HTTP
-        request. request: its random values, and its tokens if an earlier daemon has begun it."""
+        """Makes `server` handle the request, on a connection without a client. received: the bytes of the HTTP request. request:
+        the nonce of its random values, and the tokens that an earlier daemon has generated for it, if any."""
         self._received, self._request = received, request
         self._client.serve(server, received, request)
 
     # ---- reported by the handler
 
     def begin(self, generation: Generation) -> None:
-        """Writes down for the next daemon the request, which is about to be submitted, and from then on each of its tokens.
-        generation: the request's only sequence; its sink is replaced by one that also keeps the tokens. Raises NotNow if the
-        request cannot be written down."""
+        """Writes a record of the request for the next daemon, and from then on each token of its reply. It is called just before
+        the request is submitted. generation: the request's only sequence; its sink is replaced by one that also writes the tokens
+        to the record. Raises NotNow if the record cannot be written."""
         assert self.snapshot is not None
         if self._place is None:
             self._shown = self.snapshot()
@@ -120,8 +120,8 @@ class Run:
         return Channel(_Events(self), _EVER_READY, b"", chunked=False)
 
     def write(self, data: bytes) -> None:
-        """Adds events of the response to `events`, if they may be fetched, and wakes those who wait for them. If result() was
-        called before, these are the last events, and the run ends. Does nothing if the run is over. data: whole server-sent events,
+        """Adds events to `events`, if the response may be fetched as a stream, and wakes those who wait for them. The call after
+        result() brings the last events and ends the run. Does nothing if the run is over. data: whole server-sent events,
         joined."""
         if self.is_over:
             return
@@ -175,7 +175,7 @@ class Run:
     # ---- over a restart
 
     def hold(self) -> None:
-        """Stops the run in this daemon without an end of the response, because the next daemon continues it."""
+        """Stops the run in this daemon without ending the response: the next daemon continues it."""
         self.is_over = self.is_held = True
         connection = self._client.get_protocol() if not self._client.is_closing() else None
         if isinstance(connection, Connection):
@@ -244,8 +244,9 @@ def as_failure(error: HearthError) -> dict[str, str]:
 
 
 class BackgroundRuns:
-    """All background responses in progress. stored: the store of finished responses. records: the memory in which they are kept for
-    the next daemon, with those of an earlier daemon, which go_on() continues; None: they end with this daemon."""
+    """All background responses in progress. stored: the store of finished responses. records: the memory that keeps the responses
+    in progress for the next daemon, and from which go_on() continues those of an earlier daemon; None: responses in progress are
+    lost with this daemon."""
 
     def __init__(self, stored: ResponseStore, records: KeptRecords | None = None) -> None:
         self._stored = stored
@@ -253,9 +254,9 @@ class BackgroundRuns:
         self._by_id: dict[tuple[str, str], Run] = {}
 
     def begin(self, connection: Connection, request: RequestSoFar, tenant: str, public_id: str, is_streamed: bool) -> Run:
-        """Returns the run of a background response, whose request the connection has just received; it is begun unless an earlier
-        daemon has. request: the state from which its random values are sampled. public_id: the response's id. is_streamed: whether
-        its events may be fetched."""
+        """Returns the run of a background response. It starts a new run, unless an earlier daemon began the response and this
+        daemon continues it already. connection: the connection that has just received the request. request: the nonce of its random
+        values. public_id: the response's id. is_streamed: whether its events may be fetched."""
         run = self._by_id.get((tenant, public_id))
         if run is None:  # otherwise the run began before a restart, which the client's connection survived
             run = self._by_id[tenant, public_id] = Run(self, tenant, public_id, is_streamed)
@@ -291,8 +292,8 @@ class BackgroundRuns:
         return self.records.add(msgspec.msgpack.encode(begun), _WORD_BYTES * (1 + begun.max_tokens))
 
     def store(self, response: StoredResponse, events: bytes) -> None:
-        """Stores a finished response together with its events, or alone if the store has no room for both. events: whole
-        server-sent events, joined."""
+        """Stores a finished response together with its events, or without them if the store has no room for both. A response that
+        does not fit even so is lost, which is logged. events: whole server-sent events, joined."""
         with_events = msgspec.structs.replace(response, events=events)
         if not self._stored.add(with_events) and not self._stored.add(response):
             log.warning("%s is larger than stored_responses_bytes, so it is lost", response.public_id)
@@ -307,8 +308,8 @@ def split_events(packed: bytes) -> list[bytes]:
 
 
 class _Noting:
-    """The TokenSink that keeps a run's tokens for the next daemon and passes them on to the sink of the answer. It passes on one
-    token at a time, so that the answer has the same events when the next daemon passes the kept tokens on."""
+    """The TokenSink that writes a run's tokens to its record and passes them on to the sink of the answer. It passes on one token
+    at a time, as the next daemon does with the recorded tokens, so that both daemons make the same events."""
 
     __slots__ = ("_at", "_generation", "_run", "_sink")
 
@@ -346,8 +347,8 @@ class _Events(asyncio.WriteTransport):
 
 
 class _EverReady:
-    """Stands for the protocol of a connection, which a channel asks whether writing is paused: a run has no client that reads too
-    slowly."""
+    """A substitute for the protocol of a client's connection, which tells a channel that writing is never paused: a background
+    response has no client that could read too slowly."""
 
     writing_paused = False
 

@@ -15,9 +15,10 @@ _JSON_TYPES = ("application/json", "text/json")
 async def read_body(
     request: web.Request, max_bytes: int, timeout_s: float, more_types: Sequence[str] = (), read: bytearray | None = None
 ) -> bytes:
-    """Returns a request's body. more_types: values of Content-Type that are accepted besides those of JSON. read: receives the
-    bytes of a body that arrives in pieces. Raises BadRequest: 408 if it is not complete after timeout_s seconds, 413 if it is
-    longer than max_bytes, 415 for an unsupported type, charset or compression, 400 if it is empty or breaks off."""
+    """Returns the bytes of a request's body. more_types: values of Content-Type that are accepted besides those of JSON. read: a
+    buffer to which the bytes of a body that arrives in pieces are appended, so that the caller sees them before all are there.
+    Raises BadRequest: 408 if the body has not arrived after timeout_s seconds, 413 if it is longer than max_bytes, 415 for an
+    unsupported type, charset or compression, 400 if it is empty or breaks off."""
     told_type = request.headers.get("Content-Type")
     if told_type is not None and told_type != "application/json":  # a missing one is accepted
         _check_type(request.content_type, told_type, more_types)
@@ -46,8 +47,8 @@ async def read_body(
 
 
 def _check_type(content_type: str, header: str, more_types: Sequence[str]) -> None:
-    """Raises BadRequest (415) for a body that is neither JSON nor of more_types, or not in UTF-8. content_type: the type in the
-    header Content-Type, without its parameters. header: all of it."""
+    """Raises BadRequest (415) for a body that is not in UTF-8, or that is neither JSON nor of one of more_types. content_type: the
+    type in the header Content-Type, without its parameters. header: the whole value of that header."""
     if content_type not in (*_JSON_TYPES, *more_types) and not content_type.endswith("+json"):
         raise BadRequest(
             "unsupported_media_type",

@@ -18,8 +18,8 @@ from daemon.upstreams.upstreams import Upstreams
 
 
 class _NoSender:
-    """Stands for the sender of a request without a tenant, which comes from a stranger. Its methods raise AssertionError: strangers
-    are served only endpoints that charge no tokens."""
+    """The sender of a request that has no tenant: one without a key although keys are set. Its methods raise AssertionError,
+    because such a request is served only by endpoints that charge no tokens."""
 
     def charge(self, num_prompt_tokens: int, field: str) -> None:
         raise AssertionError("charged without a tenant")
@@ -56,8 +56,9 @@ class ApiContext:
     def scoped(
         self, models: ModelPort, requests: RequestPort, text: TextPort, sender: SenderPort, more_headers: Mapping[str, str]
     ) -> ApiContext:
-        """Returns a copy of this context for one request. more_headers: the headers of its answer. All fields are listed here,
-        because dataclasses.replace() takes longer than all checks of a request together."""
+        """Returns a copy of this context for one request, with the given ports and sender. more_headers: the headers of the
+        request's answer."""
+        # dataclasses.replace() would take longer than all checks of a request together
         return ApiContext(
             requests, models, text, self.health, self.settings, self.clock, self.max_body_bytes,
             self.stored, self.background, self.access, self.serves, self.page, more_headers, self.answered,

@@ -74,11 +74,11 @@ class Api:
     """An API to which endpoints belong, such as OpenAI's.
 
     chats, models: the paths of its chats and of its list of models, which errors about unknown paths name. root: the beginning of
-    all its paths, so that errors about unknown paths below the root have this API's form; "": its paths have no beginning of their
-    own. client_header: a request header that all its clients send and no others; "": there is none.
+    all its paths, by which an unknown path is recognized as this API's; "": its paths have no common beginning. client_header: a
+    request header that all its clients send and no others; "": there is none.
 
     error_body: returns an error in the form that its clients expect. limit_headers: returns the headers that tell clients what is
-    left of their tenant's limits. Its arguments are what is left and the Unix time."""
+    left of their tenant's limits; it is called with what is left and the Unix time."""
 
     chats: str
     models: str
@@ -99,21 +99,19 @@ OPENAI = Api(chats="/v1/chat/completions", models="/v1/models")
 class Endpoint:
     """An endpoint of the HTTP API.
 
-    name: its name in logs and metrics. paths: the reference names the first one; {id} in a path stands for any text. slashes_in_id:
-    whether that text may hold a `/`, as names of models do; False: a path with a `/` there is not this endpoint's. about: its line
-    in the reference. operation: the model's operation in traces, as OpenTelemetry names it (gen_ai.operation.name); "": no model
-    works for this endpoint. per_model: whether it is also served below /m/MODEL, for that model alone.
+    name: its name in logs and metrics. paths: its paths, of which the reference names the first; {id} in a path stands for any
+    text. slashes_in_id: whether that text may contain a `/`, as names of models do. about: its line in the reference. operation:
+    what the model does, as OpenTelemetry names it in traces (gen_ai.operation.name); "": the endpoint uses no model. per_model:
+    whether it is also served below /m/MODEL, for that model alone.
 
-    api: the API to which it belongs. error_body: returns an error as Api.error_body does, where this endpoint's have a form of
-    their own; None: they do not.
+    api: the API to which it belongs. error_body: returns an error in the form of this endpoint; None: the form of `api`.
 
-    passes_on: the path, below another server's address, to which requests for that server's models go; "": such requests are
-    refused.
+    passes_on: the path on another server to which requests for that server's models are forwarded; "": such requests are refused.
 
     open: whether it is served without a key even if keys are set; handle() then must not reveal the node's internals to strangers
     (Call.stranger). watching: whether it reports on all tenants, so that an admin's key is needed as soon as there is an admin.
     operating: whether it changes what the node serves, so that it needs an admin's key or, if no keys are set, a connection from
-    this machine. for_operators: whether the main listener does not serve it if operators have a listener of their own."""
+    this machine. for_operators: whether it is served only by the operators' own listener, if there is one."""
 
     name: str
     paths: tuple[str, ...]

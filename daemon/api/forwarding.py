@@ -1,8 +1,8 @@
 """Forwards requests for models that another server answers (`upstream`): the body is sent there with the model's name replaced, and
 the answer is passed back as it arrives.
 
-Nothing else of the client's request is forwarded, above all not its key, except X-Request-Id, traceparent, tracestate, and Via, by
-which a server recognizes a request that it has forwarded itself.
+Of the client's headers only X-Request-Id, traceparent, tracestate and Via are forwarded. The client's key never is. By Via a server
+recognizes a request that it has forwarded itself.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ async def answer_elsewhere(call: Call, upstreams: Upstreams, path: str) -> web.S
 
 
 class _Sink:
-    """The TokenSink of a request that another server answers. It gets no tokens: failed(), called when the request times out or the
-    node stops, ends the exchange with that server."""
+    """The TokenSink of a request that another server answers. No engine sends it tokens. Its failed(), called when the request
+    times out or the node stops, ends the exchange with the other server."""
 
     def __init__(self, limit: asyncio.Timeout) -> None:
         self.error: HearthError | None = None
@@ -249,8 +249,8 @@ class _ClientGone(Exception):
 
 @contextlib.contextmanager
 def _client_may_go() -> Iterator[None]:
-    """Returns a context manager for writes to the client: a ConnectionError inside it becomes _ClientGone. Outside it, a
-    ConnectionError means that the other server is gone."""
+    """Returns a context manager for writes to the client, which converts a ConnectionError to _ClientGone. So any other
+    ConnectionError means that the other server has closed its connection."""
     try:
         yield
     except ConnectionError:

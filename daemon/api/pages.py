@@ -1,4 +1,5 @@
-"""Pages of a list, as Anthropic's and OpenAI's APIs define them: `limit` objects after or before the one that a cursor names.
+"""Cuts a list into pages, as Anthropic's and OpenAI's APIs define them: a page has at most `limit` objects, and follows or precedes
+the object whose id the client gives as the cursor.
 
 Sources: https://platform.claude.com/docs/en/api/models-list, https://platform.openai.com/docs/api-reference/responses/input-items.
 """
@@ -14,8 +15,9 @@ DEFAULT_LIMIT, MAX_LIMIT, MAX_CURSOR_LIMIT = 20, 1000, 100
 
 
 def page(objects: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the page of Anthropic's that a query asks for. objects: the whole list, each with its `id`. query: its parameters, of
-    which `limit`, `after_id` and `before_id` are read. Raises BadRequest, which names the parameter."""
+    """Returns the page of a list that a query asks for, in the form of Anthropic's API. objects: the whole list; each object has an
+    `id`. query: the parameters of the URL, of which `limit`, `after_id` and `before_id` are read. Raises BadRequest, which names
+    the parameter."""
     limit, after, before = _limit(query, MAX_LIMIT), query.get("after_id"), query.get("before_id")
     if after is not None and before is not None:
         raise _refusal("before_id", "goes without after_id")
@@ -33,8 +35,9 @@ def page(objects: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict
 
 
 def cursor_page(objects: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the page of OpenAI's that a query asks for. objects: the whole list, each with its `id`, the oldest first. query: its
-    parameters, of which `limit`, `after` and `order` are read. Raises BadRequest, which names the parameter."""
+    """Returns the page of a list that a query asks for, in the form of OpenAI's API, with the newest objects first unless `order`
+    is "asc". objects: the whole list, the oldest first; each object has an `id`. query: the parameters of the URL, of which
+    `limit`, `after` and `order` are read. Raises BadRequest, which names the parameter."""
     limit, after, order = _limit(query, MAX_CURSOR_LIMIT), query.get("after"), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise _refusal("order", "must be asc or desc")
@@ -59,7 +62,8 @@ def _limit(query: Mapping[str, str], most: int) -> int:
 
 
 def _place(objects: Sequence[Mapping[str, Any]], name: str, parameter: str) -> int:
-    """Returns the index of the object with this id. parameter: the query's parameter that names it, for the error."""
+    """Returns the index of the object with the id `name`. parameter: the URL's parameter that gave the id, for the error. Raises
+    BadRequest if there is no such object."""
     for index, one in enumerate(objects):
         if one["id"] == name:
             return index

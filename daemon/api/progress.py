@@ -18,15 +18,16 @@ _FINISH = {"": FINISH_NONE, "stop": FINISH_STOP, "length": FINISH_LENGTH}
 
 
 class Progress:
-    """The state of one request. All its random values follow from a nonce, so the next daemon, which reads the request again with
-    the same nonce, draws the same seeds and ids.
+    """The state of one request. All its random values, such as seeds and ids, follow from a nonce: the next daemon, which reads the
+    request again with the same nonce, gets the same values.
 
-    request_id: as in X-Request-Id. created: Unix time in seconds. before: the request's state in an earlier daemon; None: it is
-    new. began_ns: when its trace began, Unix time in nanoseconds, 0 without one. body: the part of its body that was read so far; a
-    bytearray while more is expected. starts_over: whether its sequences can only be started again, not continued. is_charged:
-    returns whether the request was counted against its tenant's limits. is_handed_over: whether the next daemon continues it.
-    takes_over: whether this daemon continues an answer of which the client already has the beginning. run: the background response
-    that this request generates; None: a client waits for the answer."""
+    request_id: as in X-Request-Id. created: Unix time in seconds. before: the request's state in an earlier daemon; None for a new
+    request. began_ns: when its trace began, Unix time in nanoseconds; 0 without a trace. body: the part of its body that was read
+    so far; a bytearray while more is expected. generations: its sequences. group: the group of its streamed answer; None without
+    streaming. starts_over: whether the next daemon can only generate its sequences again from their beginning. is_charged: returns
+    whether the request was counted against its tenant's limits. is_handed_over: whether the next daemon continues it. takes_over:
+    whether this daemon continues an answer whose beginning the client has from an earlier daemon. run: the background response that
+    this request generates; None if a client waits for the answer."""
 
     __slots__ = (
         "_nonce", "before", "began_ns", "body", "created", "generations", "group", "is_charged", "is_handed_over", "request_id",
@@ -60,8 +61,8 @@ class Progress:
     # ---- for the next daemon
 
     def so_far(self) -> RequestSoFar | None:
-        """Returns what the next daemon needs to continue the request; None if the client has a part of an answer that can only be
-        started again."""
+        """Returns what the next daemon needs to continue the request. Returns None if it cannot be continued, because the client
+        already has a part of the answer and the sequences can only be generated again from their beginning."""
         group = self.group
         is_open = self.is_open or (group is not None and group.has_begun)
         if is_open and self.starts_over:
@@ -86,9 +87,9 @@ class Progress:
         return self.before is not None and self.before.is_open
 
     def resume(self) -> None:
-        """Gives the sinks of the sequences the tokens that an earlier daemon has generated for them; does nothing for a new
-        request. Sequences that have ended get an outcome and must not be submitted. Raises HearthError if the model's name leads to
-        another model than before."""
+        """Gives the sinks of the sequences the tokens that an earlier daemon has generated; does nothing for a new request. A
+        sequence that has ended there gets its outcome, and must not be submitted. Raises HearthError if the model's name stands for
+        another model than in the earlier daemon."""
         before = self.before
         if before is None or not before.sequences:
             return
@@ -106,8 +107,8 @@ def _so_far(generation: Generation) -> SequenceSoFar:
 
 
 def _resume(generation: Generation, before: SequenceSoFar) -> None:
-    """Restores a sequence from its state in an earlier daemon. Its sink gets the tokens one by one, so that it makes as many events
-    as before: nearly all tokens came one by one."""
+    """Restores a sequence from its state in an earlier daemon. Its sink gets the tokens one at a time, as the earlier daemon's sink
+    did for nearly all of them, and so makes the same events."""
     generation.output, generation.num_cached = list(before.output), before.num_cached
     generation.num_resumed, generation.was_accepted = len(before.output), True
     if before.output:

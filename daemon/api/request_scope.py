@@ -1,7 +1,7 @@
-"""One HTTP request's view of the node: the models that its tenant may use, its use of the tenant's limits, and its record for the
-log and the metrics.
+"""One HTTP request's view of the node: the models that its tenant may use, how much of the tenant's limits the request has used,
+and its record for the log and the metrics.
 
-Handlers get it as `context.models`, `context.requests` and `context.sender`, so no handler can forget whose request it is.
+Handlers get it as `context.models`, `context.requests` and `context.sender`, so that every call of theirs is made for its tenant.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ASKED_CHARACTERS = 128  # the most characters of a client's model name that are 
 
 class RequestScope:
     """The ModelPort, RequestPort and SenderPort of one request, with the rights and limits of its tenant. key: the sender's key.
-    headers: the answer's headers; those that tell what is left of the tenant's limits are added to them. trace: None while tracing
-    is off. started_s: when the request arrived, in monotonic seconds."""
+    headers: the answer's headers, to which the headers about the tenant's limits are added. trace: the request's trace; None while
+    tracing is off. started_s: when the request arrived, in monotonic seconds."""
 
     __slots__ = (
         "_charge",
@@ -64,8 +64,8 @@ class RequestScope:
         limit_headers: Callable[[Standing, float], Mapping[str, str]],
         is_charged_before: bool = False,
     ) -> None:
-        """Makes the scope of a request that has just been admitted. limit_headers: returns the headers that tell what is left of
-        the limits, as in Endpoint. is_charged_before: whether an earlier daemon has counted the request against its tenant's
+        """Makes the scope of a request that has just been admitted. headers: the answer's headers; the scope adds to them.
+        limit_headers: as in Api. is_charged_before: whether an earlier daemon has counted the request against its tenant's
         limits."""
         self._is_charged_before = is_charged_before
         self.key, self.tenant, self._models, self._requests = key, key.tenant, models, requests
@@ -116,8 +116,9 @@ class RequestScope:
         self._expectation_over()
 
     def expect(self, model: ModelEntry, tenant: str = "") -> Expectation:
-        """Announces a request to the dispatcher while its prompt is tokenized, and returns the Expectation; an empty one, without
-        the announcement, if the tenant is over its limits. tenant: ignored."""
+        """Announces to the dispatcher that a request for the model will come, while its prompt is tokenized, and returns the
+        Expectation. If the tenant is over its limits, nothing is announced and the Expectation is empty. tenant: ignored, because
+        the scope knows the tenant."""
         self._expectation_over()
         may_be_over = self.tenant.limits.any and not self._is_charged_before
         if may_be_over and self._quotas.is_over(self.tenant, moment.now()):
@@ -175,8 +176,8 @@ class RequestScope:
         return self._charge is not None or self._is_charged_before
 
     def close(self) -> None:
-        """Counts the tokens that the request has generated against the tenant's limits, and gives back those of prompts that never
-        reached an engine. It must be called at the request's end."""
+        """Ends the counting of the request against the tenant's limits: adds the tokens that it has generated, and gives back the
+        tokens of prompts that never reached an engine. It must be called at the request's end."""
         self._expectation_over()
         if self._charge is not None:
             charge, self._charge = self._charge, None
@@ -232,8 +233,8 @@ class RequestScope:
 
 
 def _is_unused(generation: Generation) -> bool:
-    """Returns whether the prompt tokens of this sequence were charged but never used, because it did not reach an engine. Of
-    several sequences of one prompt only the first one counts."""
+    """Returns whether the prompt of this sequence was charged but never reached an engine. Of several sequences of one prompt, only
+    the first can be unused, because the prompt is charged once."""
     return not generation.submitted_s and not generation.output and not generation.is_copy
 
 

@@ -22,11 +22,12 @@ _pack = msgspec.msgpack.encode
 
 
 class StoredResponse(Struct, frozen=True):
-    """One stored response. messages: the input and the answer of its own turn, packed like a chat's messages, without instructions;
-    b"" if the response has failed or was cancelled, so that no other can follow it. shown: the response's JSON. previous: the id of
-    the response that it follows, or "". has_calls: whether the conversation contains tool calls. next_call: the number of its next
-    call, for models that number the calls of a conversation. background: whether it was generated without a waiting client. events:
-    the events of its stream, if it may be fetched as a stream. input: the request's field `input`, as JSON."""
+    """One stored response. messages: the input and the answer of this response alone, packed like a chat's messages, without
+    instructions; b"" if the response has failed or was cancelled, so that no other response can follow it. shown: the response's
+    JSON. previous: the id of the response that it follows, or "". has_calls: whether the conversation contains tool calls.
+    next_call: the number of the conversation's next tool call, for models that number calls. background: whether it was generated
+    without a waiting client. events: the events of its stream; b"" if it cannot be fetched as a stream. input: the request's field
+    `input`, as JSON."""
 
     public_id: str
     tenant: str
@@ -58,12 +59,12 @@ class ResponseStore:
     """Keeps responses in memory, up to `max_bytes`. Beyond that, the tenant with the most bytes loses its least recently used
     response.
 
-    Using a response counts as using all that it follows, the first of the conversation last. So a response is never lost before
-    those that follow it."""
+    When a response is used, all responses that it follows are marked as used after it, the oldest of the conversation last. So a
+    response is never lost before those that follow it."""
 
     def __init__(self, max_bytes: int, records: KeptRecords | None = None) -> None:
-        """Makes a store, with the responses that an earlier daemon has left. records: the memory that holds the responses; None: a
-        new one, which ends with this daemon. max_bytes: 0: nothing is stored."""
+        """Makes a store, with the responses that an earlier daemon has left in `records`. max_bytes: 0: nothing is stored. records:
+        the memory that holds the responses; None: new memory, whose content ends with this daemon."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._records = records if records is not None else KeptRecords()
@@ -77,8 +78,8 @@ class ResponseStore:
                 self._records.remove(place)
 
     def add(self, response: StoredResponse) -> bool:
-        """Stores a response, in place of one with the same id. Returns whether it was stored: a response that alone is larger than
-        the store is not."""
+        """Stores a response, in place of one with the same id. Returns False if it was not stored, because it alone is larger than
+        the store or because the memory for it could not be obtained."""
         packed = _pack(response)
         if ENTRY_BYTES + memory_of(len(packed)) > self.max_bytes:
             return False
@@ -116,8 +117,8 @@ class ResponseStore:
         self._forget(tenant, public_id)
 
     def conversation(self, tenant: str, public_id: str) -> list[StoredResponse]:
-        """Returns the response and those that it follows, the oldest first. Raises BadRequest (400) if one of them is not stored or
-        was not completed, or if there are more than MAX_TURNS."""
+        """Returns the conversation that ends with the response, the oldest response first. Raises BadRequest (400) if one of its
+        responses is not stored, if the last one was not completed, or if there are more than MAX_TURNS."""
         chain = self._use(tenant, public_id)
         if len(chain) > MAX_TURNS:
             message = f"previous_response_id: its conversation has more than {MAX_TURNS} responses; send it as input"
@@ -132,8 +133,9 @@ class ResponseStore:
         return found
 
     def chain(self, tenant: str, public_id: str) -> list[StoredResponse]:
-        """Returns the response and those that it follows, the oldest first, back to the first that is not stored any more. Raises
-        BadRequest (404) if the response itself is not stored."""
+        """Returns the stored responses of the conversation that ends with the given response, the oldest first. Responses before
+        one that is no longer stored are left out, and at most MAX_TURNS + 1 are returned. Raises BadRequest (404) if the given
+        response itself is not stored."""
         self._find(tenant, public_id)
         return [self._read(each) for each in reversed(self._use(tenant, public_id))]
 
@@ -147,8 +149,8 @@ class ResponseStore:
         return _decoder.decode(self._records.read(kept.place))
 
     def _use(self, tenant: str, public_id: str) -> list[_Kept]:
-        """Marks a response, and then each response that it follows, as the most recently used. Returns those that are stored, the
-        newest first, and at most MAX_TURNS + 1."""
+        """Marks a response, and then each response that it follows, as the most recently used one. Returns these responses, the
+        newest first, up to one that is not stored, and at most MAX_TURNS + 1; [] if the response itself is not stored."""
         kept = self._of_tenant.get(tenant, {})
         chain: list[_Kept] = []
         while len(chain) <= MAX_TURNS and (found := kept.pop(public_id, None)) is not None:

@@ -36,8 +36,8 @@ class Target(NamedTuple):
 
 
 def target(raw_path: str) -> Target | None:
-    """Returns the endpoint of a path, and the model and id in the path; None for an unknown path. `raw_path` is still
-    percent-encoded."""
+    """Returns the endpoint of a path, with the model and the id that the path contains; None for an unknown path. raw_path: the
+    path, still percent-encoded."""
     scope = None
     if match := _SCOPED.fullmatch(raw_path):
         scope, raw_path = _unquote(match["model"]), match["rest"]
@@ -57,8 +57,9 @@ def target(raw_path: str) -> Target | None:
 
 
 def error_form(endpoint: Endpoint | None, raw_path: str, headers: Mapping[str, str]) -> Callable[[HearthError], Mapping[str, Any]]:
-    """Returns the function that renders an error as the client of a request with these headers expects it. endpoint: None for an
-    unknown path, which belongs to the API below whose root it lies."""
+    """Returns the function that renders an error in the form that the client expects: that of the endpoint, of its API, or of the
+    API that the headers show. endpoint: the endpoint of the path; None for an unknown path, whose beginning decides to which API it
+    belongs."""
     if endpoint is not None and endpoint.error_body is not None:
         return endpoint.error_body
     api = _api_of(raw_path) if endpoint is None else endpoint.api
@@ -68,7 +69,8 @@ def error_form(endpoint: Endpoint | None, raw_path: str, headers: Mapping[str, s
 
 
 def _api_of(raw_path: str) -> Api:
-    """Returns the API below whose root an unknown path lies; OpenAI's if it lies below none."""
+    """Returns the API to which an unknown path belongs by its beginning (Api.root); OpenAI's if it begins like the paths of no
+    other API."""
     for api in _APIS:
         if api.root and (raw_path.startswith(api.root) or (raw_path.startswith("/m/") and api.root in raw_path)):
             return api
@@ -76,7 +78,8 @@ def _api_of(raw_path: str) -> Api:
 
 
 def main_paths(raw_path: str) -> str:
-    """Returns words that name the paths of chats and of the list of models in the API to which an unknown path belongs."""
+    """Returns a hint for the error about an unknown path: the paths of chats and of the list of models in the API to which the path
+    belongs."""
     api = _api_of(raw_path)
     return f"chats go to {api.chats}, and {api.models} lists what there is"
 

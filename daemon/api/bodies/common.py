@@ -126,8 +126,8 @@ MEANINGS = {
 
 
 class Head(Struct, array_like=True):
-    """The part of a parsed body that the daemon itself needs: all checked fields but the prompt. None: the request leaves the field
-    out."""
+    """The part of a parsed body that the daemon itself needs: all checked fields but the prompt. A field is None if the request
+    leaves it out."""
 
     model: str | None
     temperature: float | None

@@ -70,7 +70,7 @@ def head_of_completion(fields: CompletionBody) -> tuple[Head, bytes]:
 
 def _logprobs(fields: CompletionBody) -> int:
     """Returns how many alternatives the log-probabilities of each token include, 0 for only the token itself; -1 if no
-    log-probabilities are asked for. Raises BadRequest for `true`, which names no number."""
+    log-probabilities are asked for. Raises BadRequest for `logprobs: true`, because completions need a number."""
     if fields.logprobs is True:
         raise invalid("logprobs", f"logprobs must be a number of alternatives from 0 to {MAX_TOP_LOGPROBS}")
     return -1 if fields.logprobs is None or fields.logprobs is False else fields.logprobs

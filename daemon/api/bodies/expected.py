@@ -1,4 +1,6 @@
-"""Words for what a refused field of a body may be, from the type that the body is decoded to, in the terms of JSON."""
+"""Makes the messages for refused fields of a body: what the field may be, in the terms of JSON, as derived from the type that the
+body is decoded to.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ _MAX_SHOWN = 64  # characters of a refused value or key that are shown
 
 
 def in_words(problem: str, kind: Any, path: str) -> str:
-    """Returns the problem as the rest of a sentence that begins with the field's name. problem: msgspec's, such as "Expected `str`,
-    got `int`". kind: the type of the whole body. path: the path of the refused field in that body, as msgspec writes it, such as
-    ".messages[0].role"."""
+    """Returns the part of an error message that follows the name of a refused field, such as ": Expected `string`, got `integer`"
+    or " must be one of a, b". problem: the message of msgspec, such as "Expected `str`, got `int`". kind: the type of the whole
+    body. path: the field's path in the body, as msgspec writes it, such as ".messages[0].role"."""
     if problem.startswith(_ENUM):
         kinds = [each for one in _at(kind, path) for each in _members(one)]
         values = [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
@@ -32,9 +34,9 @@ def in_words(problem: str, kind: Any, path: str) -> str:
 
 
 def with_key(kind: Any, path: str, data: bytes) -> str:
-    """Returns the path of a refused value with the value's key in place of the dots that msgspec writes for it in an object of any
-    keys: `.logit_bias["1"]` for `.logit_bias[...]`. kind: the type of the whole body. data: the body. The path is returned
-    unchanged if it is of another kind, or if the rest of the body is no JSON."""
+    """Returns the path of a refused value in an object with arbitrary keys, with the value's key inserted: `.logit_bias["1"]` for
+    `.logit_bias[...]`, as msgspec writes it. Other paths, and paths whose key is not found, are returned unchanged. kind: the type
+    of the whole body. data: the body."""
     if not path.endswith("[...]") or "[...]" in path[:-5]:
         return path
     try:
@@ -71,7 +73,8 @@ def _at(kind: Any, path: str) -> list[Any]:
 
 
 def _within(kind: Any, name: str) -> list[Any]:
-    """Returns the type of a field of a struct, or the type of a list's items or of an object's values for the name ""."""
+    """Returns the type that `kind` has for one step of a path, as a list with one type, or [] if it has none. name: a struct's
+    field; "": the items of a list, or the values of an object."""
     if not name:
         return list(get_args(kind))[-1:] if get_origin(kind) in (list, dict) else []
     if not (isinstance(kind, type) and issubclass(kind, Struct)):

@@ -108,9 +108,9 @@ def content_of(message: Message, where: str) -> str | None:
 
 
 def joined(parts: list[ContentPart], role: str, where: str) -> str:
-    """Returns the texts of a message's parts joined by line breaks, or, if there are none, its refusals. role: the message's role;
-    only the assistant may have refusals. where: the message's path, for errors. Raises BadRequest, which names the part, for a part
-    of another type or without its text."""
+    """Returns the texts of a message's parts joined by line breaks; if it has no text, its refusals, joined in the same way. role:
+    the message's role; only the assistant may have refusals. where: the message's path, for errors. Raises BadRequest, which names
+    the part, if a part has another type or lacks its text."""
     texts, refusals = [], []
     for at, part in enumerate(parts):
         part_where = f"{where}.content[{at}]"

@@ -171,8 +171,8 @@ def _system(system: str | list[Block] | None) -> list[Message]:
 
 
 def _text(content: str | list[Block], where: str) -> str | list[ContentPart]:
-    """Returns a content in a chat's form: a text unchanged, text blocks as content parts. where: the content's path, for errors.
-    Raises BadRequest for blocks of other types."""
+    """Converts the content of a message to a chat's form: a string stays unchanged, and text blocks become content parts. where:
+    the content's path, for errors. Raises BadRequest for blocks of other types."""
     if isinstance(content, str):
         check_text(content, where)
         return content

@@ -130,16 +130,17 @@ def shared_fields(fields: OllamaBody) -> dict[str, Any]:
 
 
 def head_of_load(fields: OllamaBody) -> tuple[Head, bytes]:
-    """Returns the two parts of a body without a prompt, which Ollama's clients send to load a model or, with a keep_alive of 0, to
-    unload it: a Head whose prompt_kind is LOAD or UNLOAD, and an empty list of messages. Raises BadRequest naming the field."""
+    """Returns the Head and an empty list of messages as msgpack, for a body without a prompt. Ollama's clients send such a body to
+    load a model, or to unload it if keep_alive is 0; the Head's prompt_kind is LOAD or UNLOAD. Raises BadRequest naming the
+    field."""
     head, messages = with_keep_alive(chat.head_of_chat(chat.ChatBody(messages=[], **shared_fields(fields))), fields.keep_alive)
     head.prompt_kind = UNLOAD if head.keep_alive_s == 0 else LOAD
     return head, messages
 
 
 def with_keep_alive(parts: tuple[Head, bytes], keep_alive: float | str | None) -> tuple[Head, bytes]:
-    """Sets `keep_alive_s` in the head of a parsed body and returns both of its parts. parts: the head and the long part.
-    keep_alive: the body's field. Raises BadRequest naming the field."""
+    """Sets `keep_alive_s` in the head of a parsed body, and returns `parts`. parts: the head, and the packed messages or prompt.
+    keep_alive: the field of the body. Raises BadRequest naming the field."""
     parts[0].keep_alive_s = keep_alive_s(keep_alive)
     return parts
 
@@ -154,8 +155,8 @@ def keep_alive_s(value: float | str | None) -> float | None:
 
 
 def template_fields(think: bool | str | None) -> dict[str, Any]:
-    """Converts Ollama's field `think`. Returns arguments for ChatBody, by name, that tell the chat template whether, and how much,
-    the model should think."""
+    """Converts Ollama's field `think` to the fields of ChatBody that control the model's reasoning, and returns them by name; {}
+    for None. think: whether to reason, or the effort, such as "high"."""
     if think is None:
         return {}
     if isinstance(think, bool):

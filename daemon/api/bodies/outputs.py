@@ -16,8 +16,8 @@ MAX_BIASED_TOKENS = 1024
 
 
 class Outputs(Struct, array_like=True, frozen=True):
-    """A request's settings for its answers: how many there are, penalties, log-probabilities, and limits on the sampled tokens.
-    None: the model's default applies."""
+    """A request's settings for its answers: how many there are, penalties, log-probabilities, and limits on the sampled tokens. For
+    a field that is None the model's default applies."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -33,7 +33,8 @@ class Outputs(Struct, array_like=True, frozen=True):
 
     @property
     def echoed_logprobs(self) -> int:
-        """The number of alternatives to each token of an echoed prompt; -1 if no prompt is echoed, or without log-probabilities."""
+        """The number of alternatives to each token of an echoed prompt; -1 if no prompt is echoed, or if no log-probabilities are
+        asked for."""
         return self.logprobs if self.echo else -1
 
 

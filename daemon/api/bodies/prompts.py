@@ -1,4 +1,4 @@
-"""Prompts as requests write them, texts or token ids, packed for the text worker."""
+"""Parses the prompts of requests, which are texts or token ids, and packs them for the text worker."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def num_kept(keep_last: int, room: int, model: ModelEntry) -> int:
 
 
 def _pack_ids(batch: list[list[int]]) -> bytes:
-    """Returns the prompts as msgpack, the ids of each as the bytes of an int32 array. So the daemon can count and check the ids of
-    a long prompt before it makes a list of them."""
+    """Returns the prompts as msgpack: a list with the bytes of one int32 array for each prompt. In this form the daemon can count
+    and check the ids of a long prompt without making a Python list of them."""
     return _pack([array("i", ids).tobytes() for ids in batch])
 
 

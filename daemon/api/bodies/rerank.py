@@ -33,9 +33,9 @@ class RerankBody(Struct):
 
 
 class PairsHead(Struct, array_like=True):
-    """The part of a parsed body that the daemon itself needs, for scores of pairs of texts. keep: the most tokens of a pair, -1: as
-    many as fit, 0: all. keep_second: the most tokens of a pair's second text, 0: all. fields: the names of the body's fields with
-    the first and the second texts."""
+    """The part of a parsed body that the daemon itself needs to score pairs of texts. keep: the most tokens of a pair; -1: as many
+    as fit; 0: all. keep_second: the most tokens of a pair's second text; 0: all. fields: the names of the body's fields that hold
+    the first texts and the second texts."""
 
     model: str | None
     fields: tuple[str, str]

@@ -138,9 +138,9 @@ def _structured_outputs(data: bytes) -> tuple[str, str]:
 
 
 def _schema(field: str, data: bytes, kind: str = "json_schema") -> str:
-    """Returns a JSON schema as `KIND:SCHEMA`. data: the schema as JSON, or as a JSON string that contains it. Its text stays
-    unchanged, because the answer has its properties in the order of the schema. field: for errors. Raises BadRequest if it is no
-    object."""
+    """Returns a JSON schema as `KIND:SCHEMA`. data: the schema as JSON, or as a JSON string that contains it. The schema's text
+    stays unchanged, because an answer has its properties in the order of the schema. field: the body's field, for errors. Raises
+    BadRequest if the schema is not a JSON object."""
     text = decode(_text, data, field) if data[:1] == b'"' else data.decode()
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise invalid(field, f"{field} must be a JSON object")

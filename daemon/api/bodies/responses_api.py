@@ -154,7 +154,7 @@ class ResponsesHead(Head, array_like=True):
 
 
 class _Input(Struct):
-    """The field of the body that is stored as it was sent."""
+    """A body of which only the field `input` is decoded, and kept as the JSON that the client sent."""
 
     input: Raw
 
@@ -193,7 +193,8 @@ def parse(body: bytes) -> tuple[ResponsesHead, bytes]:
 
 
 def _input(body: bytes) -> bytes:
-    """Returns the JSON of the body's field `input`, also of its items' fields that nothing reads."""
+    """Returns the JSON of the body's field `input` as the client sent it, including fields of its items that hearthd does not use.
+    Bytes that are not UTF-8 are replaced."""
     return bytes(_input_decoder.decode(body).input).decode(errors="replace").encode()  # what is not read may be no UTF-8
 
 
@@ -220,7 +221,7 @@ def _template_variables(given: dict[str, Any] | None, verbosity: str | None) -> 
 
 
 def _offered(fields: ResponsesBody) -> tuple[list[Tool], Raw]:
-    """Returns the tools that the model may call, and tool_choice in the form of a chat's. Raises BadRequest naming the field."""
+    """Returns the tools that the model may call, and the JSON of a chat's `tool_choice`. Raises BadRequest naming the field."""
     tools = fields.tools or []
     for at, tool in enumerate(tools):
         _check_tool(tool, f"tools[{at}]")

@@ -67,8 +67,8 @@ def chat_messages(given: str | list[Item]) -> list[Message]:
 
 
 def _begins_another(turn: Message, kind: str) -> bool:
-    """Returns whether an item of the assistant starts a new message, because it cannot follow what the current message has. turn:
-    the current message. kind: the item's type."""
+    """Returns whether an item of the assistant starts a new message: a text or reasoning does if the current message already has
+    text or calls. turn: the current message. kind: the item's type."""
     return kind != "function_call" and (turn.tool_calls is not None or turn.content is not None)
 
 

@@ -15,8 +15,8 @@ from daemon.errors import BadRequest
 
 
 class TokenizeBody(Struct):
-    """The fields of /tokenize that are read here. All others are parsed as those of a chat (if there are messages) or of a
-    completion."""
+    """The fields that only /tokenize has, and those that decide how the body is parsed: as that of a chat if it has messages,
+    otherwise as that of a completion."""
 
     model: str | None = None
     prompt: str | None = None
@@ -44,8 +44,9 @@ DETOKENIZE_MEANINGS = {
 
 
 class TextHead(Struct, array_like=True):
-    """The part of a parsed /tokenize or /detokenize body that the daemon itself needs; only the text worker decodes the text. kind:
-    "messages", "text" or, for /detokenize, "ids". options: an argument of TextPort.tokenize, {} for /detokenize."""
+    """The part of a parsed /tokenize or /detokenize body that the daemon itself needs. The text or the ids are kept apart, for the
+    text worker. kind: "messages", "text" or, for /detokenize, "ids". options: the argument `options` of TextPort.tokenize; {} for
+    /detokenize."""
 
     model: str | None
     kind: str

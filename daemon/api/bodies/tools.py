@@ -55,8 +55,8 @@ _named = msgspec.json.Decoder(NamedChoice)
 
 
 def tool_request(tools: Raw, tool_choice: Raw, parallel: bool | None) -> tuple[ToolRequest | None, bytes]:
-    """Parses the tool fields of a chat. Returns the facts about the tools (None if there are none, or if none may be called), and
-    the JSON of `tools` for the chat template (b"" in these cases). Raises BadRequest naming the field."""
+    """Parses the tool fields of a chat. Returns the facts about the tools, and the JSON of `tools` for the chat template; (None,
+    b"") if there are no tools or none may be called. Raises BadRequest naming the field."""
     data = bytes(tools)
     offered: list[Tool] = [] if data in (b"", b"null") else decode(_tools, data, "tools")
     names: list[str] = []

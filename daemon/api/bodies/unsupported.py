@@ -1,7 +1,7 @@
-"""Refuses request fields that other servers serve and this one does not.
+"""Refuses request fields that other servers support and hearthd does not.
 
-A field whose value would change the answer is refused by its name, never ignored. A body type declares each such field with the
-values that ask for nothing: `name: Annotated[Raw, neutral("false")] = Raw()`.
+A field whose value would change the answer is refused by its name, never ignored. A value that would change nothing is accepted and
+called neutral. A body type declares each such field with its neutral values: `name: Annotated[Raw, neutral("false")] = Raw()`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _MAX_NEUTRAL_BYTES = 256  # the limit for a value's JSON, blanks included; longe
 
 
 def neutral(*values: str) -> Meta:
-    """Returns the annotation that marks a Raw field of a body as not served. values: the JSON values that ask for nothing and are
-    accepted, besides null. They are JSON texts, because 1 and True are equal in Python, so typing would take two annotations that
-    differ only in them for the same one."""
+    """Returns the annotation that marks a Raw field of a body as not supported. values: the neutral values, which are accepted
+    because they change nothing; null is always accepted. They are JSON texts and not Python values, because typing treats
+    annotations that differ only in 1 and True as the same one."""
     return Meta(extra={"neutral": values})
 
 
 class UnsupportedFields(Struct):
-    """The fields that chats, completions and responses accept only with values that ask for nothing."""
+    """The fields that hearthd does not support in bodies of chats, completions and responses: only the values given here, which
+    change nothing, are accepted."""
 
     functions: Annotated[Raw, neutral("[]")] = Raw()
     function_call: Annotated[Raw, neutral('"none"')] = Raw()
@@ -49,7 +50,8 @@ class UnsupportedFields(Struct):
 
 @cache
 def neutral_values(body: type[Struct]) -> dict[str, tuple[str, ...]]:
-    """Returns the fields of a body type that are not served, name -> the JSON values besides null that ask for nothing."""
+    """Returns the fields of a body type that are not supported: name -> the JSON values that are accepted besides null, because
+    they change nothing."""
     found = {}
     for name, kind in get_type_hints(body, include_extras=True).items():
         for note in get_args(kind):
@@ -60,7 +62,8 @@ def neutral_values(body: type[Struct]) -> dict[str, tuple[str, ...]]:
 
 @cache
 def _neutral_at(body: type[Struct]) -> list[tuple[int, str, tuple[str, ...]]]:
-    """Returns the same fields as a list of (place among the type's fields, name, JSON values)."""
+    """Returns the fields of a body type that are not supported, as a list of (place among the type's fields, name, accepted JSON
+    values)."""
     places = {name: at for at, name in enumerate(body.__struct_fields__)}
     return [(places[name], name, values) for name, values in neutral_values(body).items()]
 
@@ -80,7 +83,7 @@ def refuse_unsupported(fields: Struct, within: str = "") -> None:
 
 
 def _no_calls(fields: Any) -> bool:
-    """Returns whether function_call is "none": the model may not call functions, so ignoring `functions` changes nothing."""
+    """Returns whether function_call is "none". The field `functions` then changes nothing, because the model may not call them."""
     return bytes(fields.function_call) == b'"none"'
 
 

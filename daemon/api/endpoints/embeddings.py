@@ -38,9 +38,9 @@ _packed_ids = msgspec.msgpack.Decoder(list[bytes])
 
 @dataclass(slots=True, frozen=True)
 class Embedded:
-    """The embeddings of a request's texts. vectors: for each text the bytes of its embedding, little-endian float32, in the model's
-    full size. num_dimensions: the size to which the request wants them cut. num_tokens: the tokens of all texts together. first:
-    the sequence of the first text, for the times at which it was queued and begun."""
+    """The embeddings of a request's texts. vectors: for each text the bytes of its embedding, little-endian float32, with all the
+    dimensions of the model. num_dimensions: to how many of them the request wants each vector cut. num_tokens: the tokens of all
+    texts together. first: the sequence of the first text; its times serve as those of the request."""
 
     vectors: list[bytes]
     num_dimensions: int
@@ -116,8 +116,8 @@ async def in_pieces(call: Call, texts: Sequence[T], made: Callable[[T, TokenSink
 
 
 async def in_turns(told: Embedded, shown: Callable[[bytes], msgspec.Raw]) -> list[msgspec.Raw]:
-    """Returns the vectors of a request, in order, each cut to the requested size and rendered by `shown`. The event loop may do
-    other work in between."""
+    """Returns the vectors of a request, in order, each cut to the requested size and rendered by `shown`. Long results are rendered
+    in parts, between which the event loop may do other work. told: the request's embeddings."""
     found: list[msgspec.Raw] = []
     written = 0
     for vector in told.vectors:

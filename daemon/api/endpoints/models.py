@@ -1,6 +1,6 @@
 """GET /v1/models and /v1/models/ID: the list of models, in the form of OpenAI's API or, for its clients, Anthropic's.
 
-Source of the latter: https://platform.claude.com/docs/en/api/models/list.
+Source of Anthropic's form: https://platform.claude.com/docs/en/api/models/list.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ async def _one(call: Call) -> web.Response:
 
 
 def _find(models: ModelPort, name: str) -> ModelEntry:
-    """Returns the model with this name; a listed model even if a request for it would be refused now. Raises HearthError if the
-    name is neither that of a listed model nor another name of a model that can serve."""
+    """Returns the model with this name, alias or further name. A model of the list is found by its own name even while requests for
+    it are refused. Raises HearthError if the name is unknown, or if it is an alias or further name and the model cannot serve."""
     for entry in models.entries():
         if entry.own_name == name:
             return entry

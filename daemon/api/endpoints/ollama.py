@@ -65,8 +65,8 @@ def durations(started_s: float, generation: Generation) -> dict[str, int]:
 
 @dataclass(slots=True, frozen=True)
 class _Shape:
-    """The JSON around the reply in an object of an answer, which differs between /api/chat and /api/generate. opening: the JSON
-    before the text. closing: the JSON after the text and its sibling fields."""
+    """The JSON around the text of a reply in one object of an answer; /api/chat and /api/generate differ in it. opening: the JSON
+    before the text. closing: the JSON after the text and the fields next to it."""
 
     opening: bytes
     closing: bytes
@@ -169,7 +169,8 @@ def _whole(make: Callable[[AnswerHead], _Lines], finished: Finished) -> Raw:
 
 def _format(shape: _Shape, prompt_field: str, started_s: float, takes_replies_apart: bool = True) -> AnswerFormat:
     """Returns the format in which a request is answered. shape: the JSON around the reply. prompt_field: the field that holds the
-    prompt, for errors. started_s: when the request arrived, in monotonic seconds."""
+    prompt, for errors. started_s: when the request arrived, in monotonic seconds. takes_replies_apart: whether replies are parsed,
+    so that tool calls and reasoning become fields of their own."""
     make = partial(_Lines, shape, started_s)
     return AnswerFormat(
         id_prefix=_ID_PREFIX,
@@ -205,9 +206,9 @@ _GENERATE_BODY = body_of(ollama_generate.parse, common.Head, (_SHARED_FIELDS, _O
 
 
 async def _moved(call: Call, shape: _Shape, head: common.Head, model: ModelEntry, started_s: float) -> web.Response:
-    """Answers a request without a prompt, which only loads or evicts the model. For a load, the answer comes when the model is in
-    memory; for an eviction at once, and the model leaves when it is idle. The load is caused by a sequence of one token, whose
-    output is dropped."""
+    """Answers a request without a prompt, which loads the model or asks for its eviction. A load is answered when the model is in
+    memory; it is caused by submitting a sequence of one token, whose output is dropped. An eviction is answered at once, and takes
+    place when the model is idle."""
     if not model.generates_text:
         raise BadRequest("wrong_task", f"{model.name} {model.does} and generates no text", param="model")
     waiting, public_id = Waiting(1), _ID_PREFIX + call.request_id

@@ -27,7 +27,7 @@ _any_decoder = msgspec.json.Decoder()
 
 
 class _Shown(Struct):
-    """The field of a response's JSON that holds the items of its answer."""
+    """A response's JSON of which only the items of its answer are decoded."""
 
     output: list[Item]
 
@@ -36,8 +36,8 @@ _shown_decoder = msgspec.json.Decoder(_Shown)
 
 
 class _Turn(NamedTuple):
-    """A response of the conversation. input: the field of its request, as JSON. output: the items of its answer; [] for the
-    response that is asked for."""
+    """One response of a conversation. input: the field `input` of its request, as JSON. output: the items of its answer; [] for the
+    conversation's last response, of which only the input is listed."""
 
     public_id: str
     input: bytes
@@ -59,8 +59,9 @@ async def _list(call: Call) -> web.Response:
 
 
 def _turns(call: Call) -> list[_Turn]:
-    """Returns the conversation of the response that the path names, the oldest response first, without those that were deleted.
-    Raises BadRequest (404) if the response is not kept, or the input of one of its responses is not."""
+    """Returns the conversation that ends with the response that the path names, the oldest response first. It begins after the last
+    response that is no longer stored. Raises BadRequest (404) if the named response is not stored, or if the input of one of the
+    responses is not."""
     assert call.path_id is not None
     tenant, store, run = call.tenant, call.context.stored, call.context.background.find(call.tenant, call.path_id)
     if run is None:
@@ -82,13 +83,13 @@ def _kept(response: StoredResponse) -> _Turn:
 
 
 def _of_text(text: str) -> Item:
-    """Returns the item, a user's message, for a request whose `input` is a plain text."""
+    """Returns the item for an `input` that is a plain text: a user's message."""
     return {"type": "message", "role": "user", "status": "completed", "content": [{"type": _TEXT, "text": text}]}
 
 
 def _shown(given: Mapping[str, Raw]) -> Item:
-    """Returns an item of a request in the form in which it is listed: its fields as they were sent, but for null, and the defaults
-    of those that may be left out."""
+    """Returns an item of a request in the form in which it is listed: the fields that were sent, without those that are null, and
+    the default values of optional fields."""
     item = _without_null(given)
     kind = item["type"] = _any_decoder.decode(given.get("type", _NULL)) or "message"
     if kind == "message":
@@ -111,7 +112,8 @@ def _without_null(given: Mapping[str, Raw]) -> Item:
 
 
 def _parts(given: Sequence[Mapping[str, Raw]], kind: str) -> list[Item]:
-    """Returns the parts of a message's content or of a function's output. kind: the type of its texts."""
+    """Returns the parts of a message's content or of a function's output, in the form in which they are listed. kind: the type that
+    parts of text get: "input_text" or "output_text"."""
     parts = []
     for one in given:
         part = _without_null(one)
@@ -125,8 +127,9 @@ def _parts(given: Sequence[Mapping[str, Raw]], kind: str) -> list[Item]:
 
 
 def _name(item: Item, public_id: str, at: int, names: set[str]) -> str:
-    """Returns the id of an item, and adds it to `names`, the ids of the items before it: the id that the client gave, unless an
-    earlier item has it; else an id that is the same in every answer. at: the item's index in its request."""
+    """Returns the id of an item and adds it to `names`, the ids of all earlier items. It is the id that the client gave or, if
+    there is none or an earlier item has the same, an id made from the response's id and the index `at` of the item in its
+    request."""
     given = _any_decoder.decode(item.get("id", _NULL))
     name = given if isinstance(given, str) and given and given not in names else ""
     name = name or f"{_PREFIXES[item['type']]}_{public_id.rpartition('_')[2]}{at:05x}"

@@ -75,11 +75,10 @@ _KIND_OF = {CONTENT: _MESSAGE, BROKEN: _MESSAGE, REASONING: _THOUGHT}
 
 class _Response:
     """Builds a response of the Responses API from the pieces of a reply, and renders it as events. Implements
-    answer_format.StreamFormat and PieceFrames.
+    answer_format.StreamFormat and PieceFrames. An answer without streaming is the response that the last event would contain.
 
-    An answer without streaming is the response that the last event would contain. keep: called with the finished response as JSON,
-    and its output items, or None in their place if the response has failed. run: the background run that receives the events, or
-    None."""
+    keep: called with a finished response as JSON, and its output items. For a failed response it is called only if that is a
+    background response, with None for the items. run: the background run that receives the events, or None."""
 
     first = b""  # empty: the first events are sent with the first item, or at the end
 
@@ -133,8 +132,8 @@ class _Response:
         return self._begun(kind, {"type": "message", "role": "assistant", "content": []})
 
     def _begun(self, kind: _Kind, item: dict[str, Any]) -> bytes:
-        """Begins an output item, and returns the events for it, after those that end the open item, if any (as incomplete if it is
-        a call). item: the new item's fields besides its id and status."""
+        """Ends the open output item, if any, and begins a new one; returns the events for both. An open call is ended as
+        incomplete. item: the new item's fields besides its id and status."""
         before = self._opening() + self._ended(_INCOMPLETE if self._kind is _CALL else _COMPLETED)
         at = len(self._output)
         item_id = f"{kind.prefix}_{self._known.public_id.removeprefix(_PREFIX)}_{at}"
@@ -353,9 +352,9 @@ async def _handle(call: Call) -> web.StreamResponse:
 
 
 def _prompt(call: Call, head: ResponsesHead, messages: bytes) -> bytes:
-    """Returns the messages of a response's prompt: those of the kept response that it follows, if any, and its own. head, messages:
-    the two parts of its body; `head.options` is changed to fit. Raises HearthError if what it follows is not kept, or not yet
-    made."""
+    """Returns the messages of a response's prompt: those of the conversation that it continues (previous_response_id), if any, and
+    its own. head, messages: the two parts of its body; the facts about tool calls in `head.options` are changed to include the
+    conversation's. Raises HearthError if a response of the conversation is not stored or not completed."""
     if head.previous and call.context.background.find(call.tenant, head.previous) is not None:
         message = f"previous_response_id: {head.previous!r} is still in the making"
         raise BadRequest("previous_response_not_completed", message, param="previous_response_id")

@@ -59,8 +59,8 @@ class StreamFormat(GroupEnd, Protocol):
         ...
 
     def continued(self, index: int) -> Frames:
-        """Returns the constant parts of the events for the rest of a sequence, which is plain text, after its beginning was sent in
-        pieces."""
+        """Returns the constant parts of the events of a sequence whose beginning was sent in pieces and whose remaining text is
+        plain. index: the sequence's index in the answer."""
         ...
 
     def pieces(self, index: int, new_call_id: Callable[[Piece], str]) -> PieceFrames:
@@ -76,11 +76,15 @@ class AnswerFormat:
     id_prefix: the prefix of an answer's id. prompt_field: the body's field that holds the prompt, for error messages. content_type:
     the type of a stream. comment: bytes that clients skip, sent while a stream is silent; empty: there are no comments.
 
-    default_max_tokens: None: the rest of the context. takes_replies_apart: whether replies are parsed, so that tool calls and
-    reasoning are fields of their own. shows_end_token: whether the token that ended the text has log-probabilities, too.
-    one_prompt_report: whether an answer reports on its prompt once, not with each choice. bounds_max_tokens: whether a max_tokens
-    that exceeds the rest of the context is reduced, not refused. repeats_text: whether the last events repeat the text, so that a
-    stream renders all of it through pieces()."""
+    default_max_tokens: the most tokens of a reply if neither the request nor the model sets a limit; None: all that the context
+    leaves. takes_replies_apart: whether replies are parsed, so that tool calls and reasoning are fields of their own.
+    shows_end_token: whether the token that ended the text has log-probabilities, too. one_prompt_report: whether an answer reports
+    on its prompt once, not with each choice. bounds_max_tokens: whether a max_tokens that exceeds the rest of the context is
+    reduced, not refused. repeats_text: whether the last events repeat the text, so that a stream renders all of it through
+    pieces().
+
+    logprobs: makes the renderer of a choice's log-probabilities. whole: makes the answer of a request without streaming. stream:
+    makes the renderer of a streamed answer."""
 
     id_prefix: str
     prompt_field: str

@@ -1,10 +1,10 @@
-"""Closes object schemas against undeclared properties: if a model invents further ones, a function cannot use them.
+"""Closes object schemas against undeclared properties, because a function cannot use properties that a model invents.
 
-An object that declares `properties` and says nothing about others gets `additionalProperties: false`, at any depth, if it is the
-only schema of its value. If several schemas describe one value (allOf, anyOf beside properties, if, a definition that is also used
-below one of them), each would forbid the properties that the others declare, so these stay open. So do objects below oneOf, unless
-its branches exclude each other already: otherwise a value that fits two branches, and so is invalid, could become valid because one
-of them is closed.
+An object schema that declares `properties` and says nothing about others gets `additionalProperties: false`, at any depth, but only
+where it is the only schema of its value. Several schemas may describe one value: through allOf, `if`, an anyOf beside properties,
+or a definition that is also used below one of these. If each of them were closed, it would forbid the properties that the others
+declare, so they stay open. Objects below oneOf stay open, too, unless its branches exclude each other: a value that fits two
+branches is invalid, and closing one branch could make it valid.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _DESCRIBING = frozenset([*_OWN, *_MAPS, *_OPENERS, "required", "minProperties"])
 
 
 class _UnknownPlace(Exception):
-    """Raised for a reference that cannot be resolved here: it is no JSON pointer into this schema, or it stands below an `$id`."""
+    """Raised for a schema with references that cannot be resolved: one that is no JSON pointer into the schema, a dynamic or
+    recursive one, or any below an inner `$id`, where references have another base."""
 
 
 def close(schema: Schema) -> None:
-    """Adds `additionalProperties: false`, in place, to the objects of a schema that are the only schema of their value. A schema
-    with a reference that cannot be resolved here stays unchanged."""
+    """Adds `additionalProperties: false`, in place, to each object schema that is the only schema of its value. A schema with a
+    reference that cannot be resolved stays unchanged."""
     try:
         found = _sole_objects(schema)
     except _UnknownPlace:
@@ -43,8 +44,8 @@ def close(schema: Schema) -> None:
 
 
 def _sole_objects(root: Schema) -> list[Schema]:
-    """Returns the object schemas to close, which are the only schema of their value. Each schema is visited at most twice: as the
-    only schema of its value, and as one of several."""
+    """Returns the object schemas inside `root` to close: those that are the only schema of their value wherever they are used. A
+    schema is visited at most twice: once as the only schema of its value, and once as one of several."""
     sole: dict[int, Schema] = {}
     shared: set[int] = set()
     seen: set[tuple[int, bool]] = set()
@@ -85,8 +86,8 @@ def _is_closable(node: Schema, forms: list[str]) -> bool:
 
 
 def _only_requires(node: Schema, key: str) -> bool:
-    """Returns whether the branches of node[key] (anyOf or allOf) only choose which of the properties that `node` declares are
-    required ("a or b")."""
+    """Returns whether node[key] only says which of the properties that `node` declares are required, as in "a or b": it is an anyOf
+    or allOf whose branches have no other keyword than `required` and `type`."""
     branches = node[key]
     return (
         key in ("anyOf", "allOf")
@@ -97,8 +98,9 @@ def _only_requires(node: Schema, key: str) -> bool:
 
 
 def _is_choice(node: Schema, key: str, root: Schema) -> bool:
-    """Returns whether exactly one branch of node[key] describes each value, so that closing one branch does not affect the others.
-    root: the schema in which references are resolved."""
+    """Returns whether each branch of node[key] describes a whole value by itself, so that the branches can be closed without
+    affecting each other: for $ref, anyOf, allOf with a single branch, and oneOf whose branches exclude each other. root: the schema
+    in which references are resolved."""
     branches = node[key]
     if key == "$ref":
         return True
@@ -110,8 +112,8 @@ def _is_choice(node: Schema, key: str, root: Schema) -> bool:
 
 
 def _told_apart(branches: list[Any]) -> bool:
-    """Returns whether no value fits two of the branches: their types differ, and all branches for objects require a property for
-    which each has another constant."""
+    """Returns whether no value can fit two of the branches: they have different types, and those for objects all require a property
+    whose only allowed text differs between them."""
     kinds = [each.get("type") if isinstance(each, dict) else None for each in branches]
     if not all(isinstance(kind, str) for kind in kinds) or {"integer", "number"} <= set(kinds):
         return False
@@ -127,7 +129,7 @@ def _told_apart(branches: list[Any]) -> bool:
 
 
 def _constants(schema: Schema) -> dict[str, str]:
-    """Returns the required properties whose value must be one given text, name -> text."""
+    """Returns the required properties for which the schema allows a single text as the value: name -> text."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict) or not isinstance(required, list):
         return {}
@@ -155,8 +157,8 @@ def _same_value(node: Schema, root: Schema) -> Iterator[Any]:
 
 
 def _own_values(node: Schema) -> Iterator[Any]:
-    """Yields the schemas inside `node` that describe parts of its value: its properties and items. Schemas of the value itself are
-    left out."""
+    """Yields the schemas inside `node` that describe parts of its value, such as properties and items. Schemas that describe the
+    value as a whole, such as allOf, are left out."""
     for key in _MAPS:
         if isinstance(node.get(key), dict):
             yield from node[key].values()

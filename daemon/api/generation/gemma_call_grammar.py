@@ -141,7 +141,8 @@ class _Rules:
         return rule
 
     def _any(self) -> str:
-        """Writes the rules of a value that no schema describes, once, and returns the name of the first one."""
+        """Returns the name of the rule for a value that no schema describes. The first call writes that rule and those that it
+        uses."""
         if not self._anything:
             rule = self._anything = self._name("any")
             text = self._string({}, "")

@@ -18,14 +18,14 @@ def escaped(tag: str) -> str:
 
 
 def without(terminal: str, repetition: str, tag: str) -> str:
-    """Returns the rule of a text in which a tag does not occur, not even spelled out. terminal: the rule's name. repetition: how
-    many characters the text has, for a regular expression."""
+    """Returns the rule of a text that does not contain a tag, neither as a special token nor as plain characters. terminal: the
+    rule's name. repetition: the quantifier of a regular expression for the text's length, such as "*" or "{2,5}"."""
     return f"{terminal}: /(?s:.{repetition})/ & ~/(?s:.*){escaped(tag)}(?s:.*)/"
 
 
 def repetition_of(schema: Mapping[str, Any], path: str) -> str:
-    """Returns how many characters a string of the schema has, for a regular expression. path: the schema's path, for errors. Raises
-    Inexpressible for a length that no grammar can enforce."""
+    """Returns the quantifier of a regular expression for the length of a string, such as "*" or "{2,5}". schema: the string's JSON
+    schema. path: the schema's path, for errors. Raises Inexpressible for a length that no grammar can enforce."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if max(least, most or 0) > _MOST_LENGTH:
         raise Inexpressible(f"{path}.{'minLength' if least > _MOST_LENGTH else 'maxLength'}")
@@ -33,8 +33,9 @@ def repetition_of(schema: Mapping[str, Any], path: str) -> str:
 
 
 def in_order(of: str, required: Sequence[bool], comma: str) -> list[str]:
-    """Returns the rules of items that stand in order, with commas between those that are there; the first rule is `first_{of}_0`.
-    Item number n is the rule `item_{of}_{n}`, which the caller writes. required: for each item, whether it must be there."""
+    """Returns the rules of a sequence of items in a fixed order, separated by commas; the first rule is `first_{of}_0`. The caller
+    writes the rule `item_{of}_{n}` of each item number n. required: for each item, whether it must be there. comma: the separator,
+    in the grammar's syntax."""
     rules = []
     for number, must in enumerate(required):
         here, following = f"{of}_{number}", f"{of}_{number + 1}"

@@ -1,5 +1,7 @@
-"""Renders log-probabilities as JSON, in OpenAI's two forms. A trail (LogprobTrail) collects those of one choice's tokens until an
-answer or a frame of a stream takes them."""
+"""Renders log-probabilities as JSON, in OpenAI's two forms, for chats and for completions.
+
+A trail (LogprobTrail) collects the log-probabilities of one choice's tokens until an answer or an event of a stream takes them.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ def render_more(trail: LogprobTrail) -> None:
 
 
 def _rendering(trail: LogprobTrail, new: Callable[[LogprobTrail], Rendering]) -> Rendering:
-    """Returns the object that renders a trail's log-probabilities, and leaves the trail without one: the object that `render_more`
-    has begun to fill ahead of time, or else a new one. new: ChatLogprobs or CompletionLogprobs."""
+    """Returns the object that renders a trail's log-probabilities: the one that `render_more` has partly filled, which is then
+    removed from the trail, or else a new one. new: ChatLogprobs or CompletionLogprobs."""
     ahead, trail.rendering = trail.rendering, None
     return ahead or new(trail)
 
@@ -94,10 +96,10 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Renders the log-probabilities of a completion: the lists text_offset, token_logprobs, tokens and top_logprobs. The last is
-    null if no alternatives were asked for; otherwise each position includes the chosen token. A token whose bytes are not UTF-8 is
-    named `bytes:` and hexadecimal escapes. A token without text, or with the same text as another token of the position, is named
-    `token_id:N`, as in vLLM."""
+    """Renders the log-probabilities of a completion as the lists text_offset, token_logprobs, tokens and top_logprobs. top_logprobs
+    is null if no alternatives were asked for; otherwise each position includes the chosen token. A token whose bytes are not UTF-8
+    is named `bytes:` and hexadecimal escapes. A token without text, or with the same text as another token of the position, is
+    named `token_id:N`, as in vLLM."""
 
     def __init__(self, trail: LogprobTrail) -> None:
         self._table, self._num_top = trail.table, trail.num_top
@@ -132,8 +134,8 @@ class CompletionLogprobs:
         return b'{"text_offset":[%b],"token_logprobs":[%b],"tokens":[%b],"top_logprobs":%b}' % lists
 
     def _alternatives(self, entry: TokenEntry, logprob: float) -> dict[str, float]:
-        """Returns the alternatives at one position with their log-probabilities, by distinct names. The chosen token is always
-        named by its text, because clients look it up by that."""
+        """Returns the alternatives at one position as name -> log-probability, each under a name of its own. The chosen token keeps
+        its text as its name, because clients look it up by that text. entry: the position. logprob: that of the chosen token."""
         named: dict[str, float] = {}
         owners = {self._key(entry.token_id): entry.token_id}
         for token_id, value in zip(entry.top_ids, entry.top, strict=True):

@@ -14,7 +14,8 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, CALL_END, REASONING
 
 
 class Chunks(Protocol):
-    """The methods of generation/chunks.py's Chunks that PieceFrames needs: they return the parts of a chunk around the delta."""
+    """The protocol of the object that makes the parts of a chunk around its delta, as PieceFrames needs it; implemented by the
+    class Chunks of generation/chunks.py."""
 
     @property
     def head(self) -> bytes: ...

@@ -88,8 +88,8 @@ class ReplyFormat:
     end_ids: tuple[int, ...] = ()  # token ids that end a reply, in addition to those that the checkpoint names
 
     def parser(self, generation: Generation) -> ReplyParser:
-        """Returns a parser for the reply of one sequence. The end of the sequence's prompt tells it whether the reply begins inside
-        the reasoning."""
+        """Returns a parser for the reply of one sequence. Whether the reply begins inside the reasoning is decided by the end of
+        the sequence's prompt."""
         if self.is_harmony:
             end = decode(self.table, generation.prompt[-PROMPT_END_TOKENS:])
             reading = harmony.HarmonyParser(self.names, self.dialect != NONE, self.reasoning, end, self.in_answer)
@@ -103,8 +103,8 @@ class ReplyFormat:
         return ReplyParser(tools, splitter, self.one_call)
 
     async def parsed(self, generation: Generation, collector: Collector, drawn: Callable[[str], bytes]) -> ParsedReply:
-        """Parses the reply of a sequence that has ended. collector: has its whole text. drawn: Progress.drawn, from which the ids
-        of calls are made."""
+        """Parses the reply of a sequence that has ended. collector: contains the sequence's whole text. drawn: Progress.drawn, the
+        source of the random ids of tool calls."""
         parser, pieces, text, reason = self.parser(generation), [], "".join(collector.parts), collector.reason
         for start in range(0, len(text), READ_AT_ONCE):
             pieces += parser.add(text[start : start + READ_AT_ONCE])
@@ -178,9 +178,9 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
 
 
 def _held_dialect(dialect: str, tools: ToolRequest) -> str:
-    """Returns the dialect in which the reply's calls are written, for a model whose dialect has no JSON object for the arguments.
-    It is the model's own one if the schemas need not, or can, be enforced in it; otherwise hearthd's own (GENERIC) if a call is
-    forced. Raises BadRequest if a strict tool's schema cannot be enforced and the call is not forced."""
+    """Returns the dialect in which a reply writes tool calls, for a model in whose own dialect the arguments are not a JSON object.
+    That is the model's dialect, unless the tools' schemas must be enforced and cannot be in that dialect. If a call is forced then,
+    it is hearthd's own dialect (GENERIC). Raises BadRequest if no call is forced and a strict tool's schema cannot be enforced."""
     if tools.choice == AUTO and True not in tools.strict:
         return dialect
     found = inexpressible(dialect, argument_schemas(tools))

@@ -17,8 +17,9 @@ from engine.protocol import SamplingParams
 
 
 def max_tokens_for(head: Head, model: ModelEntry, form: AnswerFormat, prompt_tokens: int) -> int:
-    """Returns the most tokens that a sequence may generate: the request's limit, or a default, within what the context leaves.
-    prompt_tokens: the length of its prompt. Raises BadRequest context_length_exceeded with the computation."""
+    """Returns the most tokens that a sequence may generate: the request's limit or, without one, the model's or the endpoint's
+    default, at most what the context leaves. prompt_tokens: the length of its prompt. Raises BadRequest (context_length_exceeded),
+    whose message contains the numbers, if the prompt or the request's limit is too large."""
     left = model.max_model_len - prompt_tokens
     prompt_field = form.prompt_field
     if left < 1:
@@ -97,8 +98,8 @@ def check_ids(field: str, token_ids: Iterable[int], model: ModelEntry) -> None:
 
 
 def check_n(n: int, num_prompts: int, model: ModelEntry) -> None:
-    """Raises BadRequest if a request has more sequences (n for each prompt) than allowed: MAX_PROMPTS, or as many as the model runs
-    at once, if that is more. Sequences that do not run at once wait for places, and find their prompt in the prefix cache."""
+    """Raises BadRequest if a request has more sequences than allowed. n: the sequences for each prompt. The limit is MAX_PROMPTS,
+    or the number that the model runs at once if that is larger."""
     most = max(MAX_PROMPTS, model.max_sequences)
     if n * num_prompts > most:
         prompts = f" for {num_prompts} prompts" if num_prompts > 1 else ""
@@ -106,9 +107,9 @@ def check_n(n: int, num_prompts: int, model: ModelEntry) -> None:
 
 
 def nth(params: SamplingParams, number: int, echoed_logprobs: int = -1) -> SamplingParams:
-    """Returns the sampling settings of one of the n sequences of a prompt. params: the settings of the first one. number: the
-    sequence's index. Sequences after the first have seeds derived from its seed, and report log-probabilities of the prompt only
-    for an echo. echoed_logprobs: the number of alternatives to each echoed token, -1 for none."""
+    """Returns the sampling settings of one of the n sequences of a prompt. params: the settings of the first sequence. number: the
+    sequence's index. A later sequence has a seed derived from that of the first, and reports log-probabilities of the prompt only
+    if the prompt is echoed. echoed_logprobs: the number of alternatives to each echoed token, -1 for none."""
     if number == 0:
         return params
     digest = hashlib.blake2b(f"{params.seed}/{number}".encode(), digest_size=8).digest()

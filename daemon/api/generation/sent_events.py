@@ -15,8 +15,9 @@ from daemon.streams.stream_parts import SSE_COMMENT
 
 
 class EventSource(Protocol):
-    """The events of a background response, in progress or finished. events: those so far, indexed by sequence_number. is_over:
-    whether no more will come. is_held: whether they are over only in this daemon, because the next one continues the response."""
+    """The events of a background response, in progress or finished. events: the events so far, indexed by sequence_number.
+    is_streamed: whether the client asked for a stream. is_over: whether no more events will come from this daemon. is_held: whether
+    the next daemon continues the response."""
 
     events: list[bytes]
     is_streamed: bool
@@ -24,7 +25,7 @@ class EventSource(Protocol):
     is_held: bool
 
     async def wait(self) -> None:
-        """Waits until there is a new event, or there will be no more."""
+        """Waits until there is a new event, or until it is certain that none will come."""
         ...
 
 
@@ -43,9 +44,9 @@ class Ended:
 
 
 async def send_events(call: Call, source: EventSource, begin: int) -> web.StreamResponse:
-    """Answers a request for a background response's events: sends all from the sequence_number `begin` on, and returns the response
-    at the end. A client may have seen more events than there are, because of a restart; it gets the last event, which tells how the
-    response has ended."""
+    """Sends a background response's events from the sequence_number `begin` on to a client, and returns the HTTP response after the
+    last one. If the response has ended before `begin`, which a client may ask for because of events that were lost in a restart,
+    only the last event is sent: it tells how the response ended."""
     response = event_response(call.request_id, call.context.more_headers, EVENT_STREAM)
     await response.prepare(call.request)
     try:

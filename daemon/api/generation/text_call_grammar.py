@@ -22,10 +22,10 @@ _NULLABLE = STRING | {"null"}
 
 @dataclass(frozen=True, slots=True)
 class TextForm:
-    """The texts that a model's dialect writes around the names and values of a call. name: before and after the function's name.
-    key: before and after a parameter's name, up to its value. before_end, end_value, after_value: after a value; end_value is the
-    tag that ends it. end: at the end of a call. barred: a character that a parameter's name must not contain, besides a line
-    break."""
+    """The constant texts of a tool call in a model's dialect. name: the texts before and after the function's name. key: the texts
+    before and after a parameter's name; the value follows. end_value: the tag that ends a value. before_end, after_value: the texts
+    before and after that tag. end: the text at the end of a call. barred: a character that a parameter's name must not contain; a
+    line break is forbidden, too."""
 
     name: tuple[str, str]
     key: tuple[str, str]
@@ -79,8 +79,8 @@ def function_rules(
 
 
 class _Rules:
-    """Writes the rules of one call. schema: the JSON schema of the tool's parameters. options: llguidance's options for values that
-    are JSON. special: tag -> its form in a grammar, for tags that are special tokens."""
+    """Writes the rules of one call. form: the texts of the dialect. schema: the JSON schema of the tool's parameters. options:
+    llguidance's options for values that are JSON. special: tag -> its form in a grammar, for tags that are special tokens."""
 
     def __init__(self, form: TextForm, schema: Mapping[str, Any], options: Mapping[str, Any], special: Mapping[str, str]) -> None:
         self._form, self._schema, self._options, self._special = form, schema, options, special
@@ -138,7 +138,7 @@ class _Rules:
 
     def _text(self, rule: str, repetition: str) -> list[str]:
         """Returns the rules for a value that is any text, and for the tag that ends it. rule: the name of the first rule.
-        repetition: how many characters the text has, for a regular expression."""
+        repetition: the quantifier of a regular expression for the text's length, such as "*" or "{2,5}"."""
         form, text = self._form, f"TEXT_{rule.upper()}"
         # the parser ends the value at the first tag, even if the tag is spelled out and not a special token
         spelled = without(text, repetition, form.end_value)

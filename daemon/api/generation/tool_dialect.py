@@ -1,5 +1,6 @@
-"""Finds the dialect (the syntax of tool calls) of a reply: the model's own, or hearthd's own if that is not known and a call is
-forced."""
+"""Finds the dialect (the syntax of tool calls) of a reply: the model's own or, if that is unknown and a call is forced, hearthd's
+own.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ CHOICE_HINT = '; tool_choice "required" or a function\'s name makes it call, "no
 
 async def own_dialect(context: ApiContext, model: ModelEntry) -> str:
     """Returns the dialect in which the model writes tool calls: the configured one, or else the one that its chat template shows;
-    NONE if that is not known."""
+    NONE if there is neither."""
     return model.tool_parser or (await context.text.facts(model)).tool_parser
 
 
 async def reply_dialect(context: ApiContext, model: ModelEntry, tools: ToolRequest) -> str:
-    """Returns the dialect in which a reply's tool calls are written: the model's own, or hearthd's own (GENERIC) if that is not
-    known and a call is forced. Raises BadRequest if it is not known and the model may choose whether to call."""
+    """Returns the dialect in which a reply's tool calls are written: the model's own or, if that is unknown and a call is forced,
+    hearthd's own (GENERIC). Raises BadRequest if the model's dialect is unknown and the model may choose whether to call."""
     dialect = await own_dialect(context, model)
     if dialect != NONE:
         return dialect
@@ -38,7 +39,8 @@ async def reply_dialect(context: ApiContext, model: ModelEntry, tools: ToolReque
 
 
 async def allow_plain_calls(context: ApiContext, model: ModelEntry, options: dict[str, Any]) -> None:
-    """Sets options["plain_calls"] for a request with forced calls, or with calls in its messages: whether the prompt may show tools
-    and calls as plain text, because the model's dialect is not known. options: Head.options."""
+    """Sets options["plain_calls"]: whether the chat template's prompt may show tools and calls as plain text, which is so if the
+    model's dialect is unknown. Requests in which no call is forced, and whose messages contain no calls, stay unchanged. options:
+    Head.options."""
     if options["forced"] or options["history_calls"]:
         options["plain_calls"] = await own_dialect(context, model) == NONE

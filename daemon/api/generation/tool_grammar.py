@@ -82,8 +82,8 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
 
 def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, markers: Mapping[int, str], answer: str = "") -> str:
     """Returns the grammar of a reply with tools, in the form of SamplingParams.grammar. schemas: the result of argument_schemas.
-    dialect: how the model writes calls. markers: token id -> text, of the dialect's markers that are special tokens. answer: a JSON
-    schema for a reply that is no call, "" for none (always for the dialects in WITHOUT_MARKER)."""
+    dialect: how the model writes calls. markers: token id -> text, for markers of the dialect that are special tokens. answer: a
+    JSON schema that a reply without a call must follow; "" for none. Dialects in WITHOUT_MARKER allow no such schema."""
     special = {text: f"<[{token_id}]>" for token_id, text in markers.items()}  # to llguidance a special token is not text
     chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
     newer = named_call.ARGS in special
@@ -210,9 +210,10 @@ def _some(separator: str, many: bool) -> str:
 
 
 def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str], barred: str) -> list[str]:
-    """Returns the rules, with `start`, of replies that may consist of text, calls or both. Reasoning may come first, even if its
-    markers are special tokens. marker: begins a call, "" if calls have none. calls: the right side of the rule for one or more
-    calls. barred: a text that must not occur outside of calls either; "" for none."""
+    """Returns the rules, including `start`, of replies that may consist of text, calls or both, after optional reasoning. marker:
+    the text that begins a call, "" if the dialect has none. calls: the right side of the rule for one or more calls. many: whether
+    a reply may contain several calls. special: marker -> its form in the grammar, for markers that are special tokens. barred: a
+    text that must not occur outside of calls, besides the marker; "" for none."""
     think, rules = _thinking(special)
     if not marker:
         # a reply that begins with a brace is a call; after the tag, a special token, a call may follow any text

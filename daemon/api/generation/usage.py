@@ -17,8 +17,8 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def usage_of(generations: Sequence[Generation], completion_tokens: int) -> dict[str, object]:
-    """Returns the `usage` object of a request. The tokens of a prompt with n sequences count once, and its n - 1 other sequences do
-    not count as cache hits. completion_tokens: the tokens of all sequences."""
+    """Returns the `usage` object of a request. If a prompt has several sequences, its tokens and cache hits are counted for the
+    first sequence only. completion_tokens: the tokens of all sequences."""
     num_prompt = num_cached = num_pauses = 0
     is_predicted = False
     for each in generations:
