@@ -1,5 +1,5 @@
-"""Decides which requests may use the HTTP API: if keys are set, those with a valid key; otherwise those from this machine, except
-from pages of other sites.
+"""Decides which requests may use the HTTP API: if keys are set, those with a valid key; otherwise all that reach the listener,
+except those from pages of other sites.
 
 Without keys, browsers are the danger. A page of any site may send requests to this machine, and a site may point its own host name
 at 127.0.0.1 (DNS rebinding) so that the browser lets its pages read the answers. So the Host header must be an address or one of
@@ -47,8 +47,8 @@ class NoHosts:
 
 
 class Access:
-    """Decides for each request to one listener whether it may use the API. keys: the known keys; None if no key is required. A
-    reload replaces them."""
+    """Decides for each request to one listener whether it may use the API. keys: the known keys, which a reload of the keys file
+    replaces; None if no key is required."""
 
     def __init__(
         self,
@@ -72,10 +72,12 @@ class Access:
         self._told_s: dict[str, float] = {}
 
     def admit(self, request: web.Request, endpoint: Guarded | None, per_model: bool = False) -> Key | None:
-        """Returns the key of the request's sender (NO_KEY if none is required), or None for a request without a valid key to an
-        endpoint that is open to everybody. endpoint: None for an unknown path. per_model: whether the path names a model. Raises
-        NoKey for a missing, unknown or expired key, and NotAllowed for a key without the right to the endpoint or for a request
-        from another site's page; their `details` identify the key for the audit log."""
+        """Returns the key of the request's sender. Returns NO_KEY if no key is required, and None for a request without a valid key
+        to an endpoint that is open to everybody. endpoint: None for an unknown path. per_model: whether the path names a model.
+
+        Raises NoKey for a missing, unknown or expired key. Raises NotAllowed if the key has no right to the endpoint or, without
+        keys, if the request comes from another site's page, names another host, or would change what the node serves and comes from
+        another machine. The errors' `details` identify a known key for the audit log."""
         if self.keys is None:
             self._refuse_other_sites(request, endpoint)
             if endpoint is not None and endpoint.operating and not _is_of_this_machine(request.remote):
@@ -181,7 +183,8 @@ def _known(key: Key) -> dict[str, object]:
 
 
 def _is_of_this_machine(remote: str | None) -> bool:
-    """Returns whether a client is on this machine. remote: the client's address; None for a Unix socket, whose clients are."""
+    """Returns whether a client is on this machine. remote: the client's IP address; None for a client of a Unix socket, which is
+    always on this machine."""
     if not remote:
         return True
     try:

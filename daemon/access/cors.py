@@ -26,7 +26,8 @@ class CorsSettings(Protocol):
 
 
 class Cors:
-    """The cross-origin rules of one listener. The settings are read for each request."""
+    """The cross-origin rules of one listener: pages of which other sites may use it. A change of `settings` applies from the next
+    request on."""
 
     def __init__(self, settings: CorsSettings) -> None:
         self._settings = settings
@@ -46,8 +47,8 @@ class Cors:
         return origin is not None and (ANY in self._allowed or origin.lower() in self._allowed)
 
     def headers(self, request: web.Request, endpoint: Guarded | None) -> Mapping[str, str]:
-        """Returns the cross-origin headers that the answer to a request needs, be it an error or not; {} if no origins are allowed.
-        endpoint: None for an unknown path."""
+        """Returns the cross-origin headers for the answer to a request, whether that is an error or not; {} if no origins are
+        allowed. endpoint: None for an unknown path."""
         if not self._settings.allowed_origins:
             return _NONE
         if not self.allows(request, endpoint):
@@ -77,9 +78,9 @@ class Cors:
 
 
 def expose(headers: dict[str, str], told: Iterable[str]) -> None:
-    """Lets pages of other sites read further headers of an answer. headers: the answer's headers, which are changed; without a
-    cross-origin header that lists readable headers they stay as they are. told: the names of the further headers. A name that is
-    listed already is not added again."""
+    """Adds the names of headers to the list of headers that pages of other sites may read. headers: the answer's headers, which are
+    changed; they stay as they are if the answer has no such list, because its request comes from no allowed site. told: the names
+    to add; a name that is listed already is not added again."""
     exposed = headers.get(_EXPOSE)
     if exposed is not None:
         headers[_EXPOSE] = ", ".join(dict.fromkeys([*exposed.split(", "), *told]))

@@ -36,8 +36,8 @@ class ExpiryLog:
         self._told: set[tuple[str, str, float | None, bool]] = set()
 
     def tell(self, keys: Keys | None, unix_s: float) -> None:
-        """Logs each key that expires soon or has expired, unless the last call has logged that. keys: None if no keys are set.
-        unix_s: the time now."""
+        """Logs each key that expires soon or has expired, unless the previous call found it in the same state. keys: None if no
+        keys are set. unix_s: the time now."""
         found = ending(keys, unix_s) if keys is not None else []
         now = {self._state(key, unix_s): key for key in found}
         for state in sorted(now.keys() - self._told, key=list(now).index):
@@ -45,8 +45,8 @@ class ExpiryLog:
         self._told = set(now)
 
     async def run(self, keys: Callable[[], Keys | None]) -> None:
-        """Logs keys that expire soon or have expired, at once and then every LOOK_EVERY_S. keys: returns the current keys; None:
-        none are set."""
+        """Logs keys that expire soon or have expired, at once and then every LOOK_EVERY_S seconds. Never returns. keys: returns the
+        current keys, or None if none are set."""
         while True:
             self.tell(keys(), time.time())
             await asyncio.sleep(LOOK_EVERY_S)

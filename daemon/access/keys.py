@@ -39,8 +39,8 @@ class Keys:
         self._has_admin = any(tenant.admin for tenant in tenants.values())
 
     def find(self, key: str) -> Key | None:
-        """Returns the entry of a key, expired or not, or None if the key is unknown. key: the text that the client sent. The time
-        that it takes tells nothing about the known keys."""
+        """Returns the entry of a key, expired or not, or None if the key is unknown. The time of the look-up does not depend on how
+        similar `key` is to a known key. key: the text that the client sent."""
         digest = _digest(key)
         known, found = self._blinded.get(self._blind(digest), (bytes(32), None))
         return found if hmac.compare_digest(known, digest) else None
@@ -58,8 +58,8 @@ class Keys:
         return len(self._keys)
 
     def warn_if_empty(self, keys_file: str) -> None:
-        """Logs a warning if the file holds no key, because then every request is refused, whether that is intended or not.
-        keys_file: its path, for the message."""
+        """Logs a warning if the keys file contains no key: every request is then refused. keys_file: the file's path, for the
+        message."""
         if not self._keys:
             log.warning("%s has no key: every request is refused with 401", keys_file)
 
@@ -91,8 +91,8 @@ def _changed_keys(old: Mapping[bytes, Key], new: Mapping[bytes, Key]) -> list[st
 
 
 def load(keys_file: str) -> Keys:
-    """Returns the content of the keys file. keys_file: its path, or credential:NAME. Raises ConfigError, which names the file, the
-    line, the tenant, the key and what is allowed."""
+    """Returns the content of the keys file. keys_file: its path, or credential:NAME for a credential that systemd passes to the
+    service. Raises ConfigError, which names the file, the line, the tenant, the key and what is allowed."""
     path = credentials.path_of(keys_file, "keys_file")
     try:
         return _load(path)

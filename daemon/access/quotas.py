@@ -1,17 +1,18 @@
 """Enforces the tenants' limits: those per minute by token buckets, the one per day (UTC) by a count.
 
 A bucket holds at most a minute's worth and refills continuously, so a tenant that was silent may send a minute's worth at once.
-What a request takes:
+A request is counted as follows:
 
-- At its admission one request and the tokens of its prompt, of all its prompts together. It is admitted only if they are there.
-- The tokens that it makes, when they have been made: at its end, and whenever its tenant sends another request. Nothing is
-  reserved for them, for few clients name the max_tokens that they need, and the default is what the context leaves. So requests
-  that run may take the bucket below zero. Its refill pays that off before the next request is admitted: nothing is free, the
-  tenant's mean rate is its limit, and an answer of N minutes' worth keeps it waiting for N minutes, not longer.
-- Tokens of prompts that no engine ever got are given back. What is refused for a limit takes nothing.
+- At its admission it takes one request, and the tokens of all its prompts. If a limit has less left, the request is refused and
+  takes nothing.
+- The tokens that it generates are taken afterwards: at its end, and whenever its tenant sends another request. They are not
+  reserved at the admission, because few clients name the max_tokens that they need, and the default is all that the context
+  leaves. So running requests may take a bucket below zero, and the next request waits until the refill has paid that off. The
+  tenant's mean rate is thus its limit, and an answer of N minutes' worth makes it wait for N minutes.
+- At its end, tokens of prompts that never reached an engine are given back.
 
-A prompt that is larger than a limit would never be admitted; it is refused for good. Prompt tokens count whether they were found in
-the prefix cache or not. Minutes go by the monotonic clock, days by Unix time; callers give both.
+A request whose prompts are larger than a limit could never be admitted, so its error says that it never fits. Prompt tokens count
+whether or not they were found in the prefix cache. Minutes go by the monotonic clock, days by Unix time; callers give both.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _ROUNDING = 1e-6  # tokens; a tolerance, so that a wait computed in floating poi
 
 
 class Left(NamedTuple):
-    """The rest of one limit of a tenant. limit: requests or tokens in a minute or a day. remaining: requests or tokens, at least 0.
-    full_in_s: seconds until the whole limit is available again."""
+    """What is left of one limit of a tenant. limit: the limit, in requests or tokens in a minute or a day. remaining: the requests
+    or tokens that are left, at least 0. full_in_s: seconds until the whole limit is available again."""
 
     limit: int
     remaining: int
@@ -36,7 +37,7 @@ class Left(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """The rest of each of a tenant's limits; None for a limit that the tenant does not have. The fields have the names of the
+    """What is left of each limit of a tenant; None for a limit that the tenant does not have. The fields have the names of the
     limits in the keys file."""
 
     requests_per_minute: Left | None
@@ -45,9 +46,9 @@ class Standing(NamedTuple):
 
 
 class OverLimit(NamedTuple):
-    """The reason why a request is not admitted. limit: the exceeded limit's name in the keys file. left: what is left of that
-    limit. needed: requests or tokens that the request needs. fits_in_s: seconds until they are available; None: never, because the
-    request needs more than the whole limit."""
+    """The reason why a request is not admitted. limit: the name of the exceeded limit in the keys file. left: what is left of that
+    limit. needed: the requests or tokens that the request needs. fits_in_s: seconds until `needed` is available; None: never,
+    because the request needs more than the whole limit."""
 
     limit: str
     left: Left
@@ -56,8 +57,8 @@ class OverLimit(NamedTuple):
 
 
 class Charge:
-    """One admitted request, whose generated tokens are counted against its tenant's limits. num_made: returns the number of tokens
-    that the request has generated so far."""
+    """The record of one admitted request, by which the tokens that it generates are counted against its tenant's limits. num_made:
+    returns the number of tokens that the request has generated so far."""
 
     __slots__ = ("_num_counted", "num_made", "tenant")
 
@@ -104,8 +105,8 @@ class _Bucket:
 
 
 class _Account:
-    """One tenant's use of its limits: a bucket for requests a minute, one for tokens a minute, and the charges of its running
-    requests (`open`)."""
+    """One tenant's use of its limits. requests, tokens: the buckets for requests and for tokens a minute. open: the charges of its
+    running requests."""
 
     __slots__ = ("open", "requests", "tokens")
 
@@ -125,9 +126,10 @@ class Quotas:
         self._used: dict[str, int] = {}  # tenant -> tokens on that day
 
     def admit(self, tenant: Tenant, num_prompt_tokens: int, num_made: Callable[[], int], now: Moment) -> Charge | OverLimit:
-        """Counts one request and the tokens of its prompt against its tenant's limits and returns a Charge for `end`, or returns
-        why the request is not admitted and counts nothing. num_made: returns the number of tokens that the request has generated so
-        far; it may be called until `end` is called."""
+        """Admits a request, or refuses it because of a limit. Returns a Charge after counting one request and the tokens of its
+        prompts; the caller has to pass the Charge to `end`. Returns OverLimit, and counts nothing, if a limit is exceeded.
+        num_prompt_tokens: the tokens of all its prompts. num_made: returns the number of tokens that the request has generated so
+        far; it is called until `end` has returned."""
         account, limits = self._current_account(tenant, now), tenant.limits
         over = self._over(account, tenant, num_prompt_tokens, now)
         if over is not None:
@@ -140,19 +142,21 @@ class Quotas:
         return charge
 
     def is_over(self, tenant: Tenant, now: Moment) -> bool:
-        """Returns whether even the shortest request of the tenant would be refused now for a limit. Counts nothing."""
+        """Returns whether even a request with a prompt of one token would now be refused because of a limit of the tenant. Counts
+        no request."""
         return self._over(self._current_account(tenant, now), tenant, 1, now) is not None
 
     def readmit(self, tenant: Tenant, num_made: Callable[[], int], now: Moment) -> Charge:
-        """Returns a Charge for a request that an earlier process has admitted: its prompt is not counted again, the tokens that it
-        generates are. num_made: returns the number of tokens that it has generated so far."""
+        """Returns a Charge for a request that an earlier process has admitted. The request and its prompt are not counted again,
+        but the tokens that it generates from now on are. num_made: returns the number of tokens that this process has generated for
+        it."""
         charge = Charge(tenant, num_made)
         self._current_account(tenant, now).open.add(charge)
         return charge
 
     def end(self, charge: Charge, num_unused: int, now: Moment) -> None:
-        """Counts the tokens that a request has generated since they were last counted. It must be called once, at the request's
-        end. num_unused: prompt tokens that never reached an engine; they are given back."""
+        """Counts the tokens that a request has generated since they were last counted, and ends its Charge. It must be called once,
+        at the request's end. num_unused: the prompt tokens that never reached an engine; they are given back."""
         account = self._current_account(charge.tenant, now)
         account.open.discard(charge)
         self._take(account, charge.tenant, charge.uncounted() - num_unused, now)
@@ -207,8 +211,8 @@ class Quotas:
         return Left(limit, max(0, limit - self._used.get(tenant.name, 0)), DAY_S - now.unix_s % DAY_S)
 
     def _over(self, account: _Account, tenant: Tenant, num_tokens: int, now: Moment) -> OverLimit | None:
-        """Returns the exceeded limit for which a request would have to wait longest, or None if it may start. num_tokens: those of
-        its prompt."""
+        """Returns the limit that the next request would exceed, and of several the one for which it would have to wait longest;
+        None if it may start. num_tokens: the tokens of its prompts."""
         limits, found = tenant.limits, list[OverLimit]()
         for limit, bucket, per_minute, needed in (
             ("requests_per_minute", account.requests, limits.requests_per_minute, 1),

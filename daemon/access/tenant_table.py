@@ -95,7 +95,7 @@ def _priorities(path: str, where: str, entry: dict[str, Any]) -> tuple[int, int 
 
 def _expiry(path: str, where: str, value: Any, which: str = "") -> float | None:
     """Returns the Unix time in seconds from which on a key is refused; None: never. value: a date or date-time as parsed from TOML,
-    or None. which: words to put before the value in an error. Raises ConfigError."""
+    or None. which: words that tell which key is meant, to put before the value in an error. Raises ConfigError."""
     if value is None:
         return None
     if isinstance(value, datetime.datetime):
@@ -110,8 +110,8 @@ def _expiry(path: str, where: str, value: Any, which: str = "") -> float | None:
 
 
 def _keys(path: str, where: str, entry: dict[str, Any], tenant: Tenant, expires_unix_s: float | None) -> list[tuple[bytes, Key]]:
-    """Returns the tenant's keys as pairs of SHA-256 digest and Key. expires_unix_s: the expiry of all of the tenant's keys; None:
-    none. A key that has an expiry of its own is refused from the earlier of both on. Raises ConfigError."""
+    """Returns the tenant's keys as pairs of SHA-256 digest and Key. expires_unix_s: when all of the tenant's keys expire; None: no
+    such time is set. A key with an expiry of its own expires at the earlier of the two times. Raises ConfigError."""
     if "keys" not in entry:
         raise ConfigError(path, where, f"missing; a list of {KEY_FORM}, which may be empty")
     values = entry["keys"]
