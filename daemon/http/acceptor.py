@@ -1,9 +1,9 @@
 """Accepts the connections of a listening socket, as many as the limit of open file descriptors allows.
 
-The kernel gives a new descriptor the lowest free number, so the number of a new connection shows how many are left, whatever holds
+The kernel gives a new descriptor the lowest free number, so the number of a new connection shows how many are left, whoever uses
 the others: engines, text workers, files. Connections with a number near the limit are answered 503 and closed. The highest numbers
-are reserved for the daemon's own work and for operators. The event loop's own server does none of this: when descriptors run out it
-closes connections unanswered, and it can lose the listener itself.
+are reserved for the daemon's own work and for operators. asyncio's own server is not used, because without descriptors it closes
+connections unanswered and may even stop listening.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ TlsContext = Callable[[], ssl.SSLContext | None]
 
 @dataclass(slots=True, frozen=True)
 class Bounds:
-    """The numbers of file descriptors from which a listener limits its connections, because few descriptors are left. A connection
-    whose descriptor is refused_from or more is answered 503. After one whose descriptor is pause_from or more, the listener pauses
-    accepting."""
+    """The descriptor numbers from which a listener limits its connections. A connection whose descriptor is refused_from or more is
+    answered 503. After a connection whose descriptor is pause_from or more, the listener pauses accepting."""
 
     refused_from: int
     pause_from: int
 
 
 class Room:
-    """The share of the process's file descriptors that each kind of listener may use. clients: the API. watchers: metrics and the
-    status socket. operators: the control socket, which may use all. limit: the most descriptors that the process may have open."""
+    """The Bounds of each kind of listener, which divide the process's file descriptors among them. clients: the Bounds of the API's
+    listeners. watchers: those of the listeners for metrics and of the status socket. operators: those of the control socket, which
+    may use all descriptors. limit: the most descriptors that the process may have open."""
 
     def __init__(self, limit: int) -> None:
         num_spare = min(64, limit // 4)  # kept for the daemon's own work
@@ -78,9 +78,9 @@ class Acceptor:
         crowd: Crowd | None = None,
         tls: TlsContext = lambda: None,
     ) -> None:
-        """serve: makes the protocol of a connection. refuse: makes the protocol that answers a connection when descriptors are
-        short. bounds: when they are short. crowd: the limit on the connections of one client, which count before their TLS
-        handshake; None for no limit. tls: called for each connection."""
+        """serve: makes the protocol of a connection. refuse: makes the protocol that answers 503 when few descriptors are left.
+        bounds: the descriptor numbers at which that begins. crowd: the limit on the connections of one client, which count before
+        their TLS handshake; None for no limit. tls: returns the TLS settings for a new connection, or None."""
         self._loop = asyncio.get_running_loop()
         self._listener, self._serve, self._refuse = listener, serve, refuse
         self._bounds, self._crowd, self._tls = bounds, crowd, tls
@@ -102,8 +102,8 @@ class Acceptor:
             self._listener.close()
 
     async def connected(self, timeout_s: float) -> None:
-        """Waits until every accepted connection has been handed to its protocol, after its TLS handshake if it has one; at most
-        timeout_s."""
+        """Waits until every accepted connection has been handed to its protocol, after its TLS handshake if it uses TLS, but at
+        most timeout_s seconds."""
         if self._connecting:
             await asyncio.wait(self._connecting, timeout=timeout_s)
 
@@ -130,15 +130,16 @@ class Acceptor:
                 return
 
     def _on_refusal_closed(self) -> None:
-        """Ends the pause in accepting, if there is one, because a refused connection was closed: its descriptor is free for the
-        next client."""
+        """Ends the pause in accepting, if there is one. It is called when a refused connection was closed, which frees a
+        descriptor."""
         if self._timer is not None:
             self._timer.cancel()
             self._go_on()
 
     def _pause(self) -> None:
-        """Stops accepting for PAUSE_S, or until a refused connection is closed. Waiting clients stay in the kernel's queue.
-        Trying again at once would fail in the same way and keep a core busy."""
+        """Stops accepting for PAUSE_S seconds, or until a refused connection is closed. New clients wait in the kernel's queue
+        until accepting goes on."""
+        # accepting again at once would fail in the same way and keep a core busy
         self._loop.remove_reader(self._listener.fileno())
         self._timer = self._loop.call_later(PAUSE_S, self._go_on)
 
@@ -178,8 +179,9 @@ class Acceptor:
 
 
 class Refusal(asyncio.Protocol):
-    """The protocol of a connection that is refused. The client's first bytes are answered with an error, and the rest is read and
-    dropped until the client closes it. If the server closed it first, a client that is still sending could lose the answer."""
+    """The protocol of a connection that is refused. It answers the client's first bytes with an error, then reads and drops what
+    follows until the client closes the connection, at most REFUSED_FOR_S seconds: a client that is still sending could lose the
+    answer if the server closed the connection first."""
 
     def __init__(self, answer: bytes, closed: Callable[[], None]) -> None:
         """answer: a whole HTTP response. closed: called when the connection is closed."""

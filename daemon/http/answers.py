@@ -21,8 +21,8 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 
 def event_response(request_id: str, more_headers: Mapping[str, str], content_type: str) -> web.StreamResponse:
-    """Returns the response for a stream of server-sent events, with its headers; the caller has to prepare it, as aiohttp calls
-    sending the head. more_headers: override the usual ones."""
+    """Returns the response for a stream of server-sent events, with its headers. The caller has to call prepare(), with which
+    aiohttp sends the head. more_headers: headers that are added, and that override the usual ones."""
     headers = {
         "Content-Type": content_type,
         "Cache-Control": "no-cache",
@@ -35,8 +35,8 @@ def event_response(request_id: str, more_headers: Mapping[str, str], content_typ
 
 
 def refusal(error: HearthError, body: Mapping[str, Any], request_id: str) -> bytes:
-    """Returns the bytes of a whole error response, head and body, for a connection whose request is not read. It says that the
-    connection is closed after it. body: the error as a JSON object."""
+    """Returns the bytes of a whole error response, head and body, for a connection whose request is not read. Its header
+    `Connection: close` tells the client that the connection ends with it. body: the error as a JSON object."""
     content = json.dumps(body).encode()
     lines = [
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
@@ -52,8 +52,8 @@ def refusal(error: HearthError, body: Mapping[str, Any], request_id: str) -> byt
 
 
 def error_response(error: HearthError, body: Mapping[str, Any] | None = None) -> web.Response:
-    """Returns the response for an error, with its status and a header Retry-After if it has a wait. body: the error as a JSON
-    object; None: in OpenAI's form."""
+    """Returns the response for an error, with its HTTP status, and with the header Retry-After if the error says how long to wait.
+    body: the error as a JSON object; None: in OpenAI's form."""
     response = json_response(error.body() if body is None else body, error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(_whole_s(error.retry_after_s))
@@ -61,5 +61,5 @@ def error_response(error: HearthError, body: Mapping[str, Any] | None = None) ->
 
 
 def _whole_s(seconds: float) -> int:
-    """Rounds a wait up to whole seconds for Retry-After, to at least 1."""
+    """Returns a wait in whole seconds for Retry-After: rounded up, and at least 1."""
     return max(1, math.ceil(seconds))

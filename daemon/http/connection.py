@@ -1,7 +1,8 @@
-"""The HTTP connection of a client: aiohttp's, except that malformed HTTP is answered with an error in the listener's own form, and
-that a connection can be handed over to the next daemon.
+"""The HTTP connection of a client: a subclass of aiohttp's that can be handed over to the next daemon, and that answers malformed
+HTTP with an error in the listener's own form.
 
-aiohttp itself would answer in plain text, in HTTP/1.0 and with its own server name, and the daemon would not count the answer.
+aiohttp itself would answer malformed HTTP in plain text, in HTTP/1.0 and with its own server name, and the daemon would not count
+the answer.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _REWRITTEN = (b"content-length", b"transfer-encoding", b"expect", b"x-request-id
 
 
 class InProgress(Protocol):
-    """The state of a connection's request in progress. body: the part of the body that was read so far; a bytearray while more is
-    expected. is_handed_over: whether the next daemon continues the request."""
+    """The state of a request that a connection is answering. body: the part of its body that was read so far; a bytearray while
+    more is expected. is_handed_over: whether the next daemon continues the request."""
 
     request_id: str
     body: bytes | bytearray
@@ -56,8 +57,8 @@ class InProgress(Protocol):
 @dataclass(slots=True, frozen=True)
 class Answering:
     """The functions by which a listener answers requests and errors. body: makes the JSON object of an error. counted: called with
-    an endpoint's name (always "" here) and the status when malformed bytes are answered. handle: handles all requests in place of
-    the application's router; None: the router does."""
+    "" (in place of an endpoint's name) and the HTTP status for each answer to malformed bytes. handle: handles all requests in
+    place of the application's router; None: the router handles them."""
 
     # makes the JSON object of an error
     body: Callable[[HearthError], Mapping[str, Any]]
@@ -71,7 +72,8 @@ ANSWERING = web.AppKey("answering", Answering)
 
 
 class Runner(web.AppRunner):
-    """Runs an aiohttp application whose entry ANSWERING says how it answers. Each client has a Connection."""
+    """Runs an aiohttp application with a ConnectionServer in place of aiohttp's server. The application's entry ANSWERING contains
+    the functions by which it answers."""
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -82,8 +84,8 @@ class ConnectionServer(web.Server):
     """The server of an application: makes a Connection for each client that connects."""
 
     def __init__(self, answering: Answering, made: web.Server) -> None:
-        """answering: how requests and errors are answered. made: the server that aiohttp made for the application, whose options
-        are taken over."""
+        """answering: how requests and errors are answered. made: the server that aiohttp made for the application; this server
+        takes over its options and replaces it."""
         super().__init__(
             answering.handle or made.request_handler,  # type: ignore[arg-type]
             request_factory=made.request_factory,
@@ -113,9 +115,8 @@ def _ignore(connection: Connection) -> None:
 
 
 class Connection(web.RequestHandler):
-    """The HTTP connection of one client. A timer limits how long a request's head may take. The timer is set when the client
-    connects and when a later head arrives in pieces, even while earlier requests are in progress. Requests that arrive whole need
-    no timer."""
+    """The HTTP connection of one client. The head of a request must arrive within HEAD_LIMIT_S seconds, counted from connecting for
+    the first request and from the head's first bytes for later ones, even while earlier requests are in progress."""
 
     __slots__ = (
         "_answering", "_before", "_body", "_body_bytes", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_parts",
@@ -193,8 +194,9 @@ class Connection(web.RequestHandler):
             self._on_part_of_head(part)
 
     def _on_head(self, at: int) -> None:
-        """Remembers the body that belongs to a request's head, or stops reading after a parse error or for an HTTP version that is
-        not supported. at: the head's index in aiohttp's queue of messages."""
+        """Handles a request's head that has just been parsed: remembers the request's body. After a parse error, or for an HTTP
+        version that is not supported, all further bytes are dropped instead. at: the head's index in aiohttp's queue of
+        messages."""
         message, body = self._messages[at]
         if isinstance(message, _ErrInfo):
             self._break_off(message.exc)
@@ -206,9 +208,9 @@ class Connection(web.RequestHandler):
             self._body, self._body_bytes = body, int(message.headers.get("Content-Length", 0))
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Handles the end of the client's data and returns whether the connection stays open for an answer. A client that stops in
-        the middle of its request may still read an answer; one that stops after a whole request counts as gone, because only a
-        write to it would tell whether it still reads."""
+        """Handles the end of the client's data and returns whether the connection stays open for an answer. It stays open for a
+        client that stops in the middle of a request. A client that stops after a whole request is treated as gone, because only a
+        write would show whether it still reads."""
         if self._lingering is not None:
             return False
         if not self._body.is_eof():
@@ -231,16 +233,17 @@ class Connection(web.RequestHandler):
         return self._server
 
     def request_bytes(self, is_last: bool) -> bytes:
-        """Returns the request that is being answered, in the form in which a client would send it, so that another connection can
-        read it. Its body must have been read. is_last: whether that connection ends after the request."""
+        """Returns the bytes of the request that is being answered, so that another connection can read the request again. The
+        request's body must have been read. is_last: whether the bytes contain a header that ends that other connection after the
+        request."""
         request, progress = self._current_request, self.in_progress
         assert request is not None
         assert progress is not None
         return _again(request, progress, is_last)
 
     def take_before(self) -> RequestSoFar | None:
-        """Returns the state in which an earlier daemon left this connection's first request, or None if it left none. A second call
-        returns None."""
+        """Returns the state of this connection's first request that an earlier daemon has handed over, or None if there is none. A
+        second call returns None."""
         before, self._before = self._before, None
         return before.request if before is not None else None
 
@@ -252,8 +255,8 @@ class Connection(web.RequestHandler):
 
     @property
     def is_beginning(self) -> bool:
-        """Returns whether the connection is between two states in which it can be handed over: a request has arrived but its
-        handler has not set in_progress yet, or the last request has ended and the connection does not wait for the next one yet."""
+        """Returns whether the connection will soon be ready to be handed over but is not yet. Either a request has arrived and its
+        handler has not set in_progress yet, or a request has ended and the connection does not wait for the next one yet."""
         request = self._current_request
         if self._is_ending:
             return False
@@ -268,14 +271,15 @@ class Connection(web.RequestHandler):
 
     @property
     def has_unsent(self) -> bool:
-        """Returns whether written bytes have not reached the kernel yet, or an answer is being written."""
+        """Returns whether written bytes have not reached the kernel yet, or the end of an answer is still being written."""
         if self.transport is None:
             return False
         return self.transport.get_write_buffer_size() > 0 or (self._request_in_progress and self._current_request is None)
 
     def so_far(self) -> ConnectionSoFar | None:
-        """Returns what the next daemon needs to continue the connection, or None if it cannot be continued: the client does not
-        read, has sent several requests at once or parts of them, uses TLS, or the answer has begun and cannot be continued."""
+        """Returns what the next daemon needs to continue the connection. Returns None if it cannot be continued: the connection
+        uses TLS or is ending, the client does not read or has sent bytes of a further request, or an answer has begun and cannot be
+        continued."""
         transport = self.transport
         if transport is None or self._is_ending:
             return None
@@ -364,8 +368,8 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Returns the answer to a request whose handler raised an exception. The handler answers its own errors, so the only causes
-        left are a client that is gone and a fault of the server. Raises ConnectionResetError if the answer had begun or the
+        """Returns the answer to a request whose handler raised an exception. Handlers answer errors of requests themselves, so the
+        cause is a fault of the server or a client that is gone. Raises ConnectionResetError if the answer had begun or the
         connection is closed."""
         if exc is not None and not isinstance(exc, ConnectionError):
             self.log_exception("%s %s failed", request.method, request.path, exc_info=exc)
@@ -374,8 +378,9 @@ class Connection(web.RequestHandler):
         return self._answer(ServerFault("internal_error", "the server failed on this request"))
 
     async def _refuse(self, error: HearthError) -> web.StreamResponse:
-        """Writes an error as the answer and returns it after dropping incoming bytes until the client closes, at most LINGER_S. If
-        the server closed first, a client that is still sending could lose the answer."""
+        """Writes an error as the answer, then drops incoming bytes until the client closes the connection, at most LINGER_S
+        seconds, and returns the answer. A client that is still sending could lose the answer if the server closed the connection
+        first."""
         answer = self._answer(error)
         await answer.write_eof()
         if self.transport is not None and not self._close:
@@ -393,18 +398,18 @@ class Connection(web.RequestHandler):
 
 
 def _behind(data: bytes, body_bytes: int) -> bytes:
-    """Returns the bytes of `data` behind the last whole request in it, that is, the beginning of the next head. body_bytes: the
-    length of that request's body; 0 if it has none or ends with an empty line, as chunked bodies do. If the request's end is
-    uncertain, because its body has empty lines or its head began in earlier data, the result may be too short, but never contains a
-    part of the request."""
+    """Returns the bytes of `data` after the last whole request in it: the beginning of the next request's head. body_bytes: the
+    length of that last request's body; 0 if it has none, or if it is chunked and so ends with an empty line. If the request's end
+    cannot be told, because its body contains empty lines or its head began in earlier data, the result may be too short, but never
+    contains a part of the request."""
     at = data.rfind(b"\r\n\r\n", 0, max(0, len(data) - body_bytes))
     return data[at + 4 + body_bytes :] if at >= 0 else b""
 
 
 def _again(request: web.BaseRequest, progress: InProgress, is_last: bool = False) -> bytes:
-    """Returns the bytes of a request whose handler has begun, so that it can be read again. The body contains the bytes that have
-    arrived so far. Returns b"" in the middle of a chunked body, which cannot be continued. is_last: whether the connection on which
-    the request is read again ends after it."""
+    """Returns the bytes of a request whose handler has begun, so that the request can be read again. Its body contains the bytes
+    that have arrived so far. Returns b"" if a chunked body has not arrived completely, because such a request cannot be continued.
+    is_last: whether to add the header that ends the connection after the request."""
     body, is_whole = bytes(progress.body), isinstance(progress.body, bytes) and bool(progress.body)
     if not is_whole:
         is_whole = request.content.is_eof()

@@ -1,8 +1,8 @@
-"""Client connections that outlive the daemon: systemd's FD store keeps their sockets over a restart, together with their state for
+"""Client connections that outlive the daemon: systemd's FD store keeps their sockets over a restart, together with their states for
 the next daemon.
 
-The sockets may be thousands, so the store holds all of them, and the account of their states, in one socket
-(daemon/process/queued_descriptors.py).
+There may be thousands of them. So the store gets a single socket, in which all client sockets and the account of their states are
+queued (daemon/process/queued_descriptors.py).
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ FORMAT = Format(version=1, reads_from=1, readable_from=1)
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A connection in the account for the next daemon. listener: the listener that accepted it, "main" or "admin". connection: its
-    state."""
+    """The entry of one connection in the account for the next daemon. listener: the name of the listener that accepted it, "main"
+    or "admin". connection: its state."""
 
     listener: str
     connection: ConnectionSoFar
 
 
 class Content(msgspec.Struct, frozen=True):
-    """The account that a daemon leaves for the next one. version: the version of its format. connections: in the order of their
-    sockets. readable_from: the oldest version of the format whose code can read it."""
+    """The content of the account that a daemon leaves for the next one. version: the version of its format. connections: one entry
+    for each socket, in the order of the sockets. readable_from: the oldest version of the format whose readers can still read this
+    account."""
 
     version: int
     connections: list[Listed]
@@ -48,8 +49,8 @@ _decoder = msgspec.msgpack.Decoder(Content)
 
 
 def keep(store: FdStore, sockets: Sequence[int], connections: Sequence[Listed]) -> None:
-    """Gives duplicates of the sockets to the store, with an account of their states. sockets: file descriptors. connections: their
-    states, in the same order. Raises OSError if that is impossible."""
+    """Puts the sockets into the store, with an account of their states for the next daemon. sockets: file descriptors, which stay
+    open in this process. connections: their states, in the same order. Raises OSError if the store does not take them."""
     with contextlib.closing(Account.make(NAME)) as account:
         account.write(_encoder.encode(Content(FORMAT.version, list(connections), FORMAT.readable_from)))
         with queue_of([account.fd, *sockets]) as queue:

@@ -1,8 +1,8 @@
-"""Waits at a stop until the clients have received what was written for them.
+"""Waits, when the daemon stops, until the clients have received what was written for them.
 
 The kernel goes on sending after a process has closed its sockets, but not if the network goes away with the process, as that of a
-container does: the client then gets a reset in place of the rest. So the sockets stay open until their send queues are empty. The
-queue of a TCP socket holds the bytes that the peer's kernel has not acknowledged yet.
+container does: the client would then get a reset before the end of its answer. So the sockets stay open until their send queues are
+empty. The queue of a TCP socket holds the bytes that the peer's kernel has not acknowledged yet.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _TCP_CLOSE = 7  # the state of a connection that has ended on both sides or was 
 
 
 class LastBytes:
-    """The bytes that client connections of some servers have not delivered yet. From its creation on, this object keeps open the
-    sockets of connections that the daemon closes while bytes are in their send queues; `end` closes them. runners: the runners of
-    servers, which have been set up."""
+    """Waits for the bytes that the connections of some servers have not delivered yet. If the daemon closes a connection without
+    TLS while bytes are in its send queue, this object keeps the socket open until `end`. runners: the runners of the servers, whose
+    setup() must have been called."""
 
     def __init__(self, runners: Sequence[Runner]) -> None:
         servers = [runner.server for runner in runners]
@@ -39,13 +39,13 @@ class LastBytes:
             server.on_lost = self._keep
 
     async def wait(self, limit_s: float, hurry: asyncio.Event) -> int:
-        """Waits until everything that is written now has been delivered or its client is gone, at most limit_s seconds and not
-        beyond `hurry`. Returns the number of connections with bytes that were not delivered. These are given up: their buffers are
+        """Waits until all clients have received what is written for them now or are gone, at most limit_s seconds and only until
+        `hurry` is set. Returns the number of connections whose bytes were not delivered. These are given up: their buffers are
         dropped, so that no handler goes on waiting for the client, and later calls ignore them.
 
-        A connection counts as delivered when its buffers are found empty NUM_EMPTY_LOOKS times in a row, because the bytes that
-        uvloop holds beneath TLS cannot be seen. While there are any, the event loop fills the kernel's queue again between two
-        looks. Connections without a byte anywhere are waited for no longer than two rounds of the event loop take."""
+        A connection counts as delivered when its buffers are found empty NUM_EMPTY_LOOKS times in a row, LOOK_EVERY_S seconds
+        apart. Once is not enough: bytes that uvloop still has to encrypt for TLS cannot be seen, but the event loop moves them to
+        the kernel's queue between two looks. A connection without any bytes costs only one round of the event loop."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
         self._seen = list(dict.fromkeys([*self._seen, *(each for server in self._servers for each in _connections(server))]))
@@ -81,8 +81,8 @@ class LastBytes:
         return [each for each in {*self._seen, *self._kept} if each not in self._given_up and self._has_unsent(each)]
 
     def _has_unsent(self, connection: Connection) -> bool:
-        """Returns whether bytes for the client are in this process or in the kernel's send queue. Bytes beneath TLS in uvloop are
-        not seen."""
+        """Returns whether bytes for the client are in this process or in the kernel's send queue. Bytes that uvloop still has to
+        encrypt for TLS are not seen."""
         kept = self._kept.get(connection)
         if kept is not None:
             return not _is_closed(kept) and _num_queued_bytes(kept.fileno()) > 0
@@ -97,8 +97,8 @@ class LastBytes:
             connection.client.abort()
 
     def _keep(self, connection: Connection) -> None:
-        """Keeps the socket of a connection that is about to be closed, if the client has not received everything. Sends the end of
-        the stream after what is written, because the answer may be one that ends with the connection."""
+        """Keeps the socket of a connection that is about to be closed open, if bytes are in its send queue, and sends the end of
+        the stream after them. Connections with TLS are not kept, because uvloop has closed their sockets already."""
         transport = connection.client
         if transport is None or connection in self._given_up or transport.get_extra_info("sslcontext") is not None:
             return  # with TLS, uvloop has closed the socket already, and the number may be that of another one
@@ -117,14 +117,15 @@ def _connections(server: ConnectionServer) -> list[Connection]:
 
 
 def _descriptor(transport: asyncio.Transport) -> int:
-    """Returns the descriptor of a transport's socket; -1 if it has none, as that of a background response, or none any more."""
+    """Returns the descriptor of a transport's socket; -1 if the transport has no socket, as for a background response, or the
+    socket is closed."""
     sock = transport.get_extra_info("socket")
     return -1 if sock is None else int(sock.fileno())
 
 
 def _num_queued_bytes(number: int) -> int:
-    """Returns how many bytes the kernel still has to send on a socket or to have acknowledged. number: a descriptor; one that is
-    closed or no socket has no bytes."""
+    """Returns how many bytes of a socket the kernel still has to send, or the peer has not acknowledged yet. number: a descriptor;
+    the result is 0 if it is closed or not a socket."""
     try:
         return int.from_bytes(fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4)), "little")
     except (OSError, ValueError):
@@ -132,7 +133,7 @@ def _num_queued_bytes(number: int) -> int:
 
 
 def _is_closed(sock: socket.socket) -> bool:
-    """Returns whether the TCP connection has ended. What is left in its queue is never sent then."""
+    """Returns whether the TCP connection has ended on both sides, so that bytes in its send queue will never be sent."""
     try:
         return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
     except OSError:

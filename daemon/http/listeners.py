@@ -63,8 +63,8 @@ def bind(config: NodeConfig, passed: Mapping[str, Sequence[socket.socket]], has_
 
 
 def check(config: NodeConfig, has_keys: bool, source: str) -> None:
-    """Checks before anything is bound that no configured address can be reached from other machines, unless keys or `insecure` are
-    set. source: the settings file, for errors. Raises ConfigError."""
+    """Raises ConfigError if a configured address can be reached from other machines although neither keys nor `insecure` are set.
+    It is called before any address is bound. source: the settings file, for errors."""
     for key, listen in (("listen", config.listen), ("admin_listen", config.admin_listen)):
         text = problem(_resolved(listen), has_keys or config.insecure) if listen else None
         if text is not None:
@@ -72,8 +72,8 @@ def check(config: NodeConfig, has_keys: bool, source: str) -> None:
 
 
 def check_control(config: NodeConfig, source: str) -> None:
-    """Checks that the paths of the control and the status socket are short enough for sockets. source: the settings file, for
-    errors. Raises ConfigError."""
+    """Raises ConfigError if the path of the control socket or of the status socket is too long for a Unix socket. source: the
+    settings file, for errors."""
     for key, path in (("control", config.control), ("status_socket", config.status_socket)):
         if told := sockets.too_long(path):
             raise located_setting(ConfigError(source, key, f"{path!r}: {told}"))
@@ -105,8 +105,8 @@ def _addresses(listening: Iterable[socket.socket]) -> list[str]:
 
 
 def _resolved(listen: str) -> list[str]:
-    """Returns the IP addresses that the host in HOST:PORT stands for; [] if its name has none, which is reported when it is
-    bound."""
+    """Returns the IP addresses of the host in `listen`, which is HOST:PORT; [] if the host's name cannot be resolved. Binding to it
+    reports that error later."""
     host, port = parse_listen(listen)
     try:
         infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -13,8 +13,8 @@ _OWNER = "owner"  # key of the transport's extra info that holds the request's o
 
 
 class NoClient(asyncio.Transport):
-    """A transport that drops all bytes that are written to it. owner: the object to which the request belongs; see owner_of().
-    closed: called when the connection ends."""
+    """A transport for a request that no client waits for: it drops all bytes that are written to it. owner: the object to which the
+    request belongs; see owner_of(). closed: called when the connection ends."""
 
     def __init__(self, owner: object, closed: Callable[[], None]) -> None:
         super().__init__({_OWNER: owner})
@@ -22,8 +22,8 @@ class NoClient(asyncio.Transport):
         self._protocol: asyncio.BaseProtocol | None = None
 
     def serve(self, server: ConnectionServer, received: bytes, request: RequestSoFar) -> None:
-        """Lets the server answer a request. received: the request's bytes, with a header that ends the connection after the
-        request. request: the request's state."""
+        """Makes the server handle a request as if it had arrived on this connection. received: the request's bytes, with a header
+        that ends the connection after the request. request: the state from which it is continued."""
         self._protocol = server.connection(self._closed, ConnectionSoFar(received, True, request))
         self._protocol.connection_made(self)
 
@@ -58,5 +58,6 @@ class NoClient(asyncio.Transport):
 
 
 def owner_of(transport: asyncio.BaseTransport | None) -> Any:
-    """Returns the owner of the request if `transport` is a NoClient; None for a client's transport, and for None."""
+    """Returns the owner of the request that arrives on `transport` if that is a NoClient; None for a client's transport, and for
+    None."""
     return transport.get_extra_info(_OWNER) if transport is not None else None

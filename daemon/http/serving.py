@@ -22,9 +22,10 @@ async def listen(
     crowd: Crowd | None = None,
     tls: TlsContext = lambda: None,
 ) -> list[Acceptor]:
-    """Starts to accept connections on the listeners, and returns an Acceptor for each. backlog: the most connections that wait in
-    the kernel. bounds: descriptor numbers from which connections are refused. refuse: the result of `refuse_request`. crowd: the
-    limit on one client's connections; None: no limit. tls: returns the TLS settings for a new connection, or None."""
+    """Starts to accept connections on the listeners, and returns an Acceptor for each of them. backlog: the most connections that
+    may wait in the kernel for each listener. bounds: the descriptor numbers from which connections are refused. refuse: the result
+    of `refuse_request`. crowd: the limit on one client's connections; None: no limit. tls: returns the TLS settings for a new
+    connection, or None."""
     await runner.setup()
     server = runner.server
     assert isinstance(server, ConnectionServer)

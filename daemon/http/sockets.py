@@ -21,8 +21,8 @@ class SocketError(Exception):
 
 
 def inherited(passed: Mapping[str, list[int]]) -> dict[str, list[socket.socket]]:
-    """Returns the listening sockets among the descriptors that systemd passed, by their FileDescriptorName=. passed: descriptors by
-    that name; those from the FD store are left out. Raises SocketError for a name or kind of socket that is not supported."""
+    """Returns the listening sockets that systemd passed, by name (FileDescriptorName=). passed: all passed descriptors by name;
+    those that come from the FD store are left out. Raises SocketError for a name or kind of socket that is not supported."""
     found: dict[str, list[socket.socket]] = {}
     for name, fd in ((name, fd) for name, fds in passed.items() for fd in fds):
         if fd_store.is_stored(name):

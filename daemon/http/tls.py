@@ -84,7 +84,8 @@ class Tls:
     asks_clients: bool
 
     def row(self) -> dict[str, Any]:
-        """Returns the certificate's fields for `hearth status`, with the days left and a warning ("": none)."""
+        """Returns the certificate's fields for `hearth status`, with the days until it expires and a warning, which is "" if there
+        is nothing to warn of."""
         now, certificate = time.time(), self.certificate
         return {
             "subject": certificate.shown,
