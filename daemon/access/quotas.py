@@ -28,8 +28,8 @@ _ROUNDING = 1e-6  # tokens; a tolerance, so that a wait computed in floating poi
 
 
 class Left(NamedTuple):
-    """What is left of one limit of a tenant. limit: the limit, in requests or tokens in a minute or a day. remaining: the requests
-    or tokens that are left, at least 0. full_in_s: seconds until the whole limit is available again."""
+    """The amount that is left of one limit of a tenant. limit: the limit, in requests or tokens in a minute or a day. remaining:
+    the requests or tokens that are left, at least 0. full_in_s: seconds until the whole limit is available again."""
 
     limit: int
     remaining: int
@@ -37,8 +37,8 @@ class Left(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What is left of each limit of a tenant; None for a limit that the tenant does not have. The fields have the names of the
-    limits in the keys file."""
+    """The amount that is left of each limit of a tenant; None for a limit that the tenant does not have. The fields have the names
+    of the limits in the keys file."""
 
     requests_per_minute: Left | None
     tokens_per_minute: Left | None

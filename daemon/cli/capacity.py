@@ -40,9 +40,9 @@ _SOURCES = {
 
 
 def capacity_plan(options: argparse.Namespace) -> int:
-    """Runs `hearth plan --config`: prints the plan, as JSON if that is asked for. Returns the exit code, which is EXIT_NO_FIT if
-    the model fits none of the given devices. Raises CommandError for wrong options and models that cannot be loaded, and without
-    --json for a model that does not fit."""
+    """Runs `hearth plan --config`: prints the plan, as JSON if --json is given. Returns the exit code; with --json it is
+    EXIT_NO_FIT if the model fits none of the given devices. Without --json CommandError is raised in that case. Raises CommandError
+    also for wrong options and models that cannot be loaded."""
     kind, num_devices, memory_bytes = ("", 0, 0) if options.devices is None else _devices(options.devices)
     described = _described(options.config)
     settings = _settings(options, described.shape, kind)
@@ -79,14 +79,15 @@ def capacity_plan(options: argparse.Namespace) -> int:
 
 
 def _devices_by_default(kind: str, number: int, budget_bytes: int, shape: ModelShape) -> capacity.Devices:
-    """Returns `number` devices, with the division that parallel = "auto" would choose for them."""
+    """Returns the description of `number` devices over which the model is split as the setting parallel = "auto" would split it.
+    kind: the kind of device, such as "cuda". budget_bytes: the budget of each device."""
     how = division_over(shape, number) if number > 1 else ParallelConfig()
     return capacity.Devices(kind, number, budget_bytes, how.expert, how.pipeline)
 
 
 def _shape_on(devices: capacity.Devices, speculator: speculators.Speculator, described: DescribedModel) -> ModelShape:
-    """Returns the shape of the model as it is loaded on these devices: with the predictor that the speculator uses, but without it
-    on several devices, because shares of a split model have none."""
+    """Returns the shape of the model as it is loaded on these devices. On one device it includes the predictor that the speculator
+    uses, if any; a model that is split over several devices has no predictor."""
     return described.shape if devices.num_devices > 1 else speculator.shape
 
 
@@ -286,8 +287,8 @@ def _tell(
 
 
 def _how_split(share: capacity.Share) -> str:
-    """Returns a sentence on how the setting `parallel` would split the model over the devices of `share`, or why the model cannot
-    be split."""
+    """Returns text on how the setting `parallel` would split the model over the devices of `share`, or why the model cannot be
+    split."""
     if share.not_split:
         return f"{share.not_split}; over several devices, these are the sums of tensor parallelism"
     division = share.devices.division

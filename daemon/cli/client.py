@@ -43,8 +43,9 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """The access of one command to the daemon, over its control socket. control: the path of that socket. status: the path of the
-    socket that only answers GET requests, used if this user may not open `control`; "": none. All methods raise CommandError."""
+    """The access of one command to the daemon, over its control socket. control: the path of the control socket. status: the path
+    of a second socket that answers only GET requests; it is used for those if this user may not open `control`; "": there is none.
+    All methods raise CommandError."""
 
     def __init__(self, control: str, status: str = "") -> None:
         self.control, self._status = control, status
@@ -67,9 +68,9 @@ class Client:
             raise self.gone(error) from None
 
     def until_back(self, error: CommandError) -> None:
-        """Waits until a daemon listens on the control socket again, because a daemon that ended during a command is most likely
-        being restarted. error: what the command met. Raises `error` if it does not mean that the daemon has ended, or if none
-        listens within BACK_LIMIT_S seconds."""
+        """Waits until a daemon listens on the control socket again, after one that ended during a command and is most likely being
+        restarted. error: the error that the command met. Raises `error` at once if it does not mean that the daemon has ended, and
+        after BACK_LIMIT_S seconds if no daemon listens."""
         end_s = time.monotonic() + BACK_LIMIT_S
         while error.error["code"] in _ENDED:
             time.sleep(0.2)
@@ -120,8 +121,8 @@ class Client:
         return response
 
     def gone(self, error: Exception | None = None) -> CommandError:
-        """Returns the CommandError for a daemon that ended before it had answered. error: what reading the answer raised, if
-        anything."""
+        """Returns the CommandError for a daemon that ended before it had answered. error: the exception that was raised while
+        reading the answer; None: the answer just ended."""
         why = f": {error}" if error is not None and str(error) else ""
         return CommandError(EXIT_BUSY, _error("connection_lost", f"hearthd ended before it answered{why}"))
 

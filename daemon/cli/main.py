@@ -182,8 +182,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _named(text: str) -> str:
-    """Returns the name of a model or folder as given. Raises ArgumentTypeError for "", which a script's unset variable leaves:
-    without a name some commands are for the whole node, and a folder "" would be the working directory."""
+    """Returns `text`, the name of a model or folder on the command line. Raises ArgumentTypeError for "", which comes from an unset
+    variable of a script: without a name, some commands would apply to the whole node or to the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("is empty")
     return text
@@ -211,8 +211,9 @@ def _drop_output() -> None:
 
 
 def meant(client: Client, error: CommandError, options: argparse.Namespace) -> str:
-    """Returns a hint that is added to the message of `error`, if that is about an unknown model: the model of which the given name
-    is a replica, why the model is about to go, the most similar name, or how to list all models. "" for other errors."""
+    """Returns a hint to add to the message of `error`, if that error says that there is no model of the given name; "" for other
+    errors. The hint is one of: the model of which the name is a replica, why a removed model is still listed, the most similar
+    name, how to list all models."""
     if error.error["code"] not in ("model_not_found", "not_found") or not getattr(options, "name", ""):
         return ""
     from difflib import get_close_matches  # imported here, because nothing else needs it

@@ -16,8 +16,8 @@ ON_DEVICE = ("loading", "ready", "draining", "paused")
 
 
 def rows_by_name(client: Client, models_dir: Path) -> dict[str, dict[str, Any]]:
-    """Returns the daemon's rows of `hearth models` by the model's name; {} if no daemon runs or the running one serves another
-    models folder. Raises CommandError if a daemon runs and does not answer."""
+    """Returns the daemon's rows of `hearth models`, by the model's name; {} if no daemon runs, or if the running daemon serves
+    another models folder. Raises CommandError if a daemon runs and does not answer."""
     try:
         served = str(client.get("/control/v1/status")["models_dir"])
         if not os.path.isdir(served) or not os.path.samefile(served, models_dir):

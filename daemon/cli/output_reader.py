@@ -14,9 +14,11 @@ from types import FrameType
 
 @contextmanager
 def interrupted_without_reader() -> Iterator[None]:
-    """Raises KeyboardInterrupt in its block as soon as nobody can read standard output any more. A write to it would tell that,
-    too, but a command that waits may have nothing to write for hours. Another thread waits for the pipe's error, which takes no
-    processor time. Runs in the main thread, because the signal that ends the block's calls is handled there."""
+    """Returns a context manager that raises KeyboardInterrupt in its block as soon as nobody can read standard output any more. It
+    must be used in the main thread, which handles the signal that interrupts the block.
+
+    A write would notice that, too, but a command that waits may have nothing to write for hours. So another thread waits for an
+    error of the pipe."""
     try:
         output = sys.stdout.fileno()
     except OSError:  # an object in this process collects what is printed

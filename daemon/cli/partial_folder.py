@@ -1,5 +1,6 @@
-"""Locks and publishes the folder `.partial-NAME` that a command fills. The folder is renamed once it is complete, so that others
-see either all of its content or nothing."""
+"""Locks and publishes the folder `.partial-NAME`, which a command fills with a model's files. It is renamed once it is complete, so
+that others see either all of its content or nothing.
+"""
 
 from __future__ import annotations
 

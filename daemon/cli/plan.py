@@ -1,4 +1,6 @@
-"""`hearth plan`, `hearth evict` and `hearth history`: which models would be evicted for others, and which ones were."""
+"""`hearth plan`, `hearth evict` and `hearth history`: which models would be evicted to load others or to free memory, and which
+ones were evicted.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ def evict(client: Client, options: argparse.Namespace) -> None:
 
 def _room(plans: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Shows, for `hearth evict --dry-run --bytes`, which models would be evicted to free that many bytes. plans: the daemon's
-    answer for each device. Raises CommandError if no device can free that much; its details list what is on each device."""
+    answer, one plan for each device. Raises CommandError if no device can free that much; the error's details contain the plans."""
     can = any(device["verdict"] in ("fits", "evicts") for device in plans)
     if options.json and can:
         print(json.dumps(plans, indent=1))
@@ -203,8 +205,8 @@ def _placement(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _score(score: float) -> str:
-    """Formats a model's eviction score for display, per GiB. score: the seconds of reloading that its eviction is expected to cost
-    in each second, per byte that it frees."""
+    """Returns a model's eviction score, multiplied by 2**30 (so per GiB), as text. score: per byte of the model's memory, how many
+    seconds of reloading its eviction is expected to cost in each second."""
     return f"{score * 2**30:.3g}"
 
 

@@ -30,7 +30,8 @@ def byte_progress(name: str, total_bytes: int, shown: bool) -> Iterator[Callable
 
 
 def show(name: str, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields the lines of a load's answer unchanged, and shows the progress that they report as a bar. name: the model's name."""
+    """Yields the lines of the daemon's answer to a load unchanged, and shows the progress that they report as a bar. name: the
+    model's name."""
     with byte_bar() as progress:
         task = progress.add_task(f"{name}: waiting", total=None)
         for line in lines:

@@ -27,6 +27,6 @@ def _turn(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _text(row: dict[str, Any]) -> tuple[str, ...]:
-    """Returns a line of the table, for a job of a text worker. It names no request, because the daemon does not know yet to which
-    one the job belongs."""
+    """Returns the line of the table for a job of a text worker. It does not name a request, because the daemon does not know to
+    which one the job belongs."""
     return f"({row['work']}, {size(row['bytes'])})", "", row["model"] or "-", "-", duration(row["waiting_s"]), row["tenant"] or "-"

@@ -1,4 +1,5 @@
-"""`hearth rm NAME`: deletes a model's folder. It runs in this process and as its user, because the service may not write there.
+"""`hearth rm NAME`: deletes a model's folder. It runs in this process and as its user, because the service may not write to the
+models folder.
 
 The folder is first renamed to `.removing-NAME`, which scans ignore: the model exists completely or not at all. The remains of an
 interrupted removal are deleted when the same command is given again.
@@ -28,9 +29,9 @@ PREFIX = ".removing-"
 
 @dataclass(slots=True, frozen=True)
 class Removal:
-    """The model that `hearth rm` removes, before or after it did. path: the folder or link. num_files, num_bytes: the files in the
-    folder, 0 for a link. link_to: the target, which stays, if the name is a link; "" for a folder. removed: whether it has been
-    removed."""
+    """A model that `hearth rm` is about to remove or has removed. path: its folder or link. num_files, num_bytes: the files in the
+    folder, 0 for a link. link_to: the target if the name is a link, of which only the link is removed; "" for a folder. removed:
+    whether the model has been removed."""
 
     name: str
     path: str
@@ -115,8 +116,8 @@ def _confirm(planned: Removal, yes: bool) -> None:
 
 
 def _remove(path: Path, hidden: Path, models_dir: Path) -> None:
-    """Deletes a model's folder or link, and the folders above it, up to the models folder, that are empty then. path: the model's
-    path. hidden: the path that the folder is renamed to first. Raises OSError."""
+    """Deletes a model's folder or link, and then the folders above it that have become empty, up to the models folder. path: the
+    model's path. hidden: the path that the folder is renamed to first. Raises OSError."""
     if path.is_symlink():
         path.unlink()
     else:

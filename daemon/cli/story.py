@@ -36,8 +36,8 @@ def events(client: Client, options: argparse.Namespace) -> None:
 
 
 def _followed(client: Client) -> Iterator[dict[str, Any]]:
-    """Yields events of the daemon as they come and, when it ends, those of the next one. Raises CommandError if the first daemon
-    cannot be reached, or no other follows."""
+    """Yields the daemon's events as they come. When the daemon ends, waits for the next one and yields its events. Raises
+    CommandError if no daemon can be reached at the start, or if no other follows in time."""
     has_begun = False
     while True:
         try:

@@ -105,8 +105,9 @@ def _device(device: dict[str, Any], letters: dict[str, str], columns: int, colou
 
 
 def _bar(device: dict[str, Any], letters: dict[str, str], width: int, colours: bool) -> str:
-    """Returns a bar of `width` characters for a device's memory, each kind of use with a character of its own, and each model's
-    weights with the model's letter. The ends of the parts are rounded, so that the bar as a whole has the right width."""
+    """Returns a bar for a device's memory, in brackets: `width` characters, of which each kind of use has its own, and each model's
+    weights have the model's letter. The ends of the parts are rounded, not their lengths, so that the parts together have the right
+    width. colours: whether to add ANSI codes that colour each model's part."""
     text, at, done = "", 0, 0
     for part in device["parts"]:
         done += part["bytes"]

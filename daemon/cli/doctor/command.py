@@ -81,9 +81,9 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
 
 
 def _limits(pid: int) -> tuple[dict[str, int], str]:
-    """Returns the limits of a process by name, as soft_limits does, but the hard limit on open files; and words that say whose
-    limits they are. pid: the running daemon's process id. If it is 0, or that process may not be read, the limits are those of this
-    process, which a daemon started from the same shell would have."""
+    """Returns the limits of the running daemon, and words that say whose limits they are. The limits are soft limits by name, as
+    from soft_limits, except that for open files it is the hard limit. pid: the daemon's process id. If it is 0, or the daemon's
+    limits may not be read, they are the limits of this process, which a daemon started from the same shell would have."""
     from daemon.cli.doctor.system import hard_open_files, soft_limits
 
     known = {f"/proc/{pid}/limits": "hearthd's"} if pid else {}

@@ -71,9 +71,9 @@ def device(name: str, gpu: Gpu | None, uuid: str, budget_bytes: int, is_running:
 
 
 def find_devices(inventory: Inventory, uuids: Mapping[str, str], budgets: Mapping[str, int], is_running: bool) -> list[Finding]:
-    """Checks the GPU of each configured cuda device. Returns a finding for each, or none if the driver cannot be asked, which
-    `find_driver` reports. uuids, budgets: by device name, the GPU's UUID and the budget in bytes. is_running: whether hearthd
-    runs."""
+    """Checks the GPU of each configured cuda device, and returns one finding for each. Returns none if the driver cannot be asked,
+    which `find_driver` reports. uuids: device -> UUID of its GPU. budgets: device -> budget in bytes. is_running: whether hearthd
+    runs and so already uses its GPUs' memory."""
     if not uuids:
         return []
     try:

@@ -1,4 +1,6 @@
-"""Checks whether other hosts lend what the settings name: a running daemon knows, and without one they are asked here."""
+"""Checks the other hosts that lend devices to this node (`hosts` in the settings): a running daemon reports on their devices;
+without a daemon, each host is connected to.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ CHANGE = "see that `hearth lend` runs there with the same key, and that the addr
 
 
 def told(device: Mapping[str, Any]) -> Finding:
-    """Returns the finding on a device of another host that a running daemon uses. device: its row in `hearth status`."""
+    """Returns the finding on a device that another host lends, as the running daemon reports it. device: its row in `hearth
+    status`."""
     name = device["name"]
     if device["up"]:
         return Finding("other host", OK, f"{name}: its engine is up")
@@ -21,8 +24,8 @@ def told(device: Mapping[str, Any]) -> Finding:
 
 
 def find(name: str, address: str, key_file: str) -> Finding:
-    """Connects to a host as the daemon would, without borrowing anything, and returns the finding. address, key_file: the host's
-    settings."""
+    """Connects to a host as the daemon would, without borrowing a device, and returns the finding. name: the host's name in the
+    settings. address: its HOST:PORT. key_file: the path of the key that both hosts share."""
     from engine.remote.frames import ToProxy  # imported here, because most nodes have no other hosts
     from engine.remote.wire import WireClosed, connect, read_key
 

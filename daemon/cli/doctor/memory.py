@@ -26,8 +26,9 @@ MAX_SHARE = 0.9  # the largest share of the memory for budgets: the rest is for 
 
 
 def budgets(devices: Mapping[str, int], host_tier_bytes: int, memory_bytes: int) -> Finding:
-    """Checks whether the budgets fit the machine's memory, and returns the finding. devices: name -> budget in bytes; only its own
-    cpu devices take the machine's memory. memory_bytes: the machine's memory."""
+    """Checks whether the budgets fit the machine's memory, and returns the finding. devices: name -> budget in bytes; only this
+    machine's cpu devices are counted. host_tier_bytes: the size of the host tier, which is counted, too. memory_bytes: the
+    machine's memory."""
     parts = [f"{name} {size(value)}" for name, value in devices.items() if is_local(name, "cpu")]
     total = sum(value for name, value in devices.items() if is_local(name, "cpu")) + host_tier_bytes
     parts += [f"host tier {size(host_tier_bytes)}"] if host_tier_bytes else []
@@ -41,9 +42,9 @@ def budgets(devices: Mapping[str, int], host_tier_bytes: int, memory_bytes: int)
 
 
 def needed_bytes(devices: Mapping[str, int], host_tier_bytes: int, num_cores: int) -> int:
-    """Returns the most memory, in bytes, that all processes of hearthd may need in sum: what a limit on them, such as MemoryMax=,
-    should allow at least. devices: name -> budget in bytes. num_cores: how many cores they may use, by which kernels are compiled
-    at once."""
+    """Returns the most memory, in bytes, that all processes of hearthd may need together. A limit on them, such as MemoryMax=,
+    should not be lower. devices: name -> budget in bytes. num_cores: how many cores hearthd may use; the more there are, the more
+    kernels are compiled at the same time."""
     cpu = [value for name, value in devices.items() if is_local(name, "cpu")]
     own = len(cpu) * CPU_ENGINE_BYTES + sum(is_local(name, "cuda") for name in devices) * CUDA_ENGINE_BYTES
     compiling = min(num_cores, MOST_COMPILERS) * COMPILER_BYTES
@@ -52,8 +53,8 @@ def needed_bytes(devices: Mapping[str, int], host_tier_bytes: int, num_cores: in
 
 def service_limit(needed: int, limit: int | None, whose: str) -> Finding:
     """Compares the memory limit of hearthd's processes with what they need, and returns the finding. needed: the bytes that they
-    need. limit: the limit of their control group in bytes; None: there is none. whose: words for the processes whose limit it
-    is."""
+    need. limit: the limit of their control group in bytes; None: there is no limit. whose: whose limit it is, in words for the
+    finding."""
     found = f"budgets and what hearthd's processes need beside them come to {size(needed)}"
     mib = -(-needed // (1 << 20))
     change = f"systemctl edit hearthd: [Service] MemoryMax={mib}M, for a container --memory {mib}m, or lower budgets"
@@ -66,14 +67,16 @@ def service_limit(needed: int, limit: int | None, whose: str) -> Finding:
 
 
 def find_service_limit(devices: Mapping[str, int], host_tier_bytes: int, pid: int, num_cores: int) -> Finding:
-    """Looks up the memory limit of the running daemon, or of this process if pid is 0, and returns the finding about it. devices:
-    name -> budget in bytes. num_cores: as in needed_bytes."""
+    """Finds the memory limit of the running daemon, compares it with what hearthd needs, and returns the finding. devices: name ->
+    budget in bytes. pid: the daemon's process id; 0: none runs, and the limit of this process is taken. num_cores: as in
+    needed_bytes."""
     return service_limit(needed_bytes(devices, host_tier_bytes, num_cores), limit_of(pid), "hearthd" if pid else "this shell")
 
 
 def limit_of(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Returns the smallest memory limit, in bytes, of the control groups that contain a process, in either version of control
-    groups; None: there is no limit. pid 0: this process. proc, groups: where the kernel's file systems are mounted."""
+    """Returns the smallest memory limit, in bytes, of the control groups that contain a process; None: there is no limit. Both
+    versions of control groups are supported. pid: the process; 0: this one. proc, groups: the folders at which procfs and the
+    control groups are mounted."""
     lines = _read(proc / str(pid or "self") / "cgroup").splitlines()
     values = [_read(file) for line in lines for file in _limit_files(line, groups)]
     limits = [int(value) for value in values if value.isdigit()]
@@ -81,8 +84,8 @@ def limit_of(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/
 
 
 def _limit_files(line: str, groups: Path) -> Iterator[Path]:
-    """Yields the files with the memory limits of a control group and of all groups above it. line: a line of /proc/PID/cgroup; one
-    of a hierarchy without memory limits has no such files. groups: where control groups are mounted."""
+    """Yields the files that contain the memory limits of a control group and of all groups above it; none if the group's hierarchy
+    does not control memory. line: the group's line in /proc/PID/cgroup. groups: the folder at which control groups are mounted."""
     number, _, rest = line.partition(":")
     controllers, _, path = rest.partition(":")
     if number == "0":
@@ -98,15 +101,15 @@ def _limit_files(line: str, groups: Path) -> Iterator[Path]:
 
 
 def chosen(text: str) -> str:
-    """Returns the word in brackets, with which the kernel marks the chosen value of a setting, such as `advise` in `always [advise]
-    never`; "" if there is none."""
+    """Returns the chosen value of a kernel setting, which the kernel marks with brackets, such as `advise` in `always [advise]
+    never`; "" if no value is marked."""
     return text.partition("[")[2].partition("]")[0]
 
 
 def huge_pages(problem: str | None, shmem_enabled: str, num_reserved: int) -> Finding:
-    """Returns the finding on whether hearthd's memory gets huge pages. problem: why the memory of a memfd could not be put into a
-    huge page, None if it could. shmem_enabled: the word in brackets in transparent_hugepage/shmem_enabled. num_reserved:
-    vm.nr_hugepages, huge pages of a kind that hearthd cannot use."""
+    """Returns the finding on whether hearthd's memory gets huge pages. problem: why a trial with the memory of a memfd failed; None
+    if it worked. shmem_enabled: the chosen value in transparent_hugepage/shmem_enabled. num_reserved: the value of vm.nr_hugepages,
+    which reserves huge pages that hearthd cannot use."""
     found = f"shmem_enabled {shmem_enabled or 'not there'}"
     reserved = ""
     if num_reserved:
@@ -124,7 +127,7 @@ def find_huge_pages() -> Finding:
 
 
 def collapse_problem() -> str | None:
-    """Tries to put the memory of a memfd into one huge page, as engines do. Returns why that failed, None if it works."""
+    """Tries to put the memory of a memfd into one huge page, as engines do. Returns why that failed; None if it worked."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)

@@ -15,8 +15,8 @@ SYSTEMD = "systemd"
 
 
 def certificate(tls: Mapping[str, Any] | None) -> Finding:
-    """Checks the TLS certificate and returns the finding. tls: a row about the certificate, or {"problem": why it cannot be used};
-    None: no certificate is set."""
+    """Returns the finding on the TLS certificate. tls: the certificate's fields as in `hearth status`, or {"problem": why it cannot
+    be used}; None: no certificate is set."""
     if tls is None:
         return Finding("TLS", OK, "none is set: listen speaks HTTP")
     if "problem" in tls:
@@ -28,8 +28,8 @@ def certificate(tls: Mapping[str, Any] | None) -> Finding:
 
 
 def port(listen: str, problem: OSError | None, holder: str | None) -> Finding:
-    """Returns the finding on the HTTP address `listen`. problem: the error of binding to that address; None: it is free. holder:
-    the process that listens there, as `NAME (pid N)`; None: unknown."""
+    """Returns the finding on the HTTP address `listen`, when no daemon runs. problem: the error of binding to that address; None:
+    it is free. holder: the process that listens on it, as `NAME (pid N)`; None: unknown."""
     if problem is None:
         return Finding("HTTP address", OK, f"{listen} is free")
     if problem.errno != errno.EADDRINUSE:

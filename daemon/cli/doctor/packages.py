@@ -15,8 +15,8 @@ from hearthd.packages import HOME
 
 
 def installed(found: Sequence[collisions.Collision]) -> list[Finding]:
-    """Returns the findings on hearthd's own packages. found: packages of other distributions that have the same names as hearthd's
-    and may be imported in their place."""
+    """Returns the findings on hearthd's own packages. found: packages of other distributions with the same names, which Python may
+    import in place of hearthd's."""
     if not found:
         python = ".".join(map(str, sys.version_info[:3]))
         return [Finding("installation", OK, f"hearthd {VERSION} in {HOME}, Python {python} of {sys.prefix}")]
@@ -24,8 +24,9 @@ def installed(found: Sequence[collisions.Collision]) -> list[Finding]:
 
 
 def required(there: Sequence[str], lacking: Sequence[Lack]) -> list[Finding]:
-    """Returns a finding for each missing or unsuitable package or, if there is none, one finding that lists the installed ones.
-    there, lacking: the result of installation.required."""
+    """Returns the findings on the packages that hearthd requires: one for each that is missing or unsuitable or, if there is none,
+    a single one that lists the packages. there, lacking: the two parts of the result of installation.required: the suitable
+    packages, and the others."""
     return _lacks("packages", lacking) or [Finding("packages", OK, ", ".join(there))]
 
 

@@ -25,14 +25,17 @@ from daemon.http import tls
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """The settings to check. source: where they come from. pid: the running daemon's process id, 0 if none runs. models_dir: "" if
-    unset. budgets: device -> bytes. uuids: cuda device -> UUID of its GPU. wants_gpu: whether cuda devices are configured, even if
-    the driver does not know them. files: the files that were read, in order. refused: why the running daemon does not use the
-    files' current content, "" if it does. tls: the certificate as in `hearth status`, or {"problem": why it cannot be used}; None:
-    no certificate is set. hosts: other hosts that lend devices, by name, with their settings; {} if a daemon runs. lent: the
-    running daemon's rows of devices of other hosts. state_dir: "" if the daemon is of a version that does not tell. problems: what
-    the running daemon says is wrong with it. not_saved: why it cannot save pins and the like, "" if it can. audit_dropped: the
-    number of acts that are missing in its audit log since its start."""
+    """The settings to check, and what the running daemon reports about itself.
+
+    source: where the settings come from. pid: the running daemon's process id, 0 if none runs. models_dir: "" if unset. budgets:
+    device -> bytes. uuids: cuda device -> UUID of its GPU. wants_gpu: whether cuda devices are configured, even if there is no
+    driver. files: the settings files that were read, in order. tls: the certificate as in `hearth status`, or {"problem": why it
+    cannot be used}; None: no certificate is set. hosts: the settings of other hosts that lend devices, by name; {} if a daemon
+    runs. state_dir: "" if the daemon's version does not report it.
+
+    The following are empty if no daemon runs. refused: why the daemon does not use the files' current content, "" if it does. lent:
+    its rows of devices of other hosts. problems: what is wrong with it. not_saved: why it cannot save pins and the like, "" if it
+    can. audit_dropped: the number of acts since its start that its audit log lacks."""
 
     source: str
     pid: int
@@ -55,9 +58,9 @@ class Settings:
 
 
 def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory) -> Settings:
-    """Returns the settings to check. path: a configuration file to read them from. If it is "", they are those of the running
-    daemon; if none runs, those of the service's file or, without one, the defaults. Raises CommandError for a configuration that is
-    not valid."""
+    """Returns the settings to check. path: a configuration file to read them from; "": the running daemon is asked, and if there is
+    none, the service's file or else the defaults are taken. memory_bytes: the machine's memory. Raises CommandError for a
+    configuration that is not valid."""
     if not path:
         try:
             return of_status(client.get("/control/v1/status"))
@@ -136,8 +139,8 @@ def of_status(status: dict[str, Any]) -> Settings:
 
 
 def find_problems(against: Settings) -> list[Finding]:
-    """Returns a finding for each problem that the running daemon reports of itself, such as an audit log that cannot be written,
-    and one for acts that this log lacks although it can be written now."""
+    """Returns a finding for each problem that the running daemon reports of itself, such as an audit log that cannot be written. If
+    the audit log can be written again but lacks entries since the daemon's start, there is a finding on that, too."""
     found = [Finding("hearthd", WARN, problem, "see `hearth status` and hearthd's log") for problem in against.problems]
     if against.audit_dropped and not any(problem.startswith("audit_log ") for problem in against.problems):
         missing = f"{against.audit_dropped} acts are missing in it since hearthd's start; it is written now"
@@ -146,8 +149,8 @@ def find_problems(against: Settings) -> list[Finding]:
 
 
 def find_files(against: Settings) -> Finding:
-    """Returns the finding on the settings files: which of them are read, which files of conf.d are not, and whether the running
-    daemon has refused their current content."""
+    """Returns the finding on the settings files: which files are read, which files of the folder conf.d are not, and whether the
+    running daemon has refused their current content."""
     if against.refused:
         return Finding("settings", WARN, f"older ones are in use: {against.refused}", "correct it; it is read again by itself")
     if not against.files:

@@ -1,4 +1,4 @@
-"""Checks the models folder, the models in it and how fast its drive reads, and the room in the state folder."""
+"""Checks the models folder and the models in it, the speed of its drive, and the free space of the state folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NUM_READERS = 4
 
 @dataclass(slots=True, frozen=True)
 class Reading:
-    """A measurement of how fast a drive reads past the page cache: num_bytes in duration_s. problem: why nothing could be read so,
-    "" if it could."""
+    """A measurement of how fast a drive reads past the page cache: num_bytes in duration_s seconds. problem: why nothing could be
+    measured, "" if something was."""
 
     num_bytes: int = 0
     duration_s: float = 0.0
@@ -35,8 +35,8 @@ class Reading:
 
 
 def find_state_folder(folder: str, not_saved: str) -> Finding:
-    """Returns the finding on the folder in which pins and the like are saved. not_saved: why the running daemon cannot save them,
-    "" if it can, or if none runs."""
+    """Returns the finding on the folder in which pins and the like are saved. not_saved: why the running daemon cannot save them;
+    "" if it can, or if no daemon runs."""
     there = Path(folder)
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -114,8 +114,8 @@ def is_rotational(folder: str, sysfs: str = "/sys/dev/block") -> bool | None:
 
 
 def read_direct(path: str) -> Reading:
-    """Measures how fast a file is read past the page cache: reads whole blocks of it, at most MAX_READ_BYTES, for about MAX_READ_S
-    seconds. Errors are reported in the result."""
+    """Measures how fast a file is read past the page cache: reads whole blocks of it for about MAX_READ_S seconds, at most
+    MAX_READ_BYTES. An error is returned as the Reading's `problem`."""
     fd = -1
     try:
         plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -100,9 +100,9 @@ def locked_memory(limits: dict[str, int], whose: str, wants_gpu: bool) -> Findin
 
 
 def compiler(path: str | None, headers: str, has_headers: bool, wants_gpu: bool) -> Finding:
-    """Returns the finding on what Triton's compiler needs. path: the path of a C compiler, None if there is none. headers: the path
-    at which Python.h should be. has_headers: whether it is there. wants_gpu: whether cuda devices are configured, which alone need
-    it."""
+    """Returns the finding on what Triton needs to compile kernels for GPUs: a C compiler, and Python's headers. path: the path of a
+    C compiler, None if there is none. headers: the path at which Python.h should be. has_headers: whether the file is there.
+    wants_gpu: whether cuda devices are configured; without them a missing compiler is no problem."""
     lacking = ([] if path else ["no C compiler"]) + ([] if has_headers else [f"no {headers}"])
     if not lacking:
         return Finding("C compiler", OK, f"{path}, {headers}")
@@ -122,8 +122,9 @@ def find_compiler(wants_gpu: bool) -> Finding:
 
 
 def cache_folder(folder: str, is_noexec: bool, is_writable: bool) -> Finding:
-    """Returns the finding on the folder of compiled kernels. is_noexec, is_writable: whether its file system is mounted noexec, and
-    whether this user may write to it; if it does not exist, both are of the folder in which it would be created."""
+    """Returns the finding on the folder of compiled kernels. If the folder does not exist, is_noexec and is_writable are those of
+    the folder in which it would be created. is_noexec: whether its file system is mounted noexec. is_writable: whether this user
+    may write to it."""
     if is_noexec:
         change = "remount it without noexec, or set cache_dir to another folder"
         return Finding("cache folder", FAIL, f"{folder} is mounted noexec: compiled kernels cannot be loaded", change)
@@ -135,8 +136,8 @@ def cache_folder(folder: str, is_noexec: bool, is_writable: bool) -> Finding:
 
 
 def find_cache_folder(folder: str, checks_writing: bool) -> Finding:
-    """Looks at the folder of compiled kernels and returns the finding on it. checks_writing: whether this process's user must be
-    able to write to it, because no daemon runs and this user would start it."""
+    """Looks at the folder of compiled kernels and returns the finding on it. checks_writing: whether to check that this user may
+    write to it, because no daemon runs and this user may start one."""
     there = Path(folder)
     while not there.exists() and there != there.parent:
         there = there.parent

@@ -39,8 +39,8 @@ class Packed:
 
 @dataclass(slots=True, frozen=True)
 class Verified:
-    """The result of verifying a packed model. against_original: whether tensors were compared with the original byte by byte;
-    otherwise with the checksums from the time of packing. plain_bytes: the size of the unpacked tensors."""
+    """The result of verifying a packed model. against_original: whether the tensors were compared with those of the original files;
+    otherwise they were checked against the checksums from the time of packing. plain_bytes: the size of the unpacked tensors."""
 
     name: str
     folder: str
@@ -88,9 +88,9 @@ def _verified_text(result: Verified) -> str:
 
 
 def packed(model: ModelFiles, with_bar: bool) -> Packed:
-    """Packs a model's weight files into a folder beside them; files that are packed already are left as they are. with_bar: whether
-    to show a progress bar. Raises CommandError if packing would not save bytes, or the space or the files do not allow it;
-    OSError."""
+    """Packs a model's weight files into a folder beside them, and returns the result. Files that an interrupted run has packed
+    already are kept. with_bar: whether to show a progress bar. Raises CommandError if packing would not save bytes, the drive has
+    too little space or the files are faulty. Raises OSError if a file cannot be read or written."""
     from loader.errors import CheckpointError
     from loader.files.weight_files import PACKED_DIR
     from loader.packing.packer import pack_file
@@ -125,8 +125,9 @@ def packed(model: ModelFiles, with_bar: bool) -> Packed:
 
 
 def verified(model: ModelFiles, with_bar: bool) -> Verified:
-    """Verifies a model's packed weights, against the original files if they are there, else against their checksums. with_bar:
-    whether to show a progress bar. Raises CommandError if nothing is packed or the weights differ; OSError."""
+    """Verifies a model's packed weights, and returns the result: they are compared with the original files or, if those are gone,
+    checked against checksums. with_bar: whether to show a progress bar. Raises CommandError if nothing is packed or the weights
+    differ, and OSError if a file cannot be read."""
     from loader.errors import CheckpointError
     from loader.packing.verifier import verify_tensor
 
@@ -151,8 +152,9 @@ def verified(model: ModelFiles, with_bar: bool) -> Verified:
 
 
 def _expected_bytes(model: ModelFiles, descriptors: dict[str, int]) -> int:
-    """Returns the size in bytes that the packed files would have; it is not below plain_bytes if packing would save nothing.
-    descriptors: open descriptors of the plain files, by name. Raises CheckpointError, OSError."""
+    """Returns the size in bytes that the packed files would have. If packing saves nothing, that is at least plain_bytes.
+    descriptors: open descriptors of the plain files, by name. Raises CheckpointError for a faulty file, and OSError if one cannot
+    be read."""
     from loader.packing.packer import expected_bytes
 
     return sum(
@@ -183,8 +185,8 @@ def _why_not_verified(model: ModelFiles) -> str:
 
 
 def _check_space(model: ModelFiles, expected: int, there: int) -> None:
-    """Raises CommandError, with the sizes, if the drive has no room for the packed files. expected: their bytes. there: how many of
-    these an earlier, interrupted run has already written."""
+    """Raises CommandError, with the sizes, if the drive has no room for the packed files. expected: their size in bytes. there: how
+    many bytes of them an interrupted run has already written."""
     status = os.statvfs(model.folder)
     free, missing = status.f_bavail * status.f_frsize, max(0, expected - there)
     if missing <= free:
@@ -206,7 +208,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _drop_others(partial: Path, model: ModelFiles) -> None:
-    """Deletes from the folder `partial` what an interrupted run has left of files that the model does not have any more."""
+    """Deletes from the folder `partial` what an interrupted run has packed of files that the model no longer has."""
     from loader.packing.packer import INCOMPLETE, JOURNAL
 
     keep = {name + ending for name in model.plain for ending in ("", INCOMPLETE, JOURNAL)}

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModelFiles:
-    """The weight files of one model. plain, packed: the headers of its unpacked and its packed files, by file name relative to the
-    folder. infos: size and time of the plain files. why_not_packed: why the packed files cannot replace the plain ones, "" if they
-    can."""
+    """The weight files of one model. plain: the headers of the unpacked files, by file name relative to the folder. packed: the
+    headers of the packed files, in the same way. infos: size and modification time of the plain files, by name. why_not_packed: why
+    the packed files cannot be used in place of the plain ones, "" if they can."""
 
     name: str
     models_dir: Path
@@ -101,7 +101,7 @@ class ModelFiles:
 
 def find(models_dir: str, name: str) -> ModelFiles:
     """Returns the weight files of the model `name` in the folder `models_dir`, with their headers read. Raises CommandError if
-    there is no such model, or it is incomplete or an adapter; OSError."""
+    there is no such model, or if it is incomplete or an adapter. Raises OSError if a file cannot be read."""
     from loader.files.weight_files import PACKED_DIR, read_headers
     from loader.models.catalog import scan
 

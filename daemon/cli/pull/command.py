@@ -87,8 +87,8 @@ def pulled(models_dir: Path, name: str, revision: str | None, with_bar: bool) ->
 
 
 def _in_cache(models_dir: Path, repo: Repo) -> Path | None:
-    """Returns the folder in which the commit already is, if the models folder is a cache that the Hugging Face hub's own tools
-    fill, and the model is complete there; otherwise None."""
+    """Returns the folder that already contains the commit, if the models folder is a cache of the Hugging Face hub's own tools and
+    the model is complete in it; otherwise None."""
     from loader.models.catalog import scan_one
 
     folder = models_dir / f"models--{repo.name.replace('/', '--')}" / "snapshots" / repo.commit

@@ -1,8 +1,8 @@
-"""Fills `.partial-org--name` in the models folder, then renames it to the model's name, so that the catalog sees all of a model or
-nothing.
+"""Downloads a model's files into the folder `.partial-ORG--NAME` of the models folder. The caller renames it to the model's name
+once it is complete, so that the catalog sees all of a model or nothing.
 
-A file is named `NAME.incomplete` until its digest matches the hub's, and the next pull continues at its end. Files that already
-exist in the folder of another commit are linked, not fetched.
+A file is named `NAME.incomplete` until its digest matches the hub's, and an interrupted download of it is continued at its end.
+Files that the model's folder already has from the pull of another commit are linked, not fetched.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def partial_folder(models_dir: Path, name: str) -> Path:
 
 
 def missing_bytes(partial: Path, target: Path, files: list[RepoFile]) -> int:
-    """Returns how many bytes of `files` still have to be fetched. Files that are complete in `partial`, the folder being filled, or
-    in `target`, the folder of an earlier pull, do not count; of a partly fetched file only the rest does."""
+    """Returns how many bytes of `files` still have to be fetched. A file that is complete in `partial` (the folder being filled) or
+    in `target` (the folder of an earlier pull) counts as 0, and a partly fetched file counts with the bytes that it lacks."""
     total = 0
     for file in files:
         if not (_is_there(partial, file) or _is_there(target, file)):
@@ -50,8 +50,9 @@ def missing_bytes(partial: Path, target: Path, files: list[RepoFile]) -> int:
 
 def download(hub: Hub, repo: Repo, files: list[RepoFile], partial: Path, target: Path, on_bytes: OnBytes) -> None:
     """Fetches files of a commit into the folder `partial`. target: the folder of an earlier pull; files that it already has are
-    linked. on_bytes: called with the number of bytes that arrived. Raises CommandError, OSError; what was fetched is kept for the
-    next pull."""
+    linked. on_bytes: called with the number of bytes that have arrived, below 0 for bytes that must be fetched again. Raises
+    CommandError if a download fails or its checksum is wrong, and OSError if a file cannot be written. The next pull goes on with
+    what was fetched."""
     _drop_others(partial, files)
     receipt.write(partial, repo, files)
     wanted = []
@@ -89,7 +90,7 @@ def _incomplete_bytes(partial: Path, file: RepoFile) -> int:
 
 
 def _drop_others(partial: Path, files: list[RepoFile]) -> None:
-    """Deletes from `partial` the files that an interrupted pull of another commit left and that are not among `files`."""
+    """Deletes from `partial` the files that do not belong to `files`: those that an interrupted pull of another commit has left."""
     keep = {receipt.NAME}
     for file in files:
         if _is_there(partial, file):
@@ -131,16 +132,16 @@ def _fetch(hub: Hub, repo: Repo, file: RepoFile, partial: Path, on_bytes: OnByte
 
 
 class _Sink:
-    """The file that a download is written to, as an object with the methods that `http_get` needs. It computes the digest of the
-    content on the way, reports progress, and raises Stopped once the download is to end."""
+    """The file that a download is written to, as an object with the methods that `http_get` needs. While it is written, it computes
+    the digest of its content and reports progress. It raises Stopped once the download is to be stopped."""
 
     def __init__(self, raw: BinaryIO, file: RepoFile, on_bytes: OnBytes, stop: threading.Event) -> None:
         self._raw, self._file, self._on_bytes, self._stop = raw, file, on_bytes, stop
         self._hash = self._new_hash()
 
     def read_what_is_there(self) -> int:
-        """Reads the part of the file that an earlier pull left, for the digest, and returns its size in bytes: the offset from
-        which to fetch. A part that is longer than the whole file is deleted, and the result is 0."""
+        """Reads the part of the file that an earlier pull has fetched, adds it to the digest, and returns its size in bytes, which
+        is the offset from which to fetch. If that part is longer than the whole file, it is deleted, and the result is 0."""
         if self._raw.seek(0, os.SEEK_END) > self._file.size_bytes:
             self._raw.truncate(0)
         self._raw.seek(0)
@@ -166,8 +167,8 @@ class _Sink:
         return self._raw.seek(offset)
 
     def truncate(self) -> None:
-        """Empties the file, if its position is at the start. `http_get` calls this when the hub sends the whole file again. Raises
-        OSError at any other position."""
+        """Empties the file and resets its digest. `http_get` calls this, after seek(0), if the hub sends the whole file instead of
+        its rest. Raises OSError if the position is not the start."""
         begin = self._raw.tell()
         if begin:
             raise OSError(f"{self._file.name}: to be truncated at {begin}, not at its start")

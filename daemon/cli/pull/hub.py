@@ -36,7 +36,7 @@ _MAX_TEXT_BYTES = 64 << 20
 
 
 class Hub:
-    """The Hugging Face hub. All methods raise CommandError with one line that says what to do."""
+    """A client of the Hugging Face hub. All methods raise CommandError, whose message is one line that says what to do."""
 
     def __init__(self) -> None:
         disable_progress_bars()

@@ -57,8 +57,8 @@ def is_adapter(repo: Repo) -> bool:
 
 
 def check_space(repo: Repo, wanted_bytes: int, missing_bytes: int, free_bytes: int, folder: str) -> None:
-    """Raises CommandError, with the sizes, if the files of a repository do not fit on the drive of `folder`. wanted_bytes: their
-    size. missing_bytes: the part of it that is still to be fetched. free_bytes: the free space."""
+    """Raises CommandError, with the sizes, if the files of a repository do not fit on the drive of `folder`. wanted_bytes: the size
+    of the files. missing_bytes: the part of that size that is still to be fetched. free_bytes: the free space."""
     if missing_bytes <= free_bytes:
         return
     there = (

@@ -192,8 +192,8 @@ def _costs(options: argparse.Namespace, costs: Costs) -> Costs:
 
 
 def _size(flag: str, text: str) -> int:
-    """Returns the size in bytes that `text`, a flag's value such as 8GiB, stands for; 0 if it is "". flag: the flag's name, for the
-    error. Raises CommandError."""
+    """Returns the size in bytes that a flag's value stands for; 0 for "". flag: the flag's name, for the error. text: the value,
+    such as 8GiB. Raises CommandError if it is no size."""
     try:
         return units.parse_bytes(text) if text else 0
     except ValueError as error:
@@ -205,9 +205,9 @@ def _size_or_none(text: str) -> int:
 
 
 def _of_folder(folder: str, devices: dict[str, int], chunk_bytes: int) -> dict[str, ModelFacts]:
-    """Returns, by name, what is reported to the node scheduler of each model in the folder, as the daemon would report it with
-    default settings. Models that cannot be loaded are left out. devices: name -> budget in bytes. Raises CommandError if the folder
-    cannot be read."""
+    """Returns the facts about each model in the folder, by name, as a daemon with default settings would report them to the node
+    scheduler. Models that cannot be loaded are left out. devices: name -> budget in bytes. chunk_bytes: the size of a chunk. Raises
+    CommandError if the folder cannot be read."""
     from config.schema import DeviceBudget, NodeConfig
     from daemon.models.registry import Registry
     from daemon.record.state import NodeState
