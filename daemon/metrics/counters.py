@@ -32,9 +32,9 @@ def _histograms(edges_s: Sequence[float]) -> defaultdict[str, Histogram]:
 
 @dataclass(slots=True)
 class TenantCounts:
-    """Counters by tenant, for /metrics. The NUM_TENANTS tenants with the most tokens have labels of their own in the metrics, all
-    others share one label. A request counts for the label that its tenant has when the request ends, so the count of a label never
-    falls."""
+    """Counters by tenant, for /metrics. The NUM_TENANTS tenants with the most tokens have labels of their own in the metrics; all
+    others share one label. A request is counted once, under the label that its tenant has when the request ends, so the count of a
+    label never falls."""
 
     requests: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (label, outcome)
     prompt_tokens: defaultdict[str, int] = field(default_factory=_counts)
@@ -57,7 +57,7 @@ class TenantCounts:
             self.named = set(sorted(self._tokens, key=lambda tenant: -self._tokens[tenant])[:NUM_TENANTS])
 
     def over_limit(self, tenant: str, limit: str) -> None:
-        """Counts a request that was refused because of a limit. limit: the limit's name in the keys file."""
+        """Counts a request that was refused because of a tenant's limit. limit: the limit's name in the keys file."""
         self.limit_refused[self.label(tenant), limit] += 1
 
     def ended(self, generation: Generation) -> None:
@@ -74,9 +74,10 @@ class TenantCounts:
 
 @dataclass(slots=True)
 class Metrics:
-    """All counters since the daemon's start. A counter in a dict is counted by model, by (model, outcome), or by device, reason or
-    cause. queue, ttft, per_token, request_time: histograms of seconds, by model. tenants: counters by tenant. swaps: the costs of
-    swapping models. experts: what the experts of models have computed."""
+    """All counters since the daemon's start. Most are dicts by model, and requests and loads by (model, outcome). engine_restarts
+    and engine_stalls are by device, access_refused by reason, reloads by outcome; comments name the keys of others. queue, ttft,
+    per_token, request_time: histograms of seconds, by model. tenants: counters by tenant. swaps: the costs of swapping models.
+    experts: how many tokens have passed through the experts of models."""
 
     requests: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)
     prompt_tokens: defaultdict[str, int] = field(default_factory=_counts)

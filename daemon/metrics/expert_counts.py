@@ -1,4 +1,6 @@
-"""Adds up what the experts of models have computed, as their engines report it, and computes how evenly it is spread."""
+"""Adds up how many tokens have passed through each expert of each model, as the engines report it, and computes how evenly the
+tokens are spread over the experts.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ Layers = dict[int, "array[int]"]  # layer -> how many tokens have passed through
 
 @dataclass(slots=True)
 class ExpertCounts:
-    """Tokens at experts since the daemon's start: a token counts once at each expert that it passes through. of_device: by (model,
-    device). layers: by model. A model whose number of experts changes, because its files do, begins anew in `layers`."""
+    """The numbers of tokens that have passed through experts since the daemon's start; a token counts once for each expert.
+    of_device: (model, device) -> tokens. layers: model -> the tokens of each expert of each layer. If a model's files change and
+    with them its number of experts, its entry in `layers` starts again from 0."""
 
     of_device: defaultdict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     layers: dict[str, Layers] = field(default_factory=dict)
@@ -35,13 +38,13 @@ class ExpertCounts:
         self.of_device[message.model, device] += sum(new)
 
     def imbalances(self) -> Iterator[tuple[str, float]]:
-        """Yields each model with its imbalance."""
+        """Yields (model, imbalance) for each model with counts; the imbalance is that of `imbalance`."""
         for model, layers in self.layers.items():
             yield model, imbalance(layers.values())
 
     def report(self, names: Iterable[str]) -> dict[str, Any]:
-        """Returns, as a JSON object, what the experts of a model have computed. names: the model's replicas, whose counts are added
-        up."""
+        """Returns the counts of a model as a JSON object: its tokens, imbalance, layers and devices. names: the model's replicas,
+        whose counts are added up."""
         names = list(names)
         total, devices = self.of_layers(names), dict[str, int]()
         for name in names:
@@ -67,8 +70,8 @@ class ExpertCounts:
 
 
 def imbalance(layers: Iterable[array[int]]) -> float:
-    """Returns by how much the busiest expert exceeds the mean expert: the sum over all layers of the busiest expert's tokens,
-    divided by the sum of the mean expert's; 1.0 if there are no tokens. layers: the counts of each layer's experts."""
+    """Returns the tokens of the busiest expert, summed over all layers, divided by those of the mean expert, summed in the same
+    way; 1.0 if there are no tokens. layers: for each layer, the tokens of each expert."""
     most = mean = 0.0
     for counts in layers:
         most += max(counts)

@@ -18,9 +18,10 @@ Key = str | tuple[str, ...]
 
 @dataclass(slots=True)
 class ModelNow:
-    """A model's current values for /metrics. queued: requests that wait. active: requests handed to the engine. running: those of
-    them in the engine's batch. kv_bytes: KV in use by running sequences. kv_cached_bytes: KV of cached prefixes. kv_share: kv_bytes
-    as a share, from 0 to 1, of the KV that the model could have. host_bytes: weights in the host tier."""
+    """A model's current values for /metrics. queued: requests that wait. active: requests that were handed to the engine. running:
+    the requests among `active` that are in the engine's batch. kv_bytes: KV in use by running sequences. kv_cached_bytes: KV of
+    cached prefixes. kv_share: kv_bytes as a share, from 0 to 1, of the KV that the model could have. host_bytes: weights in the
+    host tier."""
 
     state: str
     device: str = ""
@@ -64,8 +65,8 @@ class UpstreamNow:
 
 @dataclass(slots=True)
 class Now:
-    """The node's current values, gathered for one scrape of /metrics. models, devices, upstreams: by name. tenants_open: open
-    requests by tenant. loop_stall_s: the longest time that the event loop was held."""
+    """The node's current values, gathered for one scrape of /metrics. models, devices, upstreams: by name. tenants_open: the number
+    of open requests, by tenant. loop_stall_s: the longest time for which the event loop did nothing else, in seconds."""
 
     version: str
     models: dict[str, ModelNow]
@@ -201,8 +202,8 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
 
 
 def _by_label(tenants: TenantCounts, numbers: Mapping[str, int]) -> Rows:
-    """Returns the sum of the tenants' numbers for each label of the metrics; 0 for a label whose tenants have none. numbers: by
-    tenant."""
+    """Returns (label, sum of the numbers of the tenants with that label) for each label of the metrics, 0 for a label without any.
+    numbers: by tenant."""
     found = dict.fromkeys(tenants.named, 0)
     for tenant, number in numbers.items():
         label = tenants.label(tenant)

@@ -29,8 +29,9 @@ def _seconds() -> defaultdict[str, float]:
 
 @dataclass(slots=True)
 class SwapCounts:
-    """The counters of loads and evictions since the daemon's start. Keys `tier` say where a load's weights came from, or where they
-    remain after an eviction: disk, host (memory), or device (memory that an ended engine has left). Keys `reason` say why."""
+    """The counters of loads and evictions since the daemon's start. In keys, `tier` is where a load's weights came from, or where
+    weights remain after an eviction: disk, host (the host tier) or device (memory that an ended engine has left). `reason` is why
+    the model was loaded or evicted."""
 
     ins: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason), completed loads
     outs: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason)
@@ -85,8 +86,8 @@ class SwapCounts:
         self.kv_tokens[message.model, "saved"] += message.saved_kv_tokens
 
     def engine_down(self, device: str, killed_for_memory: bool) -> None:
-        """Forgets the loads and evictions in progress on a device whose engine has ended, because no answer to them will come.
-        Those of a model split over several devices are kept until the engines of all these devices have ended. killed_for_memory:
+        """Forgets the loads and evictions in progress on a device whose engine has ended, because they will get no answer. Those of
+        a model split over several devices are forgotten when the engines of all these devices have ended. killed_for_memory:
         whether the kernel killed the engine for lack of memory, which is counted."""
         for open_ones in (self._load_reason, self._evict_sent_s):
             for placement, (devices, _) in list(open_ones.items()):
@@ -98,13 +99,13 @@ class SwapCounts:
 
 
 def source_of(message: protocol.LoadDone) -> str:
-    """Returns where a load's weights came from: disk, even if only some were read, host or device."""
+    """Returns where a load's weights came from: "disk" if any of them were read from files, otherwise "device" or "host"."""
     return DISK if message.bytes_read else DEVICE if message.adopted else HOST
 
 
 class KernelKills:
-    """Detects that the kernel has killed processes of this machine for lack of memory. `look` returns whether it has since the
-    previous call."""
+    """Detects that the kernel has killed processes of this machine for lack of memory. `look` returns whether it has killed any
+    since the previous call."""
 
     def __init__(self) -> None:
         self._seen = _oom_kills()
