@@ -1,6 +1,7 @@
-"""The page as the browser gets it: one document that contains its style and its script, and the policy that allows nothing else.
+"""The document of the status page, which contains its style and its script, and the content security policy that allows nothing
+else.
 
-The three parts are separate files so that each can be read; they are put together once, when this module is imported.
+The parts are three files (index.html, style.css, page.js), which are put together once, when this module is imported.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def _read(name: str) -> str:
 
 
 def _assemble(style: str, script: str) -> bytes:
-    """Returns the HTML document with style and script inserted. Raises ValueError if either contains the end tag of its element, or
-    if the document has not exactly one mark for it."""
+    """Returns the HTML document with style and script inserted in place of their marks. Raises ValueError if a part contains the
+    end tag of its element, or if its mark does not occur exactly once in the document."""
     text = _read("index.html")
     for mark, part in ((_STYLE, style), (_SCRIPT, script)):
         if text.count(mark) != 1 or "</" + ("style" if mark == _STYLE else "script") in part.lower():
@@ -34,8 +35,8 @@ def _assemble(style: str, script: str) -> bytes:
 
 
 def _policy(style: str, script: str) -> str:
-    """Returns the content security policy: only the page's own style and script, requests to this server alone, and no sink that
-    takes markup from strings. So a model's name cannot become an element even if the script is wrong."""
+    """Returns the content security policy of the page. It allows the page's own style and script, and requests to this server; and
+    it forbids to turn strings into markup, so that a model's name cannot become an element even if the script is faulty."""
     return "; ".join(
         (
             "default-src 'none'",

@@ -35,8 +35,8 @@ def frame(event: str, value: Any) -> bytes:
 
 
 class Viewer:
-    """One open status page, with the frames that wait to be written to it; the frame None marks the end. cut_off: called to end its
-    connection when too many frames wait, because it does not read."""
+    """One open status page, with the frames that wait to be written to it; the frame None ends the feed. cut_off: closes the page's
+    connection; called if too many frames wait because the page does not read them."""
 
     def __init__(self, cut_off: Callable[[], None]) -> None:
         self.frames: asyncio.Queue[bytes | None] = asyncio.Queue(BEHIND)
@@ -50,9 +50,9 @@ class Viewer:
 
 
 class PageFeed:
-    """Sends frames (server-sent events) to the viewers, that is, all open status pages: `hello` {page, now, events, samples} once,
-    then `snapshot` {time, the events since the last one, and the fields of daemon/operate/page_snapshot.py}, and `bye` when the
-    daemon stops."""
+    """Sends frames (server-sent events) to the viewers, which are the open status pages. A viewer gets one frame `hello` {page,
+    now, events, samples}, then frames `snapshot`, and `bye` when the daemon stops. A snapshot has the time, the events since the
+    last one, and the fields of daemon/operate/page_snapshot.py."""
 
     def __init__(self, snapshot: Callable[[], dict[str, Any]], ring: EventRing) -> None:
         self._snapshot, self._ring = snapshot, ring
@@ -77,8 +77,8 @@ class PageFeed:
         return self._timer is not None or self._unfollow is not None
 
     def join(self, cut_off: Callable[[], None]) -> Viewer:
-        """Adds a viewer and returns it; its first frames are queued already. cut_off: ends its connection if it does not read.
-        Raises NotNow if the daemon is stopping or there are too many viewers."""
+        """Adds a viewer and returns it, with its first frames already queued. cut_off: closes the viewer's connection; called if
+        the viewer does not read. Raises NotNow if the daemon is stopping or there are too many viewers."""
         if self._closed:
             raise NotNow("server_restarting", "The server is stopping.", retry_after_s=2.0)
         if len(self._viewers) >= NUM_VIEWERS:
