@@ -47,8 +47,8 @@ _REMEMBERED = ("pin", "unpin", "enable", "disable")
 
 
 def make_control_app(node: NodeParts, read_only: bool = False) -> web.Application:
-    """Returns the aiohttp application that answers on the control socket. read_only: returns that of the status socket instead,
-    which every user of the machine may open and which refuses commands."""
+    """Returns the aiohttp application of the control socket. read_only: returns the application of the status socket instead, which
+    every user of the machine may open and which refuses commands."""
     api = ControlApi(node)
     app = web.Application(middlewares=[_errors, audited.commands(lambda: node.audit)])
     app[ANSWERING] = Answering(error_object)
@@ -79,8 +79,8 @@ def make_control_app(node: NodeParts, read_only: bool = False) -> web.Applicatio
 
 
 def make_control_runner(node: NodeParts, shutdown_timeout_s: float, read_only: bool = False) -> Runner:
-    """Returns the runner that serves the application of `make_control_app`. shutdown_timeout_s: how long open answers may take to
-    be written when the daemon stops."""
+    """Returns the runner that serves the application of `make_control_app`. shutdown_timeout_s: how long a stop of the daemon waits
+    for answers that are still being written, in seconds. read_only: as in make_control_app."""
     return Runner(
         make_control_app(node, read_only),
         access_log=None,
@@ -169,7 +169,7 @@ class ControlApi:
         return _json(operator_views.experts(self._node, request.match_info["name"]))
 
     async def room(self, request: web.Request) -> web.Response:
-        """Answers GET /room: which models would leave each device so that `?bytes=SIZE` become free there. `&device=NAME`: only on
+        """Answers GET /room: which models would be evicted from each device to free `?bytes=SIZE` on it. `&device=NAME`: only for
         that device."""
         return _json(operator_views.room(self._node, request.query.get("bytes", ""), request.query.get("device", "")))
 
@@ -313,8 +313,8 @@ class ControlApi:
         return await self._gate(request, events.ResumeRequested)
 
     async def _gate(self, request: web.Request, make: Callable[..., events.Event]) -> web.Response:
-        """Carries out a drain or a resume of the model `?model=NAME`, or of the whole node if none is named. make: makes the
-        scheduler's event, which decides which of the two it is. Raises HearthError if the scheduler refuses."""
+        """Drains or resumes the model of `?model=NAME`, or the whole node if no model is named. make: makes the scheduler's event,
+        either DrainRequested or ResumeRequested. Raises HearthError if the scheduler refuses."""
         name = request.query.get("model", "")
         model = self._node.registry.names.local(name) if name else ""
         refusal = await self._node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=model))
@@ -340,8 +340,8 @@ def _options(command: str, request: web.Request) -> dict[str, str]:
 
 
 def _saved(request: web.Request, error: HearthError | None) -> dict[str, Any]:
-    """Returns the fields of a command's result that say whether its effect survives a restart, and notes for the audit log that it
-    does not. error: why it could not be saved; None: it was saved."""
+    """Returns the fields of a command's result that say whether its effect survives a restart. If it does not, the request is also
+    marked for the audit log. error: why the effect could not be saved; None: it was saved."""
     if error is None:
         return {"saved": True}
     request[audited.FAILED] = error
@@ -349,7 +349,8 @@ def _saved(request: web.Request, error: HearthError | None) -> dict[str, Any]:
 
 
 def _raise_refusal(done: asyncio.Future[Refusal | None]) -> None:
-    """Raises the refusal of a command as a HearthError, if it was refused. done: the command's result, which must be there."""
+    """Raises a HearthError if a command was refused. done: the command's result, which must be there already: None, or the
+    refusal."""
     refusal = done.result()
     if refusal is not None:
         raise from_refusal(refusal)

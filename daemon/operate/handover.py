@@ -1,9 +1,9 @@
 """Hands the open connections over to the next daemon at a restart, and continues those that an earlier daemon has handed over.
 
-The old daemon stops taking tokens and flushes its output. For each connection it records the request in progress and the output so
-far (daemon/streams/so_far.py), and it gives the sockets to the FD store. Background responses have no connection to hand over
-(daemon/api/background.py). The next daemon reads each request again. Its sequences begin with the tokens so far, which are not sent
-to the client again; the engine computes their KV anew.
+The old daemon stops taking tokens from its engines and writes what its clients have yet to get. For each connection it records the
+request in progress and the output so far (daemon/streams/so_far.py), and it gives the sockets to the FD store. Background responses
+have no connection to hand over (daemon/api/background.py). The next daemon reads each request again. The request's sequences begin
+with the output so far, which is not sent to the client again and whose KV the engine computes anew.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LOOK_EVERY_S = 0.01
 
 
 async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runner]) -> None:
-    """Passes open client connections on to the next daemon, through the store: the sockets and states of all connections that can
-    be continued. The others stay in this daemon. servers: the HTTP servers by the names of their listeners ("main", "admin").
-    Failures are logged."""
+    """Hands over all client connections that can be continued to the next daemon: puts their sockets and states into the store, and
+    ends them here. The other connections stay with this daemon. servers: the HTTP servers by the names of their listeners ("main",
+    "admin"). Failures are logged."""
     node.engine_events.is_over = True
     node.background.hold()
     connections = [(name, each) for name, server in servers.items() for each in _connections(server)]
@@ -79,7 +79,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def _connections(runner: Runner) -> list[Connection]:
-    """Returns the server's connections that have a client. Those of background responses, which have none, are left out."""
+    """Returns the server's connections to clients, without those of background responses, which have no client."""
     server = runner.server
     found = [each for each in server.connections if isinstance(each, Connection)] if server is not None else []
     return [each for each in found if owner_of(each.transport) is None]

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def rows(node: NodeParts) -> list[dict[str, Any]]:
-    """Returns one row for each tenant, for `hearth keys` and `hearth status`, in the order of the keys file: how many keys it has,
-    when the next one expires (Unix seconds), its limits with what is left of them (None for a limit that it does not have), and its
-    tokens today. [] if no keys are set."""
+    """Returns one row for each tenant, for `hearth keys` and `hearth status`, in the order of the keys file: its numbers of valid
+    and expired keys, when the next key expires (Unix seconds), its other settings, its limits with what is left of each (None for a
+    limit that it does not have), and its tokens today. [] if no keys are set."""
     if node.keys is None:
         return []
     now = moment.now()

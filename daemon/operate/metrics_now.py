@@ -22,8 +22,8 @@ NO_STATS = (0, 0, 0, 0)  # used for models without an entry in protocol.Stats.mo
 
 
 def now(node: NodeParts, model: str | None = None) -> Now:
-    """Returns the node's current values for /metrics. model: the only model to include, without any values of devices; None: all
-    models and devices."""
+    """Returns the node's current values for /metrics. model: the only model to include, in which case devices are left out, too;
+    None: all models and devices."""
     wanted = [view] if model is not None and (view := node.scheduler.model(model)) is not None else []
     views: Iterable[ModelView] = wanted if model is not None else node.scheduler.snapshot()
     devices = {} if model is not None else _devices(node)
@@ -80,8 +80,9 @@ def _model(node: NodeParts, view: ModelView) -> ModelNow:
 
 
 def kv_share(node: NodeParts, view: ModelView, kv_bytes: int) -> float:
-    """Returns the share, from 0 to 1, that a model's KV in use is of the most that it could use: its reserved KV and, unless it is
-    split over devices, the part of its device's lease that other models do not use. kv_bytes: its KV in use on one device."""
+    """Returns a model's KV in use as a share, from 0 to 1, of the most that it could use. For a model on one device that is its
+    reserved KV and the part of the device's lease that other models do not use; for a split model it is its reserved KV. kv_bytes:
+    its KV in use on one device."""
     if len(view.devices) > 1:
         return min(1.0, kv_bytes / max(view.kv_reserved_bytes, kv_bytes, 1))
     device = next((one for one in node.scheduler.devices() if one.name == view.device), None)
@@ -95,8 +96,8 @@ def kv_share(node: NodeParts, view: ModelView, kv_bytes: int) -> float:
 
 
 def chunks_by_state(view: DeviceView, kv_used: int) -> dict[str, int]:
-    """Returns the number of a device's chunks by use: work_space, weights, kv and free. kv_used: chunks of KV in use, as the engine
-    last reported them, so they may be slightly out of date."""
+    """Returns the number of a device's chunks by use: work_space, weights, kv and free. kv_used: the chunks of KV in use as the
+    engine last reported them, which may be slightly out of date."""
     used = {"work_space": view.work_space_chunks, "weights": view.weights_chunks}
     used["kv"] = min(kv_used, view.total_chunks - sum(used.values()))
     return used | {"free": view.total_chunks - sum(used.values())}
@@ -132,8 +133,8 @@ def _devices(node: NodeParts) -> dict[str, DeviceNow]:
 
 
 def _kv_chunks(node: NodeParts) -> Counter[str]:
-    """Returns device -> number of chunks that hold KV. A split model's are counted on its first device alone, which reports
-    them."""
+    """Returns device -> number of chunks that hold KV. For a split model, the first device reports the chunks, and as many are
+    counted on each of the others."""
     all_stats = node.engine_events.stats
     found = Counter({device: stats.kv_chunks_used for device, stats in all_stats.items()})
     for view in node.scheduler.snapshot():

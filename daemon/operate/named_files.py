@@ -23,8 +23,8 @@ from daemon.upstreams import keys as upstream_keys
 @dataclass(slots=True, frozen=True)
 class NamedFiles:
     """The contents of the files that the settings name. keys: tenants and their API keys; None if no keys are required. tls: the
-    certificate; None without TLS. trace_headers: headers for the trace collector. upstream_keys: keys for other servers, by the
-    model's name on this node."""
+    certificate; None without TLS. trace_headers: the headers for the trace collector, by name. upstream_keys: keys for other
+    servers, by the model's name on this node."""
 
     keys: Keys | None
     tls: Tls | None
@@ -34,8 +34,8 @@ class NamedFiles:
 
 def read(config: NodeConfig, path: str | None, flags: Container[str]) -> NamedFiles:
     """Returns the contents of the files that the settings name, and checks that the audit log's folder exists. path: the settings
-    file, for errors; None: there is none. flags: the settings that were given on the command line. Raises ConfigError for a file
-    that cannot be read or is wrong, or a missing folder."""
+    file, for errors; None: there is none. flags: the names of the settings that were given on the command line, for errors. Raises
+    ConfigError if a file cannot be read or is wrong, or the folder is missing."""
     known = keys.load(config.keys_file) if config.keys_file else None
     keys_there = upstream_keys.load(config, path or "flags")
     audit_log.check(config.audit_log, _source_of("audit_log", path, flags))
@@ -44,13 +44,15 @@ def read(config: NodeConfig, path: str | None, flags: Container[str]) -> NamedFi
 
 def read_tls(config: NodeConfig, path: str | None, flags: Container[str]) -> Tls | None:
     """Returns the TLS certificate and its key, or None without TLS. path: the settings file, for errors; None: there is none.
-    flags: the settings that were given on the command line. Raises ConfigError if they cannot be read or do not fit."""
+    flags: the names of the settings that were given on the command line, for errors. Raises ConfigError if the files cannot be read
+    or the certificate and the key do not belong together."""
     return tls.load(config, _source_of("tls_certificate", path, flags))
 
 
 def paths(config: NodeConfig) -> list[str]:
-    """Returns the paths of the files with keys, trace headers, certificate and its key that the settings name; a change of one of
-    them makes the node reload. Raises ConfigError for a `credential:NAME` that cannot be resolved."""
+    """Returns the paths of the files that the settings name: API keys, trace headers, the certificate and its key, and keys for
+    other servers. A change of one of them makes the node reload. Raises ConfigError for a `credential:NAME` that cannot be
+    resolved."""
     traces = config.traces
     keys_file = [credentials.path_of(config.keys_file, "keys_file")] if config.keys_file else []
     headers_file = [credentials.path_of(traces.headers_file, "traces.headers_file")] if traces.headers_file else []

@@ -1,5 +1,6 @@
-"""Makes the rows for `hearth plan`, `evict --dry-run`, `history`, `top` and `experts`, most from the scheduler's views. Nothing is
-changed here."""
+"""Makes the answers for `hearth plan`, `evict --dry-run`, `history`, `top` and `experts`, most of them from what the scheduler
+reports. Nothing is changed by this.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ def experts(node: NodeParts, name: str) -> dict[str, Any]:
 
 
 def room(node: NodeParts, text: str, device: str) -> list[dict[str, Any]]:
-    """Returns for each device, or only for `device`, the models that would leave so that a number of bytes becomes free. text: that
-    number, in the form 8GiB or 8589934592. device: "" for all devices. Raises HearthError for an invalid size or an unknown
-    device."""
+    """Returns for each device which models would be evicted so that a number of bytes becomes free on it. text: the number of
+    bytes, in the form 8GiB or 8589934592. device: the only device to include; "": all devices. Raises HearthError for an invalid
+    size or an unknown device."""
     try:
         num_bytes = units.parse_bytes(int(text) if text.isascii() and text.isdigit() else text)
     except ValueError as error:
@@ -76,8 +77,8 @@ def top(node: NodeParts) -> dict[str, Any]:
 
 
 def _placement(node: NodeParts, view: PlacementView) -> dict[str, Any]:
-    """Returns a placement as a row for JSON. Its times are Unix seconds, and the memory that each victim frees is in bytes instead
-    of chunks."""
+    """Returns a placement (a load or eviction) as a row for JSON. Its times are Unix seconds, and the memory that each victim frees
+    is in bytes."""
     row = asdict(view)
     chunk_bytes = int(node.config.chunk_bytes)
     row["victims"] = [

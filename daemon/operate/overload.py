@@ -1,4 +1,4 @@
-"""The control API's answer to a connection above the limit."""
+"""Refuses connections to the control socket when too few file descriptors are left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daemon.process.shortage import overloaded
 
 
 def refuse_command(closed: Callable[[], None]) -> Refusal:
-    """Returns the protocol of a connection above the limit, which answers it with an error (503) in the control API's form. closed:
-    called when the connection is closed."""
+    """Returns the protocol of a connection that is refused because too few file descriptors are left. It answers with an error
+    (503) in the control API's form. closed: called when the connection is closed."""
     error = overloaded()
     return Refusal(refusal(error, error_object(error), request_id(None)), closed)

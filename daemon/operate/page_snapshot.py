@@ -15,8 +15,8 @@ NO_STATS = (0, 0, 0, 0)  # used for models without an entry in protocol.Stats.mo
 
 
 def snapshot(node: NodeParts) -> dict[str, Any]:
-    """Returns the state of the node, its devices and models as values for JSON. The result contains no current time, so it changes
-    only if the state does."""
+    """Returns the state of the node, its devices and its models as values for JSON. It contains no current time, so two results are
+    equal if nothing has changed. Of more than MAX_MODELS models, the cold ones are left out first."""
     rows = node.rows()
     cached = {name: counts[3] for stats in node.engine_events.stats.values() for name, counts in stats.models.items()}
     registered, resident = node.registry.num_adapters, node.adapters_in_memory()
@@ -63,8 +63,8 @@ def _devices(node: NodeParts, rows: dict[str, dict[str, Any]]) -> list[dict[str,
 
 
 def _kv_here(node: NodeParts, device: str, rows: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
-    """Returns the figures of protocol.Stats.models for a device, by model. For models that are split over devices, these are the
-    figures that their first device reports, because they hold for the share on each device."""
+    """Returns the figures of protocol.Stats.models that hold for a device, by model. A split model's figures are those that its
+    first device reports, because its KV takes as much memory on each device."""
     all_stats = node.engine_events.stats
     found = dict(all_stats[device].models) if device in all_stats else {}
     for name, row in rows.items():
@@ -75,8 +75,8 @@ def _kv_here(node: NodeParts, device: str, rows: dict[str, dict[str, Any]]) -> d
 
 
 def _parts(device: DeviceView, stats: dict[str, list[int]], rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the parts into which a device's budget is divided, each with its kind, model ("": none) and bytes, which add up to
-    the budget. stats: the engine's figures for each model (protocol.Stats.models). rows: the models' rows of the status page, by
+    """Returns the parts into which a device's budget is divided, each with its kind, model ("": none) and bytes. The bytes add up
+    to the budget. stats: the engine's figures for each model (protocol.Stats.models). rows: the models' rows of the status page, by
     name.
 
     Kinds: work (work space), weights, kv (of running sequences), cache (cached prefixes), reserved (KV that a model has reserved
