@@ -8,7 +8,7 @@ from daemon.gpu.inventory import Gpu, GpuFault, Inventory
 
 
 class Driver:
-    """The Inventory of this machine's GPUs, from NVIDIA's driver. The library for that is loaded on first use."""
+    """The Inventory of this machine's GPUs, from NVIDIA's driver. NVIDIA's management library is loaded on first use."""
 
     def __init__(self) -> None:
         self._nvml: Inventory | None = None

@@ -1,4 +1,4 @@
-"""The node's GPUs as the driver reports them, independent of the library that asks it."""
+"""The node's GPUs as the driver reports them, in terms that do not depend on the library with which the driver is asked."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ class GpuProcess:
 
 @dataclass(slots=True, frozen=True)
 class Gpu:
-    """The state of one GPU, or of a MIG slice of one. A reading is None if there is no such sensor, or if asking for it failed.
+    """The state of one GPU, or of a MIG slice of one. A reading, such as temperature_c, is None if the GPU has no such sensor or if
+    it cannot be read.
 
     total_bytes: its memory without the part that the driver reserves. ecc_errors: memory errors since the driver was loaded that
     could not be corrected. faulty_rows: memory rows that were taken out of use because of errors. problem: a fault of its memory
-    that needs a reset or a repair, or why the driver could not report on the GPU; uuid is "" then. slice_of: the UUID of the GPU of
-    which this is a slice; "" for a whole GPU. unusable: why no engine can run on it, "" if one can. note: a setting of the driver
-    that operators should know about."""
+    that needs a reset or a repair, or why the driver could not report on the GPU at all, in which case uuid is "". slice_of: the
+    UUID of the GPU of which this is a slice; "" for a whole GPU. unusable: why no engine can run on it, "" if one can. note: a
+    setting of the driver that operators should know about."""
 
     index: int
     uuid: str
@@ -70,8 +71,8 @@ class Gpu:
 
     @property
     def taken_bytes(self) -> int:
-        """Returns the bytes of the GPU's memory that processes hold which are known not to be engines, as far as the driver reports
-        them."""
+        """Returns the bytes of the GPU's memory that are held by processes that are certainly not engines, as far as the driver
+        reports them."""
         return sum(one.used_bytes or 0 for one in self.processes if one.is_engine is False)
 
     @property
@@ -97,7 +98,8 @@ class GpuFault:
 
 
 class Inventory(Protocol):
-    """Reports the machine's GPUs and their faults. Every call may block for some milliseconds, and may come from any thread."""
+    """Reports the machine's GPUs and their faults. All methods may block for some milliseconds (`next_fault` for longer), and may
+    be called from any thread."""
 
     def gpus(self) -> Sequence[Gpu]:
         """Returns all GPUs of the machine. Raises config.devices.NoGpus if there is no driver."""
@@ -147,8 +149,9 @@ def remarks(inventory: Inventory, devices: Sequence[DeviceBudget]) -> list[str]:
 
 
 def why_no_memory(inventory: Inventory, device: DeviceBudget, error: str) -> str:
-    """Returns a text for operators that explains why a device's budget cannot be allocated: how much is free and which processes
-    hold the rest. error: the driver's error. The call blocks."""
+    """Returns a text for operators that explains why a device's budget cannot be allocated: how much of the GPU's memory is free
+    and which processes hold the rest of it. For a device of another host, only the error is known. error: the driver's error. The
+    call blocks."""
     if device.host:
         return f"the host {device.host} cannot give {format_bytes(device.budget_bytes)} ({error})"
     text = f"the driver cannot give {format_bytes(device.budget_bytes)} ({error})"
@@ -163,9 +166,9 @@ def why_no_memory(inventory: Inventory, device: DeviceBudget, error: str) -> str
 
 
 def rows_of(gpus: Sequence[Gpu], devices: Sequence[DeviceBudget], faults: dict[str, list[int]]) -> list[dict[str, Any]]:
-    """Returns one dict for each GPU, which is a row of `hearth gpus --json`: the fields of Gpu, and three more. device: the node's
-    name for the GPU, "" if the node does not use it. budget_bytes: how much of the GPU's memory the node may use. xids: the faults
-    since the node's start.
+    """Returns one dict for each GPU, which is a row of `hearth gpus --json`: the fields of Gpu, and three more. `device` is the
+    node's name for the GPU, "" if the node does not use it. `budget_bytes` is how much of the GPU's memory the node may use. `xids`
+    are the numbers of its faults, as in GpuWatch.xids.
 
     devices: the node's devices. faults: the GPU's UUID -> its faults (Xids)."""
     found = []

@@ -95,8 +95,8 @@ def _watched() -> Any:
 
 
 def _gpu_and_slices(index: int, old_driver: str) -> list[Gpu]:
-    """Returns the state of a GPU, followed by those of its MIG slices if it is divided. If the GPU does not respond, its entry
-    contains what is known. index: the driver's number for the GPU. old_driver: why the driver is too old, "" if it is not."""
+    """Returns the state of a GPU, followed by the states of its MIG slices if it is divided. A GPU that does not respond has a
+    `problem` and no UUID. index: the driver's number for the GPU. old_driver: why the driver is too old, "" if it is not."""
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     except pynvml.NVMLError as error:
@@ -122,9 +122,9 @@ def _gpu_and_slices(index: int, old_driver: str) -> list[Gpu]:
 
 
 def _held_alone(gpu: Gpu, is_shared: bool) -> str:
-    """Returns why an engine cannot get a context on a GPU or slice in compute mode Exclusive: another program holds it. Returns ""
-    if an engine can get one. Processes that are not visible do not count, since they may be engines. is_shared: whether the compute
-    mode lets several processes have a context."""
+    """Returns why an engine cannot use a GPU or slice: its compute mode is Exclusive, and another program holds it. Returns "" if
+    an engine can use it. Processes that are not visible are ignored, because they may be engines. is_shared: whether the compute
+    mode lets several processes use the GPU."""
     others = [one for one in gpu.processes if one.is_engine is False]
     if is_shared or not others:
         return ""
@@ -133,8 +133,8 @@ def _held_alone(gpu: Gpu, is_shared: bool) -> str:
 
 
 def _slices(index: int, handle: Any) -> list[Gpu]:
-    """Returns the states of the MIG slices into which a GPU is divided; none for a whole GPU. index: the driver's number for the
-    GPU. handle: NVML's handle for it."""
+    """Returns the states of the MIG slices into which a GPU is divided; [] if it has none. index: the driver's number for the GPU.
+    handle: NVML's handle for it."""
     found = []
     for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
@@ -144,8 +144,8 @@ def _slices(index: int, handle: Any) -> list[Gpu]:
 
 
 def _too_old(handle: Any) -> str:
-    """Returns why hearthd's kernels cannot run on a GPU of this generation, "" if they can or its generation is unknown. handle:
-    NVML's for the GPU."""
+    """Returns why hearthd's kernels cannot run on a GPU of this generation; "" if they can, or if the generation is unknown.
+    handle: NVML's handle for the GPU."""
     capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     if capability is None or tuple(capability) >= MIN_CAPABILITY:
         return ""
@@ -153,8 +153,8 @@ def _too_old(handle: Any) -> str:
 
 
 def _gpu(index: int, handle: Any) -> Gpu:
-    """Returns the state of a GPU or of a MIG slice; one that does not respond has no UUID and a `problem`. index: the GPU's number.
-    handle: NVML's for the GPU or slice."""
+    """Returns the state of a GPU or of a MIG slice. If it does not respond, the result has no UUID and a `problem`. index: the
+    GPU's number. handle: NVML's handle for the GPU or slice."""
     try:
         uuid, name = str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle))
         total_bytes, used_bytes = _memory(handle)
@@ -180,8 +180,8 @@ def _gpu(index: int, handle: Any) -> Gpu:
 
 
 def _memory(handle: Any) -> tuple[int, int]:
-    """Returns the (total, used) bytes of a GPU's memory, both without the part that the driver reserves; from older drivers both
-    include it. Raises pynvml.NVMLError."""
+    """Returns (total, used) bytes of a GPU's memory. The part that the driver reserves is not included, except by older drivers,
+    which include it in both numbers. Raises pynvml.NVMLError."""
     with contextlib.suppress(pynvml.NVMLError):
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return int(memory.total) - int(memory.reserved), int(memory.used)
@@ -190,8 +190,9 @@ def _memory(handle: Any) -> tuple[int, int]:
 
 
 def _memory_problem(remapped: Any) -> str:
-    """Returns what is wrong with a GPU's memory, "" if nothing is. remapped: numbers of rows (corrected, uncorrected, pending,
-    failed); None if not reported."""
+    """Returns what is wrong with a GPU's memory; "" if nothing is. remapped: the numbers of memory rows that were remapped because
+    of (correctable, uncorrectable) errors, that are to be remapped at the next reset, and that could not be remapped; None if not
+    reported."""
     if remapped is None:
         return ""
     if remapped[3]:
@@ -220,8 +221,8 @@ def _name(pid: int) -> str:
 
 
 def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the result of a function of NVML, called with the given arguments; None if it raises an error, as for a reading that
-    this GPU does not have."""
+    """Calls a function of NVML with the given arguments and returns its result; None if it raises an error, for example because
+    this GPU does not have the sensor."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:

@@ -1,5 +1,5 @@
-"""Listens for the faults that the driver reports of the node's GPUs, in a thread that sleeps in the driver, and passes them to the
-event loop.
+"""Listens for the faults of the node's GPUs that the driver reports, in a thread that waits inside the driver, and passes them to
+the event loop.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ KEPT_XIDS = 32  # per GPU, the newest
 
 
 class GpuWatch:
-    """Listens for faults of the GPUs that the node's devices use. xids: a GPU's UUID -> numbers of its faults (Xids) since `start`,
-    oldest first. on_fault: called on the event loop for each device on a GPU that has a fault. Without a cuda device, no thread is
-    started and the driver is not asked."""
+    """Listens for faults of the GPUs that the node's devices use. xids: a GPU's UUID -> the numbers of its faults (Xids) since
+    `start`, oldest first, at most the last KEPT_XIDS. on_fault: called on the event loop for each device on a GPU that has a fault.
+    Without a cuda device, no thread is started and the driver is not asked."""
 
     def __init__(
         self, inventory: Inventory, devices: Sequence[DeviceBudget], on_fault: Callable[[DeviceBudget, GpuFault], None]
@@ -68,8 +68,8 @@ class GpuWatch:
                     loop.call_soon_threadsafe(self._tell, uuid, fault)
 
     def _lost(self) -> list[str]:
-        """Returns the UUIDs of the node's GPUs that the driver does not list any more and that earlier calls have not returned. A
-        fault that names no GPU is taken as theirs."""
+        """Returns the UUIDs of the node's GPUs that the driver has stopped listing since the previous call. A fault that names no
+        GPU is taken to be theirs."""
         there = {gpu.uuid for gpu in self._inventory.gpus()}
         ours = dict.fromkeys(device.uuid for device in self._devices)  # each once: a device and its carve-outs share a GPU
         lost = [uuid for uuid in ours if uuid not in there | self._known_lost]
