@@ -1,4 +1,6 @@
-"""The HTTP application: passes requests to their endpoints, converts errors to OpenAI's form, and gives each request an id."""
+"""The HTTP application: passes requests to their endpoints, converts errors to the form of the client's API (such as OpenAI's), and
+gives each request an id.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def make_app(
     background: BackgroundRuns | None = None,
 ) -> web.Application:
     """Returns the aiohttp application of the HTTP API. It must be served through `make_runner`, whose settings make aiohttp notice
-    that a client has disconnected. None for a parameter: the node does not have the feature.
+    that a client has disconnected. A feature whose parameter is None is off.
 
     access: decides who may use the API; by default no key is required, and the Host header must be an address or a name of this
     machine. serves: tells whether this listener serves an endpoint. feed: the feed of the status page. answered: called for each

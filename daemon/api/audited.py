@@ -19,8 +19,8 @@ _OVER_LIMIT = ("rate_limit_exceeded", "request_over_limit")
 def refused(
     audit: AuditLog, error: HearthError, request: web.Request, request_id: str, endpoint: str, scope: RequestScope | None
 ) -> None:
-    """Writes an audit log entry if `error` is the refusal of a key, or of a request that exceeds a tenant's limit; other errors are
-    not written. endpoint: "" for an unknown path. scope: None if the request was refused before it had a tenant."""
+    """Writes an audit log entry if `error` refuses a request for its key or for exceeding a limit of its tenant; other errors are
+    not written. endpoint: "" for an unknown path. scope: None if the request was refused before its tenant was known."""
     about = {"address": request.remote, "endpoint": endpoint, "request_id": request_id, "message": error.message}
     if scope is None and error.status in (401, 403):
         audit.write_refusal(error.code, "key_refused", error.code, **error.details, **about)

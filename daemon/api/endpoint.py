@@ -44,10 +44,10 @@ class Body(Generic[HeadT]):
     """The way in which the body of an endpoint's requests is read.
 
     parse: takes the body's JSON; returns the small part, which the daemon needs, and the long part, which only the text worker
-    decodes. Raises BadRequest naming the field. It must be a module's top-level function, because text workers, which parse long
-    bodies, import it by name. head: the small part's type. default_tag: a suffix that the endpoint's clients add to a model's name;
-    if no model has that name, it is tried without the suffix. more_types: values of Content-Type that its clients send besides
-    those of JSON."""
+    decodes. Raises BadRequest naming the field. `parse` must be a module's top-level function, because text workers, which parse
+    long bodies, import it by name. head: the small part's type. tables: the fields of the body in the reference. default_tag: a
+    suffix that the endpoint's clients add to a model's name; if no model has that name, the name without the suffix is tried.
+    more_types: values of Content-Type that its clients send besides those of JSON."""
 
     parse: Callable[[bytes], tuple[HeadT, bytes]]
     head: type[HeadT]

@@ -125,8 +125,9 @@ class _Forwarded:
             requests.forwarded(self._generation, outcome)
 
     async def _answer_in_time(self) -> tuple[web.StreamResponse, str]:
-        """Waits for a place among the other server's requests, and then for its answer. Returns the answer and the request's
-        outcome ("stop", "length", "failed" or "cancelled"). An error after the first byte becomes the stream's last event."""
+        """Waits until the other server has room for the request, then for its answer, both within the request's time limit. Returns
+        the answer and the request's outcome ("stop", "length", "failed" or "cancelled"). An error after the first byte becomes the
+        stream's last event; an earlier one is raised."""
         try:
             async with self._limit:
                 tenant = self._call.tenant

@@ -1,5 +1,6 @@
 """Stores the responses of /v1/responses, so that later requests can continue their conversation by previous_response_id, and
-background responses can be fetched. They survive a restart."""
+background responses can be fetched. Stored responses survive a restart of the daemon.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ _decoder = msgspec.msgpack.Decoder(StoredResponse)
 
 
 class _Kept(NamedTuple):
-    """The index entry of a stored response. previous: the id of the response that it follows, or "". place: where its record is.
-    num_bytes: the memory that it takes."""
+    """The index entry of a stored response. previous: the id of the response that it follows, or "". place: the place of its record
+    in the store's memory. num_bytes: the memory that it takes."""
 
     tenant: str
     public_id: str

@@ -142,8 +142,8 @@ def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
 
 def _continues(fields: ChatBody) -> str:
     """Returns which part of the last message the reply continues: CONTINUES_ANSWER, CONTINUES_REASONING, or "" if the reply is a
-    new message. Raises BadRequest if continue_final_message is set and the last message is not the assistant's, has no text or has
-    tool calls."""
+    new message. Raises BadRequest if continue_final_message is set and add_generation_prompt is, too, or the last message is not
+    the assistant's, has no text or has tool calls."""
     if not fields.continue_final_message:
         return ""
     if fields.add_generation_prompt:

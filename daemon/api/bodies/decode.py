@@ -56,8 +56,8 @@ def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
 
 
 def integers_plain(data: bytes) -> bytes:
-    """Returns the same JSON with whole numbers written as integers: 5.0 and 5e0 become 5. JSON does not distinguish them, but the
-    decoder does, and clients written in languages with only one kind of number may send either."""
+    """Returns the JSON `data` with whole numbers written as integers: 5.0 and 5e0 become 5. Clients written in languages with only
+    one kind of number may send either form, and the decoder accepts only integers for integer fields."""
     parts = _STRING.split(data)
     for at in range(0, len(parts), 2):  # the parts outside of strings
         if b"." in parts[at]:

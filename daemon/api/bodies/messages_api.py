@@ -223,8 +223,8 @@ def _assistant(turn: Turn, where: str) -> Message:
 
 
 def _merged(messages: list[Message]) -> list[Message]:
-    """Returns the messages with neighbouring ones of the user joined into one: Anthropic's API allows several in a row, and many
-    templates refuse them."""
+    """Returns the messages with consecutive messages of the user joined into one. Anthropic's API allows several in a row, and many
+    chat templates refuse them."""
     merged: list[Message] = []
     for message in messages:
         before = merged[-1] if merged else None

@@ -94,8 +94,8 @@ def _message(item: Item, where: str) -> Message:
 
 
 def _text(content: str | list[ItemPart] | None, where: str, kinds: tuple[str, ...] = TEXTS) -> str:
-    """Returns a text, or the texts of its parts joined by line breaks. where: the field's path, for errors. kinds: the types of
-    parts that are allowed, besides refusals. Raises BadRequest naming the field."""
+    """Returns `content` if it is a text, or the texts of its parts joined by line breaks. where: the field's path, for errors.
+    kinds: the types of parts that are allowed; refusals always are. Raises BadRequest naming the field."""
     if content is None:
         raise invalid(where, f"{where} is missing")
     if isinstance(content, str):

@@ -69,8 +69,8 @@ def _neutral_at(body: type[Struct]) -> list[tuple[int, str, tuple[str, ...]]]:
 
 
 def refuse_unsupported(fields: Struct, within: str = "") -> None:
-    """Raises BadRequest (400) naming the first field that asks for something that is not served. within: the path of an object
-    inside the body, with a dot at its end; "" for the body itself."""
+    """Raises BadRequest (400) naming the first field that is not supported and whose value is not neutral. within: the path of an
+    object inside the body, with a dot at its end; "" for the body itself."""
     given = structs.astuple(fields)
     for at, name, values in _neutral_at(type(fields)):
         data = bytes(given[at])

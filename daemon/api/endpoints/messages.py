@@ -49,8 +49,8 @@ _CONTENT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 
 
 def _error_body(error: HearthError) -> dict[str, Any]:
-    """Returns Anthropic's error object. Its message names fields as Anthropic's API does, because the body was converted to a
-    chat's before it was checked."""
+    """Returns Anthropic's error object. Its message names the fields of the client's body, not those of the chat body to which that
+    was converted."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.renamed(_NAMES)["message"]}}
 

@@ -42,7 +42,8 @@ _NAMES = ((CHOICE_HINT, ""), ("response_format.json_schema.schema", "format"), (
 
 
 def error_body(error: HearthError) -> dict[str, str | None]:
-    """Returns Ollama's error object. Its message names fields as Ollama's bodies do."""
+    """Returns Ollama's error object. Its message names the fields of the client's body, not those of the body to which that was
+    converted."""
     return {"error": error.renamed(_NAMES)["message"]}
 
 
@@ -55,8 +56,8 @@ def nanoseconds(seconds: float) -> int:
 
 
 def durations(started_s: float, generation: Generation) -> dict[str, int]:
-    """Returns Ollama's durations in nanoseconds: total_duration, since the request arrived, and load_duration, the wait until its
-    sequence went to an engine (missing if it did not). started_s: when the request arrived, in monotonic seconds."""
+    """Returns Ollama's durations, by name, in nanoseconds. total_duration: the time since the request arrived. load_duration: the
+    time until its sequence went to an engine; missing if none did. started_s: when the request arrived, in monotonic seconds."""
     told = {"total_duration": nanoseconds(time.monotonic() - started_s)}
     if generation.submitted_s:
         told["load_duration"] = nanoseconds(generation.submitted_s - generation.arrived_s)

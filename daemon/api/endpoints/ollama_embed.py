@@ -22,7 +22,7 @@ _EMBEDDINGS_BODY = body_of(ollama_embed.parse_embeddings, embeddings.EmbeddingsH
 
 
 def _embeddings_error_body(error: HearthError) -> dict[str, str | None]:
-    """Returns Ollama's error object, with the name that /api/embeddings has for the text."""
+    """Returns Ollama's error object. Its message calls the text `prompt`, as the body of /api/embeddings does."""
     return {"error": error.renamed([("input", "prompt")])["message"]} if error.param == "input" else error_body(error)
 
 

@@ -86,8 +86,8 @@ def _is_closable(node: Schema, forms: list[str]) -> bool:
 
 
 def _only_requires(node: Schema, key: str) -> bool:
-    """Returns whether node[key] only says which of the properties that `node` declares are required, as in "a or b": it is an anyOf
-    or allOf whose branches have no other keyword than `required` and `type`."""
+    """Returns whether node[key] only says which of the properties that `node` declares are required, as in "a or b": `node` has
+    `properties`, and node[key] is an anyOf or allOf whose branches have no other keyword than `required` and `type`."""
     branches = node[key]
     return (
         key in ("anyOf", "allOf")

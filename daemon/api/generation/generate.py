@@ -148,8 +148,8 @@ async def _unpack(ids: array[int], vocab_size: int | None, field: str) -> list[i
 
 
 async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt: bytes, field: str) -> list[array[int]]:
-    """Tokenizes the prompts of a request, if they are not token ids already, and truncates them as it asks. prompt: the long part
-    of the body. field: the body's field that holds the prompt. Returns the ids of each prompt. Raises HearthError."""
+    """Returns the token ids of each prompt of a request: tokenizes prompts that are texts or messages, and truncates all as the
+    request asks. prompt: the long part of the body. field: the body's field that holds the prompt. Raises HearthError."""
     keep = num_kept(head.keep_last, model.max_model_len - (head.max_tokens or 1), model)
     if head.prompt_kind == "ids":
         unpacked = []

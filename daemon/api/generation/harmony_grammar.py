@@ -30,10 +30,10 @@ _UNESCAPED = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 class HarmonyGrammar:
-    """Writes the grammars of one request's replies. marks: token id -> the characters that stand for this special token. If it is
-    empty, the grammars contain plain characters in place of special tokens; such grammars serve only to check that they are valid.
-    begun: whether the prompt ends with the beginning of a message's header. in_answer: whether the prompt ends inside an answer,
-    which the reply continues."""
+    """Writes the grammars of one request's replies. marks: token id -> the character that stands for this special token in texts.
+    If it is empty, the grammars contain these characters in place of special tokens, and serve only to check that a grammar is
+    valid. begun: whether the prompt ends with the beginning of a message's header. in_answer: whether the prompt ends inside an
+    answer, which the reply continues."""
 
     def __init__(self, marks: Mapping[int, str], begun: bool, in_answer: bool) -> None:
         special = {mark: f"<[{token_id}]>" for token_id, mark in marks.items()}

@@ -179,8 +179,9 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
 
 def _held_dialect(dialect: str, tools: ToolRequest) -> str:
     """Returns the dialect in which a reply writes tool calls, for a model in whose own dialect the arguments are not a JSON object.
-    That is the model's dialect, unless the tools' schemas must be enforced and cannot be in that dialect. If a call is forced then,
-    it is hearthd's own dialect (GENERIC). Raises BadRequest if no call is forced and a strict tool's schema cannot be enforced."""
+    That is the model's own dialect if the tools' schemas need not be enforced, or can be enforced in it. Otherwise it is hearthd's
+    own dialect (GENERIC) if a call is forced. Raises BadRequest if no call is forced and a strict tool's schema cannot be
+    enforced."""
     if tools.choice == AUTO and True not in tools.strict:
         return dialect
     found = inexpressible(dialect, argument_schemas(tools))
@@ -241,9 +242,10 @@ async def _grammar(
     markers: Mapping[int, str],
     write: Callable[[Mapping[int, str], Sequence[str], str], str],
 ) -> str:
-    """Returns the grammar that the reply must follow; "" if the tools require none. markers: the special tokens in the grammar,
-    token id -> text. write: makes the grammar from markers, schemas of arguments, and a schema of the answer or "". Raises
-    BadRequest if it is invalid or too long."""
+    """Returns the grammar that a reply with tools must follow; "" if none is needed. dialect: how the model writes calls. markers:
+    the special tokens in the grammar, token id -> text. write: makes the grammar from markers, the schemas of arguments, and a
+    schema of the answer or "". Raises BadRequest if the grammar is invalid or too long, or if the request has a grammar of its own
+    that cannot be combined with its tools."""
     answer = head.grammar
     if tools.choice == AUTO and True not in tools.strict and not answer:
         return ""

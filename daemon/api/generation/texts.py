@@ -32,10 +32,11 @@ def texts_of(
     shows_end_token: bool,
     harmony_marks: Mapping[int, str],
 ) -> list[Text]:
-    """Returns one Text for each sequence, in order, which turns its tokens into the answer's text. It also sets the sequences'
-    trails if log-probabilities are wanted. table: the token table by which ids become text. written: the prompts as the client
-    wrote them, if they are echoed; else None. shows_end_token: whether the token that ended the text has log-probabilities, too.
-    harmony_marks: token id -> the character that stands for this special token of Harmony (the format of gpt-oss)."""
+    """Returns one Text for each sequence, in order; a Text turns the sequence's tokens into the answer's text. If log-probabilities
+    are asked for, each sequence also gets a trail that collects them. table: the token table by which ids become text. written: the
+    prompts as the client wrote them, if they are echoed; else None. shows_end_token: whether the token that ended the text has
+    log-probabilities, too. harmony_marks: token id -> the character that stands for this special token of Harmony (the format of
+    gpt-oss)."""
     end_ids = frozenset(head.stop_token_ids) if head.ignore_eos else frozenset((*model.eos_token_ids, *head.stop_token_ids))
     outputs = head.outputs
     if outputs.logprobs < 0 and not outputs.echo:

@@ -232,8 +232,9 @@ def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str], 
 
 
 def _with_llama4_text(calls: str, special: Mapping[str, str]) -> list[str]:
-    """Returns the rules of Llama 4's replies that may consist of text or calls. A bracket begins a call at the beginning of the
-    reply and after a marker, so text must not begin with one. calls: the right side of the rule for one or more calls."""
+    """Returns the rules, including `start`, of Llama 4's replies that may consist of text or calls. Text must not begin with a
+    bracket, because a bracket at the beginning of the reply or after a marker begins a call. calls: the right side of the rule for
+    one or more calls. special: marker -> its form in the grammar, for markers that are special tokens."""
     think, rules = _thinking(special)
     bars = "".join(f" & ~/(?s:.*){escaped(marker)}(?s:.*)/" for marker in (llama4.START, llama4.END))
     rules.append(rf"TEXT: /\s*[^\[{{\s](?s:.*)/{bars}")
