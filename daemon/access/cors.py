@@ -26,8 +26,8 @@ class CorsSettings(Protocol):
 
 
 class Cors:
-    """The cross-origin rules of one listener: pages of which other sites may use it. A change of `settings` applies from the next
-    request on."""
+    """The cross-origin rules of one listener, which say from which other sites a page may use it. A change of `settings` applies
+    from the next request on."""
 
     def __init__(self, settings: CorsSettings) -> None:
         self._settings = settings

@@ -17,7 +17,7 @@ _OPENAI = {"requests_per_minute": "requests", "tokens_per_minute": "tokens", "to
 
 def openai(standing: Standing, unix_s: float) -> Mapping[str, str]:
     """Returns OpenAI's headers for what is left of a tenant's limits: x-ratelimit-limit-requests and the like. The times until a
-    limit is whole again are durations such as 6m0s. unix_s: not used; it is here because `anthropic` needs it."""
+    limit is fully available again are durations such as 6m0s. unix_s: not used; it is here because `anthropic` needs it."""
     found = {}
     for name, left in _there(standing):
         found[f"x-ratelimit-limit-{name}"] = str(left.limit)
@@ -28,7 +28,7 @@ def openai(standing: Standing, unix_s: float) -> Mapping[str, str]:
 
 def anthropic(standing: Standing, unix_s: float) -> Mapping[str, str]:
     """Returns Anthropic's headers for what is left of a tenant's limits: anthropic-ratelimit-requests-limit and the like. The times
-    at which a limit is whole again are in the form of RFC 3339. unix_s: the time now."""
+    at which a limit is fully available again are in the form of RFC 3339. unix_s: the time now."""
     found = {}
     for name, left in _there(standing):
         found[f"anthropic-ratelimit-{name}-limit"] = str(left.limit)

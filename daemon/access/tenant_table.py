@@ -151,14 +151,15 @@ def _hint(key: str, known: tuple[str, ...]) -> str:
 
 
 def _hidden(value: object) -> str:
-    """Returns a description, without its content, of a wrong value in the list of keys. It may be or hold an unhashed key, and
-    error messages go to the log and to everybody who asks for the status."""
+    """Returns a description of a wrong value in the list of keys. It does not show the value, which may be or contain an unhashed
+    key, because error messages go to the log and to everybody who asks for the status."""
     if isinstance(value, str):
         return f"a text of {len(value)} characters"
     return "a list" if isinstance(value, list) else "a table" if isinstance(value, dict) else "a value that is no text"
 
 
 def _shown(value: object) -> str:
-    """Returns the beginning of a wrong value, at most 9 characters and "…", by which an operator finds it in the file."""
+    """Returns the Python form of a wrong value, by which an operator finds it in the file; of more than 12 characters only the
+    first 9 and "…"."""
     text = repr(value)
     return text if len(text) <= 12 else f"{text[:9]}…"
