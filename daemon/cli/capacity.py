@@ -1,5 +1,5 @@
-"""`hearth plan --config FOLDER`: computes the memory that a model would take on given devices, which need not exist, from its
-config.json, or from its files if they are there. Needs no daemon.
+"""`hearth plan --config FOLDER`: computes the memory that a model would take on given devices, which need not exist. It reads the
+model's config.json, and also its weight files if they are there. Needs no daemon.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _check_division(
 
 
 def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capacity.Settings:
-    """Returns the settings that a node with devices of this kind would compute the model with: the options, and defaults for those
+    """Returns the settings with which a node with devices of this kind would run the model: the options, and defaults for those
     that are not given. Raises CommandError for a value that the model or the devices do not allow."""
     node = NodeConfig(**({} if kind == "cpu" else CUDA_DEFAULTS))
     longest = shape.max_position_embeddings

@@ -31,7 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def lend(client: Client, options: argparse.Namespace) -> int:
-    """Runs until SIGINT or SIGTERM. Raises CommandError for bad settings."""
+    """Runs `hearth lend`: lends the devices until SIGINT or SIGTERM, then returns the exit code. Raises CommandError for bad
+    settings."""
     # imported here, because the other commands need none of it
     from config import load, units
     from config.devices import device_budgets

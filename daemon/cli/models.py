@@ -70,8 +70,8 @@ def ps(client: Client, options: argparse.Namespace) -> None:
 
 
 def models(client: Client, options: argparse.Namespace) -> None:
-    """Runs `hearth models`: shows all models, what of a checkpoint is not used, the reason for each model that cannot run, and
-    the further names of models."""
+    """Runs `hearth models`: shows all models, notes such as which parts of a checkpoint are not used, the reason for each model
+    that cannot run, and the further names of models."""
     rows = client.get("/control/v1/models")
     if options.json:
         print(json.dumps(rows, indent=1))

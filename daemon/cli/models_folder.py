@@ -17,8 +17,8 @@ def add_models_option(parser: argparse.ArgumentParser) -> None:
 
 
 def models_folder(client: Client, named: str) -> str:
-    """Returns the path of the models folder: `named`, the value of --models, if it is not "", else the running daemon's, else the
-    one in the service's settings. Raises CommandError if there is none, or it is no folder."""
+    """Returns the path of the models folder: that of --models if given, else the running daemon's, else the one in the service's
+    settings. named: the value of --models, "" if not given. Raises CommandError if none is known, or if the path is no folder."""
     folder, source = named and os.path.abspath(named), "--models"
     if not folder:
         folder, source = _of_daemon(client), "hearthd"

@@ -33,7 +33,8 @@ def copy(client: Client, options: argparse.Namespace) -> None:
 
 def _linked(models_dir: Path, name: str, new: str, known: Container[str]) -> Path:
     """Makes the name `new` a link to the folder of the model `name`, and returns the link's path. known: names of models that a
-    daemon lists, which are taken. Raises CommandError if there is no such model or `new` is taken; OSError."""
+    daemon lists, which are taken. Raises CommandError if there is no such model or `new` is taken, and OSError if the link cannot
+    be made."""
     from daemon.cli import model_folder
 
     folder = model_folder.existing(models_dir, name).resolve()

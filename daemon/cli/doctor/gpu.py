@@ -1,4 +1,4 @@
-"""Checks the NVIDIA driver, as its management library reports it."""
+"""Checks the NVIDIA driver and the GPUs of the configured devices, as the driver's management library reports them."""
 
 from __future__ import annotations
 

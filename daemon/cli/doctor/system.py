@@ -1,4 +1,4 @@
-"""Checks the kernel, a process's limits, the requirements of Triton's compiler, and the folder of compiled kernels."""
+"""Checks the kernel, the processor, a process's limits, what Triton needs for compiling, and the folder of compiled kernels."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def pull(client: Client, options: argparse.Namespace) -> None:
 def pulled(models_dir: Path, name: str, revision: str | None, with_bar: bool) -> Pulled:
     """Downloads a model into the models folder unless it is already there. name: the repository, ORG/NAME. revision: a branch, tag
     or commit, None for the main branch. with_bar: whether to show progress. Raises CommandError if the model cannot be fetched,
-    served or stored; OSError."""
+    served or stored, and OSError if a file cannot be read or written."""
     from daemon.cli.pull import download, plan, receipt
     from daemon.cli.pull.hub import Hub
 
@@ -99,8 +99,8 @@ def _in_cache(models_dir: Path, repo: Repo) -> Path | None:
 
 
 def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
-    """Returns the files of the repository to download. Fetches the configuration and the index first, so that a model that cannot
-    be served costs only two small files. Raises CommandError for such a model."""
+    """Returns the files of the repository to download. It fetches the configuration and the index of the weights and checks them,
+    so that of a model that cannot be served no weights are downloaded. Raises CommandError for such a model."""
     from daemon.cli.pull import plan
     from loader.configs.hf_config import CONFIG_NAME, QUANT_CONFIG_NAME, check_config
     from loader.errors import CheckpointError

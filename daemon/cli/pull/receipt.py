@@ -1,5 +1,6 @@
-"""Reads and writes the receipt of a model folder that `hearth pull` has downloaded: the file `.pull.json`, which has the
-repository, the commit, and each file's size and digest. The catalog ignores it."""
+"""Reads and writes the receipt of a model folder that `hearth pull` fills: the file `.pull.json`, which has the repository, the
+commit, and each file's size and digest. The catalog ignores it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ NAME = ".pull.json"
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """A description of what `hearth pull` has downloaded into a folder. files: name -> (size in bytes, digest)."""
+    """A description of the files that `hearth pull` downloads into a folder. files: name -> (size in bytes, digest)."""
 
     repo: str
     commit: str
@@ -26,7 +27,7 @@ class Receipt(msgspec.Struct, frozen=True):
         return all(self.has(folder, name) for name in self.files)
 
     def has(self, folder: Path, name: str) -> bool:
-        """Returns whether `folder` has the file `name` with the size that the receipt (what was downloaded) says."""
+        """Returns whether `folder` has the file `name`, in the size that the receipt says."""
         try:
             return (folder / name).stat().st_size == self.files[name][0]
         except OSError:
@@ -34,7 +35,7 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 def read(folder: Path) -> Receipt | None:
-    """Returns the receipt (the description of what was downloaded) in the folder; None if there is none or it cannot be read."""
+    """Returns the receipt in the folder; None if there is none or it cannot be read."""
     try:
         return msgspec.json.decode((folder / NAME).read_bytes(), type=Receipt)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -42,8 +43,9 @@ def read(folder: Path) -> Receipt | None:
 
 
 def write(folder: Path, repo: Repo, files: Iterable[RepoFile]) -> None:
-    """Writes a receipt into the folder, which says that these files of the repository's commit were downloaded. Raises OSError if
-    the file cannot be written."""
+    """Writes the receipt for these files of the repository's commit into the folder. A pull does so before it downloads the files,
+    so that the next pull knows to which commit the files of an interrupted one belong. Raises OSError if the receipt cannot be
+    written."""
     receipt = Receipt(repo.name, repo.commit, {file.name: (file.size_bytes, file.digest) for file in files})
     path = folder / (NAME + ".new")
     try:

@@ -108,8 +108,8 @@ def _model_names(number: int) -> tuple[str, ...]:
 
 
 def _changed(options: argparse.Namespace, shape: TraceShape) -> TraceShape:
-    """Returns the parameters of the trace to generate: `shape`, which is the file's, with the values of the flags that were given.
-    Raises CommandError for a value out of range."""
+    """Returns the parameters of the trace to generate: those of the file, with the values of the given flags in their place. shape:
+    the file's parameters. Raises CommandError for a value out of range."""
     values: dict[str, Any] = {"arrivals": options.arrivals, "seed": options.seed, "zipf": options.zipf}
     for flag, name in (("rate", "requests_per_s"), ("duration", "duration_s"), ("burst", "burst_s"), ("active_share",) * 2):
         value = getattr(options, flag)
