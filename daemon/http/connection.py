@@ -271,7 +271,7 @@ class Connection(web.RequestHandler):
 
     @property
     def has_unsent(self) -> bool:
-        """Returns whether written bytes have not reached the kernel yet, or the end of an answer is still being written."""
+        """Returns whether written bytes have not reached the kernel yet, or an answer is being written."""
         if self.transport is None:
             return False
         return self.transport.get_write_buffer_size() > 0 or (self._request_in_progress and self._current_request is None)
