@@ -66,7 +66,7 @@ class UpstreamNow:
 @dataclass(slots=True)
 class Now:
     """The node's current values, gathered for one scrape of /metrics. models, devices, upstreams: by name. tenants_open: the number
-    of open requests, by tenant. loop_stall_s: the longest time for which the event loop did nothing else, in seconds."""
+    of open requests, by tenant. loop_stall_s: the longest time, in seconds, for which the event loop was blocked."""
 
     version: str
     models: dict[str, ModelNow]
