@@ -35,8 +35,8 @@ def _assemble(style: str, script: str) -> bytes:
 
 
 def _policy(style: str, script: str) -> str:
-    """Returns the content security policy of the page. It allows the page's own style and script, and requests to this server; and
-    it forbids to turn strings into markup, so that a model's name cannot become an element even if the script is faulty."""
+    """Returns the content security policy of the page. It allows the page's own style and script, and requests to this server. It
+    forbids turning strings into markup, so that a model's name cannot become an element even if the script is faulty."""
     return "; ".join(
         (
             "default-src 'none'",
