@@ -277,8 +277,8 @@ class ControlApi:
         return record.name if record is not None and registry.was_loaded(record.name) else ""
 
     async def _adapter(self, request: web.Request, work: Awaitable[LoadedAdapter], state: str) -> web.StreamResponse:
-        """Waits for the loading or unloading of a LoRA adapter and answers with the result. work: the loading or unloading. state:
-        the adapter's state after it, for the answer."""
+        """Waits for the loading or unloading of a LoRA adapter and answers with the result. work: the loading or unloading, which
+        is awaited. state: the adapter's state after it, "adapter" or "absent", for the answer."""
         done = await work
         response = await _start_lines(request)
         result = {"event": "result", "ok": True, "model": done.name, "base": done.base, "state": state}
