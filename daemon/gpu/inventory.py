@@ -118,7 +118,7 @@ def memories(inventory: Inventory) -> list[GpuMemory]:
 
 def holders(gpu: Gpu, not_pids: Collection[int] = ()) -> str:
     """Returns, as text, the processes that hold a GPU's memory with their pids and sizes, the largest first; "" if none is known.
-    not_pids: processes to leave out."""
+    Of more than HOLDERS_NAMED processes, only the number of the others is given. not_pids: processes to leave out."""
     others = sorted((one for one in gpu.processes if one.pid not in not_pids), key=lambda one: -(one.used_bytes or 0))
     told = [f"pid {one.pid} {one.name} {'?' if one.used_bytes is None else format_bytes(one.used_bytes)}" for one in others]
     more = [f"{len(told) - HOLDERS_NAMED} more"] if len(told) > HOLDERS_NAMED else []

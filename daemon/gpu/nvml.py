@@ -190,9 +190,9 @@ def _memory(handle: Any) -> tuple[int, int]:
 
 
 def _memory_problem(remapped: Any) -> str:
-    """Returns what is wrong with a GPU's memory; "" if nothing is. remapped: the numbers of memory rows that were remapped because
-    of (correctable, uncorrectable) errors, that are to be remapped at the next reset, and that could not be remapped; None if not
-    reported."""
+    """Returns what is wrong with a GPU's memory; "" if nothing is. remapped: four values, as NVML reports them: the number of
+    memory rows that were remapped because of correctable errors, the same for uncorrectable errors, whether a remapping waits for
+    the next reset, and whether one has failed; None if not reported."""
     if remapped is None:
         return ""
     if remapped[3]:
