@@ -25,8 +25,8 @@ from scheduler.node.ledger import size_of
 
 @dataclass(slots=True, frozen=True)
 class Division:
-    """The result of `divide`. devices: the node's devices, each with what is left of its budget, followed by its carve-outs.
-    problems: an isolated model without a carve-out -> the reason; such a model is not served."""
+    """The result of `divide`. devices: the node's devices, with their budgets reduced by the carve-outs, followed by the
+    carve-outs. problems: isolated model -> why it has no carve-out; such a model is not served."""
 
     devices: list[DeviceBudget]
     problems: dict[str, str]
@@ -71,8 +71,9 @@ class _CannotCarve(Exception):
 
 
 def _wanted_bytes(config: NodeConfig, name: str, settings: ModelConfig, found: Registered | None) -> int:
-    """Returns the size of a model's carve-out in bytes, in whole chunks: the setting isolate_bytes, or what the model takes. found:
-    the model's record, None if its folder is missing. Raises _CannotCarve if neither settings nor files determine the size."""
+    """Returns the size of a model's carve-out in bytes, in whole chunks: the setting isolate_bytes or, without it, the memory that
+    the model needs. found: the model's record, None if its folder is missing. Raises _CannotCarve if neither settings nor files
+    determine the size."""
     chunk_bytes = int(config.chunk_bytes)
     if settings.isolate_bytes is not None:
         return -(-parse_bytes(settings.isolate_bytes) // chunk_bytes) * chunk_bytes
@@ -94,9 +95,9 @@ def _allowed(devices: Sequence[DeviceBudget], settings: ModelConfig, found: Regi
 
 
 def _choose(config: NodeConfig, name: str, allowed: Sequence[DeviceBudget], left: dict[str, int], num_bytes: int) -> DeviceBudget:
-    """Returns the device for a carve-out: the allowed one with the most memory left, among those that would keep MIN_CHUNKS chunks
-    after it. left: device -> bytes of its budget that are left. num_bytes: the carve-out's size. Raises _CannotCarve if there is
-    none."""
+    """Returns the device for a carve-out: of the allowed devices that would keep at least MIN_CHUNKS chunks besides the carve-out
+    and its engine's context (_context_bytes), the one with the most memory left. left: device -> bytes of its budget that are in no
+    carve-out yet. num_bytes: the carve-out's size. Raises _CannotCarve if no device has enough."""
     least = MIN_CHUNKS * int(config.chunk_bytes)
     roomy = [device for device in allowed if left[device.name] - num_bytes - _context_bytes(device) >= least]
     if not roomy:

@@ -264,9 +264,8 @@ class EngineEvents:
         )
 
     def _find(self, device: str, request_id: int) -> Generation | None:
-        """Returns the sequence with this id if it runs on the device; None if it has ended, or was submitted to another device
-        since. A replica that is paused may still end a step whose sequences go on at another replica: these tokens are computed
-        there again."""
+        """Returns the sequence with this id if it runs on the device; None if it has ended, or if it was submitted to another
+        device meanwhile. In the second case the caller drops the tokens, because the other device computes them again."""
         generation = self._by_id.get(request_id)
         return generation if generation is not None and generation.submitted_device == device else None
 
@@ -349,8 +348,8 @@ class EngineEvents:
             self._dispatcher.release_aborts()
 
     def _mixed_rows(self, device: str, message: protocol.TokensOut) -> None:
-        """Passes the tokens of a step on to the sinks of their sequences. Called only if a sequence has several tokens or ends in
-        this step; all other steps take a faster way in _tokens_out. (With many sequences, one ends in most steps.)"""
+        """Passes the tokens of a step on to the sinks of their sequences. It handles steps in which a sequence gets several tokens
+        or ends; _tokens_out handles all other steps itself, which is faster. (With many sequences, one ends in most steps.)"""
         find = self._by_id.get
         start = 0
         num_rows = len(message.request_ids)

@@ -28,8 +28,8 @@ def make_journal(device: str) -> tuple[int, mmap.mmap]:
 
 
 def variables_of(threads: int, gpu: str) -> dict[str, str]:
-    """Returns the environment variables that an engine started with exec needs. threads: those that compute. gpu: UUID of the only
-    GPU that it sees, "" for none."""
+    """Returns the environment variables that an engine started with exec needs. threads: the number of threads that compute. gpu:
+    UUID of the only GPU that the engine may see, "" for none."""
     variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return variables | {"CUDA_VISIBLE_DEVICES": gpu} if gpu else variables
 
@@ -69,9 +69,9 @@ class EngineProcess(Protocol):
 
 
 class Spawned:
-    """An EngineProcess that is started with exec. arguments: those of `python -m engine`, or of another module that is run in an
-    engine's place. descriptors: the file descriptors that they name, which the process inherits. variables: environment variables
-    to set. Raises OSError if it cannot be started."""
+    """An engine process (EngineProcess) that is started with exec as `python -m MODULE`. arguments: its command-line arguments.
+    descriptors: the file descriptors that it inherits, which the arguments name. variables: environment variables to set. module:
+    the module to run, usually `engine`. Raises OSError if the process cannot be started."""
 
     def __init__(
         self, arguments: Sequence[str], descriptors: Sequence[int], variables: dict[str, str], module: str = "engine"

@@ -20,9 +20,9 @@ log = logging.getLogger("hearthd.engine")
 
 
 class EngineRounds:
-    """Finds engines of a node that hang (EngineWatch), and kills and restarts them, with timers on the event loop. stall_s:
-    returns the current setting engine_stall_s, the seconds without a sign of life that are allowed; 0: no engine is killed. post:
-    takes the events StepLasts for the scheduler, one a second for each engine that is in a long step."""
+    """Finds engines of a node that hang (EngineWatch), and kills and restarts them, with timers on the event loop. stall_s: returns
+    the setting engine_stall_s, the seconds that an engine may give no sign of life; 0: no engine is killed. post: passes an event
+    to the scheduler; once a second it gets a StepLasts for each engine that is in a long step."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class EngineRounds:
         self._timer = self._steps_timer = None
 
     def problem(self, device: str) -> str:
-        """Returns a text for operators if the device's engine has given no sign of life for suspiciously long, or "" if it has."""
+        """Returns a text for operators if the device's engine has given no sign of life for suspiciously long, otherwise ""."""
         worker = self._workers[device]
         pulse = worker.pulse()
         return "" if pulse is None else self._watch.problem(device, time.monotonic(), worker.pid, pulse, self._stall_s())

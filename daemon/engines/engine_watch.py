@@ -84,8 +84,9 @@ class EngineWatch:
 
     def look(self, now: float, pulses: Mapping[str, tuple[int, Pulse]], stall_s: float) -> dict[str, Silence]:
         """Returns the engines that hang and were not returned before, by device. pulses: device -> the process id and the last sign
-        of life, for engines that are up. stall_s: the usual limit in seconds; 0 turns the check off. If the call is much later than
-        due_s, all silence starts anew, because the signs of life may be as old as the daemon's own pause."""
+        of life, for engines that are up. stall_s: the usual limit in seconds; 0 turns the check off. If the call comes much later
+        than due_s, the silence of all engines is measured from now on: the daemon itself stood still, and may not have received
+        signs of life."""
         was_held = now - self.due_s > HELD_S
         self.due_s = now + LOOK_EVERY_S
         before, self._lives = self._lives, {}
@@ -121,8 +122,8 @@ class EngineWatch:
         return found
 
     def problem(self, device: str, now: float, pid: int, pulse: Pulse, stall_s: float) -> str:
-        """Returns a text for operators if the device's engine has been silent for suspiciously long, or "" if it has not. pid: the
-        engine's process id. pulse: its last sign of life. stall_s: 0 turns the check off."""
+        """Returns a text for operators if the device's engine has been silent for suspiciously long, otherwise "". pid: the
+        engine's process id. pulse: its last sign of life. stall_s: the usual limit in seconds; 0 turns the check off."""
         life = self._lives.get(device)
         if life is None or life.pid != pid or stall_s <= 0:
             return ""

@@ -65,7 +65,7 @@ class ExchangeMemory:
         return offset
 
     def free(self, offset: int) -> None:
-        """Gives the region at `offset` back, because no engine uses it any more."""
+        """Frees the region at `offset`, for other groups to use. No engine may use it any more."""
         end = self._taken.pop(offset)
         self._exchange.clear(offset, end - offset)
 
@@ -74,8 +74,8 @@ class ExchangeMemory:
 
 
 def exchange_memory(devices: Sequence[DeviceBudget]) -> ExchangeMemory | None:
-    """Returns an exchange memory for the devices over which models may be split: those of which there are two or more of a kind,
-    and those of other hosts, whose proxies need the memory. None if there are no such devices."""
+    """Returns an exchange memory for the devices over which models may be split, or None if there are none. These are the devices
+    of each kind of which there are at least two, or of which another host has one."""
     there = by_kind(device.name for device in devices if not device.model)
     names = [name for of_kind in there.values() if len(of_kind) > 1 or any(map(host_of, of_kind)) for name in of_kind]
     return ExchangeMemory(names) if names else None

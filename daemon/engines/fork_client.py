@@ -39,8 +39,8 @@ def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> i
 
 
 class ForkServer:
-    """The client of one fork server, from which it gets the engines of cpu devices. runner, cache_dir: the node's settings.
-    threads: the number for each engine. Raises OSError if there is no thread to be had.
+    """The client of one fork server, from which it gets the engines of cpu devices. runner, cache_dir: the node's settings with
+    these names. threads: the number of threads for each engine. Raises OSError if the system allows no further thread.
 
     Calls to the server run in one thread of this object, because starting the server and waiting for its first answer take
     seconds."""
@@ -56,8 +56,8 @@ class ForkServer:
 
     @classmethod
     def ahead(cls, config: NodeConfig, devices: Sequence[DeviceBudget]) -> ForkServer | None:
-        """Returns a ForkServer whose process is already starting, because importing torch takes the largest part of hearthd's
-        start. Returns None if this machine has no cpu device, or there is no thread to be had."""
+        """Returns a ForkServer whose process is already starting; None if this machine has no cpu device, or the system allows no
+        further thread. Called early in hearthd's start, of which the server's import of torch takes the largest part."""
         if not any(device.is_local("cpu") for device in devices):
             return None
         try:
@@ -78,7 +78,7 @@ class ForkServer:
 
     async def fork(self, name: str, arguments: Sequence[str], descriptors: Sequence[int]) -> EngineProcess:
         """Returns a new engine process. name: the process's name. arguments: its command-line arguments. descriptors: the file
-        descriptors that they name, which it inherits. Raises OSError if the server cannot be reached or refuses."""
+        descriptors that it inherits, which the arguments name. Raises OSError if the server cannot be reached or refuses."""
         own = [os.dup(descriptor) for descriptor in descriptors]  # the caller may be cancelled and close its descriptors
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._fork, name, arguments, descriptors, own)
 
@@ -164,7 +164,8 @@ class ForkServer:
 
 
 def _reap_at_end(process: subprocess.Popen[bytes]) -> None:
-    """Starts the thread of `_reap`. Raises OSError if there is no descriptor or no thread to be had."""
+    """Starts a thread that reaps the fork server's process when it ends (`_reap`). Raises OSError if the system allows no further
+    descriptor or thread."""
     ended = os.pidfd_open(process.pid)
     try:
         Thread(target=_reap, args=(process, ended), name="fork server's end").start()
@@ -184,12 +185,13 @@ def _reap(process: subprocess.Popen[bytes], pidfd: int) -> None:
 
 
 class _Gone(Exception):
-    """Raised if the fork server does not answer. The message continues a sentence of which the server is the subject."""
+    """Raised if the fork server does not answer. The message is the predicate of a sentence about the server, such as "has
+    ended"."""
 
 
 class _ForkedEngine:
-    """An EngineProcess that the fork server has forked. It is the server's child, so only the server can tell how it ended.
-    ended_fd: a pipe through which it tells that."""
+    """An engine process (EngineProcess) that the fork server has forked. ended_fd: the read end of a pipe to which the server
+    writes how the process has ended; only the server knows, because the process is its child."""
 
     def __init__(self, pid: int, pidfd: int, ended_fd: int, stderr_fd: int) -> None:
         self.pid, self.pidfd, self._ended_fd = pid, pidfd, ended_fd

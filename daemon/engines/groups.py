@@ -3,11 +3,11 @@ which loads and evicts its own share.
 
 The engines (members) of one split model are a group. A Load becomes a LoadModel for each member, an Evict an EvictModel, and the
 members' answers become one answer. If one member fails to load, the others evict their shares before the failure is reported. A
-member that has died is not waited for. Where the model is to be loaded again, because a member has died or could not load, the
-other members leave their weights where they are.
+member that has died is not waited for. If the model will be loaded again, because a member has died or could not load, the other
+members leave their weights in memory.
 
-No member may wait for another one that will not come: the group is marked as broken before any member is told to leave, and as soon
-as a member has died. Results of a broken group are never used: its requests run again.
+A member must never wait for a member that does not take part in the step any more. So the group is marked as broken as soon as a
+member has died, and before any member is told to evict its share. Results of a broken group are never used: its requests run again.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class _Group:
 
 
 class Groups:
-    """All placements of split models. send: passes a message to a device's engine. lease_of: returns the last lease, in chunks,
-    that was sent to a device's engine. block_tokens: tokens in a KV block. regions: None if the node has no devices to split a
-    model over. tell: receives (name of devices, answer): the joint answer of all members with the joined names of their devices, or
-    a LoadFailed with the name of the device that could not load."""
+    """All placements of split models. send: passes a message to a device's engine. lease_of: returns the lease, in chunks, that was
+    last sent to a device's engine. block_tokens: tokens in a KV block. regions: allocates regions of the exchange memory; None if
+    the node has no devices to split a model over. tell: called with (devices, answer) for the scheduler: the joined names of a
+    group's devices and their joint answer, or the name of one device and its LoadFailed."""
 
     def __init__(
         self,
@@ -187,8 +187,9 @@ class Groups:
                 pass  # the placement's prompts wait until all shares are loaded
 
     def engine_ended(self, device: str) -> None:
-        """Handles the end of a device's engine: marks as broken the groups that include the device, so that the other members stop
-        waiting for it. If the engine was lost, the regions that were kept from others for its sake are freed."""
+        """Handles the end of a device's engine process: marks as broken the groups that include the device, so that the other
+        members stop waiting for it. Frees the regions that were kept because the engine had been killed and had not ended
+        (engine_lost)."""
         self._break_with(device)
         self._lost.discard(device)
         kept, self._kept_regions = self._kept_regions, []
@@ -196,8 +197,8 @@ class Groups:
             self._free(offset, members & self._lost)
 
     def engine_lost(self, device: str) -> None:
-        """Handles an engine that was killed and does not end: breaks its groups. Their regions are kept from others until
-        engine_ended is called, because what waits in a driver may still read or write them."""
+        """Handles an engine that was killed and does not end: marks its groups as broken. Their regions stay allocated until
+        engine_ended is called, because operations that wait in a driver may still read or write them."""
         self._lost.add(device)
         self._break_with(device)
 
@@ -207,9 +208,10 @@ class Groups:
                 self._break(group)
 
     def engine_down(self, device: str) -> list[tuple[str, Answer]]:
-        """Removes a dead engine from its groups, so that its answers are not waited for. Called before the scheduler hears of the
-        death. Returns the answers (name of devices, message) that are complete by this; the scheduler must get them after it has
-        heard of the death, or it would place the model on the dead engine again."""
+        """Removes a dead engine from its groups, so that its answers are not waited for. Called before the scheduler learns of the
+        death. Returns (devices, answer) for each group whose joint answer is complete without this engine; devices: their joined
+        names. The caller must pass the answers to the scheduler after the death, or the scheduler would place the model on the dead
+        engine again."""
         self._break_with(device)
         answers = []
         for group in [group for group in self._groups.values() if device in group.holding]:
@@ -281,9 +283,9 @@ class Groups:
 
 
 def _sum_of_progress(group: _Group) -> LoadProgress:
-    """Returns the load's progress over all members: the sums of their bytes. While a member waits for its kernels (bytes_total 0),
-    the result has bytes_total 0. A member that has not reported yet is assumed to have as many bytes to load as the largest one of
-    the others. A member that has loaded its share waits for nothing, whatever its last report was."""
+    """Returns the load's progress over all members: the sums of their bytes. While a member that has not loaded its share waits for
+    its kernels (it reports bytes_total 0), the result has bytes_total 0. A member that has not reported yet is assumed to have as
+    many bytes to load as the largest of the others."""
     told = [one for device, one in group.progress.items() if one.bytes_total or device not in group.loaded]
     if not all(one.bytes_total for one in told):
         return LoadProgress(group.placement_id, 0, 0)

@@ -23,8 +23,8 @@ FORMAT = Format(version=1, reads_from=1, readable_from=1)
 
 class _StoredCopy(msgspec.Struct, array_like=True):
     """A copy of weights, or saved KV, in host memory, as the account stores it. layout: identifies how the weights lie in memory
-    (Registry.layout_id). slots: the slots that hold the copy. num_tokens: the tokens of saved KV. index: the engine's list of what
-    the saved KV is; b"" for a copy of weights."""
+    (Registry.layout_id). slots: the slots that hold the copy. num_tokens: the tokens of saved KV. index: for saved KV, the engine's
+    description of its blocks; b"" for a copy of weights."""
 
     model: str
     layout: str

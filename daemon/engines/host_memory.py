@@ -22,8 +22,9 @@ class HostMemory:
     """The memory of `num_slots` slots of `slot_bytes` each. fd: its descriptor, -1 if there are no slots. Raises OSError if it
     cannot be made.
 
-    With a service manager, the memory and the account of what its slots hold are in the FD store. account: where that account is
-    kept; None without a service manager. It is empty if the memory is new, also because the stored memory had another size."""
+    With a service manager, the memory is kept in the FD store, together with an account of what its slots hold. account: that
+    account; None without a service manager. It is empty if the memory is new, which is also the case if the stored memory had
+    another size."""
 
     def __init__(self, num_slots: int, slot_bytes: int, store: FdStore | None = None) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes

@@ -53,8 +53,8 @@ class KeptDevice:
         self._found = found
 
     def take(self) -> handles.Received | None:
-        """Returns the descriptors of the device memory that an earlier daemon left in the store, where they also remain; None if
-        there are none."""
+        """Returns the descriptors of the device memory that an earlier daemon left in the store; the store keeps its own
+        duplicates. Returns None if there is no such memory, or it cannot be read; the store then drops it."""
         if self._found is None:
             return None
         fd, self._found = self._found, None

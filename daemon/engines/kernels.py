@@ -1,5 +1,5 @@
-"""Knows on which devices kernels are still being compiled. Until that is done, the models there are slower, or a load does not
-end."""
+"""The engines' reports on compiling kernels. While a device's kernels are being compiled, its models are slower, or a load waits
+for the kernels."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Kernels:
         return "" if told is None else told.problem
 
     def sentence(self) -> str:
-        """Returns one sentence for each device whose models are slower because kernels are being compiled, joined, for the end of a
-        message; "" if there is none."""
+        """Returns a text to append to a message: one sentence for each device whose models are slower because kernels are being
+        compiled; "" if there is none."""
         rows = ((device, self.row(device)) for device in self._told)
         return " ".join(f"{sentence(device, row)}." for device, row in rows if row is not None and not row["postponed"])
 

@@ -26,8 +26,8 @@ EARLY_S, MAX_EARLY = 60.0, 2  # a request kills its engine at most twice (max_cr
 
 
 class LeftMemory:
-    """Holds one device's memory between two engines. is_host: whether it is main memory, which other programs lack while it is
-    held.
+    """Holds one device's memory between two engines. is_host: whether the memory is the host's main memory, of which other programs
+    have less while it is held.
 
     kept: stores the memory for the next daemon, too; None: the memory ends with this daemon.
 
@@ -64,9 +64,9 @@ class LeftMemory:
         log.info(text, num_bytes / 2**30, ", ".join(self.models), extra=fields(device=self._device))
 
     def exchange(self, sock: socket.socket) -> None:
-        """Answers one engine's request for memory: sends the descriptors that are held and the account of the weights, or, if
-        nothing fits, receives those of the memory that the engine makes. sock: the connection to the engine. Returns at the
-        engine's death at the latest."""
+        """Answers one engine's request for memory. If the held memory has the size that the engine wants and contains weights,
+        sends its descriptors and the account of the weights; otherwise receives the descriptors of the memory that the engine
+        makes. sock: the connection to the engine. Returns at the engine's death at the latest."""
         with sock:
             try:
                 handles.allow_many_files()
@@ -86,8 +86,8 @@ class LeftMemory:
                 log.debug("no memory is held for %s: %s", self._device, error)
 
     def sent(self, message: protocol.Message) -> None:
-        """Removes from the account of the weights the model that a message to the engine is about, if the message tells it to load
-        or evict one. Called for each message before it is sent."""
+        """Takes note of a message that is about to be sent to the engine: if it tells the engine to load or evict a model, that
+        model is removed from the account of the weights. Called for each message."""
         if isinstance(message, protocol.LoadModel):
             self._placed[message.model] = message.placement_id
         elif isinstance(message, protocol.EvictModel):
@@ -110,10 +110,10 @@ class LeftMemory:
     def ended(self, came_up: bool, lasted_s: float, distrusted: bool, kernel_killed: bool) -> None:
         """Decides, when an engine has ended, whether its device memory is kept for the next engine.
 
-        It is freed if it holds no weights, and in three other cases. The memory might make the next engine fail, too: this engine
-        did not come up, or it and the one before it ended early with the same memory. The device itself is faulty (distrusted). The
-        kernel killed the engine for lack of the memory that is held here (kernel_killed; only for host memory). lasted_s: seconds
-        from the engine's start to its end."""
+        The memory is freed if it holds no weights; if the device has a fault (distrusted); if the kernel killed the engine for lack
+        of memory and this is host memory (kernel_killed); if the engine did not come up (came_up False); or if two engines in a row
+        took the memory over and ended early, because the memory may be what makes them fail. lasted_s: seconds from the engine's
+        start to its end."""
         self._placed.clear()
         self._num_early = self._num_early + 1 if self._adopted and lasted_s < EARLY_S else 0
         if distrusted:

@@ -25,8 +25,9 @@ class _Probe:
 
 
 class Probes:
-    """The probes of a node's engines, on the event loop. An engine has at most one probe at a time: requests that come until its
-    answer, or up to FRESH_S seconds after the probe was sent, get the same answer. send: passes a message to a device's engine."""
+    """The probes of a node's engines, on the event loop. An engine has at most one probe at a time: further requests for a probe
+    get the answer to the one that was sent last, if it is unanswered or was sent at most FRESH_S seconds ago. send: passes a
+    message to a device's engine."""
 
     def __init__(self, send: Callable[[str, protocol.Message], None]) -> None:
         self._send = send
@@ -34,8 +35,8 @@ class Probes:
         self._latest: dict[str, _Probe] = {}
 
     async def ask(self, devices: Iterable[str], limit_s: float) -> Mapping[str, float | None]:
-        """Returns how many milliseconds each device's engine took to answer, by device; None for engines that have not answered
-        within limit_s seconds."""
+        """Returns how many milliseconds each device's engine took to answer, by device; None for engines that have ended or have
+        not answered within limit_s seconds."""
         probes = {device: self._probe(device) for device in devices}
         if probes:
             await asyncio.wait([probe.answer for probe in probes.values()], timeout=limit_s)

@@ -1,6 +1,6 @@
-"""Runs one engine process per device or carve-out: spawns it, supervises it, and restarts it with back-off when it ends. Its end is
-reported together with the requests that were in its last, unfinished step. An engine that was killed and does not end, because it
-waits in a driver, is reported in the same way; the next one is started once it has ended.
+"""Runs one engine process per device or carve-out: spawns it, supervises it, and restarts it with back-off when it ends. The end of
+an engine is reported with the ids of the requests in its last, unfinished step. If an engine was killed and does not end, because
+it waits in a driver, its end is reported all the same, but the next engine is started only when it has ended.
 
 An engine ends when its socketpair is closed, so it cannot outlive the daemon, however the daemon ends.
 """
@@ -124,9 +124,9 @@ class LentBy:
 class EngineWorker:
     """Runs the engine process of one device, and starts it again each time it ends.
 
-    spec: returns the engine's configuration; called only after the process was started. forks: the fork server that forks the
-    engine; None: it is started with exec, as for cuda devices. lent_by: where the engine runs if that is another host; this worker
-    then looks after its proxy.
+    spec: returns the engine's configuration; it is not called before the process was started. forks: the fork server that forks the
+    engine; None: the engine is started with exec, as for cuda devices. lent_by: the other host on which the engine runs, in which
+    case this worker runs the engine's proxy; None: the engine runs on this host.
 
     host_tier_fd: the host tier's memfd, -1 if there is none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device.
     no_memory: takes the engine's error and returns one line that explains why the device lacks the memory; called in a thread.
@@ -176,8 +176,8 @@ class EngineWorker:
         self._task = self._tasks.start(f"looking after the engine of {self.device}", self._live)
 
     def configure(self) -> None:
-        """Allows the message Configure, with the engine's configuration, to be sent. Called when the size of the work space is
-        known."""
+        """Allows this worker to send its engine the message Configure, which holds the engine's configuration. Called when the size
+        of the work space is known."""
         self._configurable.set()
 
     def pulse(self) -> Pulse | None:
@@ -406,7 +406,7 @@ class EngineWorker:
 
 class _Handover:
     """The daemon's end of the socketpair over which an engine asks for the memory that the previous engine left. A thread answers
-    (LeftMemory.exchange). fd: the engine's end. Raises OSError if there is no descriptor or no thread to be had."""
+    the engine (LeftMemory.exchange). fd: the engine's end. Raises OSError if the system allows no further descriptor or thread."""
 
     def __init__(self, left: LeftMemory, device: str) -> None:
         ours, self._theirs = socket.socketpair()
