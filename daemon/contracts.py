@@ -44,8 +44,8 @@ class TokenSink(Protocol):
 @dataclass(slots=True)
 class Generation:
     """One sequence of a client's request, with its prompt, state and counts. A chat request with n = 1 is one sequence; a batch of
-    prompts or n > 1 makes several. `output` grows with every token that the sink gets: after a crash of the engine, prompt and
-    output are submitted again."""
+    prompts or n > 1 makes several. `output` holds all tokens that the sequence has so far: after a crash of its engine, prompt and
+    output are submitted to an engine again."""
 
     model: ModelEntry
     prompt: list[int]
@@ -100,26 +100,29 @@ class Generation:
         self.is_paused, self.paused_since_s = True, self.paused_since_s or now
 
     def count_pause(self, now: float) -> None:
-        """Lets the sequence's pause, if it is paused, count for request_timeout_s from now on. now: time.monotonic()."""
+        """Makes the rest of the sequence's present pause count for request_timeout_s; the pause up to `now` stays uncounted. Does
+        nothing if the sequence is not paused. now: time.monotonic()."""
         if self.paused_since_s:
             self.paused_s += now - self.paused_since_s
             self.paused_since_s = 0.0
 
     def resume(self, now: float) -> None:
-        """Ends the sequence's pause, if it is paused, because it is submitted to an engine again. now: time.monotonic()."""
+        """Ends the sequence's pause, if it is paused. Called when the sequence is submitted to an engine again. now:
+        time.monotonic()."""
         self.count_pause(now)
         self.is_paused = False
 
     def lived_s(self, now: float) -> float:
-        """Returns the seconds since the sequence arrived, without those in which it was paused because its model had left the
-        device to make room, and an engine was up that could have had it back. now: time.monotonic()."""
+        """Returns the seconds of request_timeout_s that the sequence has used: the time since its arrival without its pauses. Of a
+        pause, the time since `count_pause` was called is included. now: time.monotonic()."""
         paused_s = self.paused_s + (now - self.paused_since_s if self.paused_since_s else 0.0)
         return now - self.arrived_s - paused_s
 
 
 class Expectation(NamedTuple):
     """The announcement of a request whose prompt is still being tokenized, so that its model can begin to load. request_id: the id
-    that its first sequence must get; 0: any free id. over: must be called once that sequence has been submitted or will not be."""
+    that its first sequence must get; 0: any free id. over: ends the announcement; must be called when that sequence was submitted,
+    or when it is clear that it will not be."""
 
     request_id: int
     over: Callable[[], None]
@@ -143,8 +146,9 @@ class RequestPort(Protocol):
         ...
 
     def forward(self, generation: Generation) -> None:
-        """Counts as open a request that another server answers. This node does not schedule it, but tells its sink when it times
-        out. The request must be ended with `forwarded`. Raises HearthError while the node is drained."""
+        """Accepts a request that another server answers: it counts as open, and its sink is told when it exceeds request_timeout_s,
+        but this node does not schedule it. The caller must end it with `forwarded`. Raises HearthError while the node is
+        drained."""
         ...
 
     def forwarded(self, generation: Generation, outcome: str) -> None:
@@ -162,9 +166,10 @@ class SenderPort(Protocol):
     """The tenant that has sent one request, as far as endpoints need it: its limits and priorities."""
 
     def charge(self, num_prompt_tokens: int, field: str) -> None:
-        """Counts the request and its prompt tokens against the tenant's limits. It is called once, before the first sequence is
-        submitted. A request that an earlier daemon has counted is not counted again. num_prompt_tokens: the tokens of all prompts
-        together. field: the body's field that holds the prompts. Raises HearthError: 429, or 400 if the request can never fit."""
+        """Counts the request and its prompt tokens against the tenant's limits; called once, before the first sequence is
+        submitted. Does nothing for a request that the daemon before a restart has counted already. num_prompt_tokens: the tokens of
+        all prompts together. field: the body's field that holds the prompts. Raises HearthError: 429 if a limit is reached, 400 if
+        the request alone exceeds a limit."""
         ...
 
     def priority(self, asked: int | None) -> int:
@@ -180,7 +185,7 @@ class ModelPort(Protocol):
     def resolve(self, name: str, asker: Asker = OPERATOR) -> ModelEntry:
         """Returns the model with this name or alias; for any other name, the model to which the table `[names]` leads. Raises
         HearthError: model_not_found (404), 503 for an incomplete model, 400 for one that cannot be served. If the table leads to
-        several models that are all refused, one error tells the reason of each."""
+        several models and all are refused, the error's message gives the reason for each."""
         ...
 
     def canonical(self, name: str, asker: Asker = OPERATOR) -> str:
@@ -193,8 +198,8 @@ class ModelPort(Protocol):
         ...
 
     def further_names(self, asker: Asker = OPERATOR) -> Mapping[str, Sequence[str]]:
-        """Returns the entries of the table `[names]` that are not patterns, as model -> further names. An entry that leads to
-        several models is listed at the first one that `asker` may use."""
+        """Returns, for each model, the entries of the table `[names]` that lead to it, without those that are patterns. An entry
+        that leads to several models is listed at the first one that `asker` may use."""
         ...
 
     def entries(self) -> Sequence[ModelEntry]:
@@ -215,9 +220,9 @@ class AdapterPort(Protocol):
     """Loads and unloads LoRA adapters from folders of this machine, under names that operators choose."""
 
     async def load(self, name: str, path: str, in_place: bool) -> LoadedAdapter:
-        """Begins to serve the adapter in the folder `path` under this name, also after a restart, and reads it into memory if its
-        base model is there. in_place: whether it may replace an adapter that was loaded under the same name. Raises HearthError if
-        that is impossible; then nothing has changed."""
+        """Begins to serve the LoRA adapter in the folder `path` under this name, also after a restart, and loads it at once if its
+        base model is in memory. in_place: whether it may replace an adapter that was loaded under the same name. Raises HearthError
+        if the adapter cannot be served; then nothing has changed."""
         ...
 
     async def unload(self, name: str) -> LoadedAdapter:
@@ -240,8 +245,8 @@ class HealthPort(Protocol):
     called on the event loop and never block it."""
 
     def health(self) -> tuple[bool, dict[str, object]]:
-        """Returns whether the node is healthy, that is, no roll-back of a load is overdue, and the body of /healthz, which is
-        answered with 503 if it is not. That there is an answer shows that the event loop runs."""
+        """Returns whether the node is healthy, and the body of /healthz. The node is unhealthy while the roll-back of a load is
+        overdue; then /healthz has the status 503."""
         ...
 
     def ready(self) -> tuple[bool, dict[str, object]]:
@@ -281,9 +286,9 @@ class HttpSettings(Protocol):
 
 
 class Guarded(Protocol):
-    """The facts about an endpoint that the rules of access need. methods: its HTTP methods. open: it needs no key. watching: it
-    shows data of all tenants. operating: it changes what the node serves. for_operators: it is for operators, such as the metrics;
-    other sites' pages may not read it, and the main listener does not serve it if operators have a listener of their own."""
+    """The properties of an endpoint that decide who may use it. methods: its HTTP methods. open: it needs no key. watching: it
+    shows data of all tenants. operating: it changes what the node serves. for_operators: only operators use it, for example for
+    metrics; pages of other sites may not read it, and if operators have a listener of their own, only that one serves it."""
 
     @property
     def methods(self) -> Sequence[str]: ...

@@ -1,4 +1,5 @@
-"""All errors that a client or operator can meet, in a few families, and their mapping to HTTP status, OpenAI body and exit code.
+"""All errors that a client or operator can get, as classes that determine the HTTP status, the body in OpenAI's form and the exit
+code.
 
 HearthError
 ├── BadRequest    the caller's fault: 4xx, names the field
@@ -40,7 +41,7 @@ class HearthError(Exception):
         details: dict[str, object] | None = None,
         kind: str = "",
     ) -> None:
-        """status: None for the class's own. kind: OpenAI's error type; "" for the class's own."""
+        """Makes the error. status: the HTTP status; None: that of the class. kind: OpenAI's error type; "": that of the class."""
         super().__init__(message)
         self.type = kind or type(self).type
         self.code, self.message, self.param = code, message, param
@@ -49,8 +50,8 @@ class HearthError(Exception):
         self.details = details or {}
 
     def renamed(self, names: Iterable[tuple[str, str]]) -> dict[str, str | None]:
-        """Returns `message` and `param` with the names that another API has for the request's fields. names: pairs of a field's
-        name in OpenAI's API and in the other one."""
+        """Returns the error's message and param as {"message", "param"}, for an API in which the request's fields have other names:
+        each name is replaced. names: pairs of a field's name in OpenAI's API and in the other API."""
         message, param = self.message, self.param
         for ours, theirs in names:
             message, param = message.replace(ours, theirs), param and param.replace(ours, theirs)

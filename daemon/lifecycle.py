@@ -300,9 +300,8 @@ class DaemonRun:
                 os.unlink(path)
 
     async def _checkpoints_to_isolate(self, scanner: ModelScanner) -> dict[str, Checkpoint]:
-        """Returns the checkpoints in the models folder by name, if some model is isolated, because the part of the device's budget
-        for it is sized by its files; else {}. A folder that cannot be read counts as empty here; the first regular scan reports
-        it."""
+        """Returns the checkpoints in the models folder by name, from whose files the carve-outs of isolated models are sized; {} if
+        no model is isolated. A folder that cannot be read counts as empty here; the first regular scan reports it."""
         if isolated_models(self._config):
             with contextlib.suppress(OSError):
                 return await scanner.scan(self._config.models_dir, {})
@@ -344,8 +343,8 @@ class DaemonRun:
         return self._tls.context if self._tls is not None else None
 
     async def _look_at_certificate(self) -> None:
-        """Periodically warns if the TLS certificate expires soon, and reloads if a file has changed, because on some network mounts
-        the kernel reports no changes."""
+        """Periodically warns if the TLS certificate expires soon, and reloads if a file of the settings has changed. The second is
+        needed for some network mounts, where the kernel reports no changes."""
         while True:
             self._certificate_log.tell(self._tls, time.time())
             await asyncio.sleep(tls.LOOK_EVERY_S)
@@ -447,8 +446,8 @@ class DaemonRun:
             self._stop.set()
 
     async def _drain(self, node: NodeParts) -> None:
-        """Accepts no new requests and waits for the open ones, at most drain_timeout_s seconds or until a second stop signal. Those
-        that have not ended then fail with server_restarting."""
+        """Accepts no new requests and waits for the open ones, at most drain_timeout_s seconds or until a second stop signal.
+        Requests that are still open after that fail with server_restarting."""
         await self._let_end(node)
         self._fail_rest(node)
 
@@ -466,7 +465,8 @@ class DaemonRun:
         node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown", stopping=True))
 
     def _fail_rest(self, node: NodeParts) -> None:
-        """Fails the requests that have not ended, and refuses those whose texts are still being read, with server_restarting."""
+        """Fails all open requests with server_restarting, and from then on refuses requests whose prompts are only now
+        tokenized."""
         self._take_no_more(node)
         error = NotNow("server_restarting", "The server is restarting; send the request again.", retry_after_s=5.0)
         num_cut = node.dispatcher.fail_all(error)
@@ -474,8 +474,8 @@ class DaemonRun:
             log.warning("%d requests did not end in time and were told server_restarting", num_cut)
 
     async def _wait_for_clients(self) -> None:
-        """Waits at a stop until the clients have received what was written for them, but not beyond _last_bytes_due_s or a second
-        stop signal."""
+        """Waits at a stop until the clients have received what was written for them. Ends early at the time _last_bytes_due_s (the
+        event loop's time) or at a second stop signal."""
         if self._last_bytes is None:
             return
         num_cut = await self._last_bytes.wait(self._last_bytes_due_s - asyncio.get_running_loop().time(), self._stop_now)

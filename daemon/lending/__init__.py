@@ -1,1 +1,1 @@
-"""`hearth lend`: runs engines for a daemon on another host, which leads the models that they have shares of."""
+"""`hearth lend`: runs engines on this host's devices for a daemon on another host, which decides what these engines do."""

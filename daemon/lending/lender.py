@@ -1,4 +1,4 @@
-"""Listens for the proxies of a daemon on another host, and runs an engine for each device that one of them borrows."""
+"""Listens for proxies of daemons on other hosts, and runs an engine for each device that a proxy borrows."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ RECV_BYTES = 1 << 18
 
 @dataclass(slots=True, frozen=True)
 class LentDevice:
-    """A device that is lent. name: such as cpu:0. budget_bytes: how much of its memory may be used. uuid: a GPU's UUID. threads: as
-    in protocol.Configure."""
+    """A device that is lent. name: the device's name, such as cpu:0. budget_bytes: how much of its memory may be used. uuid: the
+    GPU's UUID, "" for a cpu device. threads: the number of threads for computing (protocol.Configure)."""
 
     name: str
     budget_bytes: int
@@ -65,9 +65,10 @@ class _Share:
 
 
 class LentEngine:
-    """One engine and its connection to the proxy, the process on the daemon's host that stands for it. leader: identifies the
-    daemon. regions: the parts of the exchange memory that all lent devices use. models_dir: the models folder of this host.
-    cache_dir: the folder for compiled kernels and measurements. log: gets lines for operators."""
+    """One lent engine and its connection to the proxy, the process on the daemon's host that stands for the engine. device: the
+    lent device. wire: the connection. leader: identifies the daemon. regions: the regions of split models on this host, which all
+    lent devices share. models_dir: the models folder of this host. cache_dir: the folder for compiled kernels and measurements.
+    log: gets lines for operators."""
 
     def __init__(
         self,

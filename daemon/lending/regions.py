@@ -1,8 +1,8 @@
-"""The copies, on a lender's host, of split models' regions: the parts of the exchange memory through which the engines of a split
-model share its steps (engine/memory/group_region.py).
+"""Copies of split models' regions on a host that lends devices. A region is the part of the exchange memory through which the
+engines of a split model share its steps (engine/memory/group_region.py).
 
-All devices that are lent to one daemon share one copy of a model's region. The proxies of these devices each send every step, and
-the first one that arrives is written.
+All devices that are lent to one daemon share one copy of a model's region. The proxies of these devices each send every step; the
+first one that arrives is written, and the others are ignored.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class LentRegions:
         self._changing = threading.Lock()
 
     def hold(self, leader: str, message: LoadModel, number: int, block_tokens: int) -> tuple[Group, GroupRegion]:
-        """Prepares an engine's load of a share of a model: returns the group (the engines of the model) as that engine needs it,
-        and the model's region, which is made if no other engine here holds it. leader: identifies the daemon. message: the load as
-        the daemon sent it. number: the engine. Raises ValueError for a region that does not fit the model, and OSError if there is
-        no room."""
+        """Prepares an engine's load of a share of a model. Returns the group (the engines of the model) with this host's numbers
+        and region, and the model's region, which is made unless another engine on this host already uses it. leader: identifies the
+        daemon. message: the load as the daemon sent it. number: the engine's number in the exchange memory. block_tokens: tokens in
+        a KV block. Raises ValueError for a region that does not fit the model, and OSError if there is no room."""
         assert message.group is not None
         key, group = (leader, message.placement_id), message.group
         with self._changing:
@@ -104,8 +104,9 @@ class LentRegions:
         return int(plan.num_new.sum())
 
     def _members(self, group: Group, number: int) -> list[int]:
-        """Returns the number of a group's member in the exchange memory, for each rank. Only the engine's own is a real number; for
-        all other ranks there are numbers that no engine here has, because a member that does not lead uses only its own."""
+        """Returns the numbers of a group's members in the exchange memory of this host, by rank. Only the number of the engine
+        itself (`number`) is real. The other ranks get numbers that no engine on this host has, since a member that does not lead
+        its group never uses them."""
         others = self._exchange.num_engines
         return [number if rank == group.rank else others + rank for rank in range(len(group.members))]
 
