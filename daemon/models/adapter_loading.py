@@ -31,8 +31,8 @@ def check_path(path: str) -> None:
 
 
 def load_refusal(record: AdapterRecord) -> HearthError | None:
-    """Returns the error with which the loading of an adapter is refused; None if its own files and its base allow it to be served.
-    record: the adapter, as registered for this purpose."""
+    """Returns the error with which the loading of an adapter is refused; None if the adapter can be served. record: the record that
+    the registry has made of the adapter, whose `problem` is the reason."""
     if record.served is not None:
         return None
     checkpoint, path = record.checkpoint, record.checkpoint.path

@@ -35,9 +35,11 @@ class AdapterRecord:
     """The known facts about one LoRA adapter. base: the name of its base model, "" while that is unknown. loaded_from: the folder
     from which an operator has loaded it, "" if it was found in the models folder.
 
-    served: None while the adapter cannot be served; then `problem` tells why, and is_incomplete whether it may be served later,
-    because only files or the base are missing. checked: the base's shape with which the adapter was compared, and the reason why it
-    does not fit, "" if it fits; None: it was not compared."""
+    served: what requests need, None while the adapter cannot be served. In that case `problem` tells why, and is_incomplete whether
+    it may be served later, because only files or the base are missing.
+
+    checked: the result of comparing the adapter with its base, as (the base's shape, why the adapter does not fit it, or ""); None:
+    they were not compared."""
 
     checkpoint: Checkpoint
     base: str = ""
@@ -113,8 +115,8 @@ def register_adapters(
     named: Mapping[str, str],
 ) -> dict[str, AdapterRecord]:
     """Finds the LoRA adapters among the checkpoints, and for each its base model and whether it can be served. Returns their
-    records by name. models: all registered models. before: the last result, whose objects are used again for adapters that have not
-    changed. named: the folders of adapters that an operator has loaded, by name."""
+    records by name. models: all registered models. before: the last result; the record of an adapter that has not changed is
+    returned again. named: the folders of adapters that an operator has loaded, by name."""
     names = _NamesOfBases(config, models, checkpoints)
     found = {}
     for name, checkpoint in checkpoints.items():
@@ -144,7 +146,7 @@ def foreign_settings(settings: ModelConfig) -> list[str]:
 
 
 def base_setting_misfit(name: str, settings: ModelConfig) -> str:
-    """Returns why a model is refused that has the setting `base` and is no LoRA adapter; "" without that setting."""
+    """Returns the error message for a model that is no LoRA adapter and yet has the setting `base`; "" if it does not have it."""
     return f'models."{name}".base: is for LoRA adapters, and {name} is none' if settings.base is not None else ""
 
 
@@ -187,8 +189,9 @@ def _record(
 
 
 def _misfit(checkpoint: Checkpoint, adapter: Adapter, shape: ModelShape, known: AdapterRecord | None) -> str:
-    """Returns why an adapter does not fit its base model, or "". shape: the base's shape. known: the adapter's earlier record,
-    whose result is used again if neither has changed, because checking a thousand adapters takes half a second."""
+    """Returns why an adapter does not fit its base model; "" if it fits. shape: the base's shape. known: the adapter's earlier
+    record, or None. If neither the adapter nor the base has changed since, the earlier result is returned, because checking a
+    thousand adapters takes half a second."""
     if known is not None and known.checkpoint is checkpoint and known.checked is not None and known.checked[0] is shape:
         return known.checked[1]
     return misfit(adapter, shape)
@@ -231,7 +234,7 @@ class _NamesOfBases:
         return found, ""
 
     def _named(self, name: str) -> str:
-        """Returns the model's own name for a name or alias; "" if no model has it. A model that another server answers counts as
+        """Returns the model's own name for a name or alias; "" if no model has it. Models that another server answers are found as
         well."""
         owner = self._by_alias.get(name, name)
         return owner if owner in self._models or self._upstream_of(owner) is not None else ""

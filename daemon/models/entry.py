@@ -85,8 +85,8 @@ class ModelEntry:
 
     @property
     def does(self) -> str:
-        """The model's task in words that follow its name in an error, such as "generates text" (used if a request asks for another
-        task)."""
+        """The model's task in words that complete a sentence about it, such as "generates text". Used in the error for a request
+        that asks for another task."""
         if self.scoring:
             return "is a cross-encoder: it scores documents for a query"
         return "makes embeddings" if self.embedding_size else "generates text"

@@ -1,5 +1,5 @@
-"""Chooses which experts of a model are copied to further devices, by how many tokens each expert has computed so far. It applies to
-models whose experts are divided among devices."""
+"""Chooses the experts of a model that are copied to further devices, by how many tokens each expert has computed so far. Only
+models whose experts are divided among devices have copies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from scheduler.node import events
 
 def chosen(found: Registered, counts: Mapping[int, Sequence[int]]) -> events.ExpertCopies | None:
     """Returns the copies of experts for the next loads of a model; None if there are to be none, because the tokens are spread
-    evenly over the experts or too few have been counted yet. counts: for each layer, how many tokens have passed through each of
-    its experts."""
+    evenly over the experts or too few have been counted yet. counts: layer -> number of tokens that each of its experts has
+    computed."""
     shape = found.shape
     assert shape is not None
     assert shape.experts is not None

@@ -15,7 +15,7 @@ from daemon.models.name_table import MAX_MATCHED, Lead, NameTable, Target, refus
 
 
 class ModelNames:
-    """All names by which requests can name models. The registry makes a new object after each scan and each change of the
+    """All names by which requests can name models. The registry makes a new ModelNames after each scan and each change of the
     settings."""
 
     def __init__(
@@ -26,10 +26,11 @@ class ModelNames:
         turned_away: Callable[[str, str], HearthError | None],
         adapters: Mapping[str, AdapterRecord] | None = None,
     ) -> None:
-        """models: the names of all registered models and adapters. served: returns the entry of a model, or the error why it cannot
-        be served. turned_away: (model, tenant) -> the error with which a request would be refused now, or None; asked only for
-        models that an entry of the table [names] leads to. adapters: the LoRA adapters among `models`. Aliases and entries that
-        equal the name of a registered model have no effect."""
+        """Collects the names. Aliases, and entries of the table [names], that equal the name of a registered model have no effect.
+
+        models: the names of all registered models and adapters. served: returns the entry of a model, or the error why it cannot be
+        served. turned_away: takes a model and a tenant, and returns the error with which a request would be refused now, or None;
+        called only for models to which the table [names] leads. adapters: the LoRA adapters among `models`, by name."""
         self._models, self._with_settings = models, config.models.keys()
         self._served, self._turned_away = served, turned_away
         self._adapters = adapters or {}
@@ -77,7 +78,7 @@ class ModelNames:
 
     def further(self, listed: Collection[str]) -> Mapping[str, Sequence[str]]:
         """Returns the names in the table [names] that lead to models in `listed`, by model; patterns are left out. A name that
-        leads to several models is given to the first of them that is listed."""
+        leads to several models is listed only at the first of them that is in `listed`."""
         found: dict[str, list[str]] = {}
         for name in self._table.exact:
             owners = (self._owner(target) for target in self._table.names[name])
@@ -114,8 +115,8 @@ class ModelNames:
         return None if owner is None else self._adapters.get(owner)
 
     def lead(self, name: str) -> Lead | None:
-        """Returns the entry of the table [names] that a request for `name` follows, with the models to which it leads, for a sender
-        that may use all models. None if the name is a model's own name or alias, or matches no entry."""
+        """Returns the entry of the table [names] that a request for `name` follows, with the models to which the entry leads; None
+        if `name` is a model's own name or alias, or matches no entry. Models that only some tenants may use are included."""
         entry = None if self._owner(name) is not None else self._table.entry(name)
         return None if entry is None else self._lead(entry, OPERATOR)
 
@@ -143,8 +144,8 @@ class ModelNames:
         return found
 
     def _owner(self, name: str) -> str | None:
-        """Returns the name of the model that has this name or alias, even if it has settings but no folder; if there is none, that
-        of the adapter which BASE:ADAPTER names; otherwise None."""
+        """Returns the name of the model or adapter that a name stands for: the model that has it as its name or alias, even if that
+        model has settings but no folder; otherwise the adapter that BASE:ADAPTER names; otherwise None."""
         owner = self._plain_owner(name)
         if owner is not None or not self._by_base or len(name) > MAX_MATCHED:
             return owner
@@ -159,8 +160,8 @@ class ModelNames:
         return name if name in self._models or name in self._with_settings else self._aliases.get(name)
 
     def _lead(self, entry: str, asker: Asker) -> Lead:
-        """Returns where an entry of the table [names] leads: its models in order, each with its ModelEntry, or with the error why
-        it cannot serve now. A model that `asker` may not use is treated as unknown."""
+        """Returns where an entry of the table [names] leads: its models in the entry's order, each with its ModelEntry or with the
+        error that says why it cannot serve now. A model that `asker` may not use gets the error of an unknown model."""
         targets = []
         for target in self._table.names[entry]:
             owner = self._owner(target)
@@ -172,9 +173,9 @@ class ModelNames:
 
 
 def _by_base(adapters: Mapping[str, AdapterRecord]) -> dict[str, dict[str, str]]:
-    """Returns for each base model the adapters that BASE:ADAPTER may name, by the text after the colon; those whose base is unknown
-    under "". That text is the adapter's name or, if no other adapter of the base has the same, the part of the name after its last
-    /."""
+    """Returns base model -> (text after the colon -> adapter's name), for the names of the form BASE:ADAPTER. The text is the
+    adapter's name or the part of that name after the last /, provided that no other adapter of the base has the same last part.
+    Adapters whose base is unknown are under ""."""
     found: dict[str, dict[str, str]] = {}
     parts: dict[str, dict[str, list[str]]] = {}
     for name, record in adapters.items():

@@ -16,8 +16,9 @@ from loader.models import catalog
 
 def check(config: NodeConfig, source: str) -> list[str]:
     """Returns warnings about models, heads, adapters' bases and chat templates that the settings name and that do not exist (yet),
-    or about a models folder that cannot be read. Raises ConfigError for settings that can never work: names that are hidden by, or
-    hide, an existing model, and keys that do not fit the kind of model. source: the settings file, for messages."""
+    or about a models folder that cannot be read. Raises ConfigError for settings that can never work: keys that do not fit the kind
+    of model, an alias or entry of [names] that is the name of a model in the folder, or an `upstream` for such a name. source: the
+    settings file, for messages."""
     try:
         found = catalog.scan(config.models_dir)
     except OSError as error:

@@ -80,10 +80,9 @@ def _num_literals(pattern: str) -> int:
 
 
 def refusal_of(name: str, targets: Sequence[Target]) -> HearthError:
-    """Returns the error for a request whose name leads only to models that cannot serve it. name: the requested name. targets: the
-    models. It has the code and status of the first temporary refusal (429 or 503), else of the first refusal, and its message lists
-    all refusals. Models that do not exist, or that the sender may not use, are left out; if no others remain, the name counts as
-    unknown."""
+    """Returns the error for a request whose name leads only to models that cannot serve it: no_model() if all of them are unknown
+    to the sender, otherwise an error whose message lists the refusals. It has the code and status of the first temporary refusal
+    (429 or 503) or, if there is none, of the first refusal. name: the requested name. targets: the models to which it leads."""
     told = [each.refusal for each in targets if each.refusal is not None and each.refusal.code != "model_not_found"]
     if not told:
         return no_model(name)

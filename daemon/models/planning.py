@@ -1,7 +1,8 @@
 """Decides how each model is served: over how many devices (the key `parallel`), in which dtype, and how tokens are drafted for it.
 
-`parallel = "auto"` takes the fewest devices of this machine that hold the model, or else the fewest of all hosts' for a pipeline.
-Each number of devices is tried as if the settings had named it, so the result is the same as with that setting.
+`parallel = "auto"` takes the fewest devices of this machine that hold the model. If all of them do not suffice, it takes the fewest
+devices of all hosts that hold the model as a pipeline. Each number of devices is tried as if the settings had named it, so the
+result is the same as with that setting.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ MOST_REASONS = 3  # the most reasons in one refusal why numbers of devices are n
 
 @dataclass(slots=True, frozen=True)
 class Plan:
-    """The plan by which a model is served. settings: the model's settings, with a fixed division in place of "auto". shape: the
-    checkpoint's shape. facts: the scheduler's facts about it. fits: whether the devices hold the model when nothing else is on
-    them."""
+    """The way in which a model is served. settings: the model's settings, with a fixed division in place of "auto". shape: the
+    checkpoint's shape. facts: the scheduler's facts about the model. fits: whether the devices can hold the model if no other model
+    is on them."""
 
     settings: ModelConfig
     shape: ModelShape
@@ -46,8 +47,8 @@ class Plan:
     fits: bool
 
     def told(self, if_too_large: str) -> Plan:
-        """Returns a copy of the plan with the text `if_too_large` added to the error with which a model that does not fit is
-        refused."""
+        """Returns a copy of the plan of a model that does not fit, in which `if_too_large` is appended to the message with which
+        requests for the model are refused."""
         return replace(self, facts=replace(self.facts, if_too_large=if_too_large))
 
 
@@ -92,10 +93,10 @@ class Planner:
         return plan
 
     def _whole_or_split(self, name: str, settings: ModelConfig, attempt: _Attempt) -> Plan | str:
-        """Returns the plan for the whole model on one device if it fits there. If not, and `parallel` is "auto", returns the plan
-        for the fewest devices that hold the model, or, if there is none, a plan that does not fit, whose facts tell why. If
-        `parallel` is not "auto", returns the plan for one device, with a hint if "auto" would help. attempt: makes the plan for
-        fixed settings."""
+        """Returns the plan for one device if the model fits on one. Otherwise the result depends on `parallel`. With "auto", it is
+        the plan for the fewest devices that hold the model or, if no number suffices, a plan that does not fit and whose facts tell
+        why. Without "auto", it is the plan for one device all the same, with a hint if "auto" would help. attempt: makes the plan
+        for settings that fix the number of devices. Returns a text if the model cannot be served."""
         whole = attempt(msgspec.structs.replace(settings, parallel=None))
         if isinstance(whole, str) or whole.fits:
             return whole
@@ -172,8 +173,8 @@ class Planner:
     def _attempt(
         self, config: NodeConfig, checkpoint: Checkpoint, settings: ModelConfig, heads: Mapping[str, Checkpoint]
     ) -> Plan | str:
-        """Returns the plan for settings that fix the number of devices, or why the model cannot be served with them. It drafts
-        without a predictor if it does not fit with one."""
+        """Returns the plan for settings that fix the number of devices, or why the model cannot be served with them. If the model
+        fits only without its predictor, the plan drafts tokens by prompt lookup instead."""
         sizing, name, shape = self._sizing, checkpoint.name, checkpoint.shape
         misfit = base_setting_misfit(name, settings) or sizing.without_carve_out(name, settings)
         if checkpoint.head is not None and checkpoint.complete:

@@ -47,8 +47,8 @@ class Registered:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """The bits of memory that a parameter takes on average, with its scales and everything else that is loaded; None if the
-        number of parameters is not known."""
+        """The bits of memory per parameter of the model, on average: all that is loaded, scales included, divided by the number of
+        parameters. None if that number is not known."""
         if self.shape is None or not (num := num_parameters(self.shape)):
             return None
         return round(8 * self.facts.weights_bytes * self.facts.num_ranks / num, 1)
@@ -79,8 +79,7 @@ class Registered:
 
 
 def all_kernels(models: Sequence[Registered]) -> tuple[KernelSet, ...]:
-    """Returns the kernels that the models need on `cpu` devices, each once, beginning with those of the dtype that most models
-    have."""
+    """Returns the kernels that the models need on `cpu` devices, each once; those of the dtype that most models have come first."""
     num_models = Counter(model.dtype for model in models)
     by_dtype = sorted(models, key=lambda model: -num_models[model.dtype])
     return tuple(dict.fromkeys(kernel_set for model in by_dtype for kernel_set in model.kernels))

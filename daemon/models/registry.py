@@ -51,9 +51,9 @@ Scan = Callable[[str, Mapping[str, catalog.Checkpoint], Mapping[str, str], Seque
 async def scan_in_thread(
     models_dir: str, previous: Mapping[str, catalog.Checkpoint], named: Mapping[str, str], files: Sequence[str] = ()
 ) -> dict[str, catalog.Checkpoint]:
-    """Scans the models folder, or only the folders of named adapters, in a thread, for callers that trust the files and can wait.
-    models_dir: "" for no models folder. previous: the last result. named: the folders of adapters by name. Returns the checkpoints
-    by name. Raises OSError if models_dir cannot be read."""
+    """Scans the models folder in a thread of this process, and returns the checkpoints by name. Unlike a scan in a separate process
+    (daemon/scanning), it can hang or crash the caller. models_dir: "" to scan only the folders in `named`. previous: the last
+    result. named: the folders of LoRA adapters by name. files: not used. Raises OSError if models_dir cannot be read."""
     if models_dir:
         return await asyncio.to_thread(catalog.scan, models_dir, previous, named)
     return catalog.merged(catalog.named_adapters(named, previous))
@@ -74,9 +74,10 @@ class Registry:
         scan: Scan = scan_in_thread,
         signature_of: Callable[[str], str] = signature_text,
     ) -> None:
-        """Makes an empty registry, which rescan() fills. state: what operators have set, such as loaded adapters.
-        without_carve_out: isolated model -> why no memory could be set aside for it. scan: reads the models folder.
-        signature_of: returns the signature of a file that the last scan was asked to examine, too; called in other threads."""
+        """Makes an empty registry, which rescan() fills. devices: the node's devices, with carve-outs. state: what operators have
+        set, such as loaded adapters. without_carve_out: isolated model -> why no memory could be set aside for it. scan: reads the
+        models folder, and examines the further files that it is given. signature_of: returns the signature that a further file had
+        in the last scan; called in other threads."""
         self.config, self._state, self._scan, self._signature_of = config, state, scan, signature_of
         self._sizing = Sizing(devices, state, without_carve_out or {})
         self._planner = Planner(self._sizing)
@@ -134,8 +135,9 @@ class Registry:
     # ---- for the dispatcher and the operator
 
     def source(self, name: str) -> LoadSource | None:
-        """Returns what a load needs to know about a model's files and settings. name: the model, or one of its further replicas.
-        None if the model does not exist or cannot be served. The division is that without copies of experts."""
+        """Returns what a load needs to know about a model's files and settings; None if the model does not exist or cannot be
+        served. name: the model, or one of its further replicas. For a model whose experts are divided among devices, the result
+        contains no copies of experts."""
         found = self.models.get(model_of(name, self.models))
         if found is None or found.entry is None:
             return None
@@ -150,9 +152,9 @@ class Registry:
     def chosen_copies(
         self, name: str, counts: Callable[[Sequence[str]], Mapping[int, Sequence[int]]]
     ) -> events.CopiesChosen | None:
-        """Returns the event that names the experts of which the next loads of a model keep more than one copy if there is room;
-        None for a model whose settings allow no copies. name: the model, or one of its further replicas. counts(names): returns for
-        each layer how many tokens have passed through each of its experts, summed over the replicas with these names."""
+        """Returns the event that tells the scheduler which experts of a model the next loads copy to further devices, if there is
+        room; None for a model whose settings allow no copies. name: the model, or one of its further replicas. counts: takes names
+        of replicas and returns, for each layer, how many tokens each of its experts has computed in these replicas together."""
         name = model_of(name, self.models)
         found = self.models.get(name)
         if found is None or found.shape is None or not found.bytes_with_copies:
@@ -162,8 +164,8 @@ class Registry:
 
     def layout_id(self, name: str) -> str:
         """Returns a text that identifies how the model's weights are laid out in memory, and by which runner. Weights that are
-        still in memory can be used again only if this text and the fingerprint of the files are the same. "" if the model is
-        unknown or cannot be served, or is split over devices, because shares are always read from the files."""
+        still in memory can be used again only if this text and the fingerprint of the files are the same. The result is "" if the
+        weights are never used again: the model is unknown, cannot be served, or is split over devices."""
         name = model_of(name, self.models)
         found = self.models.get(name)
         if found is None or found.entry is None or found.shape is None or found.facts.is_split:
@@ -311,8 +313,8 @@ class Registry:
         return Registered(checkpoint, facts, None, settings.dtype or config.dtype, problem)
 
     def _text_id(self, config: NodeConfig, checkpoint: catalog.Checkpoint) -> str:
-        """Returns a text that changes whenever a file may have changed from which the model's texts are made (ModelEntry.text_id).
-        It is made of the names, sizes and times of the files in the model's folder and of the file that its setting chat_template
+        """Returns a text that changes whenever the model's tokenizer or chat template may have changed (ModelEntry.text_id). It is
+        made of the names, sizes and times of the files in the model's folder and of the file that its setting chat_template
         names."""
         return checkpoint.signature + "".join(map(self._signature_of, template_files(config, [checkpoint.name])))
 
@@ -399,8 +401,8 @@ class Registry:
         return changes
 
     def _name_all(self) -> None:
-        """Replaces `names` and the list of entries by new ones, because the models, adapters or upstreams have changed. Logs each
-        name that a model has begun to hide."""
+        """Makes `names` and the list of entries anew, because the models, adapters or upstreams have changed. Logs each alias and
+        entry of [names] that has no effect any more, because a model has the same name."""
         hidden, self.names = self.names.hidden, self._names_now()
         for name, warning in self.names.hidden.items():
             if hidden.get(name) != warning:
@@ -441,8 +443,8 @@ class Registry:
         return ModelNames(self.config, names, self._served, lambda name, tenant: self.turned_away(name, tenant), self.adapters)
 
     def unknown_models(self) -> list[str]:
-        """Returns the models that the settings or the table [names] name and that do not exist, sorted. It also logs them, and
-        chat templates' files that do not exist, because a name may be misspelt."""
+        """Returns the models that the settings or the table [names] name and that do not exist, sorted by name. Logs these, and
+        files of chat templates that do not exist, because a name may be misspelt."""
         unknown = self.config.models.keys() - self.models.keys() - self.upstreams.keys() - self.adapters.keys()
         for name in sorted(unknown):
             log.warning('settings for models."%s": there is no model of that name (yet)', name)

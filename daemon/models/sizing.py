@@ -39,8 +39,8 @@ class Sizing:
         self._devices, self._state, self._without_carve_out = devices, state, without_carve_out
 
     def misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Returns why no device of the node can run the model with these settings, or "" if one can. Its size is not checked; see
-        fits()."""
+        """Returns why no device of the node can run the model with these settings, or "" if one can. Whether the model's size fits
+        is checked by fits(), not here."""
         misfits = (self._parallel_misfit, self._encoder_misfit, self._kv_misfit, self._format_misfit)
         return next((why for misfit in misfits if (why := misfit(name, settings, shape))), "")
 
@@ -91,17 +91,16 @@ class Sizing:
         return facts if ranks == 1 else self._with_all_kv(facts, config, settings, shape)
 
     def most_copies(self, settings: ModelConfig, shape: ModelShape) -> int:
-        """Returns how many further experts a load may give each device in each layer; 0 if the model's experts are not divided
-        among devices."""
+        """Returns the most copies of experts that a load may give each device in each layer; 0 if the model's experts are not
+        divided among devices."""
         parts, experts = division_of(settings).expert_parts, shape.experts
         if experts is None or parts == 1:
             return 0
         return min(settings.expert_copies, experts.num_experts - experts.num_experts // parts)
 
     def bytes_with_copies(self, settings: ModelConfig, shape: ModelShape, dtype: str) -> dict[int, int]:
-        """Returns how many bytes of a model's weights one device holds at most if it also gets copies of experts: for each number
-        of copies that a load may choose, (number of copies that the device gets in each layer) -> bytes. shape: that of the whole
-        model."""
+        """Returns the most bytes of a model's weights on one device if the device also gets copies of experts, as number of copies
+        in each layer -> bytes, for each number that a load may choose. shape: that of the whole model."""
         weight_format = held_format(shape, settings.quantize, settings.resident)
         how = (shape, dtype, division_of(settings), weight_format)
         numbers = expert_copies.numbers(self.most_copies(settings, shape))
@@ -110,9 +109,9 @@ class Sizing:
     def _with_all_kv(
         self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape
     ) -> events.ModelFacts:
-        """Returns the facts of a split model with the KV that is reserved for it: unlike other models' KV, that of a split model
-        does not grow. The number of tokens is kv_floor_tokens if set; otherwise what a quarter of the memory besides weights and
-        work space holds, but at least max_model_len and at most max_sequences times max_model_len."""
+        """Returns the facts of a split model with all the KV that it will have, because the KV of a split model is reserved at its
+        load and does not grow. The reserved KV holds kv_floor_tokens tokens if that is set; otherwise as many as fit into a quarter
+        of the memory besides weights and work space, but at least max_model_len and at most max_sequences times max_model_len."""
         num_tokens = facts.kv_floor_tokens
         if settings.kv_floor_tokens is None:
             chunk_bytes, size = int(config.chunk_bytes), size_of(facts, int(config.chunk_bytes))
@@ -158,7 +157,8 @@ class Sizing:
         return parallel.problem(settings, self.shared_names(), _refused_kinds(shape))
 
     def largest_bytes(self, name: str, settings: ModelConfig, shape: ModelShape) -> int:
-        """Returns the sum of the budgets, in bytes, of the largest devices of one kind, as many as the model is split over."""
+        """Returns the bytes of memory that the model can have at most: the sum of the budgets of the largest devices of one kind,
+        as many as the model is split over."""
         ranks = parallel.num_ranks(settings)
         allowed = self._allowed_by_kind(name, settings, shape)
         return max((sum(sorted((one.budget_bytes for one in each), reverse=True)[:ranks]) for each in allowed), default=0)
@@ -179,17 +179,15 @@ class Sizing:
             log.warning("%s: dtype: float16 has no kernels on cpu devices and is several times slower there than bfloat16", name)
 
     def _budgets(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[int, int]:
-        """Returns two budgets of one device in bytes: its budget, and what the budget would be if no carve-outs had been set aside.
-        The device is the smallest one of those that the model takes if it takes the largest devices on which it may live, all of
-        one kind, as many as it is split over. Of several kinds of devices the one with the larger budget counts. (0, 0) if there
-        are too few devices."""
+        """Returns (budget, budget without carve-outs) in bytes, the largest values of _budgets_by_kind; (0, 0) if there are too few
+        devices."""
         budgets = self._budgets_by_kind(name, settings, shape)
         return max((budget for budget, _ in budgets), default=0), max((whole for _, whole in budgets), default=0)
 
     def _budgets_by_kind(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[tuple[int, int]]:
-        """Returns a pair (budget, budget without carve-outs), in bytes, for each kind of devices on which the model may live. These
-        are the budgets of the smallest one of those devices that the model takes if it takes the largest devices of the kind, as
-        many as it is split over."""
+        """Returns, for each kind of device on which the model may live, (budget, budget without carve-outs) in bytes: the memory
+        that each share of the model can have. For a model on one device, this is the budget of the largest device; for a split
+        model, that of the smallest of the devices that it needs, if it gets the largest."""
         division, found = division_of(settings), []
         for allowed in self._allowed_by_kind(name, settings, shape):
             budgets = {device.name: device.budget_bytes for device in allowed}
@@ -198,9 +196,9 @@ class Sizing:
         return found
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
-        """Returns the devices where the model may live and that are of a kind that can run it: only its carve-out if it has one,
-        otherwise the configured devices (all, if none are configured) without carve-outs. Those of other hosts are left out unless
-        it is a pipeline. For a split model they are those of the kinds of which there are enough."""
+        """Returns the devices where the model may live and that can run it. A model with a carve-out may live only there. Any other
+        model may live on the devices that its setting `devices` names (without it, on all) that are no carve-outs; on those of
+        other hosts only if it is a pipeline. For a split model, kinds of devices of which there are too few are left out."""
         own = [device for device in self._devices if device.model == name]
         shared = [device for device in self._devices if not device.model]
         named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
@@ -305,9 +303,9 @@ class Sizing:
     ) -> int:
         """Returns max_model_len, the most tokens of a sequence: the configured length (at most the checkpoint's) or a default.
 
-        The default is the checkpoint's length, or what 25 % of the largest allowed device holds as KV if that is less (for a
-        carve-out, 25 % of the whole device; for a split model, of the smallest among as many of the largest devices as it needs).
-        It is halved, down to 2,048, while the model with the work space for such contexts would not fit at all."""
+        The default is the checkpoint's length or, if less, the number of tokens whose KV takes 25 % of the largest allowed device,
+        carve-outs on it included. (For a split model the device is the smallest of those that it needs, if it gets the largest.) It
+        is halved, down to 2,048, while the model with the work space for contexts of this length would not fit at all."""
         if settings.max_model_len is not None:
             return min(settings.max_model_len, shape.max_position_embeddings)
         budget_bytes, whole_bytes = self._budgets(name, settings, shape)
@@ -330,8 +328,9 @@ class Sizing:
 
 
 def _smallest_of_largest(budgets: Mapping[str, int], division: Division) -> int:
-    """Returns the smallest budget, in bytes, of the devices of one group: the group in which that budget is largest. budgets:
-    device -> bytes, of devices of one kind that suffice for a group."""
+    """Returns the memory in bytes that each device of a group has if the group consists of the largest devices: the smallest budget
+    in that group, 0 if there are too few devices. budgets: device -> bytes, for devices of one kind. division: how the model is
+    divided among the group's devices."""
     for least in sorted(set(budgets.values()), reverse=True):
         roomy = (name for name, budget_bytes in budgets.items() if budget_bytes >= least)
         if pools(roomy, division.size, division.num_stages):
@@ -350,7 +349,7 @@ def division(how: ParallelConfig) -> Division:
 
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
-    """Returns the kinds of devices that can run the model. GPUs have no kernels for encoders and some checkpoint
+    """Returns the kinds of devices ("cpu", "cuda") that have kernels for the model. GPUs have none for encoders and some checkpoint
     formats, CPUs none for some types of KV."""
     if shape.is_encoder:
         return {"cpu"}
@@ -360,7 +359,7 @@ def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
 
 
 def _refused_kinds(shape: ModelShape) -> dict[str, str]:
-    """Returns kind of devices -> why they have no kernels for the format of the checkpoint; kinds that have are left out."""
+    """Returns the kinds of devices that have no kernels for the format of the checkpoint, each with the reason."""
     held = stored_format(shape)
     return {kind: f"{held.title} is not built for {kind} devices" for kind in KINDS if not held.runs_on(kind)}
 

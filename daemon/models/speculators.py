@@ -20,15 +20,16 @@ _PROVEN_KINDS = frozenset({"cpu"})  # kinds of devices on which predictors have 
 
 
 def named_heads(config: NodeConfig, checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
-    """Returns the EAGLE-3 heads among the checkpoints, by name, and the checkpoints that settings name as a head and that are
-    incomplete or cannot be read: these have no `head`, and say why."""
+    """Returns, by name, the EAGLE-3 heads among the checkpoints. Checkpoints that the settings name as a head, but that are
+    incomplete or cannot be read, are included, so that their `fault` can be reported; they have no `head`."""
     named = {settings.speculator for settings in config.models.values()}.difference(KINDS)
     return {name: one for name, one in checkpoints.items() if one.head is not None or (name in named and bool(one.fault))}
 
 
 class MayPredict(Protocol):
-    """Facts about the predictor in a model's own checkpoint (loader.models.catalog.Checkpoint). predicting: the model's shape with
-    that predictor, None if none can be used. predictor_error: why it cannot be used, or "" if nothing is wrong."""
+    """The facts about the predictor in a model's own checkpoint (implemented by loader.models.catalog.Checkpoint). predicting: the
+    model's shape with the predictor, None if there is none that can be used. predictor_error: why the predictor cannot be used, or
+    ""."""
 
     @property
     def predicting(self) -> ModelShape | None: ...
@@ -40,7 +41,8 @@ class MayPredict(Protocol):
 class Speculator:
     """The choice of how tokens are drafted for one model. name: the way of drafting, as in LoadModel.speculator. shape: the model's
     shape, with the predictor that is loaded, if any. fingerprint: the fingerprint of all files that are loaded. head: the EAGLE-3
-    head that drafts, or None. why_not: why a predictor that would be preferred is not used, "" if it is used or there is none."""
+    head that drafts, or None. why_not: if the model drafts by prompt lookup although it has a predictor or a head, the reason;
+    otherwise ""."""
 
     name: str
     shape: ModelShape
@@ -64,8 +66,7 @@ def prompt_lookup(shape: ModelShape, fingerprint: str, why: str = "") -> Specula
 class Choice:
     """Chooses the speculator for one model. settings: the model's settings. own: the facts about the model's own predictor. shape:
     the model's shape without a predictor. kinds: the kinds of devices where it may live. checkpoint: the model's checkpoint; None:
-    EAGLE-3 heads are not considered. heads: all such heads in the models folder, by name, and what settings name as one and cannot
-    be used (named_heads)."""
+    EAGLE-3 heads are not considered. heads: the result of named_heads."""
 
     settings: ModelConfig
     own: MayPredict
@@ -152,7 +153,7 @@ def _misfit_of(checkpoint: Checkpoint, head: Checkpoint) -> str:
 
 
 def _why_no_drafts(shape: ModelShape) -> str:
-    """Returns why tokens cannot be drafted for a model of this shape, however it is done; "" if they can."""
+    """Returns why tokens cannot be drafted by any method for a model of this shape; "" if they can."""
     if shape.pooling:
         return "encoders generate no text"
     return "" if shape.delta is None else "the states of its layers cannot go back behind a token that was guessed wrong"
