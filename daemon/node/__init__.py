@@ -1,1 +1,1 @@
-"""The node: the object that makes and connects its parts, the settings in use, and their reloads."""
+"""The node: makes and connects the daemon's parts, and holds the settings in use and reloads them."""

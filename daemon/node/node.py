@@ -235,9 +235,9 @@ class NodeParts:
         return LeftMemory(device.name, is_host, kept)
 
     def take_up_kept(self) -> None:
-        """Takes over the models' copies that an earlier daemon left in memory (the host tier and, where it can be adopted, devices'
-        memory) through the service manager's FD store, and from then on keeps the store up to date. Called once, after the first
-        scan and before engines get their configuration."""
+        """Takes over the models' copies that an earlier daemon left in memory through the service manager's FD store: those in the
+        host tier and, where engines can use them, those in devices' memory. From then on the store is kept up to date. Called once,
+        after the first scan and before engines get their configuration."""
         for left in self._left.values():
             if left is not None:
                 left.take_up()
@@ -426,8 +426,8 @@ class NodeParts:
         return found
 
     def _kv_bytes(self) -> dict[str, int]:
-        """Returns the bytes of KV that each model uses, by name; of a model that is split over devices, the bytes on one of
-        them."""
+        """Returns the bytes of KV that each model uses, by name. For a model that is split over devices, these are the bytes on one
+        of the devices."""
         return {name: counts[0] for stats in self.engine_events.stats.values() for name, counts in stats.models.items()}
 
     def queue_rows(self) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ log = logging.getLogger("hearthd")
 
 @dataclass(slots=True, frozen=True)
 class RefusedReload:
-    """The refusal of the settings files as they are now. message: the error. file, line, key: the place of the error. since: Unix
-    time of the first refusal since settings were last applied."""
+    """The last refusal of a reload, for which the settings files on disk cannot be applied. message: the error. file, line, key:
+    the place of the error; line 0: unknown. since: Unix time of the first refusal since settings were last applied."""
 
     message: str
     file: str
@@ -36,9 +36,9 @@ class Reloads:
         self.refused: RefusedReload | None = None
 
     def refuse(self, error: ConfigError) -> BadRequest:
-        """Records that a reload was refused because of `error`: counts, logs and keeps it. Returns the error for whoever asked for
-        the reload. The audit log's file is reopened all the same, because the program that rotates it cannot know whether the
-        settings are valid."""
+        """Records that a reload was refused because of `error`: counts, logs and keeps the refusal. Returns the error for whoever
+        asked for the reload. The audit log's file is reopened even so, because a program that has rotated the file asks for a
+        reload."""
         self._counts["refused"] += 1
         log.error("reload refused, the running settings stay: %s", error)
         since = round(time.time(), 3) if self.refused is None else self.refused.since

@@ -1,5 +1,5 @@
-"""Finds the models that are to be loaded ahead now, by the host's local time: each time of day once a day, even if the clock
-jumps."""
+"""Finds the models that are to be loaded now because a time of day in their setting `warm` has come, by the host's local time. Each
+time of day comes once a day, even if the clock jumps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ ONE_DAY = timedelta(days=1)
 
 
 class WarmTimes:
-    """Finds the times of day that have come since the last look at the clock, each once a day. Times are naive and local, so a
-    change to or from summer time is a jump of the clock like any other: in spring, a time within the missing hour comes at the
-    hour's end; in autumn, a time within the repeated hour comes once."""
+    """Finds the times of day that have come since the last call of `due`, each once a day. Times are naive and local, so a change
+    to or from summer time is a jump of the clock like any other: in spring, a time within the missing hour comes at the hour's end;
+    in autumn, a time within the repeated hour comes once."""
 
     def __init__(self, now: datetime) -> None:
         self._last = now
         self._came: dict[tuple[str, time], date] = {}
 
     def due(self, wanted: Iterable[tuple[str, time]], now: datetime) -> list[tuple[str, time]]:
-        """Returns the (model, time) pairs whose time has come since the last call, or since WarmTimes was made, and at most
-        MOST_LATE ago. wanted: all models with their times of day. now: the host's local time."""
+        """Returns the (model, time) pairs whose time has come since the last call, or since WarmTimes was made. A time that came
+        more than MOST_LATE ago, or came already on the same day, is left out. wanted: all models with their times of day. now: the
+        host's local time."""
         before, self._last = self._last, now
         wanted = list(wanted)
         # a day that was noted while the clock was wrong must not suppress a time for years

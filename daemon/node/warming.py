@@ -1,7 +1,7 @@
 """Loads models ahead of their requests, at the times that their setting `warm` names.
 
-It asks the node scheduler, which loads the model only if that can begin at once and no model in use has to leave for it. If the
-scheduler refuses because the model does not fit or its device is busy, it is asked again for some minutes."""
+The node scheduler loads such a model only if the load can begin at once and no model in use has to leave for it. If the scheduler
+refuses because the model does not fit or its device is busy, it is asked again for some minutes."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ class Warming:
         self._times: WarmTimes | None = None
 
     async def run(self) -> None:
-        """Loads the models whose setting `warm` names the start, then every model at its times of day, until cancelled. Called when
-        the node listens; if it is called again after a failure, it does not repeat the loads of the start."""
+        """Loads the models whose setting `warm` says that they are loaded at the daemon's start, and then, until cancelled, every
+        model at its times of day. Called when the node listens; if it is called again after a failure, the loads at the start are
+        not repeated."""
         if self._times is None:
             self._times = WarmTimes(self._clock())
             for name, model in self._config().models.items():
