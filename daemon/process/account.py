@@ -13,9 +13,9 @@ _BEGIN = 2 * _ENTRY.size  # offset at which the contents begin
 
 
 class Account:
-    """A memfd that holds the last two versions of some bytes, each with an entry in the header. A write replaces the older version
-    and, as its last step, the header entry of that version, so one version is valid at any time. fd: the memfd, owned by the
-    account."""
+    """A memfd that holds the last two versions of some bytes, and a header with an entry for each version. A write replaces the
+    older version and then its header entry, so one version is valid at any time, even if the writer is killed. fd: the memfd, owned
+    by the account."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

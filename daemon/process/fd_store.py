@@ -1,5 +1,5 @@
-"""The FD store: descriptors that systemd keeps for the daemon and passes to the next one, however this one ends (sd_notify(3),
-FDSTORE=1). At `systemctl stop` systemd closes them; over a restart, or a crash that is followed by one, it keeps them."""
+"""The FD store: descriptors that systemd keeps for the daemon and passes to the next daemon (sd_notify(3), FDSTORE=1). systemd
+keeps them when the daemon is restarted, also after a crash, and closes them at `systemctl stop`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class FdStore:
     """The service manager's store of descriptors, one for each name. `usable` is False without a service manager; then nothing is
     stored or found.
 
-    The stored descriptors may be the reason why the daemon crashes (by using up memory, for example). So all of them are given up
-    at a start that follows MOST_QUICK_STARTS others within QUICK_S without an orderly stop."""
+    The stored descriptors may be the reason why the daemon crashes (by using up memory, for example). So all of them are removed
+    if, within QUICK_S, the daemon has already started MOST_QUICK_STARTS times without an orderly stop."""
 
     def __init__(self, notifier: Notifier, passed: Mapping[str, list[int]], clock: Callable[[], float] = time.monotonic) -> None:
-        """passed: all descriptors that systemd passed, by name; those that do not come from the store are left alone. clock:
-        returns seconds of a clock that continues from one process to the next."""
+        """Takes the stored descriptors from those that systemd passed. passed: all passed descriptors, by name; listening sockets
+        among them are left alone. clock: returns seconds of a clock that continues from one process to the next."""
         self._notifier = notifier
         self._found: dict[str, int] = {}
         for name, fds in passed.items():
@@ -63,7 +63,8 @@ class FdStore:
         return self._found.pop(name, None)
 
     def put(self, name: str, fd: int) -> None:
-        """Stores a duplicate of the descriptor under this name, in place of the one that the store has under it."""
+        """Stores a duplicate of the descriptor under this name. A descriptor that the store already has under the name is
+        removed."""
         if self.usable:
             self._forget(name)
             # systemd would otherwise drop a socket whose other end is closed
@@ -84,14 +85,14 @@ class FdStore:
         return account
 
     def drop_rest(self) -> None:
-        """Removes from the store all descriptors of earlier daemons that `take` was not called for: they were stored by another
-        version, or by a daemon with other settings."""
+        """Removes from the store all descriptors that earlier daemons stored and for which `take` was not called. They come from
+        another version of hearthd, or from a daemon with other settings."""
         for name in self._give_up_rest():
             log.info("%s, kept by the previous hearthd, is not used by this one", name)
 
     def stopped_in_order(self) -> None:
-        """Records in the store that this daemon stops in order, so that its start is not counted among the quick starts after which
-        all descriptors are given up."""
+        """Records in the store that the daemon stops in order. Starts before an orderly stop are not counted as quick starts, after
+        which all descriptors would be removed."""
         if self._starts is not None:
             self._starts.write(b"[]")
 

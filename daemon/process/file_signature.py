@@ -9,8 +9,8 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 def signature(paths: Sequence[str]) -> Signature:
-    """Returns a value that differs from an earlier one if the content of a file may have changed: for each path the file's
-    modification time, size and inode, or None if there is no such file."""
+    """Returns, for each path, the file's modification time, size and inode, or None if there is no such file. The value differs
+    from an earlier one if the content of one of the files may have changed."""
     found: list[tuple[int, int, int] | None] = []
     for path in paths:
         try:

@@ -21,9 +21,9 @@ def folders_of(paths: Iterable[str]) -> frozenset[str]:
 
 
 class FileWatch:
-    """Watches folders from a thread and calls `changed` on the event loop some 0.3 s after something happened in one of them, and
-    once when the watch has begun, for changes before that. Whether a file has changed follows from its `signature`
-    (file_signature.py). Must be made on the event loop.
+    """Watches folders from a thread, and calls `changed` on the event loop some 0.3 s after something happened in one of them.
+    Calls it once, too, when the watch has begun, because of changes before that. The callee compares signatures (file_signature.py)
+    to find out whether a file has changed. Must be made on the event loop.
 
     is_stale: whether a new watch is needed, because a folder was removed or replaced, or this watch failed."""
 
@@ -42,8 +42,8 @@ class FileWatch:
                 self._failed(error)
 
     def is_set(self) -> bool:
-        """Returns whether the watch is to end. The library watchfiles calls this as the method of an Event; its first call means
-        that the folders are being watched."""
+        """Returns whether the watch is to end. The library watchfiles is given this object in place of a threading.Event, and calls
+        the method again and again while it watches. At the first call the watch has begun, so `changed` is called."""
         if not self._in_place:
             self._in_place = True
             self._tell()

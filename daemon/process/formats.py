@@ -1,8 +1,8 @@
-"""Versions of the formats that outlive the process: after an upgrade a newer version of hearthd reads them, after a downgrade an
-older one.
+"""Versions of the formats of data that outlive the process. After an upgrade a newer version of hearthd reads the data, after a
+downgrade an older one.
 
-Fields may be added with a default, and readers skip unknown fields, so most changes need no new version. Code with a new version
-still reads the version before it and, where possible, writes data that code of that version can read."""
+Fields may be added with a default, and readers skip unknown fields, so most changes need no new version of a format. Code that
+introduces a new version still reads the version before it and, where possible, writes data that older code can read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 
 class Format(NamedTuple):
-    """The versions of a format that this code knows. version: the one that it writes. reads_from: the oldest version that it reads.
-    readable_from: the oldest version whose code can read what this code writes; it is stored beside the version."""
+    """The versions of a format that this code knows. version: the version that this code writes. reads_from: the oldest version
+    that it reads. readable_from: the oldest version whose code can read what this code writes; it is stored with the data, beside
+    the version."""
 
     version: int
     reads_from: int

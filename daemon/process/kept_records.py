@@ -120,8 +120,8 @@ class KeptRecords:
         write_at(self._fd, _FORM + self._key, 0)
 
     def _find(self) -> None:
-        """Finds the valid records in a file that an earlier process wrote, so that they can be read by their places, and frees the
-        pages of records that it was adding or removing when it was killed."""
+        """Finds the valid records in a file that an earlier process wrote, so that they can be read by their places. Frees the
+        pages of incomplete records, which the process was adding or removing when it was killed."""
         place = PAGE
         while (data := self._next_data(place)) is not None:
             place = max(place, data // PAGE * PAGE)

@@ -95,8 +95,8 @@ _handler: logging.StreamHandler[Any] | None = None
 
 def set_up(level: str, log_format: str = "") -> None:
     """Sets up logging to stderr; may be called again to change it. level: debug, info, warning or error, for hearthd's own
-    messages. log_format: text, json, journal, or auto (journal if stderr is the journal, otherwise text); "": as before, or
-    auto."""
+    messages. log_format: text, json, journal, or auto (journal if stderr is the journal, otherwise text); "": the format that is in
+    use, or auto at the first call."""
     global _handler
     root = logging.getLogger()
     if _handler is None or _handler not in root.handlers:
@@ -114,8 +114,8 @@ def set_up(level: str, log_format: str = "") -> None:
 
 
 def stderr_is_journal() -> bool:
-    """Returns whether stderr is connected to systemd's journal: whether the device and inode in the variable JOURNAL_STREAM are
-    stderr's."""
+    """Returns whether stderr is connected to systemd's journal, that is, whether the environment variable JOURNAL_STREAM names
+    stderr's device and inode."""
     try:
         status = os.fstat(2)
     except OSError:

@@ -1,5 +1,5 @@
-"""Runs tasks that last as long as the daemon, and background work that nothing waits for. No failure goes unnoticed: it is logged
-and reported by the node, and a task that should last is started again."""
+"""Runs tasks that last as long as the daemon, and background work that nothing waits for. A failure is logged and reported by the
+node, and a task that should last is started again."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import time
 
 
 class LoopWatch:
-    """Measures how long the event loop is blocked. stall_s: the longest block so far in seconds, at most period_s too short.
-    period_s: the period of the timer that measures it. Must be made in the loop's thread."""
+    """Measures how long the event loop is blocked. stall_s: the longest block so far in seconds; the true value may be up to
+    period_s larger. period_s: the period of the timer that measures it. Must be made in the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, period_s: float = 0.005) -> None:
         self._loop, self._period_s = loop, period_s

@@ -13,8 +13,8 @@ NAMELESS = "unknown"  # what systemd calls a descriptor without a name
 
 def take(environment: MutableMapping[str, str] | None = None) -> dict[str, list[int]]:
     """Returns the descriptors that systemd passed to this process, by name (LISTEN_FDNAMES), and removes LISTEN_* from the
-    environment; {} if there are none. Child processes do not inherit the descriptors, because an engine that outlives the daemon
-    must not keep a port in use."""
+    environment; {} if there are none. Child processes do not inherit the descriptors; otherwise an engine that outlives the daemon
+    would keep a port in use."""
     variables = os.environ if environment is None else environment
     pid, count, names_text = (variables.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
     if pid != str(os.getpid()) or not count.isdigit():

@@ -23,8 +23,8 @@ class Shortage:
         self._told_s = -TELL_EVERY_S
 
     def note(self, what: str) -> None:
-        """Counts a failure for lack of descriptors, and logs all counts since the last line unless that is less than a minute old.
-        what: what failed, as a plural noun, such as "requests answered 503"."""
+        """Counts a failure for lack of descriptors. Logs all counts since the last line, unless that line is less than a minute
+        old. what: the operations that failed, as a plural noun, such as "requests answered 503"."""
         self._untold[what] += 1
         now = time.monotonic()
         if now - self._told_s < TELL_EVERY_S:

@@ -37,8 +37,8 @@ def spawn(
 
 
 def wait(process: subprocess.Popen[bytes], limit_s: float, kill: Callable[[], None]) -> None:
-    """Waits for the end of a process that was told to end, by closing its socket. If that takes longer than limit_s, calls `kill`,
-    which must kill the process, and waits again."""
+    """Waits for the end of a process that was told to end when its socket was closed. If it has not ended after limit_s, calls
+    `kill`, which must kill the process, and waits again."""
     try:
         process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:

@@ -32,8 +32,8 @@ class Notifier:
 
     @property
     def _socket_address(self) -> str:
-        """Returns the address of NOTIFY_SOCKET in the form that `connect` takes. "@name" there means a socket in the abstract
-        namespace."""
+        """Returns the address of NOTIFY_SOCKET in the form that `connect` takes. In the variable, "@name" means a socket in the
+        abstract namespace."""
         return "\0" + self._address[1:] if self._address.startswith("@") else self._address
 
     def send(self, *assignments: str) -> None:
@@ -49,7 +49,7 @@ class Notifier:
 
     def send_surely(self, *assignments: str, fds: Sequence[int] = ()) -> None:
         """Sends assignments to systemd in one datagram, with duplicates of the descriptors `fds`, and waits up to SEND_LIMIT_S for
-        room in systemd's queue. For what is sent only once and must not be lost. A failure is logged."""
+        room in systemd's queue. It is for assignments that are sent only once and must not be lost. A failure is logged."""
         if not self._address:
             return
         try:
@@ -61,8 +61,8 @@ class Notifier:
             log.warning("systemd at %s was not told %s: %s", self._address, ", ".join(assignments), error)
 
     def ready(self, status: str) -> None:
-        """Reports to systemd that the daemon is ready, or that a reload has ended; without such a report it ends the daemon.
-        status: a line for `systemctl status`."""
+        """Reports to systemd that the daemon is ready, or that a reload has ended. Without this report, systemd would end the
+        daemon. status: a line for `systemctl status`."""
         self.send_surely("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:
