@@ -60,10 +60,11 @@ class _Minute:
 
 
 class AuditLog:
-    """The audit log of one node. It is off until `use` names a target. All methods are called on the event loop.
+    """The audit log of one node. It is off until `use` names a target. The public methods are called on the event loop; a thread
+    writes the file.
 
-    with_requests: whether each request is an act, too. num_dropped: the number of acts that are missing in the log. problem: why
-    the log cannot be written, "" if it can."""
+    with_requests: whether each request of a client is recorded as an act. num_dropped: the number of acts that are missing in the
+    log. problem: why the log cannot be written, "" if it can."""
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self.with_requests = False
@@ -90,8 +91,8 @@ class AuditLog:
 
     def use(self, target: str, with_requests: bool) -> None:
         """Sets where acts are written from now on: to the file at a path, to hearthd's own log (one of AUDIT_IN_LOG), or nowhere
-        (""). A file is reopened even if it is the same, which log rotation requires. with_requests: whether each request is an act,
-        too."""
+        (""). The file is reopened even if the path is the same, as log rotation requires. with_requests: whether each request of a
+        client is recorded as an act."""
         self._target, self.with_requests = target, with_requests and bool(target)
         if target in AUDIT_IN_LOG:
             own_log.setLevel(logging.INFO)  # whatever log_level is
@@ -137,8 +138,9 @@ class AuditLog:
             self._start_thread()
 
     def write_refusal(self, kind: str, act: str, result: str, **about: Any) -> None:
-        """Writes a refusal, an act that strangers can cause any number of times: at most REFUSALS_A_MINUTE of each `kind` in a
-        minute, and then one more act with the number of those left out. act, result, about: as in `write`."""
+        """Writes an act that reports a refusal. Strangers can cause any number of refusals, so at most REFUSALS_A_MINUTE of each
+        `kind` are written in a minute, followed by one act with the number of refusals left out. act, result, about: as in
+        `write`."""
         if not self._target:
             return
         now = time.monotonic()
@@ -212,8 +214,7 @@ class AuditLog:
         return sink
 
     def _append(self, acts: list[dict[str, Any]], sink: LineFile) -> None:
-        """Writes acts to the file. If acts were dropped since the last report of dropped acts, a line with the count of them comes
-        first."""
+        """Writes acts to the file. If acts were dropped since the log last said so, a line with their number comes first."""
         num_dropped = self.num_dropped
         gap = []
         if num_dropped > self._num_told:
@@ -225,8 +226,8 @@ class AuditLog:
         self._found(f"{sink.path}: {sink.problem}" if sink.problem else "")
 
     def _opened(self, target: str, sink: LineFile | None) -> LineFile | None:
-        """Returns the open file of a target; None if the target is not a file or cannot be opened. sink: the file that is open,
-        None for none; it is closed unless it is the target's."""
+        """Returns the open file of a target; None if the target is not a file or cannot be opened. sink: the file that is open now,
+        or None; it is closed unless it is the target's."""
         if sink is not None:
             if sink.path == target:
                 return sink

@@ -1,4 +1,5 @@
-"""Reads the JSON object that a file of the state folder holds, and tells operators what is wrong with it, with the key."""
+"""Reads the JSON object in a file of the state folder. If it is not what hearthd writes there, the error names the key that is
+wrong."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def field(values: dict[str, Any], key: str) -> Any:
 
 
 def entries(values: dict[str, Any], key: str, is_right: Callable[[Any], bool], form: str) -> dict[str, Any]:
-    """Returns the object under a key. is_right: tells whether a value in it is right. form: what those values must be, for the
-    message. Raises DamagedFile."""
+    """Returns the JSON object that is the value of `key`. is_right: tells whether one of its values is valid. form: what its values
+    must be, in words for the error. Raises DamagedFile if it is no object, or a value is not valid."""
     found = field(values, key)
     if not isinstance(found, dict):
         raise DamagedFile(f"key {key}: must be an object")

@@ -20,7 +20,7 @@ KEPT = "pins, switched-off models and loaded adapters"  # what the file holds, f
 class NodeState:
     """The operator's last decisions, which survive a restart. pinned, enabled: by model, what `hearth pin|unpin` and `hearth
     enable|disable` last decided; a model without an entry follows the settings. adapters: name -> folder, for LoRA adapters that an
-    operator has loaded; replaced as a whole."""
+    operator has loaded. A change of `adapters` replaces the dictionary and never modifies it."""
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder) / "state.json"

@@ -1,6 +1,5 @@
-"""Saves the operator's decisions. If the state folder cannot be written, a decision still holds: it is reported to the operator
-that it was not saved, and saving is tried again.
-"""
+"""Saves the operator's decisions to disk. If the state folder cannot be written, a decision takes effect all the same; the operator
+gets an error that says that it is not saved, and saving is tried again."""
 
 from __future__ import annotations
 
@@ -61,8 +60,8 @@ class StateKeeper:
             log.error("%s were not saved, the next start finds older ones: %s", KEPT, self.problem)
 
     async def _save(self) -> str:
-        """Saves the current state; concurrent calls run one after the other. Returns why saving failed, "" if it did not; after a
-        failure it is tried again every retry_s."""
+        """Saves the current state; concurrent calls run one after the other. Returns why saving failed, or "" if it succeeded.
+        After a failure, saving is tried again every retry_s."""
         async with self._lock:
             try:
                 await asyncio.to_thread(self._state.write, self._state.snapshot())

@@ -1,4 +1,4 @@
-"""Keeps two daemons from writing the same state folder, where each would overwrite what the other one has saved."""
+"""Locks the state folder, so that two daemons do not overwrite what the other one has saved there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ NAME = "hearthd.lock"
 
 
 def lock(folder: str) -> None:
-    """Locks a state folder for the rest of this process's life; the system frees it however the process ends. Processes that this
-    one starts do not hold the lock, so engines that outlive a daemon do not keep the next one out. Where the file system has no
+    """Locks a state folder for the rest of this process's life; the system frees the lock however the process ends. Child processes
+    do not hold the lock, so engines that outlive a daemon do not keep the next daemon from starting. Where the file system has no
     locks, or the folder cannot be written to, nothing is locked.
 
     Raises OSError, which names the setting and the other daemon's process, if another daemon has locked the folder."""
