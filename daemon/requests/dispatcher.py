@@ -215,8 +215,9 @@ class Dispatcher:
         return f"{kind}-{next(self._causes)}"
 
     def command(self, make: Callable[[float, str], events.Event], kind: str = "cli") -> asyncio.Future[actions.Refusal | None]:
-        """Lets the scheduler handle the event of an operator's command. make: makes the event from the time (monotonic seconds) and
-        a cause. kind: the beginning of that cause. The returned future gets None when the command is done, or the refusal."""
+        """Makes the scheduler handle the event of an operator's command. make: takes the time (monotonic seconds) and a cause, a
+        text that identifies the command in events and logs, and returns the event. kind: the first part of that text. The returned
+        future gets None when the command is done, or the refusal."""
         cause = self.next_cause(kind)
         future: asyncio.Future[actions.Refusal | None] = self._loop.create_future()
         self._waiting[cause] = future
@@ -235,14 +236,14 @@ class Dispatcher:
     # ---- events and actions
 
     def post(self, event: events.Event) -> None:
-        """Lets the scheduler handle an event, and carries out the actions that it decides on, in order. An event that is posted
-        meanwhile, for example when a sink cancels its request, is handled after them."""
+        """Makes the scheduler handle an event, and carries out the actions that it decides on, in order. If another event is posted
+        meanwhile, for example because a sink cancels its request, it is handled after these actions."""
         self._run(event, None)
 
     def _run(self, event: events.Event, arriving: Generation | None) -> HearthError | None:
-        """Lets the scheduler handle an event and carries out its actions. arriving: the request that the event announces, or None.
-        Returns the error if that request is refused at once, in which case its sink gets no error; None if it is accepted or there
-        is none."""
+        """Makes the scheduler handle an event and carries out its actions. arriving: the request whose arrival is the event, or
+        None. Returns the error if that request is refused at once; its sink does not get this error. Otherwise returns None. While
+        an earlier event is being handled, only queues the event."""
         self._pending.append(event)
         if self._busy:
             return None
@@ -263,8 +264,9 @@ class Dispatcher:
         return refused
 
     def _handle(self, event: events.Event) -> Iterator[_Failed]:
-        """Lets the scheduler handle one event and carries out the actions that it decides on. Yields each request that an action
-        ends with an error. A failure of the scheduler itself is logged, and ends the request or command of the event."""
+        """Makes the scheduler handle one event and carries out the actions that it decides on. Yields each request that an action
+        ends with an error. If the scheduler itself raises an exception, it is logged, and the request or command of the event
+        fails."""
         try:
             decided = self.scheduler.handle(event)
         except Exception:
@@ -395,9 +397,9 @@ class Dispatcher:
         self.ring.add("paused", model=action.model, requests=len(action.request_ids), cause=action.cause)
 
     def engines_changed(self) -> None:
-        """Applies a change of which engines are up to the timeouts of paused requests: a pause does not count for the timeout as
-        long as enough engines are up for the request's model, but counts while there are too few. (A request whose device is lost
-        would otherwise wait without limit.)"""
+        """Updates the pauses of all paused requests after the start or end of an engine. A pause does not count for
+        request_timeout_s while enough engines are up for the request's model, but counts while there are too few. (A request whose
+        device is lost would otherwise wait without limit.)"""
         now = time.monotonic()
         for generation in self.open.by_id.values():
             if generation.is_paused:
@@ -539,13 +541,14 @@ class Dispatcher:
 
     def fail(self, generation: Generation, error: HearthError, outcome: str) -> None:
         """Ends a request with an error and reports the error to its sink, which answers the client. outcome: "failed", "timeout" or
-        another word of Generation.outcome. The caller has to inform the scheduler, unless it knows already."""
+        another word of Generation.outcome. The caller has to tell the scheduler that the request has ended, if the scheduler has
+        not ended it itself."""
         self._failed(generation, error, outcome)
         generation.sink.failed(error)
 
     def _failed(self, generation: Generation, error: HearthError, outcome: str) -> _Failed:
-        """Ends a request with an error, without telling its sink. outcome: a word of Generation.outcome. The caller has to tell the
-        request's sink or its sender."""
+        """Ends a request with an error, without reporting it: the caller has to report it to the request's sink or to whoever
+        submitted the request. outcome: a word of Generation.outcome."""
         if generation.trace is not None:
             generation.trace.failed(error.code)
         self.open.end(generation, outcome)

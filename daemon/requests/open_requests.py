@@ -15,7 +15,8 @@ PUBLIC_IDS = 4096
 
 class OpenRequests:
     """Holds every request from its acceptance to its end. by_id: request id -> request, in the order of arrival. timeout_s: returns
-    how many seconds a request may take. on_timeout: called with a request that has taken longer and that limit, to end it."""
+    how many seconds a request may take. on_timeout: called with a request that has taken longer and with the limit in seconds; must
+    end the request."""
 
     def __init__(
         self, metrics: Metrics, watch: LoopWatch, timeout_s: Callable[[], float], on_timeout: Callable[[Generation, float], None]
@@ -36,8 +37,8 @@ class OpenRequests:
                 del self._public_ids[next(iter(self._public_ids))]
 
     def accepted(self, generation: Generation) -> None:
-        """Begins to watch a request that was not refused at once: counts its prompt, and, if it is still open, starts the timer of
-        the timeout and the watch of the event loop."""
+        """Counts the prompt of a request that was not refused. If the request has not ended already, starts the timer for timeouts
+        and the watch of the event loop, unless they run."""
         self._metrics.prompt_tokens[generation.model.name] += len(generation.prompt)
         if generation.request_id in self.by_id:
             self._watch.start()

@@ -19,9 +19,9 @@ class PrefixIndex:
         self._bits: dict[str, dict[str, int]] = {}  # model -> replica -> its bit
 
     def find(self, model: str, seed: tuple[str, ...], prompt: Sequence[int]) -> tuple[tuple[str, int], ...]:
-        """Returns a pair (replica, number of tokens) for each replica of the model that has computed a prefix of the prompt: the
-        length of the longest such prefix, in whole blocks. seed: the values that, besides the tokens, must be equal for a prefix to
-        be shared."""
+        """Returns (replica, number of tokens) for each replica of the model that has computed a prefix of the prompt. The number is
+        the length of the longest such prefix, in whole blocks. seed: the values that, besides the tokens, must be equal for a
+        prefix to be shared."""
         blocks = self._blocks.get(model)
         if blocks is None:
             return ()
