@@ -1,4 +1,5 @@
-"""The scanning process: `python -P -m daemon.scanning FD`. It ends when FD is closed, and after a scan that left it large."""
+"""The scanning process: `python -P -m daemon.scanning FD`. It ends when FD is closed, and after a scan that has left it with much
+memory in use (LARGE_BYTES)."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def main() -> None:
 
 def _scan(connection: socket.socket, request: Scan) -> bool:
     """Does one scan of the models folder and sends the results over the connection. Returns whether this process is to end, because
-    the scan has left it large."""
+    it uses more than LARGE_BYTES of memory."""
     previous = {
         name: Checkpoint(name, path, complete=True, signature=signature) for name, (path, signature) in request.known.items()
     }
@@ -105,8 +106,8 @@ class _Warnings(logging.Handler):
 
 
 def _plain(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns a copy of the checkpoint for the message to the daemon: without its exception, with texts that are valid UTF-8, and,
-    if the checkpoint is incomplete, without its shape, which may be of any size."""
+    """Returns a copy of the checkpoint that can be sent to the daemon: without its exception (`failure`), with texts that are valid
+    UTF-8, and, if the checkpoint is incomplete, without its shape, which may be of any size."""
     return replace(
         checkpoint,
         failure=None,

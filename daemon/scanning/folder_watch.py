@@ -69,8 +69,8 @@ class FolderWatch:
         return self._stopped.is_set() or self._replaced.is_set()
 
     def _run(self, ended: asyncio.Future[None]) -> None:
-        """Watches in a thread until `stop`. ended: a future of the event loop, which gets the exception that ended the watch, or
-        None."""
+        """Watches the folders until `stop`; the main function of the thread. ended: a future of the event loop, which gets the
+        exception that ended the watch, or None."""
         problem: Exception | None = None
         try:
             self._watch_on()

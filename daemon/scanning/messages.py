@@ -10,7 +10,7 @@ from loader.models.catalog import Checkpoint
 
 
 class Scan(Message, frozen=True):
-    """Asks for a scan of models_dir (nothing if it is ""), and of adapters in other folders. known: name -> (path, signature of the
+    """Asks for a scan of models_dir ("": of no folder) and of adapters in other folders. known: name -> (path, signature of the
     folder's files) of the models in the last result. silent: paths to skip, each with the reason. named: name -> folder of a LoRA
     adapter outside models_dir. files: paths of further files whose signatures are wanted."""
 
@@ -37,8 +37,8 @@ class Same(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Reports a model whose folder is new or has changed. checkpoint: what its files say, without the exception in `failure`.
-    in_cache: whether it is in a Hugging Face cache. is_named: whether it is one of the adapters in Scan.named."""
+    """Reports a model whose folder is new or has changed. checkpoint: the contents of its files; its `failure`, an exception, is
+    left out. in_cache: whether it is in a Hugging Face cache. is_named: whether it is one of the adapters in Scan.named."""
 
     checkpoint: Checkpoint
     in_cache: bool

@@ -17,9 +17,9 @@ LOOK_AGAIN_S = (1.0, 3.0, 10.0)
 
 
 class Rescans:
-    """Calls `rescan`, which scans the models folder, after each change in it and several times in the seconds after that, and when
-    a path that did not answer in an earlier scan is to be examined again. While the folder cannot be read, it is tried again every
-    few seconds, since a file system that is mounted again tells of no change."""
+    """Calls `rescan`, which scans the models folder: after each change in the folder, several times in the seconds after a change,
+    and when a path that did not answer in an earlier scan is to be examined again. While the folder cannot be read, `rescan` is
+    called every few seconds, because no change is reported when a file system is mounted again."""
 
     def __init__(self, rescan: Callable[[], Awaitable[None]], scanner: ModelScanner) -> None:
         self._rescan, self._scanner = rescan, scanner

@@ -32,9 +32,9 @@ LOOK_AGAIN_S, LOOK_AGAIN_AT_MOST_S = 60.0, 3600.0  # pauses before a path that d
 
 @dataclass(slots=True)
 class _Silent:
-    """A path in the models folder whose examination hung or killed the scanning process. why: words that complete a sentence about
-    the path. until_s: when it may be examined again, on the monotonic clock. pause_s: the length of that pause. process: the
-    process that waited for the path, and may still wait."""
+    """A path in the models folder whose examination hung or killed the scanning process. why: the reason, as the predicate of a
+    sentence about the path. until_s: when it may be examined again, on the monotonic clock. pause_s: the seconds between the failed
+    examination and that time. process: the process that waited for the path, and may still wait."""
 
     why: str
     until_s: float
@@ -43,8 +43,8 @@ class _Silent:
 
 
 class NoAnswer(Exception):
-    """Raised when the scanning process gave no sign of life for too long, or died. path: the path that it was examining. why: words
-    that complete a sentence about the path."""
+    """Raised when the scanning process gave no sign of life for too long, or died. path: the path that it was examining. why: the
+    reason, as the predicate of a sentence about the path."""
 
     def __init__(self, process: _Process, path: str, why: str) -> None:
         super().__init__(f"{path} {why}")
@@ -78,8 +78,8 @@ class ModelScanner:
         return max(0.0, min(one.until_s for one in self._silent.values()) - time.monotonic())
 
     def signature_of(self, path: str) -> str:
-        """Returns a text that differs from an earlier one if the content of a file may have changed. path: one of the `files` of a
-        scan. The text is what the file had in the last scan in which it answered; "": there was none."""
+        """Returns the signature that a file had in the last scan that could examine it; "" if there was no such scan. The signature
+        is a text that changes whenever the content of the file may have changed. path: one of the `files` of a scan."""
         return self._signatures.get(path, "")
 
     async def scan(
@@ -89,10 +89,10 @@ class ModelScanner:
         named: Mapping[str, str] | None = None,
         files: Iterable[str] = (),
     ) -> dict[str, Checkpoint]:
-        """Returns the models by name, sorted. models_dir: the models folder; "": only the adapters in `named` are examined.
-        previous: the last result, whose objects are returned again for unchanged folders. named: name -> folder of LoRA adapters
-        elsewhere. files: paths of further files that the models depend on, which are examined, too, for `signature_of`. Raises
-        OSError if models_dir cannot be read or does not answer."""
+        """Scans the models folder and returns the models by name, sorted by name. models_dir: the models folder; "": only the
+        adapters in `named` are examined. previous: the last result; its objects are returned again for folders that have not
+        changed. named: name -> folder of LoRA adapters elsewhere. files: further files on which models depend; their signatures are
+        read, for `signature_of`. Raises OSError if models_dir cannot be read or does not answer."""
         named, files = named or {}, list(files)
         async with self._lock:
             if self._stuck is not None and self._stuck[0] == models_dir and self._stuck[1].is_running:
@@ -301,8 +301,8 @@ class _Process(asyncio.Protocol):
                 self._answer.set_result((self._seen, message))
 
     def _shared(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns the checkpoint; if its adapter's content equals that of a known adapter, it gets that object, because separate
-        objects for a thousand adapters take 200 MB."""
+        """Returns the checkpoint. If another known adapter has the same content as the checkpoint's adapter, the checkpoint gets
+        that adapter's object, because separate objects for a thousand adapters take 200 MB."""
         if checkpoint.adapter is not None:
             checkpoint.adapter = self._adapters.setdefault(checkpoint.adapter.digest, checkpoint.adapter)
         return checkpoint
