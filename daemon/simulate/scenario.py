@@ -25,7 +25,8 @@ MAX_QUEUED = 1_000_000  # no limit in practice: a simulation shows how long requ
 
 class NodeCosts(msgspec.Struct, frozen=True):
     """The table `[costs]` of a scenario file: how long loads, evictions and steps take on the simulated node (see
-    scheduler.simulate.costs.Costs), and three settings of its engines, None where the configuration's default counts."""
+    scheduler.simulate.costs.Costs), and three settings of its engines. A setting that is None has the default of the node's
+    configuration."""
 
     disk_bytes_per_s: Annotated[float, key("reading weights from disk")] = _DEFAULTS.disk_bytes_per_s
     copy_bytes_per_s: Annotated[float, key("copying from host memory to the device")] = _DEFAULTS.copy_bytes_per_s
@@ -44,8 +45,8 @@ class NodeCosts(msgspec.Struct, frozen=True):
 
 
 class ScenarioModel(msgspec.Struct, frozen=True):
-    """A table `[models."org/name"]` of a scenario file: a simulated model's size and limits, and measurements of its speed, which
-    are estimated where they are None."""
+    """A table `[models."org/name"]` of a scenario file: a simulated model's size and limits, and measurements of its speed. A
+    measurement that is None is estimated."""
 
     weights_bytes: Annotated[int | str, key("its weights on the device")]
     kv_bytes_per_token: Annotated[int, key("KV of one token")] = 0
