@@ -1,8 +1,8 @@
 """The text of a sequence whose client wants more than the generated text: the prompt before it (echo) or each token's
 log-probability.
 
-Sequences without these options do not use this module. The engine's log-probabilities are fed to the trail just before the tokens
-they belong to.
+Sequences without these options do not use this module. The log-probabilities of a step's tokens are given to LogprobTrail.feed just
+before the tokens are added to the text.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from engine.protocol import FINISH_STOP, PromptLogprobs
 
 @dataclass(slots=True)
 class TokenEntry:
-    """A token as clients see it. text: the token's part of the choice's text, which is the joined texts of all entries. A character
-    made of several tokens belongs to the last of them. offset: the index of the character of the choice's text at which `text`
-    begins. raw: the token's own bytes. logprob: None for the first token of a prompt. top_ids, top: ids and log-probabilities of
-    the most likely tokens in its place."""
+    """A token in the form in which clients see it. text: the token's part of the text of the choice; the texts of all entries,
+    joined, are that text. A character made of several tokens is in the entry of the last of them. offset: the index in the choice's
+    text at which `text` begins, in characters. raw: the token's own bytes. logprob: the token's log-probability; None for the first
+    token of a prompt. top_ids, top: ids and log-probabilities of the most likely tokens in its place."""
 
     token_id: int
     text: str
@@ -80,8 +80,8 @@ class LogprobTrail:
     # ---- called as text is produced
 
     def begin(self, prompt: Sequence[int], first: int, end: int) -> None:
-        """Adds the prompt's tokens with indices from `first` up to, not including, `end`. It is called for consecutive pieces of
-        the prompt, followed by one call of `begun`. Raises RuntimeError if log-probabilities of prompt tokens are missing."""
+        """Adds the prompt's tokens with indices from `first` up to, not including, `end`. Called for consecutive pieces of the
+        prompt; after the last piece `begun` is called. Raises RuntimeError if log-probabilities of prompt tokens are missing."""
         if len(self._prompt) != len(prompt) - 1:
             raise RuntimeError(f"log-probabilities of {len(self._prompt)} prompt tokens are there, of {len(prompt)} tokens in all")
         for at in range(first, end):
@@ -92,7 +92,7 @@ class LogprobTrail:
         self._release_all(len(self._open))
 
     def begun(self, num_chars: int) -> None:
-        """Ends the prompt, after all its tokens were added, so that their entries may be sent. num_chars: the length of its
+        """Allows the entries of the prompt to be sent, after all its tokens were added. num_chars: the length of the prompt's
         text."""
         self._open.clear()
         self._prompt = PromptTrail(self.num_top)  # frees its memory
@@ -177,9 +177,9 @@ class LogprobTrail:
 class AnnotatedText(Text):
     """The text of a sequence with log-probabilities, with an echo of its prompt, or with both.
 
-    trail: takes the log-probabilities; None if the client wants none. echo: the prompt's tokens, and its text (None if the prompt
-    was given as tokens); None if the client wants no echo. drop_tokens: whether the client wants no completion (max_tokens 0); the
-    engine generates one token even so."""
+    trail: takes the log-probabilities; None if the client wants none. echo: None if the client wants no echo; otherwise the
+    prompt's tokens, and the prompt's text or, if the prompt was given as tokens, None. drop_tokens: whether the client wants no
+    completion (max_tokens 0), although the engine generates one token."""
 
     __slots__ = ("_drop_tokens", "_echo", "_shown", "_shown_tokens", "trail")
 
@@ -218,12 +218,12 @@ class AnnotatedText(Text):
 
     @property
     def has_prompt(self) -> bool:
-        """Returns whether the echo of the prompt has not been returned by `add` yet."""
+        """Returns whether the text is to begin with an echo of the prompt that `add` has not returned yet."""
         return self._echo is not None
 
     def show_some(self, num_tokens: int) -> bool:
-        """Decodes the next num_tokens tokens of the echoed prompt, so that a long prompt is decoded in pieces, and returns whether
-        all are decoded. `add` decodes those that remain at once."""
+        """Decodes the next num_tokens tokens of the prompt for the echo. Returns whether all tokens of the prompt are decoded.
+        Called several times for a long prompt, so that no call takes long; `add` decodes all tokens that are not decoded yet."""
         assert self._echo is not None
         prompt, _ = self._echo
         first = self._shown_tokens

@@ -38,8 +38,9 @@ class RequestSoFar(Struct, frozen=True):
 
 
 class ConnectionSoFar(Struct, frozen=True):
-    """The state of a connection. received: the bytes of the request in progress, whose body may be incomplete, or the part of a
-    head that has arrived. is_used: whether it has served a request before. request: None if none is in progress."""
+    """The state of a connection. received: the bytes of the request in progress, whose body may be incomplete; between two
+    requests, the bytes of the next request's head so far. is_used: whether the connection has served a request before. request:
+    None if none is in progress."""
 
     received: bytes
     is_used: bool

@@ -62,9 +62,9 @@ class Text:
         return self._stops is None and self._detokenizer.as_in_table
 
     def add(self, ids: Sequence[int], finish: int) -> str:
-        """Adds tokens and returns the text that may be sent now, which may lag behind them: an unfinished character or a possible
-        stop string is held back. Sets `matched` if a stop string was found; the text from it on is dropped. finish: a FINISH_
-        value; not FINISH_NONE if these are the last tokens."""
+        """Adds tokens and returns the text that may be sent now. An unfinished character, and text that may be the beginning of a
+        stop string, are held back. If a stop string is found, sets `matched`; the stop string and all text after it are dropped.
+        finish: FINISH_NONE, or another FINISH_ value if these are the last tokens."""
         if self._stops is None:
             return self._add(ids, finish)
         parts = []
@@ -228,9 +228,9 @@ class StreamGroup:
         connect: Callable[[], Channel | None],
         comment: bytes = SSE_COMMENT,
     ) -> None:
-        """end: renders the frames after the text. cancel: stops the sequence with this index. connect: called once, when the
-        response begins; returns None if the client is gone. comment: bytes to send while the response is silent; empty: none are
-        sent, so only a first token or an error opens the response."""
+        """Makes a group without sequences. end: renders the frames after the text. cancel: stops the sequence with this index.
+        connect: called once, when the response begins; returns None if the client is gone. comment: bytes to send while the
+        response is silent; if it is empty, nothing is sent then, and only a first token or an error opens the response."""
         self.end, self._clock, self._cancel, self._connect, self._comment = end, clock, cancel, connect, comment
         self.streams: list[Member] = []
         self.error: HearthError | None = None
@@ -250,7 +250,7 @@ class StreamGroup:
 
     @property
     def is_open(self) -> bool:
-        """Returns whether the response has begun, so that errors must be sent within the stream."""
+        """Returns whether the response is open. From then on, errors are sent within the stream, because the status is decided."""
         return self._connection is not None
 
     @property
@@ -270,7 +270,7 @@ class StreamGroup:
 
     def replay(self, feed: Callable[[], None]) -> None:
         """Opens the response and calls `feed`, which gives the sequences the tokens whose frames the client already has from an
-        earlier daemon. What they write meanwhile is dropped."""
+        earlier daemon. The frames that the sequences write during this call are dropped."""
         self.open()
         transport, connection = self._transport, self._connection
         if transport is None or connection is None:
@@ -422,8 +422,8 @@ class Collector:
             self._group.ended()
 
     def tokens_until(self, num_characters: int) -> int:
-        """Returns the number of tokens after which the text has at least `num_characters` characters; that of all tokens if it is
-        shorter."""
+        """Returns the number of tokens after which the text has at least `num_characters` characters, or the number of all tokens
+        if the text is shorter."""
         for part, count in zip(self.parts, self.counts, strict=True):
             num_characters -= len(part)
             if num_characters <= 0:
@@ -435,8 +435,8 @@ class Collector:
 
 
 class CollectorGroup:
-    """The sequences of one response that is not streamed. `done` is resolved when all have ended, or when one has failed, whose
-    error is then in `error`. cancel: stops the sequence with this index."""
+    """The sequences of one response that is not streamed. `done` is resolved when all of them have ended, or when one has failed.
+    error: the error of the sequence that failed, otherwise None. cancel: stops the sequence with this index."""
 
     def __init__(self, cancel: Callable[[int], None]) -> None:
         self.cancel = cancel

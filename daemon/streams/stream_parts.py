@@ -15,8 +15,8 @@ SSE_COMMENT = b": waiting\n\n"
 @dataclass(slots=True, frozen=True)
 class Frames:
     """The constant parts of one sequence's frames. prefix, suffix: the bytes before and after the text of a frame. first: whole
-    frames before the first text, such as the role of a chat. usage: called with the number of tokens so far, returns the bytes to
-    put in place of `suffix`; None: `suffix` is used."""
+    frames before the first text, such as the role of a chat. usage: takes the number of tokens so far and returns the bytes that
+    replace `suffix` in the next frame; None: `suffix` is used."""
 
     prefix: bytes  # before the text of a chunk
     suffix: bytes  # after the text of a chunk

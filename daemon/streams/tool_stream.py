@@ -1,6 +1,5 @@
-"""The streamed sequence of a request with tools or reasoning, whose text is split into pieces as it arrives. Other requests use
-Streams.
-"""
+"""The streamed sequence of a request with tools or reasoning. Its text is split into pieces (reasoning, content, tool calls) as it
+arrives. Other requests use Stream."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ class ToolStream:
     """Parses the tokens of one streamed sequence with tools or reasoning, and writes each piece of the reply as a frame. It is the
     sequence's TokenSink and a member of a StreamGroup.
 
-    If the client reads too slowly, consecutive pieces of one kind are sent as one. plain: makes the Stream that takes over when the
-    reasoning has ended and the rest of the text needs no parsing; None: there is no such Stream."""
+    If the client reads too slowly, consecutive pieces of one kind are sent as one. plain: makes the Stream that takes over once the
+    reasoning has ended, for replies whose content needs no parsing; None: the whole reply is parsed."""
 
     __slots__ = (
         "_connection", "_ended", "_first", "_frames", "_group", "_heir", "_parser", "_pending", "_plain", "_reason", "_text",
