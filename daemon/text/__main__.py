@@ -1,9 +1,9 @@
 """The text helper process: `python -P -m daemon.text FD [MODULE…]`.
 
-It keeps the tokenizer and template libraries and those modules loaded and forks a worker for each socket that is sent to it over
-FD, a packet socket. With one process per model, a 280 ms parse or a runaway template of one model does not delay the others, and
-all the memory it took is returned when the process ends. The helper starts no thread, so it is safe to fork. It ends when FD is
-closed, and kills its workers then.
+It loads the libraries for tokenizers and templates, and the modules named on its command line. Then it forks a worker for each
+socket that is sent to it over FD, a packet socket. With one process per model, a 280 ms parse or a runaway template of one model
+does not delay the others, and all the memory it took is returned when the process ends. The helper starts no thread, so it is safe
+to fork. It ends when FD is closed, and kills its workers then.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _decoder: msgspec.msgpack.Decoder[ToHelper] = msgspec.msgpack.Decoder(ToHelper)
 
 @dataclass(slots=True)
 class _Child:
-    """A worker process. number: the number that the daemon gave it in `Fork`. errors: the descriptor of the pipe's read end from
-    which the worker's standard error is read. last_words: the last LAST_WORDS_BYTES that were read from it."""
+    """A worker process. number: the number that the daemon gave the worker in `Fork`. errors: the read end of the pipe for the
+    worker's standard error. last_words: the last LAST_WORDS_BYTES bytes that were read from that pipe."""
 
     number: int
     errors: int

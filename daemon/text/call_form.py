@@ -1,4 +1,5 @@
-"""Determines the form in which a chat template expects the calls of earlier turns. Templates differ in it, and none declares it.
+"""Determines the form in which a chat template expects the tool calls in earlier messages of a chat. Templates differ in it, and
+none declares it.
 
 The template renders a short chat with one call in each form, and the text that it returns shows whether it has understood the form.
 """
@@ -29,16 +30,16 @@ _TOOL = {
 
 
 class CallForm(NamedTuple):
-    """The form that a template expects. as_text: arguments are JSON in a string; otherwise they are an object. no_content: the
-    content of a turn that has only calls is none; otherwise it is empty text."""
+    """The form in which a template expects tool calls. as_text: whether arguments are JSON in a string; otherwise they are an
+    object. no_content: whether the content of a message with calls and no text is None; otherwise it is ""."""
 
     as_text: bool = False
     no_content: bool = False
 
 
 def find_call_form(render: Render) -> CallForm:
-    """Returns the form of calls that a template expects. If the template shows calls in no form, the default is returned. render:
-    renders messages with the template; raises BadRequest where the template fails."""
+    """Returns the form of calls that a template expects; the default form if the template shows calls in no form. render: renders
+    messages with the template; raises BadRequest where the template fails."""
     for form in [CallForm(as_text, no_content) for no_content in (False, True) for as_text in (False, True)]:
         text = _written(render, form)
         if not text:

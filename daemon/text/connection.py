@@ -28,9 +28,9 @@ REPORT_WAIT_S = 2.0  # the longest wait between the end of a worker's socket and
 
 
 class WorkerDied(Exception):
-    """Raised when the worker ended before it answered the job. is_suspect: whether the job may have caused the death, because it
-    was in progress at that time. is_alone: whether only one job was in progress then. was_queued: whether the job's turn had not
-    come, so that it has nothing to do with the death."""
+    """Raised when the worker ended before it answered a job. is_suspect: whether the job was in progress at that time, so that it
+    may have caused the death. is_alone: whether only one job was in progress. was_queued: whether the job had not been sent to the
+    worker yet, so that it cannot have caused the death."""
 
     def __init__(self, death: Death, is_suspect: bool, is_alone: bool, was_queued: bool = False) -> None:
         super().__init__(death.details)
@@ -43,8 +43,9 @@ class WorkerDied(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """An unanswered job. share: of the tenant that it is done for. message: what is sent to the worker when the job's turn comes.
-    since_s: when the job came (the event loop's time). is_counted: whether its size is counted as work done for its tenant."""
+    """An unanswered job. share: the share of the work of the tenant for whom the job is done. message: the message to send when the
+    job's turn comes. since_s: when the job came (the event loop's time). is_counted: whether its size is counted as work done for
+    its tenant."""
 
     kind: str
     num_bytes: int
@@ -61,9 +62,10 @@ class _Waiting:
 
 
 class _Lane:
-    """The jobs that the worker does one after the other. jobs: those that it was given and has not answered, by id, the one in
-    progress first. since_s: when the worker began that one (the event loop's time). waiting: those that it was not given yet, by
-    id. ahead: the size of the jobs that it is given, if they are several."""
+    """A sequence of jobs that the worker does one after the other. jobs: the unanswered jobs that were sent to the worker, by id;
+    the first one is in progress. since_s: when the worker began the job in progress (the event loop's time). waiting: the jobs that
+    are not sent yet, by id. ahead: the total size of the jobs that may be sent before the first one is answered; a single job may
+    be larger."""
 
     __slots__ = ("_queue", "_size", "ahead", "jobs", "since_s", "waiting")
 
@@ -82,7 +84,8 @@ class _Lane:
         return [*self.jobs.values(), *self.waiting.values()]
 
     def drained(self) -> list[_Waiting]:
-        """Returns the unanswered jobs, when the worker has ended: those that it was given, then the others by their turns."""
+        """Returns the unanswered jobs, when the worker has ended: first those that were sent to it, then the waiting ones in the
+        order of their turns."""
         found = list(self.jobs.values())
         while (job_id := self._queue.first()) is not None:
             self._queue.take(job_id)
@@ -90,7 +93,7 @@ class _Lane:
         return found
 
     def has_room(self, job: _Waiting) -> bool:
-        """Returns whether the worker may be given a job that has just come."""
+        """Returns whether a job that has just come may be sent to the worker at once."""
         return not self.jobs or (not self.waiting and self._size + job.size <= self.ahead)
 
     def begin(self, job_id: int, job: _Waiting, now: float) -> None:
@@ -117,7 +120,8 @@ class _Lane:
         self._add(job_id, job)
 
     def next(self) -> tuple[int, _Waiting] | None:
-        """Takes the job that the worker is to be given now; None if there is none, or the worker has enough."""
+        """Removes the job whose turn it is from `waiting` and returns (id, job). Returns None if no job is waiting, or the worker
+        has enough jobs."""
         job_id = self._queue.first()
         if job_id is None:
             return None
@@ -136,9 +140,9 @@ class _Lane:
 
 
 class WorkerConnection(asyncio.Protocol):
-    """The daemon's connection to one text worker. number: the worker's number in messages to the helper. model: its model's name,
-    "" for none. stall_s: returns the setting text_stall_s in seconds, 0 for no limit. on_end: called once, when the worker has
-    ended, with this connection and why it ended; None after `close`."""
+    """The daemon's connection to one text worker. number: the worker's number in messages to the helper. model: the name of the
+    worker's model, "" if it has none. stall_s: returns the setting text_stall_s in seconds, 0 for no limit. on_end: called once
+    when the worker has ended, with this connection and the reason; the reason is None if `close` was called."""
 
     def __init__(
         self, number: int, model: str, stall_s: Callable[[], float], on_end: Callable[[WorkerConnection, Death | None], None]
@@ -177,8 +181,8 @@ class WorkerConnection(asyncio.Protocol):
         self._transport.write(encode(opening))
 
     async def call(self, job: Job, share: Share = NOBODY) -> list[bytes]:
-        """Sends a job when its turn comes and returns the parts of its answer. share: of the tenant that the job is done for.
-        Raises HearthError if the job fails, WorkerDied if the worker ends before it answers."""
+        """Sends a job when its turn comes and returns the parts of its answer. share: the share of the work of the tenant for whom
+        the job is done. Raises HearthError if the job fails, WorkerDied if the worker ends before it answers."""
         if not self.alive or self._transport is None:
             raise WorkerDied(self._death or deaths.unknown(), False, False)
         data, stall_s, now = encode(job), self._stall_s(), self._loop.time()
@@ -217,8 +221,8 @@ class WorkerConnection(asyncio.Protocol):
         self._timer = self._loop.call_at(self._due_s, self._check)
 
     def _check(self) -> None:
-        """Kills the worker if it has worked on one job for longer than the job's limit. Called by a timer, which is not moved for
-        each job: it often fires early and is set again."""
+        """Kills the worker if it has worked on one job for longer than the job's limit; otherwise sets the timer that calls this
+        method again. The timer is not moved when a job ends, so it often fires before any limit is reached."""
         self._timer = None
         now = self._loop.time()
         was_held = now - self._due_s > HELD_S
@@ -303,8 +307,8 @@ class WorkerConnection(asyncio.Protocol):
         self._finish(death, [job for lane in self._lanes if (job := lane.first) is not None])
 
     def _finish(self, death: Death | None, suspects: list[_Waiting]) -> None:
-        """Fails all unanswered jobs and calls `on_end`, once. suspects: the jobs that may have caused the death. death: None after
-        `close`."""
+        """Fails all unanswered jobs and calls `on_end`; does nothing when called again. death: why the worker has ended; None after
+        `close`. suspects: the jobs that may have caused the death."""
         if self._is_finished:
             return
         self._is_finished = True

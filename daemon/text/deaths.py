@@ -35,8 +35,8 @@ class Death:
 
 
 def stalled(limit_s: float, was_doing: str, pid: int) -> Death:
-    """Returns the death of a worker that is killed because a job took too long. limit_s: the job's limit in seconds. was_doing: the
-    job, in words for the log. pid: the worker's process id; the worker still lives, so that it can be seen whether it computes or
+    """Returns the Death of a worker that is about to be killed because a job took too long. limit_s: the job's limit in seconds.
+    was_doing: the job, in words for the log. pid: the worker's process id, by which it is found out whether the worker computes or
     waits."""
     why, details = f"took longer than {limit_s:.0f} s", f"it gave no answer for {limit_s:.0f} s ({was_doing}) and was killed"
     if _computes(pid):

@@ -12,8 +12,9 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """Converts the token ids of one sequence to text, a few at a time: `add` returns the text that is certain so far and holds back
-    the rest. as_in_table: whether nothing is held back, so that the next token's text is the one in the token table."""
+    """Converts the token ids of one sequence to text, a few at a time. `add` returns the text that further tokens cannot change,
+    and holds back the text after it. as_in_table: whether nothing is held back, so that the next token's text is the one in the
+    token table."""
 
     as_in_table: bool
 
@@ -25,8 +26,8 @@ class Detokenizer(Protocol):
 
 
 class ByteLevelDetokenizer:
-    """Decodes tokens whose bytes, joined, are UTF-8. A token may end within a character: up to three bytes are held back until the
-    rest of their character comes."""
+    """Decodes tokens whose bytes, joined, are UTF-8. A token may end within a character; its bytes of that character, up to three,
+    are held back until the missing bytes come."""
 
     __slots__ = ("_decoder", "_table", "as_in_table")
 

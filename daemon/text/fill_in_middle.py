@@ -1,4 +1,5 @@
-"""Prompts for filling in the middle: the tokens that mark a gap in a text for code models, and the order the models expect.
+"""Builds prompts for filling in the middle, with which a code model writes the text for a gap: the tokens that mark the gap, in the
+order that the model expects.
 
 Sources: the model cards of Qwen2.5-Coder, CodeGemma, StarCoder, SantaCoder, DeepSeek-Coder, CodeLlama and Codestral.
 """
@@ -14,9 +15,9 @@ from daemon.errors import BadRequest
 
 
 class _Family(NamedTuple):
-    """The special tokens with which one family of models marks a gap in a text: before the text that precedes the gap (prefix),
-    before the text that follows it (suffix), and at the prompt's end, where the model fills the gap (middle). middle "": the suffix
-    comes first, and the preceding text ends the prompt."""
+    """The special tokens of one family of models for prompts with a gap. prefix: stands before the text that precedes the gap.
+    suffix: stands before the text that follows the gap. middle: ends the prompt, and the model writes the text of the gap after it.
+    If middle is "", the prompt begins with the text that follows the gap, and ends with the text that precedes it."""
 
     prefix: str
     suffix: str
@@ -34,8 +35,8 @@ _FAMILIES = (
 
 
 def fill_in_middle(tokenizer: Tokenizer, name: str, texts: Sequence[str], suffix: str) -> list[list[int]]:
-    """Returns, for each text, the token ids of a prompt that asks for what stands between the text and the suffix. name: the
-    model's name, for the error. Raises BadRequest if its tokenizer has no tokens for this."""
+    """Returns, for each text, the token ids of a prompt for the text that belongs between it and the suffix. name: the model's
+    name, for the error. Raises BadRequest if the model's tokenizer has no tokens that mark a gap."""
     for family in _FAMILIES:
         tokens = [token for token in family if token]
         ids = [token_id for token in tokens if (token_id := tokenizer.token_to_id(token)) is not None]

@@ -1,4 +1,5 @@
-"""Checks whether llguidance can follow a grammar, in a text worker for grammars only: a hostile grammar can kill no other process.
+"""Checks whether llguidance can follow a grammar. It runs in a text worker that serves only grammars, so that a hostile grammar can
+kill no other process.
 
 The kernel kills a worker that takes more CPU time than its limit, and the request is refused (daemon/text/deaths.py).
 """

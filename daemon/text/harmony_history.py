@@ -1,7 +1,7 @@
 """Converts messages and tools to the form that Harmony's chat templates expect.
 
-For each turn, such a template writes one call, and either the reasoning or the text. It allows one message of instructions, and
-needs a description of every function.
+For each turn, such a template writes at most one call, and either the reasoning or the text. It allows one message of instructions,
+and needs a description of every function.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def harmony_messages(messages: list[Message]) -> list[Message]:
 
 
 def _taken(results: list[Message], call_id: str, ids: set[str]) -> list[Message]:
-    """Removes the results of one call from `results` and returns them: those that name the call or, if none does, the first of the
-    list, provided that it names no other call of this turn. call_id: the call's id, "" for none. ids: the ids of all calls of the
-    turn."""
+    """Removes the results of one call from `results` and returns them. These are the results that name the call's id. If there are
+    none, it is the first result in the list, unless that one names another call of the same turn. call_id: the call's id, "" for
+    none. ids: the ids of all calls of the turn."""
     mine = [each for each in results if call_id and each.get("tool_call_id") == call_id]
     mine = mine or [each for each in results[:1] if not each.get("tool_call_id") or each["tool_call_id"] not in ids]
     for each in mine:

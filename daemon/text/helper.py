@@ -34,8 +34,8 @@ _decoder: msgspec.msgpack.Decoder[FromHelper] = msgspec.msgpack.Decoder(FromHelp
 
 class Helper:
     """Runs the text helper process and connects to the workers that it forks. `connect` starts the process if it does not run.
-    stall_s: returns the limit of a job in seconds, 0 for none. on_death: called for every worker that ended without being asked to.
-    preload: modules that the process imports before it forks."""
+    stall_s: returns the limit for a job in seconds, 0 for none. on_death: called for every worker that ended although the daemon
+    had not closed its connection. preload: modules that the process imports before it forks."""
 
     def __init__(
         self,
@@ -245,7 +245,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _environment() -> dict[str, str]:
     """Returns the environment of the helper: the daemon's, with two changes.
 
-    GLIBC_TUNABLES: encoding a prompt allocates and frees thousands of small blocks of one size. By default glibc keeps 7 blocks of
-    a size ready and merges the others with their neighbours, only to split them again. If it keeps thousands, a prompt takes a
-    quarter less time. RUST_BACKTRACE: when a library written in Rust fails, its message is useful and its stack is not."""
+    GLIBC_TUNABLES: encoding a prompt allocates and frees thousands of small blocks of one size. By default glibc keeps 7 free
+    blocks of a size ready and merges the others with their neighbours, only to split them again. With thousands kept ready, a
+    prompt takes a quarter less time. RUST_BACKTRACE=0: a library written in Rust that fails writes its message without a
+    backtrace."""
     return child_environment(GLIBC_TUNABLES=malloc_tunables(tcache_count=4000), RUST_BACKTRACE="0")

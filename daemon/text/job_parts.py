@@ -69,8 +69,9 @@ def check_length(text: CheckpointText, texts: Sequence[str], field: str, max_tok
 
 
 def paired(text: CheckpointText, firsts: list[str], seconds: list[str], job: EncodePairs) -> list[bytes]:
-    """Does an EncodePairs job and returns the parts of its answer: the begin of each pair's second segment, then the token ids of
-    each pair, all as int32. firsts, seconds: the job's texts. Raises BadRequest for texts that are too long."""
+    """Does an EncodePairs job and returns the parts of its answer, all as int32: first an array with the index at which each pair's
+    second segment begins, then one array with the token ids of each pair. firsts, seconds: the job's texts. Raises BadRequest for
+    texts that are too long."""
     if job.max_tokens:
         check_length(text, firsts, job.fields[0], job.max_tokens)
         if not job.keep_second:

@@ -1,7 +1,7 @@
 """Messages between the daemon and a text worker, framed like those of engine/protocol.py.
 
-A worker serves one model and answers each job with one `Done` or `Failed`. The answers come in the order of the jobs, except those
-to jobs that the worker has put off with `Deferred`, which come in the order of the daemon's `Proceed`.
+A worker serves one model and answers each job with one `Done` or `Failed`, in the order of the jobs. For a long job the worker
+first sends `Deferred`; the daemon then decides by `Proceed` when the job is done, so its answer may come later.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class EncodePairs(Message, frozen=True):
 class EncodeChat(Message, frozen=True):
     """Asks for the token ids of a chat; answered with one int32 array.
 
-    messages: a list of objects, as msgpack. options: an object, as msgpack, with add_generation_prompt, continue_final_message,
-    kwargs (msgpack again), tools and documents (JSON, as the client sent them), plain_calls (whether daemon/text/plain_calls.py
-    adds what the template leaves out) and forced (null, or for forced calls an object with `name`, the function's name or "" for
-    any function, and `many`, whether several calls are allowed). max_tokens, keep_last: as in Encode."""
+    messages: a list of objects, as msgpack. max_tokens, keep_last: as in Encode. options: an object, as msgpack, with these keys.
+    add_generation_prompt, continue_final_message: as in the API. kwargs: the template's variables, as msgpack. tools, documents:
+    JSON, as the client sent it. plain_calls: whether daemon/text/plain_calls.py writes tools and calls that the template leaves
+    out. forced: null, or an object if calls are forced: `name` is the function that must be called, "" for any, and `many` tells
+    whether several calls are allowed."""
 
     job_id: int
     messages: bytes
@@ -69,11 +70,11 @@ class EncodeChat(Message, frozen=True):
 
 
 class Tokenize(Message, frozen=True):
-    """Asks for a tokenization; answered with the number of tokens, then as JSON their ids and the vocabulary's strings (null unless
-    asked for).
+    """Asks for a tokenization; answered with three parts, all as JSON: the number of tokens, their ids, and the vocabulary's
+    strings for them (null unless asked for).
 
     kind: "text" if `prompt` holds one text, packed as Encode's texts, or "messages" if it holds messages as EncodeChat does.
-    options: the options of Encode and EncodeChat, and token_strings."""
+    options: the options of Encode and EncodeChat, and token_strings (whether the strings are asked for)."""
 
     job_id: int
     kind: str
@@ -102,8 +103,8 @@ class BuildTable(Message, frozen=True):
 
 
 class ParseBody(Message, frozen=True):
-    """Asks for a request's body to be parsed; answered with two parts: the small fields as msgpack, and the prompt. reader: the
-    function that parses the body, as MODULE:NAME. body: the bytes of the HTTP request."""
+    """Asks for a request's body to be parsed; answered with two parts: the fields without the prompt, as msgpack, and the prompt.
+    reader: the function that parses the body, as MODULE:NAME. body: the bytes of the HTTP request's body."""
 
     job_id: int
     reader: str
@@ -136,8 +137,8 @@ class Failed(Message, frozen=True):
 
 
 class Deferred(Message, frozen=True):
-    """Tells the daemon that a job is long: the worker keeps it until `Proceed`. Then a thread of the worker does it beside the jobs
-    that follow, so its answer may come after theirs."""
+    """Tells the daemon that a job is long and that the worker waits for `Proceed` before it does the job. A thread of the worker
+    then does it beside the jobs that follow, so its answer may come after theirs."""
 
     job_id: int
 

@@ -1,4 +1,4 @@
-"""Converts messages to the form that Kimi K2's chat templates expect, with ids of calls in the model's own form.
+"""Converts messages to the form that Kimi K2's chat templates expect: the ids of calls get the form that the model itself writes.
 
 Such a template identifies a call and its result by the call's id alone.
 """
@@ -13,9 +13,9 @@ Message = dict[str, Any]
 
 
 def kimi_messages(messages: list[Message]) -> list[Message]:
-    """Returns the messages with an id of the form `functions.NAME:INDEX` for each call, and the same id in the call's result. A
-    result that names no call of the latest turn with calls is taken as the result of the first call of that turn that has none yet;
-    if all have one, it stays unchanged."""
+    """Returns the messages with an id of the form `functions.NAME:INDEX` for each call, and with the same id in the call's result.
+    A result that names no call belongs to the first call without a result in the latest turn with calls. If all calls of that turn
+    have results, the result stays unchanged."""
     numbers = CallNumbers()
     out: list[Message] = []
     unanswered: list[tuple[str, str]] = []  # the id that the client gave, and the new one

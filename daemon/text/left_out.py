@@ -1,6 +1,5 @@
-"""Converts messages for chat templates that leave out a part of earlier turns: Granite 3's leaves out calls, and Mistral's leaves
-out reasoning unless it is a part of the content.
-"""
+"""Converts messages for chat templates that leave out a part of earlier turns. Granite 3's template leaves out calls. Mistral's
+leaves out reasoning, unless it is a part of the content."""
 
 from __future__ import annotations
 

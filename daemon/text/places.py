@@ -1,4 +1,5 @@
-"""Places for jobs of which only so many may be done at once: tenants that wait for one get it in fair turns."""
+"""Limits how many jobs of a kind are done at once: each job takes one of a number of places, and tenants that wait for a place get
+one in fair turns."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from scheduler.fair_queue import FairQueue
 
 @dataclass(slots=True, frozen=True)
 class Share:
-    """A tenant's share of the work on texts. tenant: its name, "" if no keys are set. weight: as in the keys file."""
+    """A tenant's share of the work on texts. tenant: the tenant's name, "" if no keys are set. weight: the tenant's weight in the
+    keys file."""
 
     tenant: str = ""
     weight: float = 1.0
@@ -29,8 +31,9 @@ class _Waiting:
 
 
 class Places:
-    """A number of places, numbered from 0. A tenant that waits gets one after at most one job of each other tenant at each place.
-    of_each: how many one tenant may hold at a time. All calls must come from the event loop."""
+    """A number of places for jobs, numbered from 0. At each place, a waiting tenant waits for at most one job of each other tenant.
+    num: how many places there are. of_each: how many places one tenant may hold at a time. All calls must come from the event
+    loop."""
 
     def __init__(self, num: int, of_each: int) -> None:
         self._free = set(range(num))
@@ -41,7 +44,8 @@ class Places:
         self._last_id = 0
 
     def take(self, share: Share) -> int | None:
-        """Returns a place, which the caller must `leave`; None if it has to wait for its `turn`."""
+        """Returns the number of a free place, which the caller must `leave`. Returns None if no place is free or the tenant holds
+        as many as it may; the caller then waits with `turn`."""
         if not self._free or self._held[share.tenant] >= self._of_each:
             return None
         self._last_id += 1
@@ -50,7 +54,8 @@ class Places:
         return self._given(share)
 
     async def turn(self, share: Share, num_bytes: int) -> int:
-        """Waits for a place and returns it; the caller must `leave` it. num_bytes: the job's length, for operators."""
+        """Waits for a place and returns its number; the caller must `leave` it. num_bytes: the length of the job's text, which is
+        shown to operators."""
         loop = asyncio.get_running_loop()
         self._last_id = own_id = self._last_id + 1
         place: asyncio.Future[int] = loop.create_future()
@@ -66,7 +71,7 @@ class Places:
             raise
 
     def leave(self, place: int, share: Share) -> None:
-        """Gives a place back. share: that with which it was taken."""
+        """Gives a place back. share: the share with which it was taken."""
         self._free.add(place)
         self._held[share.tenant] -= 1
         if not self._held[share.tenant]:

@@ -13,11 +13,11 @@ from daemon.text.token_table import TokenTable
 
 
 class TextPort(Protocol):
-    """Chat templates and tokenizers, run in helper processes. Token ids come back packed (`array("i")`), so counting them against
-    max_model_len costs nothing and only an accepted prompt becomes a list."""
+    """Chat templates and tokenizers, run in helper processes. Token ids are returned packed (`array("i")`), so that they can be
+    counted at no cost; only an accepted prompt becomes a list."""
 
     def of(self, share: Share) -> TextPort:
-        """Returns the port for the requests of the tenant that has this share of the work."""
+        """Returns the port for the requests of one tenant. share: the tenant's share of the work."""
         ...
 
     def encode(

@@ -10,9 +10,9 @@ from daemon.text.tool_parsers.registry import HARMONY, NONE
 
 
 class Markers(NamedTuple):
-    """The texts around a reply's reasoning, as a model writes them. tag: the opening marker without its label, which may be a
-    special token. close: the closing marker. label: the rest of the opening marker, which is plain text. answer: texts that the
-    model writes around its answer and that are removed from it; they do not arrive if they are special tokens."""
+    """The texts that a model writes around its reasoning. tag, label: together the opening marker; `tag` may be a special token,
+    `label` is plain text. close: the closing marker. answer: texts that the model writes around its answer, which are removed from
+    it; those that are special tokens do not arrive here."""
 
     tag: str
     close: str
@@ -51,20 +51,20 @@ def detect_reasoning(template: str) -> str:
 
 
 def reasoning_end(text: str, close: str, call_marker: str = "") -> int:
-    """Returns the index after the last character of the reasoning in `text`, a reply that begins with reasoning: before the marker
-    `close` or, if that comes earlier, before call_marker; otherwise at the text's end. call_marker: a marker of tool calls that
-    ends the reasoning, too; "" for none."""
+    """Returns the index after the last character of the reasoning in `text`, a reply that begins with reasoning. The reasoning ends
+    before the marker `close` or before `call_marker`, whichever comes first; without either, at the end of the text. call_marker: a
+    marker of tool calls; "" for none."""
     ends = [found for marker in (close, call_marker) if marker and (found := text.find(marker)) >= 0]
     return len(text[: min(ends, default=None)].rstrip())
 
 
 class ReasoningSplitter:
-    """Splits one reply. The opening marker counts only at the start of the reply. New lines next to the markers belong to neither
-    part.
+    """Splits one reply, which arrives in pieces, into reasoning and answer. The opening marker counts only at the start of the
+    reply. Line breaks after a marker and white space before the closing marker belong to neither part.
 
-    opened: the prompt ended with the opening marker, so the reply begins inside the reasoning. markers: what the model writes
-    around its reasoning. call_marker: a marker of tool calls that ends the reasoning as the closing marker does, and is part of the
-    answer; "" for none."""
+    opened: whether the prompt ended with the opening marker, so that the reply begins inside the reasoning. markers: what the model
+    writes around its reasoning. call_marker: a marker of tool calls that ends the reasoning, too, and is part of the answer; "" for
+    none."""
 
     __slots__ = ("_around", "_close", "_held", "_held_answer", "_markers", "_open", "_spaces", "_state")
 
@@ -78,7 +78,7 @@ class ReasoningSplitter:
 
     @property
     def is_through(self) -> bool:
-        """Returns whether all text from here on is the answer."""
+        """Returns whether all text that is still to come is the answer, so that `add` need not be called for it."""
         return self._state == _ANSWER and not self._around
 
     def add(self, text: str) -> tuple[str, str]:
@@ -103,7 +103,7 @@ class ReasoningSplitter:
         return reasoning, text
 
     def end(self) -> tuple[str, str]:
-        """Returns the (reasoning, answer) that was held back, at the end of the reply."""
+        """Returns the (reasoning, answer) that was still held back. Called at the end of the reply."""
         held, self._held = self._held, ""
         if self._state == _BEFORE:
             return "", "".join(self._spaces) + held

@@ -1,8 +1,8 @@
-"""Refuses requests for a while if every worker for a model has died at its first job, so that no text of the model was ever
+"""Refuses requests for a while if the workers for a model keep dying at their first job, so that no text of the model was ever
 processed.
 
-Once a model has answered, a later death is the fault of one client's text and not of the model's files, so other clients are not
-refused."""
+Once a worker for the model has answered a job, a later death is the fault of one client's text and not of the model's files, so
+other clients are not refused."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class RepeatedDeaths:
         self._sound: dict[Hashable, None] = {}  # models that have answered; a dict as a set that keeps its order
 
     def add(self, model: Hashable, death: Death) -> None:
-        """Counts the death of a worker that the job in progress killed before the worker had answered any job, and begins or
-        prolongs the model's pause once there were ALLOWED such deaths. Does nothing for a model that has ever answered."""
+        """Counts a worker that the job in progress killed before the worker had answered any job. Once there were ALLOWED such
+        workers for the model, begins or prolongs the time in which its requests are refused. Does nothing for a model of which any
+        worker has ever answered a job."""
         if model in self._sound:
             return
         entry = self._entries.pop(model, None)

@@ -11,9 +11,9 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, C
 
 class ReplyParser:
     """The parser of one reply's text, which it splits into pieces of reasoning, content and tool calls. It drops white space
-    between calls, and between text and calls. tools: parses calls, and reasoning where no splitter is given; None: no text is a
-    call. reasoning: splits off the reasoning; None: all text goes to `tools`. one_call: drops the calls after the first complete
-    one."""
+    between calls, and between text and calls. tools: parses calls, and also reasoning if `reasoning` is None; None: no text is a
+    call. reasoning: splits off the reasoning; None: all text goes to `tools`. one_call: whether calls after the first complete one
+    are dropped."""
 
     __slots__ = ("_dropped", "_one_call", "_reasoning", "_spaces", "_tools", "num_calls")
 
@@ -26,7 +26,7 @@ class ReplyParser:
 
     @property
     def is_through(self) -> bool:
-        """Returns whether all text from here on is content as it stands."""
+        """Returns whether all text that is still to come is content and needs no parsing."""
         return self._tools is None and (self._reasoning is None or self._reasoning.is_through)
 
     def add(self, text: str) -> list[Piece]:
@@ -40,8 +40,8 @@ class ReplyParser:
         return out
 
     def end(self, cut: bool) -> list[Piece]:
-        """Returns the pieces that were held back, at the end of the reply. cut: whether the reply ended at max_tokens, so that an
-        unfinished call is not malformed."""
+        """Returns the pieces that were still held back. Called at the end of the reply. cut: whether the reply ended at max_tokens;
+        an unfinished call then does not count as malformed."""
         out: list[Piece] = []
         if self._reasoning is not None:
             reasoning, text = self._reasoning.end()

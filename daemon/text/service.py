@@ -66,11 +66,12 @@ class _Recent:
 
 
 class TextService(TenantText):
-    """Runs jobs on requests' texts in worker processes. All methods may raise HearthError.
+    """Runs jobs on requests' texts in worker processes; the methods that do jobs raise HearthError.
 
-    A job that takes too long, or crashes its worker, is refused at once. Another worker does the jobs that waited after it, and any
-    job whose worker was killed from outside. stall_s: returns the setting text_stall_s, in seconds. num_deaths: the number of
-    workers that died, by cause; updated here."""
+    If a worker dies or is killed for exceeding a limit, the job that was in progress is refused, provided that it was the only one
+    and that it most likely is the cause. Otherwise a job that may be the cause is done again in a worker of its own, and the other
+    jobs by another worker. stall_s: returns the setting text_stall_s, in seconds. num_deaths: the number of workers that died, by
+    cause; updated here."""
 
     def __init__(
         self,
@@ -214,8 +215,8 @@ class TextService(TenantText):
         return TokenTable(_table_decoder.decode(parts[0]), model.vocab_size)
 
     async def _tried(self, share: Share, at: Where, job: Job, param: str | None) -> list[bytes]:
-        """Returns a worker's answer to a job. Raises HearthError if the job cannot be done, and WorkerDied if the text helper has
-        ended and its workers with it, for which no job is to blame."""
+        """Does a job in a worker and returns the parts of its answer. Raises HearthError if the job cannot be done. Raises
+        WorkerDied if the text helper has ended, and its workers with it; no job caused that, so the caller tries again."""
         key, opening = at
         num_tries = 0
         while num_tries < SHARED_TRIES:
@@ -285,7 +286,8 @@ class TextService(TenantText):
         return task.result() if task.done() else await asyncio.shield(task)
 
     def _connected(self, key: Key) -> WorkerConnection | None:
-        """Returns the last connection that was made to a worker with the key. The worker may have died."""
+        """Returns the connection to the worker with the key, even if the worker has died since; None if the worker is not connected
+        yet."""
         task = self._workers.get(key)
         is_there = task is not None and task.done() and not task.cancelled() and task.exception() is None
         return task.result() if task is not None and is_there else None
@@ -298,9 +300,9 @@ class TextService(TenantText):
             self._helper.release(worker)
 
     def _end_idle(self, but: Key) -> None:
-        """Ends workers that have no job: those that hold earlier files of the same model, and of the others the least recently used
-        until at most max_workers are left. Workers for request bodies and grammars do not count and stay. but: the key of a worker
-        that is kept in any case."""
+        """Ends workers that have no job. These are all that hold earlier files of the same model as the worker `but`; and while
+        there are more than max_workers workers, the others, the least recently used first. Workers for request bodies and grammars
+        are neither counted nor ended. but: the key of a worker that is kept in any case."""
         for key, task in list(self._workers.items()):
             is_needed = key[0] != but[0] and len(self._workers.keys() - _STAYING) <= self._max_workers
             if is_needed or key == but or key in _STAYING or not task.done():

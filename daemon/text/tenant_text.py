@@ -39,17 +39,20 @@ _facts_decoder = msgspec.msgpack.Decoder(TextFacts)
 
 
 class TextWork(Protocol):
-    """The text workers, as a tenant's requests use them. known_facts: what `Describe` has told of models."""
+    """The text workers, as a tenant's requests use them. known_facts: the TextFacts of models that were already described
+    (`Describe`)."""
 
     known_facts: dict[Key, TextFacts]
 
     def run(self, share: Share, at: Where, make: MakeJob, param: str | None) -> Awaitable[list[bytes]]:
-        """Returns the parts of a job's answer. share: of the tenant that the job is done for. param: the request's field that the
-        job is about, for errors. Raises HearthError."""
+        """Does a job and returns the parts of its answer. share: the share of the work of the tenant for whom the job is done. at:
+        identifies the worker. make: makes the job from its id. param: the request's field that the job is about, for errors. Raises
+        HearthError."""
         ...
 
     def run_grammar(self, share: Share, make: MakeJob, param: str, num_bytes: int) -> Awaitable[list[bytes]]:
-        """Returns the same for the check of a grammar. num_bytes: the grammar's length."""
+        """Checks a grammar and returns the parts of the answer; the parameters are those of `run`. num_bytes: the grammar's length.
+        Raises HearthError."""
         ...
 
     def shared_table(self, model: ModelEntry) -> Awaitable[TokenTable]:
@@ -58,7 +61,8 @@ class TextWork(Protocol):
 
 
 class TenantText:
-    """TextPort for the requests of one tenant, whose share of the work is `share`. All methods may raise HearthError."""
+    """Implements TextPort for the requests of one tenant. share: the tenant's share of the work. All methods may raise
+    HearthError."""
 
     def __init__(self, work: TextWork, share: Share) -> None:
         self._work, self._share = work, share

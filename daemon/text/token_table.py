@@ -60,12 +60,13 @@ class TokenTable:
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]] if 0 <= token_id < self.num_tokens else b""
 
     def is_marker(self, token_id: int) -> bool:
-        """Returns whether the token is a special one that is shown because a reply's parser searches for it; always False without a
-        MarkedTable."""
+        """Returns whether the token is a special token whose text is kept in replies, because a parser of replies searches for it.
+        Only a MarkedTable has such tokens."""
         return False
 
     def raw_first(self, token_id: int) -> bytes:
-        """Returns the token's bytes as they stand in a text that the token begins; special tokens before it do not count."""
+        """Returns the token's bytes as they stand at the beginning of a text, where some tokenizers drop spaces. Special tokens
+        before it do not count."""
         raw = self.raw(token_id)
         if not self.first_drops_spaces:
             return raw
@@ -84,8 +85,8 @@ class TokenTable:
 
 
 class MarkedTable(TokenTable):
-    """A table in which some special tokens have a text. markers: token id -> the text that a parser searches for. `escaped` does
-    not contain the markers."""
+    """A token table in which some special tokens have a text, because a parser of replies searches for it. markers: token id ->
+    that text. `escaped` does not contain the markers."""
 
     __slots__ = ("_markers",)
 

@@ -1,4 +1,5 @@
-"""A text worker: one process for one model, which receives jobs and sends answers over a socket. It ends when the socket does."""
+"""A text worker: one process for one model, which receives jobs and sends answers over a socket. The process ends when the daemon
+closes the socket."""
 
 from __future__ import annotations
 
@@ -73,8 +74,8 @@ class TextWorker:
         self._text = CheckpointText(opening.name, opening.path, opening.chat_template) if opening.path else None
 
     def _answer(self, job: Job, work: object) -> None:
-        """Does a job and sends the daemon its answer, or the error that it raised. work: a function that does the job and returns
-        the answer's parts, or None if a thread will send the answer."""
+        """Does a job and sends the daemon its answer, or the error that `work` has raised. work: a function that does the job and
+        returns the answer's parts, or None if a thread will send the answer."""
         try:
             parts = work()  # type: ignore[operator]
         except HearthError as error:
