@@ -41,13 +41,14 @@ class BracketValue(ABC):
 
     @abstractmethod
     def _in_word(self, text: str, at: int, out: list[str]) -> int:
-        """Reads text[at:] within a word, as `_expected` says, up to the word's end. Returns the index of the first unread
-        character."""
+        """Reads text[at:] within a string or another word, in the state `_expected`, up to its end. Adds what was read to `out` as
+        JSON. Returns the index of the first unread character."""
 
     @abstractmethod
     def _word(self, char: str, at: int, out: list[str]) -> int:
-        """Looks at text[at], the first character of a key or of a value without brackets, and sets `_expected` to WORD or a state
-        of the subclass, or sets `bad`. Returns `at` + 1, or `at` if the character must be read again."""
+        """Looks at `char` (text[at]), the first character of a key or of a value without brackets. Sets `_expected` to WORD or a
+        state of the subclass, or sets `bad` if no key or value begins so. Returns `at` + 1, or `at` if the character must be read
+        again in the new state."""
 
     def _structure(self, char: str, at: int, out: list[str]) -> int:
         expected = self._expected
@@ -73,7 +74,7 @@ class BracketValue(ABC):
         return at if self.bad else at + 1
 
     def _begin(self, written: str, out: list[str]) -> None:
-        """Writes `written`, a key or value or its beginning, after the comma that was held back."""
+        """Adds `written`, which is or begins a key or value, to `out`; before it the comma that was held back, if there is one."""
         out.append(self._before + written)
         self._before = ""
 

@@ -19,7 +19,7 @@ _OTHER_KEYS = ("type", "id")
 class Call(ABC):
     """The state of reading one tool call from a reply that arrives in pieces. index: the call's number in the reply, from 0. lead:
     the markers that the call began with. announced: whether the CALL piece with the function's name was passed on. done: whether
-    the call is complete. bad: whether the text turned out to be no call; see `give_up`."""
+    the call is complete. bad: whether the text turned out to be no call, after which the caller calls `give_up`."""
 
     __slots__ = ("_index", "_raw", "announced", "bad", "done")
 
@@ -73,9 +73,11 @@ _OPEN, _KEY_OR_END, _KEY, _COLON, _VALUE, _COMMA_OR_END = range(6)
 
 class CallObject(Call):
     """Reads a call written as a JSON object with `name` and `arguments` (or `parameters`), in any order. The arguments are an
-    object, a string that holds one, or null. names: the functions whose calls count. An object with another function or with keys
-    that a call does not have is then not a call, because the reply may be an answer in JSON. None: every function and all keys are
-    accepted, which is right after a marker of calls. name_key: the key of the function's name."""
+    object, a string that holds one, or null. name_key: the key of the function's name.
+
+    names: the functions whose calls count, where the reply may also be an answer in JSON. An object with another function, or with
+    keys that a call does not have, is then no call. None: every function and all keys are accepted, because a marker of calls came
+    before."""
 
     __slots__ = ("_arguments_seen", "_captured", "_expected", "_held", "_key", "_name_key", "_names", "_streaming", "_value")
 
@@ -178,8 +180,8 @@ class CallObject(Call):
 
 
 def _string_or_null(text: str) -> object:
-    """Returns the contents of a JSON string; None for null or ""; any other JSON value undecoded, as bytes, because its content
-    does not matter."""
+    """Returns the contents of a JSON string; None for null or for no text at all; any other JSON value undecoded, as bytes, because
+    its content does not matter."""
     if text.startswith('"'):
         return msgspec.json.decode(text)
     return None if text in ("", "null") else text.encode()

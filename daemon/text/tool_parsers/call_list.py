@@ -25,8 +25,8 @@ class ListParser(DialectParser):
         self._in_list = False
 
     def other_call(self) -> Call | None:
-        """Returns the object that reads a call which begins with neither a bracket nor a brace; None in dialects without such
-        calls."""
+        """Returns the object that reads a call which begins with neither a bracket nor a brace; None if the dialect has no such
+        calls. Called when such text follows the marker."""
         return None
 
     def _opened(self, text: str, at: int, out: list[Piece]) -> int:

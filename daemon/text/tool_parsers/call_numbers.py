@@ -12,8 +12,8 @@ _NUMBERED = re.compile(r"functions\.([a-zA-Z0-9_.-]+):([0-9]{1,6})")
 
 
 class CallNumbers:
-    """Assigns an id to each call of a conversation, in order. next: the least number that the next call may have. first: the number
-    of the first call."""
+    """Assigns an id to each call of a conversation, in order. first: the number of the first call. next: the least number that the
+    next call may get."""
 
     __slots__ = ("next",)
 
@@ -22,8 +22,8 @@ class CallNumbers:
 
     def id_of(self, name: str, written: str) -> str:
         """Returns the id of the next call, which is a call of the function `name`. written: the id that the model wrote, "" for
-        none; its number is kept if the id has the right form, names the function, and the number is not below `next`. So no two
-        calls have the same id."""
+        none. If that id has the right form and names the function, and its number is not below `next`, the number is kept;
+        otherwise the call gets the number `next`. So no two calls have the same id."""
         match = _NUMBERED.fullmatch(written)
         number = int(match[2]) if match is not None and match[1] == name else -1
         number = max(number, self.next)

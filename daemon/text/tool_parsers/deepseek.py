@@ -47,8 +47,8 @@ class _NamedCall(Call):
         return at
 
     def _step(self, char: str, out: list[Piece]) -> None:
-        """Reads the next character of what precedes the arguments: the name, the separator and the fence. The brace that opens the
-        arguments is not read here, but as their first character."""
+        """Reads the next character before the arguments: of the name, the separator or the fence. At the brace that opens the
+        arguments, only changes the state; the brace itself is read with the arguments."""
         if self._expected == _FIRST:
             self._word += char
             self.bad = len(self._word) > _MOST_NAME

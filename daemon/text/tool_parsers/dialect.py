@@ -15,7 +15,8 @@ Mode = Callable[[str, int, list[Piece]], int]
 
 class DialectParser(ABC):
     """Parses a reply in one dialect, as a ToolParser. Subclasses define `marker`, the text that opens a call; `opened`, which is
-    called when the marker was read; and `after`, which reads the text that follows a complete call."""
+    called when the marker was read; and `after`, which reads the text that follows a complete call. lead: text that was read as the
+    beginning of a call and is content if no call follows."""
 
     marker: str
     markers: tuple[str, ...] = ()  # all markers of a dialect with several; (): only `marker`
@@ -68,12 +69,12 @@ class DialectParser(ABC):
         return at + len(marker)
 
     def begin(self, call: Call) -> None:
-        """Makes `call` read the text that follows. `lead` is emptied: the call was made with it and returns it if it turns out to
-        be no call."""
+        """Makes `call` read the text that follows. Empties `lead`, because the call has a copy, which it returns as text if it
+        turns out to be no call."""
         self._call, self.lead, self.mode = call, "", self._in_call
 
     def no_call(self) -> None:
-        """Makes the text that follows content, and `lead` with it, because no call begins where one was expected."""
+        """Called where a call was expected and none begins: makes `lead` and the text that follows content."""
         self.mode = self.content
 
     def closed(self, marker: str, text: str, at: int) -> int:

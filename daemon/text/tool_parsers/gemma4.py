@@ -37,8 +37,8 @@ class _GemmaCall(Call):
         return end
 
     def _name(self, char: str, at: int, out: list[Piece]) -> int:
-        """Reads a character of `call:` and the function's name. The brace that opens the arguments is not read here, but as their
-        first character. Returns the index of the first unread character."""
+        """Reads a character of `call:` or of the function's name. At the brace that opens the arguments, only announces the call;
+        the brace itself is read with the arguments. Returns the index of the first unread character."""
         if char == "{":
             name = self._head.removeprefix(PREFIX).strip()
             self.bad = not self._head.startswith(PREFIX) or not NAME.fullmatch(name)

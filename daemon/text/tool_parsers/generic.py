@@ -27,7 +27,7 @@ def written(name: str, arguments: str) -> str:
 
 class GenericParser(DialectParser):
     """Parses replies in the generic dialect: calls as JSON objects, one per line, from the reply's beginning. names: the offered
-    tools; only their calls count as calls. The first text that is no such call is content, and so is all text after it."""
+    tools; only their calls count as calls. From the first text on that is not such a call, all text is content."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()

@@ -28,8 +28,9 @@ _AFTER_NAME, _AFTER_KEY, _AFTER_VALUE = (KEY, CLOSE), (VALUE,), (KEY, CLOSE, OPE
 
 
 class _ArgumentCall(TextCall):
-    """Reads a call of GLM's dialect from the function's name to `</tool_call>`. If that tag is missing, the next call or the end of
-    the reply ends the call. has_next: whether the marker of the next call was read."""
+    """Reads a call of GLM's dialect from the function's name to `</tool_call>`. If that tag is missing, the call ends where the
+    next call begins, or at the end of the reply. has_next: whether the call ended at the marker of the next call, which was
+    read."""
 
     end_value = END_VALUE
     undeclared = ANY

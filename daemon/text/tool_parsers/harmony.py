@@ -109,10 +109,10 @@ class HarmonyParser:
         prompt: str = "",
         in_answer: bool = False,
     ) -> None:
-        """names: the offered tools, which count as functions even without the prefix `functions.`. calls: whether messages to
-        functions are calls; otherwise they are text. reasoning: whether messages on the analysis channel are reasoning; otherwise
-        they are content. prompt: the end of the prompt, which may have begun a message. in_answer: whether the reply continues a
-        message of the client."""
+        """Makes the parser of one reply. names: the offered tools, which count as functions even without the prefix `functions.`.
+        calls: whether messages to functions are calls; otherwise they are text. reasoning: whether messages on the analysis channel
+        are reasoning; otherwise they are content. prompt: the end of the prompt; if it begins a message, the reply continues that
+        message. in_answer: whether the reply continues the text of a message that the client sent."""
         self._names, self._calls, self._reasoning = frozenset(names), calls, reasoning
         self._header: str | None = ""  # the header as far as it was read; None: outside of headers
         self._kind: int | None = None  # kind of the current message's text; None: outside of messages, or in a call
@@ -181,8 +181,8 @@ class HarmonyParser:
             self._begin(self._kind_of(header), f"to={recipient} " if recipient else "")
 
     def _close(self, out: list[Piece]) -> None:
-        """Ends the current message and adds what was held back of it to `out`. If only a header was read and no message followed,
-        its text becomes content or reasoning."""
+        """Ends the current message and adds the pieces that its end completes to `out`. If only a header was read, its text,
+        without the parts of a header, becomes content or reasoning."""
         if self._header is not None:
             header, self._header = self._header, None
             self._begin(self._kind_of(header))
@@ -211,8 +211,9 @@ class HarmonyParser:
         self._say(text, out)
 
     def _in_header(self, text: str) -> str:
-        """Adds text to the header that is being read. Returns "" if all of it may belong to the header. Otherwise the model has
-        left a header out: returns the text read so far, without the words of a header, as text of a message."""
+        """Adds text to the header that is being read, and returns "" if all of it may belong to the header. Otherwise the model has
+        left out the end of the header. Then a message begins, and the result is its text: all that was read, without the parts of a
+        header."""
         assert self._header is not None
         room = _MOST_HEADER - len(self._header)
         header, rest = self._header + text[:room], text[room:]
@@ -224,8 +225,8 @@ class HarmonyParser:
         return _without_header(header) + rest
 
     def _in_call(self, call: _Arguments, text: str, out: list[Piece]) -> str:
-        """Passes text on to the call whose arguments are being read. Returns the part of it that follows the arguments, or all that
-        does not belong to a call."""
+        """Passes text on to the call whose arguments are being read. Returns the text that does not belong to the arguments: what
+        follows them, or what comes after the call turned out to be no call."""
         end = call.feed(text, 0, out)
         if call.bad:
             call.give_up(out)
@@ -247,8 +248,8 @@ class HarmonyParser:
 
 
 def _without_header(header: str) -> str:
-    """Returns `header` without the parts that a header consists of (role, channel, recipient, type). Called for a header that no
-    message follows: what is left is text that the model should have put into a message."""
+    """Returns `header` without the parts of a header (role, channel, recipient, type). Called for a header that no message follows;
+    the result is text that the model should have put into a message."""
     if not _SPLIT.search(header):
         return _behind(_AFTER_ROLE, header) if header.lstrip().startswith("to=") else header
     role, mark, channel = header.removeprefix(START).partition(CHANNEL)

@@ -39,8 +39,8 @@ class _IdCall(Call):
         return at
 
     def _step(self, char: str, out: list[Piece]) -> None:
-        """Reads the next character of what precedes the arguments: the id and the tag after it. The brace that opens the arguments
-        is not read here, but as their first character."""
+        """Reads the next character before the arguments: of the call's id or of the tag after it. At the brace that opens the
+        arguments, only announces the call; the brace itself is read with the arguments."""
         if self._state == _IN_ID:
             self._id += char
             if self._id.endswith(ARGUMENTS):

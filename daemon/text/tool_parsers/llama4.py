@@ -1,7 +1,9 @@
-"""The dialect of Llama 4, and of other Llama models whose template asks for it: the reply is a list of calls in Python's syntax,
-`[NAME(KEY=VALUE, …), …]`. The template of Llama 4's checkpoints asks for `{"name": …, "parameters": {…}}` instead, once for each
-call. Either form may stand between <|python_start|> and <|python_end|>; that template puts a turn's text between these tags, and
-its calls after them.
+"""The dialect of Llama 4, and of other Llama models whose template asks for it. There are two forms of calls: the reply is a list
+of calls in Python's syntax, `[NAME(KEY=VALUE, …), …]`, or it has `{"name": …, "parameters": {…}}` for each call, as the template of
+Llama 4's checkpoints asks.
+
+Calls in either form may stand between <|python_start|> and <|python_end|>. The template of Llama 4's checkpoints puts the text of a
+turn between these tags, and its calls after them.
 """
 
 from __future__ import annotations
@@ -108,8 +110,8 @@ class PythonCall(Call):
         return at if self.bad else at + 1
 
     def _begin(self, out: list[Piece]) -> None:
-        """Announces the call unless that was done. Called where its first argument or its closing bracket is read: before that, the
-        text may still turn out to be no call."""
+        """Announces the call, unless that was done already. Called where the first argument or the closing bracket is read, because
+        the text before may still turn out to be no call."""
         if not self.announced:
             self._announce(self._name, out)
             out.append(Piece(ARGUMENTS, "{", self._index))
@@ -148,8 +150,8 @@ class Llama4Parser(DialectParser):
         self._in_list = False
 
     def _start(self, text: str, at: int, out: list[Piece]) -> int:
-        """Looks at the first character after the reply's beginning or a marker, white space aside: a bracket begins a list of
-        calls, a brace a call; anything else is content. Returns the index of the first unread character."""
+        """Looks at the first character, apart from white space, at the reply's beginning or after a marker: a bracket begins a list
+        of calls, a brace begins a call, and anything else is content. Returns the index of the first unread character."""
         at = self.skip_spaces(text, at)
         if at < len(text):
             if text[at] == "[":
@@ -163,8 +165,9 @@ class Llama4Parser(DialectParser):
         return at
 
     def _item(self, text: str, at: int, out: list[Piece]) -> int:
-        """Looks at the first character of an item of a list of calls, white space aside, and begins a call in the form that it
-        shows; if it begins none, the list is content. Returns the index of the first unread character."""
+        """Looks at the first character, apart from white space, of an item of a list of calls, and begins a call in the form that
+        the character shows. If no call begins with the character, the list is content. Returns the index of the first unread
+        character."""
         at = self.skip_spaces(text, at)
         if at < len(text):
             if text[at] == "{":

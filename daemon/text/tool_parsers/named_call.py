@@ -40,8 +40,8 @@ class NamedCall(Call):
         return at
 
     def _word(self, text: str, at: int) -> int:
-        """Reads the characters of the function's name, which a mark or a brace ends, or of the call's id, which a mark ends.
-        Returns the index of the first unread character. The id is dropped: hearthd makes ids of its own."""
+        """Reads characters of the function's name, which ends at `[` or `{`, or of the call's id, which ends at `[`. The id is
+        dropped, because hearthd makes ids of its own. Returns the index of the first unread character."""
         match = _NAME_RUN.match(text, at)
         assert match is not None
         if self._expected == _NAME:

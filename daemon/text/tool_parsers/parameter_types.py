@@ -17,8 +17,8 @@ _MOST_DEPTH = 16  # the most nested schemas and references that are followed
 
 
 class ParameterTypes:
-    """The JSON types that the parameters of one function may have. schema: the JSON schema of the object of all parameters, as
-    JSON; it is parsed on first use."""
+    """The JSON types that the parameters of one function may have. schema: the JSON schema of the object that holds all parameters,
+    encoded as JSON; it is parsed on first use."""
 
     __slots__ = ("_schema",)
 
@@ -74,10 +74,11 @@ def referred(schema: dict[str, Any], root: Mapping[str, Any]) -> Any:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Returns the text of a parameter's value as JSON. A text that is a JSON string is returned unchanged only if all types are
-    allowed. A text that is other JSON is returned unchanged if it is of one of the types, or if the value may not be a string. A
-    list or dict in Python's syntax is converted if the value may not be a string. Every other text becomes a JSON string. types:
-    the JSON types that the value may have."""
+    """Returns the text of a parameter's value as JSON. types: the JSON types that the value may have.
+
+    Text that is JSON, but not a string, is returned unchanged if its type is in `types`, or if "string" is not. A list or dict in
+    Python's syntax is converted if "string" is not in `types`. Text that is a JSON string is returned unchanged if all types are
+    allowed. Every other text becomes a JSON string."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     try:

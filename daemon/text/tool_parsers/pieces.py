@@ -10,8 +10,8 @@ CONTENT, REASONING, CALL, ARGUMENTS, CALL_END, BROKEN = range(6)
 
 class Piece(NamedTuple):
     """A part of a reply, of one of these kinds. CONTENT and REASONING carry text. CALL announces a call, ARGUMENTS carries a part
-    of its JSON as generated, and CALL_END says that it was well formed. BROKEN withdraws an announced call whose arguments turned
-    out not to be JSON; the text after the call comes as CONTENT."""
+    of its JSON as generated, and CALL_END says that the call was well formed. BROKEN withdraws a call that was announced but whose
+    arguments turned out not to be JSON; the text after such a call is CONTENT."""
 
     kind: int
     # CONTENT, REASONING, ARGUMENTS: the text · CALL: the function's name · BROKEN: all the text of the call, markers included
@@ -21,20 +21,20 @@ class Piece(NamedTuple):
 
 
 class ToolParser(Protocol):
-    """The parser of one reply, which arrives in pieces of text. The result does not depend on where the text was cut, except that
-    CONTENT and ARGUMENTS are cut there, too."""
+    """The parser of one reply, which arrives in pieces of text. However the reply is divided, the result is the same, except that
+    CONTENT and ARGUMENTS are divided where the text is."""
 
     def add(self, text: str) -> list[Piece]: ...
 
     def end(self, cut: bool) -> list[Piece]:
-        """Returns the pieces that were held back, at the end of the reply. cut: whether the reply ended at max_tokens, so that an
-        unfinished call is not malformed."""
+        """Returns the pieces that were still held back. Called at the end of the reply. cut: whether the reply ended at max_tokens;
+        an unfinished call then does not count as malformed."""
         ...
 
 
 def find_marker(text: str, at: int, marker: str) -> tuple[int, bool]:
-    """Looks for `marker` from text[at] on. Returns (index, True) if it is there. Otherwise returns (index, False): the text from
-    the index on is the beginning of the marker, or the index is len(text) if no end of the text is one."""
+    """Looks for `marker` from text[at] on. Returns (index, True) if it is there. Otherwise returns (index, False), where
+    text[index:] is an end of the text that may be the beginning of the marker; the index is len(text) if there is no such end."""
     found = text.find(marker, at)
     if found >= 0:
         return found, True
@@ -47,7 +47,8 @@ def find_marker(text: str, at: int, marker: str) -> tuple[int, bool]:
 
 
 def find_first_marker(text: str, at: int, markers: Iterable[str]) -> tuple[int, bool, str]:
-    """Looks for several markers from text[at] on. Returns find_marker's result for the one that comes first, and that marker."""
+    """Looks for several markers from text[at] on. Returns (index, whether it is complete, marker) for the marker that comes first,
+    as find_marker finds it."""
     places = ((*find_marker(text, at, marker), marker) for marker in markers)
     return min(places, key=lambda place: (place[0], not place[1]))
 

@@ -74,8 +74,8 @@ class PythonValue(BracketValue):
     # ---- strings
 
     def _quotes(self, char: str, at: int, out: list[str]) -> int:
-        """Reads the character after a string's opening quote: a second quote, which ends an empty string unless a third one
-        follows, or the first character of the text. Returns the index of the first unread character."""
+        """Reads further quotes after a string's opening quote: a second quote ends an empty string, unless a third one follows,
+        which opens a triple-quoted string. Any other character is left unread. Returns the index of the first unread character."""
         if char == self._quote and self._num_quotes < 3:
             self._num_quotes += 1
             return at + 1
@@ -110,8 +110,8 @@ class PythonValue(BracketValue):
             self._value_ended()
 
     def _in_escape(self, char: str, at: int, out: list[str]) -> int:
-        """Reads the next character of an escape sequence, after its backslash, and adds the character that a complete sequence
-        stands for to `out`. Returns the index of the first unread character."""
+        """Reads the next character of an escape sequence, after its backslash. When the sequence is complete, adds the character
+        that it stands for to `out`. Returns the index of the first unread character."""
         kind = self._escape[:1]
         if kind and kind in _OCTAL and char not in _OCTAL:
             self._escape_ended(chr(int(self._escape, 8)), out)

@@ -1,6 +1,6 @@
 """The dialect of Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`, any number of
-calls, with text between them. A line break on either side of a value is no part of it. Seed-OSS writes `<seed:tool_call>` around
-the same.
+calls, with text between them. A line break on either side of a value is no part of it. Seed-OSS writes the same with
+`<seed:tool_call>` in place of `<tool_call>`.
 
 Values are plain text; the tool's schema says what they are in JSON.
 """
@@ -25,7 +25,7 @@ _TAG, _NAME, _KEY = range(3)  # what is expected next outside of values
 
 class _FunctionCall(TextCall):
     """Reads a call of Qwen3-Coder's dialect, from `<function=` to `</function>`. tools: the parameter types of the offered tools.
-    names: the function names that count as calls, if no tag of a call came before; None: any name."""
+    names: the function names that count as calls; None: any name, because `<tool_call>` came before."""
 
     end_value = END_PARAMETER
     has_lines = True
@@ -70,8 +70,8 @@ class _FunctionCall(TextCall):
 
 class Qwen3CoderParser(DialectParser):
     """Parses replies in Qwen3-Coder's dialect. names: the offered tools. Without `<tool_call>`, which these models sometimes leave
-    out, only calls of these tools count. schemas: the schema of each tool's parameters, as JSON, in the order of `names`. tags:
-    what stands before and after a call."""
+    out, only calls of these tools count. schemas: the schema of each tool's parameters, as JSON, in the order of `names`. tags: the
+    tags before and after a call."""
 
     def __init__(self, names: Sequence[str], schemas: Sequence[bytes], tags: tuple[str, str] = (OPEN, CLOSE)) -> None:
         super().__init__()

@@ -140,8 +140,8 @@ def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = (
 
 
 def id_of_call(dialect: str, drawn: bytes) -> str:
-    """Returns an id for a call whose id the model does not choose, made of the random bytes `drawn`, at least 12. Mistral's
-    templates require nine letters and digits. Not used for Kimi K2, whose ids come from CallNumbers."""
+    """Returns an id for a call in any dialect but Kimi K2's, whose ids come from CallNumbers. drawn: at least 12 random bytes, of
+    which the id is made. Mistral's templates require ids of nine letters and digits."""
     if dialect == MISTRAL:
         return "".join(_ID_CHARACTERS[byte % len(_ID_CHARACTERS)] for byte in drawn[:9])
     return "call_" + drawn[:12].hex()

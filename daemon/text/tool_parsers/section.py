@@ -20,7 +20,7 @@ class SectionParser(DialectParser):
     @abstractmethod
     def new_call(self, index: int, lead: str) -> Call:
         """Returns the object that reads a call, from the end of `begin_call` to the end of the arguments. index: the call's number
-        in the reply, from 0. lead: the text of the tags before it."""
+        in the reply, from 0. lead: the text of the tags before the arguments, which was read already."""
 
     def opened(self) -> None:
         self.mode = self._opened

@@ -22,10 +22,11 @@ def types_by_tool(names: Sequence[str], schemas: Sequence[bytes]) -> dict[str, P
 
 
 class TextCall(Call):
-    """The state of reading a call with arguments between tags. Subclasses read names in `_step`, and tags with `_tag`, which calls
-    `_take` for a complete tag. They define `end_value`, the tag that ends a value; `undeclared`, the types of a parameter that no
-    schema names; and `has_lines`, whether a line break before or after a value is not part of it. tools: the parameter types of the
-    offered tools."""
+    """The state of reading a call with arguments between tags. tools: the parameter types of the offered tools.
+
+    Subclasses define `_step`, which reads names, and `_take`, which acts on a tag; `_tag` reads the characters of tags for them.
+    They also define `end_value`, the tag that ends a value; `undeclared`, the types of a parameter that no schema names; and
+    `has_lines`, whether line breaks next to a value are not part of it."""
 
     end_value: str
     undeclared = STRING
@@ -51,12 +52,13 @@ class TextCall(Call):
 
     @abstractmethod
     def _take(self, tag: str, out: list[Piece]) -> None:
-        """Acts on a tag that was read completely, and sets the tags that are allowed after it. Adds the pieces that follow to
-        `out`."""
+        """Handles a tag that was read completely, and sets the tags that are allowed after it. Adds the pieces of the call that the
+        tag completes to `out`."""
 
     def _tag(self, char: str, at: int, out: list[Piece]) -> int:
-        """Reads a character of the tag that comes next, or of the white space before it, and calls `_take` when the tag is
-        complete. Sets `bad` if no allowed tag reads so. Returns the index of the first unread character."""
+        """Reads a character of a tag, or of the white space before it, and calls `_take` when the tag is complete. Sets `bad` if
+        none of the tags that are allowed next begins with the characters read so far. Returns the index of the first unread
+        character."""
         if not self._word and char in " \t\r\n":
             return at + 1
         tag = self._word + char
