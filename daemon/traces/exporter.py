@@ -40,9 +40,9 @@ class _Batch(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The result of posting one batch to the collector. problem: why it was not accepted, "" if it was. again: whether to send the
-    batch again. retry_after_s: the wait that the collector asks for before that; None: none. num_rejected: spans that the collector
-    did not accept."""
+    """The result of posting one batch to the collector. problem: why the batch was not accepted, "" if it was. again: whether to
+    send the batch again. retry_after_s: the seconds to wait before that, as the collector asks; None: it names none. num_rejected:
+    the number of spans that the collector did not accept."""
 
     problem: str = ""
     again: bool = False
@@ -61,8 +61,9 @@ class Exporter:
         counts: SpanCounts,
         retry_for_s: float = RETRY_FOR_S,
     ) -> None:
-        """endpoint, headers: those of the collector. resource: the attributes of this node, as encoded by otlp.resource_json.
-        counts: counts the spans that were sent and dropped. retry_for_s: how long a batch is tried again."""
+        """endpoint, headers: the collector's address, and the HTTP headers for it. resource: the attributes of this node, as
+        encoded by otlp.resource_json. counts: counts the spans that were sent and dropped. retry_for_s: for how many seconds a
+        batch is tried again."""
         self._endpoint, self._resource, self._counts, self._retry_for_s = endpoint, resource, counts, retry_for_s
         self._headers = {
             **headers,
@@ -135,8 +136,8 @@ class Exporter:
         return _Batch(otlp.request(self._resource, self._scope, [each.spans for each in taken]), num)
 
     async def _deliver(self, batch: _Batch) -> None:
-        """Sends a batch of spans to the collector, again if that may help and for at most retry_for_s, and counts the spans that
-        were sent and those that were dropped."""
+        """Sends a batch of spans to the collector. After a failure, sends it again if that may help, for at most retry_for_s
+        seconds. Counts the spans that were sent and those that were dropped."""
         give_up_s, pause_s = time.monotonic() + self._retry_for_s, FIRST_PAUSE_S
         while True:
             answer = await self._post(batch.spans)

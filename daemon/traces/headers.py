@@ -1,4 +1,4 @@
-"""Reads the headers that are sent to the collector with the spans. Some of them are secret."""
+"""Reads the HTTP headers, some of them secret, that are sent with the spans to the trace collector."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class RequestTrace:
     """The trace of one request. If it is not sampled, it has ids but makes no spans.
 
     trace_id, span_id: in hexadecimal digits. parent_id: the caller's span, "" for none. state: the value of the header tracestate.
-    is_sampled: whether spans are made. began_ns: Unix time in nanoseconds, before an earlier daemon's restart if it began there.
-    started_s: monotonic seconds, in this daemon."""
+    is_sampled: whether spans are made. began_ns: Unix time in nanoseconds at which the request began, possibly in an earlier
+    daemon. started_s: monotonic seconds at which it began in this daemon."""
 
     __slots__ = (
         "_is_taken_over", "_num_left_out", "_offset_ns", "_sequences", "began_ns", "is_sampled", "parent_id", "span_id",
@@ -51,7 +51,7 @@ class RequestTrace:
     ) -> None:
         """parent: the caller's span; None: there is none. started_s: monotonic seconds. offset_ns: what to add to monotonic
         nanoseconds to get Unix time; it stays the same for the whole request, even if the clock is set meanwhile. began_ns: Unix
-        time at which the request began in an earlier daemon; 0: it begins in this one."""
+        time in nanoseconds at which the request began in an earlier daemon; 0: it begins in this daemon."""
         self.trace_id, self.span_id, self.is_sampled = trace_id, span_id, is_sampled
         self.parent_id, self.state = (parent.span_id, parent.state) if parent is not None else ("", "")
         self.started_s, self._offset_ns = started_s, offset_ns
@@ -108,8 +108,8 @@ class RequestTrace:
         return [own, *self._children()]
 
     def handed_over(self) -> list[Span]:
-        """Returns the spans of the phases in this daemon, when the next daemon continues the request. That one makes the request's
-        own span, under the same id."""
+        """Returns the spans of the phases in this daemon, for a request that the next daemon continues. The next daemon makes the
+        span of the request itself, under the same id."""
         return self._children()
 
     def _children(self) -> list[Span]:
@@ -128,8 +128,8 @@ class RequestTrace:
         return Span(phase.name, INTERNAL, *ids, start_ns, end_ns, attributes, (), phase.error, self.state, links)
 
     def _of(self, at: int, what: Phase | Happened) -> Mapping[str, Value]:
-        """Returns the attributes of a phase or an event, and with them the sequence's number if the request has several sequences.
-        at: the number, from 0."""
+        """Returns the attributes of a phase or an event. If the request has several sequences, the sequence's number is added. at:
+        that number, from 0."""
         return {**what.attributes, "hearth.sequence": at} if len(self._sequences) > 1 else what.attributes
 
     def _ns(self, monotonic_s: float) -> int:

@@ -1,5 +1,5 @@
-"""Looks up host names for the exporter. A look-up by the event loop's own resolver would delay the end of the process until a name
-server answers; this one runs in a daemon thread, which ends with the process."""
+"""Looks up host names for the exporter, in a daemon thread, which ends with the process. A look-up by the event loop's own resolver
+would delay the end of the process until a name server answers."""
 
 from __future__ import annotations
 

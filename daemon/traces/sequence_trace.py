@@ -65,8 +65,8 @@ class SequenceTrace:
     """The trace of one sequence: its consecutive phases and the events in them, complete once it has ended. Times are monotonic
     seconds.
 
-    arrived_s: when the sequence was accepted; 0.0 if it was not. error: the code of the error with which it ended, "" if it had
-    none."""
+    arrived_s: when the sequence was accepted; 0.0 if it has not been. error: the code of the error with which it ended, "" if there
+    was none."""
 
     __slots__ = (
         "_attributes",
@@ -103,8 +103,8 @@ class SequenceTrace:
             self._attributes["hearth.reason"] = reason
 
     def submitted(self, sequence: Traced, now: float) -> None:
-        """Ends the phase before it and begins the one in which an engine computes the prompt up to the next token, or the whole
-        embedding or score. now: monotonic seconds."""
+        """Ends the present phase and begins the phase of prefill, in which an engine computes the prompt up to the next token. For
+        an embedding or a score, the new phase is the whole computation. now: monotonic seconds."""
         self._end(now)
         self._num_told = max(self._num_told, sequence.num_resumed)
         self._restored, self._recomputed = sequence.restored_tokens, sequence.recomputed_tokens
@@ -133,13 +133,13 @@ class SequenceTrace:
             self._begin(QUEUE, now, {"hearth.reason": f"the engine of {device} is started again"})
 
     def loaded(self, load: FinishedLoad) -> None:
-        """Adds, as a phase, a load of the sequence's model that has ended, if the sequence waited for it."""
+        """Adds a finished load of the sequence's model as a phase, if the sequence waited for the load."""
         if self._phase in (QUEUE, PREFILL, PAUSED, *WHOLE) and load.ended_s > self._since_s:
             start_s = max(load.started_s, self.arrived_s)
             self._add(Phase(LOAD, start_s, load.ended_s, load.attributes, load.error, load.link))
 
     def loaded_before(self, load: FinishedLoad) -> None:
-        """Adds, as a phase, a load of the model that ended before the sequence was accepted, while the prompt was being
+        """Adds, as a phase, a load of the sequence's model that ended before the sequence was accepted, while its prompt was being
         tokenized."""
         self._add(Phase(LOAD, load.started_s, load.ended_s, load.attributes, load.error, load.link))
 

@@ -67,8 +67,9 @@ class Tracer:
         self, traceparents: Sequence[str], tracestates: Sequence[str], drawn: bytes, started_s: float, began_ns: int = 0
     ) -> RequestTrace:
         """Returns the trace of a request that has just arrived, as a part of its caller's trace if the headers name one.
-        traceparents, tracestates: the values of the headers with these names. drawn: 24 or more random bytes, the same ones if the
-        request began in an earlier daemon. began_ns: Unix time of that beginning; 0: the request is new."""
+        traceparents, tracestates: the values of the headers with these names. drawn: 24 or more random bytes, from which the ids
+        are made; they must be the same for a request that began in an earlier daemon. started_s: when the request began in this
+        daemon. began_ns: Unix time in nanoseconds at which it began in an earlier daemon; 0: the request is new."""
         parent = trace_context.parent_of(traceparents, tracestates)
         trace_id = parent.trace_id if parent is not None else drawn[:16].hex()
         is_sampled = parent.is_sampled if parent is not None else self._is_sampled(trace_id)
@@ -97,13 +98,14 @@ class Tracer:
         self, placement_id: int, now: float, attributes: dict[str, Value] | None = None, error: str | None = None
     ) -> FinishedLoad | None:
         """Ends the trace of a load, exports its span if it is sampled, and returns the load; None if its beginning was not traced.
-        attributes: further ones for the span. error: why the load failed; None: it did not."""
+        attributes: attributes that the span gets besides those of the load's beginning. error: why the load failed; None: it did
+        not."""
         load = self._loads.pop(placement_id, None)
         return None if load is None else self._finish(load, now, attributes or {}, error)
 
     def loads_lost(self, device: str, now: float, reason: str) -> list[FinishedLoad]:
-        """Ends as failed the loads in progress on a device whose engine has ended, exports their spans and returns the loads.
-        reason: why they failed."""
+        """Ends as failed the loads in progress on a device whose engine has ended. Exports the spans of those that are sampled, and
+        returns the loads. reason: why they failed."""
         lost = [placement_id for placement_id, load in self._loads.items() if device in load.devices]
         return [self._finish(self._loads.pop(placement_id), now, {}, reason) for placement_id in lost]
 

@@ -1,5 +1,5 @@
-"""Switches the node's tracing on and off: it is off until the settings name a collector, and a reload may change that. While it is
-off, the modules that it needs are not imported."""
+"""Switches the node's tracing on and off, as the settings say. Tracing is off unless the settings name a collector; a reload of the
+settings may switch it. The modules that it needs are imported only when it is switched on."""
 
 from __future__ import annotations
 
