@@ -1,4 +1,5 @@
-"""Rewrites an upstream's answer, whole or as a stream of events: it gets this node's name of the model, and its tokens are counted.
+"""Rewrites an upstream's answer, whole or as a stream of events: this node's name of the model replaces the upstream's, and the
+tokens are counted.
 
 Only the outermost fields of each JSON object are decoded; the others are passed on as the bytes that came.
 """
@@ -141,8 +142,8 @@ class AnswerStream(Answer):
         return b"".join(out)
 
     def _with_plain_ends(self, data: bytes) -> bytes:
-        """Returns the bytes with every line ending (CR, LF or CRLF, also one that is divided between two pieces) as a line feed.
-        JSON contains no bare line endings, so each of them separates lines."""
+        """Returns the bytes with a line feed in place of every line ending (CR, LF, or CRLF, even if two pieces divide it). JSON
+        contains no bare line endings, so each line ending separates lines of the stream."""
         if self._is_after_cr and data.startswith(b"\n"):
             data = data[1:]
             self._is_after_cr = False
@@ -154,8 +155,9 @@ class AnswerStream(Answer):
         return data
 
     def ended(self) -> bytes:
-        """Returns the bytes to send to the client when the upstream has ended its answer without an error of the connection: the
-        rest, and the final [DONE] if the upstream has left it out. Sets `broken` if the answer is not whole."""
+        """Called when the upstream has ended its answer without an error of the connection. Returns the bytes that are still to be
+        sent to the client: the last event, if its end was missing, and the final [DONE] if the upstream has left it out. Sets
+        `broken` if the answer is not complete."""
         if self.is_over:
             return b""
         out = self.feed(b"\n\n") if self._held.strip() else b""
@@ -176,8 +178,8 @@ class AnswerStream(Answer):
         return self._data(b" ".join(data), b"".join(line + b"\n" for line in others))
 
     def _data(self, data: bytes, before: bytes) -> bytes:
-        """Returns an event as it is sent to the client; b"" if the client does not get it. data: its JSON. before: its other
-        lines."""
+        """Returns an event as it is sent to the client; b"" if the client does not get it. data: the event's data, JSON or [DONE].
+        before: the event's other lines, which are kept."""
         if data == _DONE:
             self.is_over = True
             return before + _END

@@ -1,4 +1,4 @@
-"""Translates failures of another server into errors for the client that waits for its answer."""
+"""Translates failures of another server into errors for the client whose request the server was to answer."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ def reason_of(error: Exception) -> str:
 
 
 def passed_on(host: str, status: int, retry_after: str | None, body: bytes) -> HearthError:
-    """Returns the error that another server answered with, in this API's form, with its status, message, code and param. For 401
-    and 407, which are about this node's own key, the client gets 502. status: the other server's, 300 or more. retry_after: its
-    header of that name, or None. body: the beginning of its answer."""
+    """Returns the error that another server answered with, in this API's form, with its status, message, code and param. The client
+    gets 502 instead of a status that is no HTTP error (300 to 399, 600 or more), and of 401 and 407, which are about this node's
+    own key. status: the other server's HTTP status, 300 or more. retry_after: its header Retry-After, or None. body: the beginning
+    of its answer."""
     message, kind, code, param = _said(body)
     if status in (401, 407):
         text = f"The server {host}, which answers for this model, does not accept this node's key (upstream_key_file)"
@@ -80,8 +81,8 @@ def _kind(status: int) -> str:
 
 
 def _said(body: bytes) -> tuple[str, str, str, str | None]:
-    """Returns (message, type, code, param) of an error that another server has sent, in OpenAI's form or a similar one. What is
-    missing is "", or None for param. From other forms only the text is taken."""
+    """Returns (message, type, code, param) of an error that another server has sent in OpenAI's form or a similar one. A missing
+    value is "", or None for param. For an answer in another form, the message is the answer's text, or "" for HTML."""
     try:
         told: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,5 +1,5 @@
-"""All model names that other servers answer: their settings, the connections to those servers, and the probes whether they are
-up."""
+"""All model names that other servers answer: their settings, the connections to those servers, and probes that find out whether the
+servers are up."""
 
 from __future__ import annotations
 
