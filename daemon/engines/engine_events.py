@@ -447,8 +447,9 @@ def _of_load(message: protocol.LoadDone) -> dict[str, Value]:
 
 def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthError:
     """Returns the error that answers a request that failed in the engine. Three failures that only the engine can find are the
-    client's fault: a grammar that the vocabulary cannot follow, word and token lists that leave no token, and an adapter with
-    broken files. All others are the server's."""
+    client's fault (400): a grammar that the vocabulary cannot follow, word and token lists that leave no token, and an adapter with
+    broken files. An adapter that cannot be read now, or for which there is no room, gives a temporary error (503). All other
+    failures are the server's (500)."""
     if failed.code == "unsupported_grammar":
         kind = generation.params.grammar.partition(":")[0]
         field = {"regex": "regex", "lark": "grammar"}.get(kind, "response_format")

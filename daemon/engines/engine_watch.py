@@ -2,7 +2,8 @@
 
 It reads no clock and does no I/O. The limit between two signs of life is `stall_s` seconds, or during a step eight times the step's
 usual duration, if that is longer. The limit is ten times `stall_s` for work whose duration is unknown: a step of a size that was
-seen fewer than three times, which may compile kernels, or the capture of steps for later replay.
+seen fewer than three times, which may compile kernels; the capture of steps for later replay; and a model's first step, from the
+time when all weights are there.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class Silence:
 
 
 def silence(pulse: Pulse, since_s: float, now: float, stall_s: float) -> Silence:
-    """Returns how long the engine has been silent, and its limit. pulse: its last sign of life. since_s: silence before this time
-    does not count. stall_s: the usual limit in seconds. If the engine does two things at a time, the result is for the one that is
-    nearer to its limit."""
+    """Returns how long the engine has been silent, and its limit. If a model's first step runs beside other work, the result is for
+    the first step or for the other work, whichever is nearer to its limit. pulse: the engine's last sign of life. since_s: silence
+    before this time does not count. stall_s: the usual limit in seconds."""
     silent_s = max(0.0, now - max(pulse.at_s, since_s))
     unknown_s = TIMES_UNKNOWN * stall_s
     if pulse.doing == Doing.STEP and pulse.expected_s:
@@ -111,8 +112,9 @@ class EngineWatch:
         return found
 
     def long_steps(self, now: float, pulses: Mapping[str, tuple[int, Pulse]]) -> dict[str, float]:
-        """Returns the engines that have been in one step, or in the capture of one, for at least LONG_STEP_S and do not hang:
-        device -> when the step began. pulses: device -> the process id and the last sign of life, for engines that are up."""
+        """Returns the engines that have been in one step, or in the capture of one, for at least LONG_STEP_S and do not hang, as
+        device -> when the step began (time.monotonic()). pulses: device -> the process id and the last sign of life, for engines
+        that are up."""
         found = {}
         for device, (pid, pulse) in pulses.items():
             life = self._lives.get(device)

@@ -74,8 +74,8 @@ class ExchangeMemory:
 
 
 def exchange_memory(devices: Sequence[DeviceBudget]) -> ExchangeMemory | None:
-    """Returns an exchange memory for the devices over which models may be split, or None if there are none. These are the devices
-    of each kind of which there are at least two, or of which another host has one."""
+    """Returns an exchange memory for the devices over which models may be split, or None if there are none. These are all devices
+    of a kind (cpu or cuda) of which there are at least two devices, or a device of another host."""
     there = by_kind(device.name for device in devices if not device.model)
     names = [name for of_kind in there.values() if len(of_kind) > 1 or any(map(host_of, of_kind)) for name in of_kind]
     return ExchangeMemory(names) if names else None

@@ -255,8 +255,9 @@ class Groups:
             self._tell(*answer)
 
     def _closed_with(self, group: _Group) -> tuple[str, Answer] | None:
-        """Closes the group if no member can use its region any more. Returns the answer that the scheduler must then get, (name of
-        devices, message); None if a member still can use the region, or if there is nothing to report."""
+        """Closes the group if no member can use its region any more. Returns the answer that the scheduler must then get, as
+        (joined names of the devices, message). Returns None if a member still can use the region, or if there is nothing to
+        report."""
         if group.holding:
             return None
         assert self._regions is not None
@@ -296,7 +297,7 @@ def _sum_of_progress(group: _Group) -> LoadProgress:
 
 def _part(slots: Sequence[int], rank: int, devices: tuple[str, ...]) -> list[int]:
     """Returns the slots of the host tier that one member of a group uses, out of those granted to the whole model. rank: the
-    member's. devices: all members."""
+    member's rank. devices: the devices of all members, by rank."""
     num = len(slots) // len(devices)
     return list(slots[rank * num : (rank + 1) * num])
 

@@ -55,7 +55,8 @@ _decoder = msgspec.msgpack.Decoder(_Decoded)
 
 
 class HostCopies(Protocol):
-    """The methods of the node scheduler that tell which copies are in host memory; host_revision changes whenever they do."""
+    """The methods of the node scheduler that tell which copies are in host memory. host_revision: a number that changes whenever
+    the copies change."""
 
     @property
     def host_revision(self) -> int: ...
@@ -75,7 +76,7 @@ class HostAccount:
 
     def found(self) -> list[tuple[str, HostCopy]]:
         """Returns the copies that an earlier daemon has left, as (model, copy), for models whose weights still have the same
-        layout; [] if another version of hearthd, or another slot size, has filled the memory."""
+        layout. Returns [] if the copies were written by an incompatible version of hearthd, or with another slot size."""
         data = self._account.read()
         if not data:
             return []

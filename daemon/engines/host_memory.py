@@ -63,7 +63,7 @@ def _make(num_bytes: int) -> int:
 
 
 def _fits(fd: int, num_bytes: int) -> bool:
-    """Returns whether the descriptor is memory of this size that is sealed as the host tier's must be."""
+    """Returns whether the descriptor is memory of this size that has the seals of the host tier's memory."""
     try:
         return os.fstat(fd).st_size == num_bytes and fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS
     except OSError:

@@ -31,8 +31,8 @@ class Kernels:
         self._told.pop(device, None)
 
     def row(self, device: str) -> dict[str, Any] | None:
-        """Returns the progress of compiling the device's kernels, as fields of the status output, or None if nothing is being
-        compiled."""
+        """Returns the progress of compiling the device's kernels, as fields of the status output, or None if there is nothing to
+        compile. `postponed`: whether the compilation waits until the device is idle or a request needs the kernels."""
         told = self._told.get(device)
         if told is None or not told.kind:
             return None
@@ -45,8 +45,8 @@ class Kernels:
         return "" if told is None else told.problem
 
     def sentence(self) -> str:
-        """Returns a text to append to a message: one sentence for each device whose models are slower because kernels are being
-        compiled; "" if there is none."""
+        """Returns a text to append to a message: one sentence for each device whose kernels are being compiled now, so that models
+        are slower or a load waits; "" if there is none."""
         rows = ((device, self.row(device)) for device in self._told)
         return " ".join(f"{sentence(device, row)}." for device, row in rows if row is not None and not row["postponed"])
 

@@ -142,7 +142,7 @@ class LeftMemory:
         self._handles, self._weights, self._num_early = [], {}, 0
 
     def _note(self) -> None:
-        """Stores for the next daemon which weights are still in the memory. Called before a message makes the engine overwrite
-        anything in it."""
+        """Stores the account of the weights in the memory for the next daemon. Called after each change of the account. A change
+        for a message to the engine is stored before the message makes the engine overwrite anything."""
         if self._kept is not None:
             self._kept.note(self._weights)

@@ -52,8 +52,8 @@ class WorkerEvents(Protocol):
     def engine_up(self, device: str, message: protocol.EngineReady) -> None: ...
 
     def engine_ended(self, device: str) -> None:
-        """Called when the device's engine process has just ended. Its last messages may still arrive; then engine_down is
-        called."""
+        """Called when the device's engine process has just ended. Its last messages may still arrive after this call; engine_down
+        is called after the last of them."""
         ...
 
     def engine_lost(self, device: str) -> None:
@@ -103,9 +103,9 @@ class EngineSpec:
 
 @dataclass(slots=True, frozen=True)
 class LentBy:
-    """The host on which the engine of a borrowed device runs. host: the name of that host. address: where `hearth lend` listens
-    there. key_file: the file with the secret that both hosts share. device: the device's name on that host. models_dir: the models
-    folder of this host."""
+    """The host on which the engine of a borrowed device runs. host: the name of that host. address: the address at which `hearth
+    lend` listens on that host. key_file: the file with the secret that both hosts share. device: the device's name on that host.
+    models_dir: the models folder of this host."""
 
     host: str
     address: str
