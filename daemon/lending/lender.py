@@ -61,7 +61,7 @@ class Lender:
                 sock.close()
 
     def stop(self, listener: socket.socket) -> None:
-        """Ends all engines and connections, and `serve`."""
+        """Ends all engines and connections, makes `serve` return, and waits until the threads of the connections have ended."""
         self._stopping = True
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)

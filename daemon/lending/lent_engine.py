@@ -88,8 +88,8 @@ class LentEngine:
         self._over = False
 
     def run(self) -> str:
-        """Runs the engine until the connection or the engine ends; the engine has ended afterwards. Returns why, for the log.
-        Raises OSError if the engine cannot be started."""
+        """Runs the engine until the connection or the engine ends; when this method returns, the engine has ended. Returns why, for
+        the log. Raises OSError if the engine cannot be started."""
         self._channel, theirs = socket.socketpair()
         journal_fd, self._journal = make_journal(self._device.name)
         arguments, shared = self._regions.memory.arguments(self._device.name)
@@ -172,7 +172,8 @@ class LentEngine:
         self._channel.sendall(encode(message))
 
     def _begin(self, frame: BeginShare) -> None:
-        """Passes the load of a share on to the engine, with this host's folder and region in place of the leader's."""
+        """Passes the load of a share on to the engine, with this host's folder and region in place of the leader's. If that is
+        impossible, reports LoadFailed to the proxy. Raises ValueError if the frame contains no load of a share."""
         (message,) = FrameReader(ToEngine).feed(frame.message)
         if not isinstance(message, LoadModel) or message.group is None:
             raise ValueError(f"{type(message).__name__} loads no share of a split model")
@@ -212,8 +213,8 @@ class LentEngine:
         return folder, checkpoint.fingerprint
 
     def _leave(self, placement_id: int) -> None:
-        """Stops using the exchange memory of a share of a model that the engine does not hold any more. placement_id: identifies
-        the share's load."""
+        """Ends the use of the exchange memory for one share of a model, because the engine does not hold the share any more.
+        placement_id: identifies the share's load."""
         share = self._shares.pop(placement_id, None)
         if share is None:
             return

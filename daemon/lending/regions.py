@@ -35,7 +35,8 @@ class _RegionCopy:
 
 class LentRegions:
     """The regions of all models with shares on a lender's devices, in the exchange memory `memory`. Methods may be called by any
-    thread. An engine is named by its number in the exchange memory, a model by the daemon that leads it and its placement."""
+    thread. number: identifies an engine, by its number in the exchange memory. leader, placement_id: identify a model, by the
+    daemon that leads it and by its placement there."""
 
     def __init__(self, memory: ExchangeMemory) -> None:
         self.memory = memory
