@@ -199,14 +199,15 @@ class Planner:
 
 def division_over(shape: ModelShape, num_devices: int) -> ParallelConfig:
     """Returns how "auto" divides a model among num_devices devices: by matrices; if that is impossible, by whole experts; if that
-    is impossible, too, by layers."""
+    is impossible, too, by layers. If all three are impossible, returns the division by matrices, which is refused later."""
     ways = (ParallelConfig(num_devices), ParallelConfig(expert=num_devices), ParallelConfig(pipeline=num_devices))
     return next((how for how in ways if not slices.refusal(shape, division(how))), ways[0])
 
 
 def division_over_hosts(shape: ModelShape, num_devices: int, devices: Sequence[str]) -> ParallelConfig:
-    """Returns how "auto" divides a model among num_devices devices of several hosts: by layers between the hosts, and the layers of
-    a stage by matrices among as many devices of one host as that is possible for. devices: the names of all devices."""
+    """Returns how "auto" divides a model among num_devices devices of several hosts: by layers into pipeline stages, each on
+    devices of one host. The matrices of a stage are divided among as many devices as possible. devices: the names of all
+    devices."""
     kinds = parallel.by_kind(devices).values()
     for size in range(num_devices // 2, 1, -1):
         how = ParallelConfig(size, pipeline=num_devices // size)
