@@ -42,8 +42,8 @@ def check(audit_log: str, source: str) -> None:
 
 
 class _Entry(NamedTuple):
-    """An act in the queue. target: where it is to be written: the configured target at the time of the act. act: the fields of its
-    line."""
+    """An act in the queue. target: the configured target at the time of the act, to which the act is written. act: the fields of
+    the act's line."""
 
     target: str
     act: dict[str, Any]
