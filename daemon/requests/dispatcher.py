@@ -517,8 +517,8 @@ class Dispatcher:
         return self._leases.get(device, 0)
 
     def send(self, device: str, message: protocol.Message) -> None:
-        """Sends a message to the device's engine, and remembers the lease that it grants. Does nothing more if the device has no
-        engine."""
+        """Sends a message to the device's engine, and remembers the lease that the message grants. If the device has no engine, the
+        message is dropped."""
         if isinstance(message, _GRANTS_LEASE):
             self._leases[device] = message.lease_chunks
         engine = self.engines.get(device)

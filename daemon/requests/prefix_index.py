@@ -1,7 +1,7 @@
 """Remembers which replica of a model has computed which prompts, so that a request can go to a replica that has cached its prefix.
 
-This is a guess, because engines drop cached prefixes without notice. A wrong guess costs no more than a request at any other
-replica. Only models with several replicas are recorded.
+The result is a guess, because engines drop cached prefixes without notice. After a wrong guess a request costs as much as at any
+other replica. Only models with several replicas are recorded.
 """
 
 from __future__ import annotations
