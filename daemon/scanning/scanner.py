@@ -92,7 +92,8 @@ class ModelScanner:
         """Scans the models folder and returns the models by name, sorted by name. models_dir: the models folder; "": only the
         adapters in `named` are examined. previous: the last result; its objects are returned again for folders that have not
         changed. named: name -> folder of LoRA adapters elsewhere. files: further files on which models depend; their signatures are
-        read, for `signature_of`. Raises OSError if models_dir cannot be read or does not answer."""
+        read, for `signature_of`. Raises OSError if models_dir cannot be read, if it or more than MAX_SILENT paths do not answer, or
+        if the daemon is stopping."""
         named, files = named or {}, list(files)
         async with self._lock:
             if self._stuck is not None and self._stuck[0] == models_dir and self._stuck[1].is_running:
