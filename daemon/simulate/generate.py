@@ -1,4 +1,5 @@
-"""Generates traces of requests: models are chosen by Zipf's law, and the requests for each model come in bursts or evenly."""
+"""Generates traces of requests: models are chosen by Zipf's law, and the requests for each model come in bursts or at random
+moments over the whole time."""
 
 from __future__ import annotations
 
