@@ -1,4 +1,5 @@
-"""The text side of one checkpoint folder: tokenizer.json, tokenizer_config.json and the chat template, each read on first use."""
+"""The tokenizer and chat template of one checkpoint folder: tokenizer.json, tokenizer_config.json and the chat template, each read
+on first use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The daemon's connection to one text worker: it sends jobs, receives answers, and limits how long a job may take.
 
-A worker does its jobs in the order in which it gets them, so it is given few ahead. The others wait here, and tenants get a fair
-share of the worker.
+A worker does its jobs in the order in which it gets them, so only a few are sent before it has answered. The other jobs wait in the
+daemon, where tenants get turns according to their shares.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ _OF_A_JOB = frozenset({STALLED, MEMORY, CPU_TIME, CRASHED})
 
 @dataclass(slots=True, frozen=True)
 class Death:
-    """The end of a text worker. cause: one of the constants above, such as STALLED. why: completes the sentence "the text of this
-    request ...". details: text for the log, with the last lines that the worker wrote. has_waited: whether a stalled worker was not
-    computing but waiting, such as for a file on a mount that hangs."""
+    """The end of a text worker. cause: one of this module's constants, such as STALLED. why: the predicate of a sentence that
+    begins with "the text of this request". details: text for the log, with the last lines that the worker wrote. has_waited:
+    whether a stalled worker was not computing but waiting, such as for a file on a mount that hangs."""
 
     cause: str
     why: str

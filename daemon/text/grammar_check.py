@@ -19,7 +19,7 @@ from engine.grammar.refusals import plain
 
 def check_grammar(field: str, grammar: str) -> None:
     """Raises BadRequest with the reason if the grammar cannot be followed. field: the request's field that holds the grammar. A
-    Lark grammar that names special tokens is checked by the engine alone, which knows the vocabulary."""
+    Lark grammar that names special tokens is not checked here, but only by the engine, which knows the vocabulary."""
     signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S)  # when it expires, its signal ends the process
     try:
         reason = why_not(grammar)

@@ -43,8 +43,8 @@ def harmony_messages(messages: list[Message]) -> list[Message]:
 
 
 def _taken(results: list[Message], call_id: str, ids: set[str]) -> list[Message]:
-    """Removes the results of one call from `results` and returns them. These are the results that name the call's id. If there are
-    none, it is the first result in the list, unless that one names another call of the same turn. call_id: the call's id, "" for
+    """Removes the results of one call from `results` and returns them. These are the results that name the call's id. If no result
+    names it, the first result in the list is taken, unless it names another call of the same turn. call_id: the call's id, "" for
     none. ids: the ids of all calls of the turn."""
     mine = [each for each in results if call_id and each.get("tool_call_id") == call_id]
     mine = mine or [each for each in results[:1] if not each.get("tool_call_id") or each["tool_call_id"] not in ids]
@@ -61,8 +61,8 @@ def harmony_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | 
 
 
 def harmony_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the template's variables, with `reasoning_effort` replaced by the nearest of the values that Harmony knows: low,
-    medium and high."""
+    """Returns the template's variables with a `reasoning_effort` that Harmony does not know (none, minimal, xhigh) replaced by the
+    nearest one that it knows: low, medium and high. Other values stay unchanged."""
     effort = kwargs.get("reasoning_effort")
     return {**kwargs, "reasoning_effort": _EFFORTS[effort]} if isinstance(effort, str) and effort in _EFFORTS else kwargs
 

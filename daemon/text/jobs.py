@@ -37,9 +37,9 @@ class Encode(Message, frozen=True):
 
 
 class EncodePairs(Message, frozen=True):
-    """Asks for the token ids of pairs of texts, joined by the tokenizer's own template; answered with an int32 array that holds for
-    each pair the index at which the segment of its second text (token type 1) begins, or 0 without such a segment, then with one
-    int32 array per pair.
+    """Asks for the token ids of pairs of texts, joined by the tokenizer's own template. The first part of the answer is an int32
+    array with one number for each pair: the index at which the segment of its second text (token type 1) begins, or 0 without such
+    a segment. Then one int32 array of token ids follows for each pair.
 
     texts: a list of first texts, one for all pairs or one for each, and a list of second texts, as msgpack. fields: the request's
     fields that hold these texts. max_tokens: as in Encode. keep: the number of tokens of a pair to keep, by cutting the second text

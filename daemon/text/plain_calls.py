@@ -80,8 +80,9 @@ def _rendered(render: Render, messages: list[Message], tools: Tools) -> str:
 
 
 def _plain_history(messages: list[Message]) -> list[Message]:
-    """Returns the messages with calls and results as text in their contents; a result becomes a message of the user. A message that
-    was changed is joined with the one before it if both have the same role, because templates expect roles to alternate."""
+    """Returns the messages with calls and results as text in their contents; a result becomes a message of the user. A message is
+    joined with the one before it if both have the same role and at least one of them was changed, because templates expect roles to
+    alternate."""
     names: dict[str, str] = {}  # id of a call -> name of its function
     plain: list[Message] = []
     was_changed = False

@@ -33,27 +33,28 @@ class TextPort(Protocol):
 
         `text`: one prompt, or a list of prompts packed as msgpack. `field`: the request's field, named in errors. `keep_last`: how
         many tokens at each prompt's end are kept, special tokens included; 0 keeps all. `suffix`: the text after the gap that the
-        model fills. Raises HearthError context_length_exceeded (400) for a text that is certain to be too long before it is
-        encoded; an array may still be too long."""
+        model fills. Raises HearthError context_length_exceeded (400) if a text is certain to be too long even without encoding it.
+        Other texts may also turn out too long, which the caller has to check."""
         ...
 
     def encode_pairs(
         self, model: ModelEntry, texts: bytes, fields: tuple[str, str], keep: int = 0, keep_second: int = 0
     ) -> Awaitable[tuple[array[int], list[array[int]]]]:
-        """Returns the index at which the segment of the second text begins (0: it has none), one for each pair, and each pair's
-        token ids.
+        """Returns two values for pairs of texts: for each pair the index at which the segment of its second text begins (0: it has
+        none), and for each pair its token ids.
 
         `texts`: a list of first texts (one for all pairs, or one for each) and a list of second texts, packed as msgpack. `fields`:
         the request's fields, named in errors. `keep`: how many tokens of a pair are kept, special ones included, by cutting the
-        second text at its end; `keep_second`: how many of the second text; 0 keeps all. Raises HearthError (400), also if `keep`
-        leaves no room for the second text, or in the same cases as `encode`."""
+        second text at its end; `keep_second`: how many of the second text; 0 keeps all. Raises HearthError (400) in the same cases
+        as `encode`, and if `keep` leaves no room for the second text."""
         ...
 
     def encode_chat(
         self, model: ModelEntry, messages: bytes, options: dict[str, object], keep_last: int = 0
     ) -> Awaitable[array[int]]:
         """Renders the checkpoint's Jinja template (sandboxed) and returns the token ids of the result. `messages`: a list of
-        objects packed as msgpack. `keep_last`: as for encode. Raises HearthError (400) with the template's own message."""
+        objects packed as msgpack. `options`: those of EncodeChat (daemon/text/jobs.py). `keep_last`: as for encode. Raises
+        HearthError (400) with the template's own message."""
         ...
 
     def table(self, model: ModelEntry) -> Awaitable[TokenTable]:

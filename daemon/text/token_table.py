@@ -56,7 +56,7 @@ class TokenTable:
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]]
 
     def shown(self, token_id: int) -> bytes:
-        """Returns the same bytes as `raw`, but for a special token its name, such as b"<|end|>"."""
+        """Returns the token's bytes as `raw` does; for a special token, its name, such as b"<|end|>"."""
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]] if 0 <= token_id < self.num_tokens else b""
 
     def is_marker(self, token_id: int) -> bool:

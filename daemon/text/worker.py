@@ -144,7 +144,7 @@ class TextWorker:
         return self._in_turn(job, sum(map(len, texts)), encoded)
 
     def _in_turn(self, job: Job, num_chars: int, work: Callable[[], list[bytes]]) -> list[bytes] | None:
-        """Does a job now and returns the answer's parts. A job of more than LONG_TEXT characters is announced to the daemon as
+        """Does a job of at most LONG_TEXT characters and returns the answer's parts. A longer job is reported to the daemon as
         deferred and kept for a thread; then the result is None. num_chars: the length of the job's texts. work: does the job.
         Raises MemoryError if there is no memory for the thread."""
         if num_chars <= LONG_TEXT:

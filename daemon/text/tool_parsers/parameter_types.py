@@ -76,9 +76,10 @@ def referred(schema: dict[str, Any], root: Mapping[str, Any]) -> Any:
 def as_json(text: str, types: frozenset[str]) -> str:
     """Returns the text of a parameter's value as JSON. types: the JSON types that the value may have.
 
-    Text that is JSON, but not a string, is returned unchanged if its type is in `types`, or if "string" is not. A list or dict in
-    Python's syntax is converted if "string" is not in `types`. Text that is a JSON string is returned unchanged if all types are
-    allowed. Every other text becomes a JSON string."""
+    Text that is JSON, but not a string, is returned without the white space around it if its type is in `types`, or if "string" is
+    not; Python's True, False and None count as JSON here. A list or dict in Python's syntax is converted if "string" is not in
+    `types`. Text that is a JSON string is returned without the white space around it if all types are allowed. Every other text
+    becomes a JSON string."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     try:
@@ -90,7 +91,8 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _from_python(text: str) -> str:
-    """Returns a list or dict in Python's syntax, as Seed-OSS's template writes it, as JSON; "" if the text is not one."""
+    """Returns a text that is a list or dict in Python's syntax, as Seed-OSS's template writes it, as JSON; "" if the text is
+    neither."""
     value, written = PythonValue(), list[str]()
     is_whole = text[:1] in ("[", "{") and value.feed(text, 0, written) == len(text) and value.done
     return "".join(written) if is_whole else ""

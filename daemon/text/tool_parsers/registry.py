@@ -66,9 +66,9 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 def detect_tools(template: str, model_type: str) -> str:
-    """Returns the name of the dialect in which a model calls tools; NONE if its chat template shows the model no tools, or the
-    dialect has no parser here. template: the chat template's Jinja text. model_type: that of config.json, which decides if the
-    template does not."""
+    """Returns the name of the dialect in which a model calls tools. Returns NONE if its chat template shows the model no tools
+    (unless the dialect is DeepSeek's, for which hearthd adds the tools), or if the dialect has no parser here. template: the chat
+    template's Jinja text. model_type: that of config.json, which decides if the template does not."""
     if deepseek.OPEN in template:  # it may leave out the tools; daemon/text/deepseek_tools.py then adds them
         return DEEPSEEK_V3 if deepseek.is_fenced(template) else DEEPSEEK_V31
     if "tools" not in template:
