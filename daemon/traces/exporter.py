@@ -110,7 +110,7 @@ class Exporter:
                     return
 
     async def close(self) -> None:
-        """Sends the queued spans if the collector accepts them within CLOSE_S, and drops the rest."""
+        """Sends the queued spans if the collector accepts them within CLOSE_S, and drops all others."""
         if self._is_closed:
             return
         self._closing.set()

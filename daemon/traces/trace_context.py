@@ -46,7 +46,7 @@ def written(trace_id: str, span_id: str, is_sampled: bool) -> str:
 
 
 def _state(headers: Sequence[str]) -> str:
-    """Returns the members of all tracestate headers, joined with commas. Members at the end are left out beyond
+    """Returns the members of all tracestate headers, joined with commas. Members at the end are left out if the result would exceed
     MAX_STATE_CHARACTERS. Returns "" if a header is not valid or there are more than MAX_MEMBERS."""
     if not headers:
         return ""
