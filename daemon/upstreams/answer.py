@@ -83,7 +83,7 @@ class Answer:
         return msgspec.json.encode(fields)
 
     def _count(self, fields: dict[str, Raw]) -> bool:
-        """Takes the token counts from the field `usage` of an answer or event, and returns whether it has that field with
+        """Takes the token counts from the field `usage` of an answer or event. Returns whether there is such a field and it holds
         counts."""
         raw = fields.get("usage")
         if raw is None:

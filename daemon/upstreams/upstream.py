@@ -85,8 +85,8 @@ class Upstream:
     # ---- places
 
     async def enter(self, tenant: str) -> None:
-        """Waits until a request of the tenant may run; the caller must call `leave` when it has ended. Raises HearthError
-        queue_full (429) if too many wait, and wait_exceeded (503) after the longest wait."""
+        """Waits until a request of the tenant may run; the caller must call `leave` when the request has ended. Raises HearthError:
+        queue_full (429) if too many requests wait already, wait_exceeded (503) if this one has waited for max_wait_s."""
         self.last_used_s = time.time()
         if self.num_active < self.limits.max_active and not self._waiting:
             self._active[tenant] += 1
@@ -109,7 +109,7 @@ class Upstream:
             raise
 
     def leave(self, tenant: str) -> None:
-        """Tells that a running request of the tenant has ended. Then the first waiting request of the tenant with the fewest
+        """Records that a running request of the tenant has ended. Then the first waiting request of the tenant with the fewest
         running requests may run."""
         self._active[tenant] -= 1
         if not self._active[tenant]:
@@ -142,7 +142,8 @@ class Upstream:
     # ---- for operators
 
     def row(self) -> dict[str, Any]:
-        """Returns the row of `hearth models` for this name, with the same fields as the rows of models on this node."""
+        """Returns the row of `hearth models` for this name. It has the fields that the row of each model on this node has, except
+        those about devices and formats, and `upstream`: the server's HOST:PORT."""
         return {
             "name": self.name,
             "kind": "upstream",
