@@ -1,5 +1,5 @@
-"""Runs tasks that last as long as the daemon, and background work that nothing waits for. A failure is logged and reported by the
-node, and a task that should last is started again."""
+"""Runs tasks that last as long as the daemon, and background work that nothing waits for. Every failure is logged. A task that
+should last is started again after a failure, which the node also reports as a problem."""
 
 from __future__ import annotations
 
