@@ -25,7 +25,7 @@ class HearthError(Exception):
     """An error to report to a client or operator.
 
     code: a machine-readable word. param: the request's offending field, or None. status: the HTTP status. type: OpenAI's error
-    type. retry_after_s: when to try again; None: not known. details: further facts for operators."""
+    type. retry_after_s: the seconds after which to try again; None: not known. details: further facts for operators."""
 
     status = 500
     type = "server_error"

@@ -359,8 +359,8 @@ class DaemonRun:
                 self._by_itself = time.monotonic(), applied
 
     async def reload_as_asked(self) -> dict[str, Any]:
-        """Reloads on an operator's request, and returns the result of `reload`. If the daemon has reloaded by itself within the
-        last seconds and nothing is left to apply, the result lists what that reload has applied."""
+        """Reloads on an operator's request, and returns the result of `reload`. If the daemon has already reloaded by itself within
+        the last seconds and nothing has changed since, the result lists what that reload has applied."""
         result = await self.reload()
         at, applied = self._by_itself
         if not result["applied"] and time.monotonic() - at < JUST_NOW_S:
@@ -465,8 +465,8 @@ class DaemonRun:
         node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown", stopping=True))
 
     def _fail_rest(self, node: NodeParts) -> None:
-        """Fails all open requests with server_restarting, and from then on refuses requests whose prompts are only now
-        tokenized."""
+        """Fails all open requests with server_restarting. Requests whose prompts are still being tokenized are refused when they
+        arrive."""
         self._take_no_more(node)
         error = NotNow("server_restarting", "The server is restarting; send the request again.", retry_after_s=5.0)
         num_cut = node.dispatcher.fail_all(error)
@@ -484,7 +484,7 @@ class DaemonRun:
 
     async def _tear_down(self, node: NodeParts, servers: Mapping[str, web.AppRunner]) -> None:
         """Stops every part of the daemon, the HTTP server of the API first. If stopping one part fails or takes too long, the
-        others are stopped all the same. servers: by name, that of the API first."""
+        others are stopped all the same. servers: the HTTP servers by name, that of the API first."""
         node.engine_rounds.stop()
         for acceptor in self._acceptors:
             acceptor.stop()
