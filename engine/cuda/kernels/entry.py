@@ -2,7 +2,7 @@
 node's cache folder.
 
 Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly. Shapes are those of engine/ops/ops.py: T tokens, W width, R
-rows, S slots, H query heads, D head size, V (of attention to latents) dimensions of values.
+rows, S slots, H query heads, D head size, V dimensions of a head's values (in attention to latents).
 """
 
 from __future__ import annotations
@@ -74,30 +74,31 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def configure(cache_dir: str) -> None:
-    """Sets the folder in which Triton keeps compiled kernels: cache_dir, or a temporary one if cache_dir cannot be written or lacks
-    room. On a GPU, also loads from there which kernels were measured to be the faster ones on it, and keeps later choices there."""
+    """Sets the folder in which Triton keeps compiled kernels: cache_dir, or a temporary folder if cache_dir cannot be written or
+    has too little free space. On a GPU also loads from this folder which kernels were measured to be faster, and keeps later
+    choices there (linear_choice.keep_in)."""
     triton.knobs.cache.dir = compiled.writable(cache_dir, KERNELS_BYTES)
     if not INTERPRETED and torch.cuda.is_available():
         linear_choice.keep_in(Path(triton.knobs.cache.dir))
 
 
 def byte_linear(x: Tensor, weight: Fp8Matrix | Int8Matrix, bias: Tensor | None) -> Tensor:
-    """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], as [T, N] in x's dtype. Inside linear_choice.both_kernels all
-    kernels and tile sizes are launched, so that they are compiled."""
+    """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], as [T, N] in x's dtype. In the context linear_choice.both_kernels
+    all kernels and tile sizes are launched, so that they are compiled."""
     scales = weight.scales.view(len(weight), -1)
     return _quantised_linear(triton_fp8_linear, x, len(weight), (weight.values, scales, weight.group_inputs, bias))
 
 
 def four_bits_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None) -> Tensor:
-    """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], as byte_linear does, for weights of four bits. The columns of x
-    are in the order in which the matrix stores its inputs."""
+    """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], as byte_linear does, for weights of four bits. The caller has put
+    the columns of x into the order in which the matrix stores its inputs."""
     return _quantised_linear(triton_four_bits_linear, x, len(weight), (weight, bias))
 
 
 def _quantised_linear(kernels: Any, x: Tensor, num_outputs: int, matrix: tuple[Any, ...]) -> Tensor:
-    """Returns x [T, K] times a transposed matrix [num_outputs, K] as [T, num_outputs]. kernels: the module whose few_rows_linear
-    serves up to triton_fp8_linear.MAX_ROWS rows, and whose tile_linear serves more. matrix: the arguments of both that follow x,
-    the bias included."""
+    """Returns the product of x [T, K] and a transposed matrix [num_outputs, K], plus a bias, as [T, num_outputs]. kernels: a module
+    with the functions few_rows_linear, for up to triton_fp8_linear.MAX_ROWS rows, and tile_linear, for more. matrix: the arguments
+    that both functions take after x (weights, scales and bias)."""
     out = x.new_empty(x.shape[0], num_outputs)
     launches_all = linear_choice.launches_both()
     if x.shape[0] <= triton_fp8_linear.MAX_ROWS:
@@ -110,9 +111,9 @@ def _quantised_linear(kernels: Any, x: Tensor, num_outputs: int, matrix: tuple[A
 
 
 def add_adapters(x: Tensor, out: Tensor, product: AdaptedProduct, adapters: BatchAdapters, bound: int, decodes: bool) -> None:
-    """Adds what the tokens' adapters make of x [T, K] to out [T, N], as Ops.add_adapters does. bound: one of RANK_BOUNDS; no
-    adapter has a larger rank. decodes: each token is of another row. Inside linear_choice.both_kernels tiles of all sizes are
-    launched, for small and large ranks, so that they are compiled."""
+    """Adds the product of each token of x [T, K] with its LoRA adapter to out [T, N], as Ops.add_adapters does. bound: one of
+    RANK_BOUNDS; no adapter has a larger rank. decodes: every row has one token. In the context linear_choice.both_kernels tiles of
+    all sizes are launched, for small and large ranks, so that they are compiled."""
     launches_all = linear_choice.launches_both()
     tiles = triton_adapters.TILE_TOKENS if launches_all else (triton_adapters.tile_tokens(len(x), decodes),)
     bounds = triton_adapters.RANK_BOUNDS[:2] if launches_all else (bound,)
@@ -121,8 +122,8 @@ def add_adapters(x: Tensor, out: Tensor, product: AdaptedProduct, adapters: Batc
 
 
 def adapter_numbers(of_slots: Tensor, slots: Tensor, token_rows: Tensor) -> Tensor:
-    """Returns the number of each token's adapter, [T] int32, -1 for none. of_slots: [S + 1], the adapter of each slot. slots: [R],
-    the slot of each row. token_rows: [T] int32, the row of each token."""
+    """Returns the number of each token's adapter, [T] int32; -1: the token has none. of_slots [S + 1]: the adapter's number of each
+    slot's sequence. slots [R]: the slot of each row. token_rows [T] int32: the row of each token."""
     numbers = torch.empty_like(token_rows)
     triton_adapters.adapter_numbers(of_slots, slots, token_rows, numbers)
     return numbers
@@ -161,9 +162,9 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: DeviceBatch) -> Tensor:
-    """Returns the output [T, W] of a layer's experts for x [T, W], as Ops.experts does. Inside linear_choice.both_kernels products
-    are launched with tiles of both sizes, so that they are compiled. All tokens are routed and sorted; products are computed of the
-    pairs whose expert is one of those with matrices here."""
+    """Returns the output [T, W] of a layer's experts for x [T, W], as Ops.experts does. If other ranks hold some of the experts,
+    the output has only the part of the experts whose matrices are here. In the context linear_choice.both_kernels products are
+    launched with tiles of both sizes, so that they are compiled."""
     num_experts, num_chosen, kv_slots = experts.num_experts, experts.num_chosen, batch.groups[0].kv_slots
     chosen, weights, firsts, pairs = triton_experts.empty_routing(len(x), num_chosen, num_experts, x.device)
     if experts.sigmoid is None:
@@ -232,9 +233,9 @@ def rope(
 def attention(
     qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: DeviceBatch, sinks: Tensor | None = None
 ) -> Tensor:
-    """Returns the attention [T, H D] of the step's tokens in a layer, whose keys and values have been stored. softcap: scores
-    become softcap * tanh(score / softcap); 0: they stay. sinks [H]: one more score for each head, without a value; None: there are
-    none. Entries of tokens that belong to no row are undefined."""
+    """Returns the attention [T, H D] of the step's tokens in a layer whose keys and values have been stored. Results of tokens that
+    belong to no row are undefined. softcap: scores become softcap * tanh(score / softcap); 0: they stay. sinks [H]: one more score
+    for each head, which takes weight but has no value; None: there are none."""
     group, place = batch.group_of(layer)
     out = qkv.new_empty(qkv.shape[0], heads * group.kv.shape[5])
     kv = (group.kv, group.scales)
@@ -294,11 +295,13 @@ def latent_attention(
     tile_heads: int,
     product: Callable[[Tensor, Tensor, Tensor], None],
 ) -> Tensor:
-    """Returns the attention [T, H V] of the step's tokens to latents, in the absorbed form: queries are multiplied with each head's
-    key matrix, and sums of latents with its value matrix. Entries of tokens that belong to no row are undefined.
+    """Returns the attention [T, H V] of the step's tokens to latents, in the absorbed form: each head's queries are multiplied by
+    its key matrix before the attention, and the attention's sums of latents by its value matrix afterwards. Results of tokens that
+    belong to no row are undefined.
 
-    tokens: so many are computed at a time, but at least all rows that decode, to bound the work space. tile_heads: heads that read
-    a tile of latents together. product: writes x [H, T, A] @ plain weights [H, A, B] to its last argument [H, T, B]."""
+    tokens: how many tokens are computed at a time, to bound the work space; all rows that decode are computed at once even if they
+    are more. tile_heads: number of heads that read a tile of latents together. product(x [H, T, A], weights [H, A, B], out [H, T,
+    B]): multiplies by plain weights and writes the result to `out`."""
     group, place = batch.group_of(layer)
     num_tokens, rank = len(queries), heads.rank
     by_head = queries.view(num_tokens, heads.num_heads, heads.plain_dim + heads.rope_dim)
@@ -335,8 +338,8 @@ def latent_attention(
 def _product_by_head(
     x: Tensor, heads: LatentHeads, of_values: bool, out: Tensor, product: Callable[[Tensor, Tensor, Tensor], None]
 ) -> None:
-    """Writes the products of each head of x [T, H, ...] with its part of heads.up to out [T, H, ...], as
-    triton_latent.product_by_head says. product: is called where the weights are plain, as in latent_attention. Raises TypeError for
+    """Multiplies each head of x [T, H, ...] by its part of heads.up and writes the results to out [T, H, ...] (see
+    triton_latent.product_by_head). product: multiplies if the weights are plain, as in latent_attention. Raises TypeError for
     packed weights."""
     if isinstance(heads.up, Fp8Matrix | Int4Matrix | Int8Matrix | Nvfp4Matrix):
         triton_latent.product_by_head(x, heads, of_values, INTERPRETED, out)
@@ -349,8 +352,8 @@ def _product_by_head(
 
 
 def gated_delta(x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: DeviceBatch) -> Tensor:
-    """Returns the output [T, V D] of a layer's gated delta rule and updates the rows' states, as Ops.gated_delta does, but entries
-    of tokens that belong to no row are undefined."""
+    """Returns the output [T, V D] of a layer's gated delta rule and updates the rows' states, as Ops.gated_delta does. Unlike
+    there, results of tokens that belong to no row are undefined."""
     group, place = batch.group_of(layer)
     out = x.new_empty(len(x), rule.num_value_heads * rule.value_dim)
     triton_delta.gated_delta(
@@ -404,16 +407,18 @@ def prepare_inputs(
 
 
 def cos_sin(positions: Tensor, rotary: Rotary) -> Tensor:
-    """Returns P cosines, then P sines, of each position [T] for a layer's rotary embedding, as [T, 2 P] float32."""
+    """Returns the cosines and sines with which a layer's rotary embedding rotates P pairs of dimensions at each position [T], as
+    [T, 2 P] float32: first all cosines, then all sines."""
     out = torch.empty(len(positions), 2 * len(rotary.inv_freq), dtype=torch.float32, device=positions.device)
     triton_rope.cos_sin(positions, rotary, out)
     return out
 
 
 def split_contexts(contexts: Tensor, reach: int, target: int, counted: int = 0) -> triton_decode.DecodeWork:
-    """Returns the contexts [R] of rows that decode, int32 on the device, cut into about `target` pieces of work. reach: how far
-    back a query sees, see KVGroupSpec. counted: the most KV heads of a layer if its kernel may join pieces itself
-    (tiles.joins_pieces), else 0. Raises ValueError for more than triton_decode.MAX_ROWS rows."""
+    """Returns the work of a decode step's attention: the contexts [R] int32 (numbers of positions), on the device, cut into about
+    `target` pieces. reach: how far back a query attends (see KVGroupSpec). counted: the largest number of KV heads of a layer, if
+    attention kernels may combine pieces themselves (tiles.joins_pieces), else 0. Raises ValueError for more than
+    triton_decode.MAX_ROWS rows."""
     work = triton_decode.make_work(len(contexts), target, counted, contexts.device)
     triton_decode.split_contexts(contexts, reach, work)
     return work

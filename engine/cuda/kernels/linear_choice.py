@@ -1,5 +1,5 @@
-"""Chooses the kernel that multiplies few rows on a GPU: ours (triton_linear), or the one that torch picks. Both are measured, once
-for each size, in idle time. Until then torch's is used. What was chosen is kept in a file for the next engine.
+"""Chooses which kernel multiplies a few rows by a weight on a GPU: hearthd's own (triton_linear) or torch's. Both are measured in
+idle time, once for each size; until then torch's is used. Choices are kept in a file, which later engines read.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -60,19 +60,20 @@ _launching = _Launching()
 
 
 def launches_both() -> bool:
-    """Returns whether the calling thread is inside `both_kernels`, and so must launch all kernels that could serve a product."""
+    """Returns whether the calling thread is in the context of `both_kernels`, so that a product must launch every kernel that could
+    compute it."""
     return _launching.both
 
 
 def few_rows(num_rows: int) -> int:
-    """Returns the number of rows for which the kernel of a product of num_rows rows is chosen: num_rows rounded up to 1, 2 or 4.
-    Returns 0 if num_rows is too large for our kernel."""
+    """Returns num_rows rounded up to 1, 2 or 4, the numbers of rows for which kernels are chosen. Returns 0 if hearthd's kernel
+    does not take so many rows."""
     return 0 if num_rows > triton_linear.MAX_ROWS else 1 << (num_rows - 1).bit_length()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns x [M, K] @ weight [N, K] transposed, plus bias [N], by the kernel that was measured to be the faster one; torch's for
-    sizes that have not been measured, or have too many rows for ours."""
+    """Returns x [M, K] @ weight [N, K] transposed, plus bias [N]. It is computed by hearthd's kernel if that was measured to be
+    faster at this size, else by torch's."""
     if _noting.weights is not None:
         _noting.weights.append(weight)
     rows = few_rows(x.shape[0])
@@ -90,8 +91,8 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def launch_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Launches our kernel without a bias, as `measure` does, and again with the bias if there is one, and drops the results. This
-    makes Triton compile every form that later steps may need."""
+    """Launches hearthd's kernel without a bias, as `measure` does, then with the bias if there is one, and drops the results.
+    Triton thereby compiles every form of the kernel that later steps may launch."""
     ours(x, weight, None)
     if bias is not None:
         ours(x, weight, bias)
@@ -99,9 +100,9 @@ def launch_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 @contextmanager
 def both_kernels() -> Iterator[None]:
-    """Inside the context, products of this thread launch all kernels that may serve them in a later step, not only the one that is
-    chosen: for few rows ours beside torch's, and for experts and quantised weights those for few and for many rows. So all of them
-    are compiled."""
+    """Returns a context in which each product of this thread launches every kernel that a later step may use for it, so that all
+    are compiled: for few rows hearthd's kernel and torch's; for experts and quantised weights the kernels for few rows and those
+    for many."""
     _launching.both = True
     try:
         yield
@@ -111,8 +112,7 @@ def both_kernels() -> Iterator[None]:
 
 @contextmanager
 def weights_of_products() -> Iterator[list[Tensor]]:
-    """Yields a list that collects the weights of all calls of `linear` that this thread makes inside the context, in their
-    order."""
+    """Returns a context that yields a list. Each call of `linear` by this thread in the context appends its weight to the list."""
     weights: list[Tensor] = []
     _noting.weights = weights
     try:
@@ -130,7 +130,7 @@ def size_of(weight: Tensor, num_rows: int) -> Size:
 
 
 def is_open(weight: Tensor, num_rows: int) -> bool:
-    """Returns whether the kernel for products of weight [N, K] with num_rows rows has yet to be chosen."""
+    """Returns whether no kernel has been chosen yet for products of num_rows rows with weight [N, K]."""
     return size_of(weight, num_rows) not in _ours_wins
 
 
@@ -139,8 +139,9 @@ def uses_ours(weight: Tensor, num_rows: int) -> bool:
 
 
 def keep_in(folder: Path) -> None:
-    """Loads the choices that were made before, on the same kind of GPU with the same versions of torch, Triton and our kernel, from
-    a file in the folder, and lets later choices be kept in that file. A file that is missing or cannot be read counts as empty."""
+    """Loads earlier choices from a file in the folder, and makes later choices be written to this file. The file's name depends on
+    the kind of GPU, the versions of torch and Triton, and the source of hearthd's kernel. A file that is missing or cannot be read
+    counts as empty."""
     global _kept_in
     measured = f"{torch.cuda.get_device_name()} {torch.__version__} {triton.__version__}".encode() + SOURCE.read_bytes()
     _kept_in = path = folder / f"products-{hashlib.blake2b(measured, digest_size=12).hexdigest()}.json"
@@ -165,8 +166,8 @@ _writing = threading.Lock()
 
 
 def _write(path: Path) -> None:
-    """Writes all choices made so far to the file `path`, replacing it at once. Of two threads the one that writes later writes the
-    newer choices. An OSError becomes a warning in the log."""
+    """Replaces the file `path`, in one step, by all choices made so far. Calls in several threads run one after the other, each
+    with the choices made by then. An OSError becomes a warning in the log."""
     with _writing:
         rows = [[*size[:3], str(size[3]).removeprefix("torch."), wins] for size, wins in list(_ours_wins.items())]
         try:
@@ -176,12 +177,12 @@ def _write(path: Path) -> None:
 
 
 def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
-    """Measures both kernels for weight [N, K] with num_rows rows on a GPU, on the current stream, and returns their median seconds,
-    as {"torch": ..., "triton": ...}. If one is clearly the faster, `linear` uses it from then on. Returns {} if that is decided
-    already, if memory is short, or if the host is too slow. After MEASURE_TRIES without a decision torch's kernel stays.
+    """Measures both kernels for weight [N, K] with num_rows rows on the current stream of a GPU. Returns their median seconds, as
+    {"torch": ..., "triton": ...}, or {} if a kernel was chosen already, there is not enough free memory, or the host launches too
+    slowly to measure.
 
-    The values to multiply are sampled on the host: torch <= 2.12 refuses to sample from a GPU's default generator while any thread
-    captures a graph (pytorch#172390), and a fixed seed changes nobody's numbers."""
+    If one kernel is clearly faster, `linear` uses it from then on. If MEASURE_TRIES calls find neither clearly faster, torch's
+    stays."""
     size = size_of(weight, num_rows)
     if size in _ours_wins:
         return {}
@@ -195,9 +196,11 @@ def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
 
 
 def _measured_s(weight: Tensor, num_rows: int) -> dict[str, list[float]] | None:
-    """Returns the seconds that calls of both kernels took, as {"torch": [...], "triton": [...]}; None if there is not enough free
-    memory, or if the host is too slow to measure them (times_s)."""
+    """Returns the seconds that each of several calls of both kernels took, as {"torch": [...], "triton": [...]}. Returns None if
+    there is not enough free memory, or if the host launches too slowly to measure (times_s)."""
     try:
+        # On the host: torch <= 2.12 refuses to sample from a GPU's default generator while any thread captures a graph
+        # (pytorch#172390). The seed is fixed, so that no random state that others read changes.
         drawn = torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(1))
         x = drawn.to(weight.device, weight.dtype)
         flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=weight.device)
@@ -207,19 +210,19 @@ def _measured_s(weight: Tensor, num_rows: int) -> dict[str, list[float]] | None:
 
 
 def apart(one: list[float], other: list[float]) -> bool:
-    """Returns whether the middle halves (between the quartiles) of two samples do not overlap. Single samples that something
-    disturbed then decide nothing."""
+    """Returns whether two samples of times differ clearly: their middle halves (between the quartiles) do not overlap. So single
+    times that something disturbed do not matter."""
     one_low, _, one_high = statistics.quantiles(one, n=4)
     other_low, _, other_high = statistics.quantiles(other, n=4)
     return one_high < other_low or other_high < one_low
 
 
 def times_s(calls: dict[Name, Callable[[], Any]], flush: Tensor) -> dict[Name, list[float]] | None:
-    """Returns REPEATS times of each call in seconds, measured on the device, in turns. The cache is flushed before each by a write
-    to `flush`.
+    """Measures the calls on the device, in turns, each REPEATS times. Returns each call's seconds, by the call's name. Before each
+    call, a write to `flush` (a tensor larger than the GPU's cache) empties the cache.
 
-    The device has other work until the host has launched the last call, so that no launch is measured. None if the host did not
-    manage that in HEAD_START_TRIES tries."""
+    The device is first given other work that lasts until the host has launched all calls, so that launches do not affect the times.
+    Returns None if the host did not finish before that work in any of HEAD_START_TRIES tries."""
     for call in calls.values():
         call()
     head_start = HEAD_START

@@ -1,10 +1,11 @@
-"""Sizes of the attention kernels' tiles, as a table: for each kind of GPU, head size and type of keys and values the tile that is
-used, whether it was measured or only chosen to fit, and what else might be faster. `python -m benchmarks.gpu_tiles` measures on a
-GPU and prints rows for this table.
+"""The table of tile sizes for the attention kernels. For each kind of GPU, head size and type of keys and values it has the tile
+that is used, whether that tile was the fastest in a measurement or only chosen because it fits, and alternatives that might be
+faster. `python -m benchmarks.gpu_tiles` measures on a GPU and prints rows of this table.
 
-What an engine has measured on its own GPU (engine/cuda/tile_choice.py) takes the place of entries that name others. That happens
-once, before the first kernel is launched (`use`): within a process a shape always has the same tile, because graphs hold
-grids, and because sums are added in another order with another tile.
+Where an entry names alternatives, an engine uses the tile that was measured to be the fastest on its own GPU
+(engine/cuda/tile_choice.py), if there is one. Such tiles are set once (`use`), before the first kernel is launched. Within a
+process the tile of a shape never changes, because CUDA graphs hold grids, and because another tile adds numbers up in another
+order.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import triton
 
 
 class Tile(NamedTuple):
-    """The size of an attention kernel's tile. tokens: query tokens that a program computes; 1 in decode steps, where each row has
-    one. positions: how many are read, keys and values, at a time. warps, stages: num_warps and num_stages of Triton's launch.
-    joins: whether the kernel of decode steps joins the pieces of a row itself instead of leaving that to a second kernel
-    (triton_decode.py). That is right only if programs see what others wrote in the order on which it relies, so no entry of the
-    table has it: it is only ever among `others`."""
+    """The size of an attention kernel's tile.
+
+    tokens: number of query tokens that a program computes; 1 in decode steps.
+    positions: number of positions whose keys and values are read at a time.
+    warps, stages: num_warps and num_stages of Triton's launch.
+    joins: whether the decode kernel combines the split-K parts ("pieces") of a row itself, instead of leaving that to a second
+    kernel (triton_decode.py). In the table only alternatives (Entry.others) have it, because it relies on the order in which a GPU
+    makes writes to memory visible, and so must be tested on the GPU first."""
 
     tokens: int
     positions: int
@@ -33,10 +37,9 @@ class Tile(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A row of the table. measured: whether `tile` was the fastest of several sizes on such a GPU, with two kernels in decode
-    steps; else it was chosen because it fits into registers and shared memory. others: what this one was not measured against and
-    an engine compares it with: tiles of other sizes that fit as well, if it was not measured, and in decode steps each tile in the
-    form that joins pieces, which no measurement of the table has tried."""
+    """A row of the table. measured: whether `tile` was the fastest of several sizes in a measurement on such a GPU; False: it was
+    chosen because it fits into registers and shared memory. others: the alternatives with which an engine compares `tile`: if it
+    was not measured, tiles of other sizes; in decode steps also every tile with `joins` set."""
 
     tile: Tile
     measured: bool
@@ -44,8 +47,9 @@ class Entry(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The case that an entry is for. architecture: see `architecture`. head_dim: padded to a power of two, from 64 to 512.
-    item_bytes: bytes of a number of the queries. fp8: keys and values are stored as FP8 codes."""
+    """The case for which an entry of the table is used. architecture: as the function `architecture` returns it. head_dim: the head
+    size, padded to a power of two from 64 to 512. item_bytes: size of one number of the queries, in bytes. fp8: whether keys and
+    values are stored as FP8 codes."""
 
     architecture: int
     head_dim: int
@@ -54,8 +58,9 @@ class Key(NamedTuple):
 
 
 class MeasuredTile(NamedTuple):
-    """A tile that was the fastest on this GPU. kernel: EXTEND_KERNEL or DECODE_KERNEL. group: in decode steps the query heads of a
-    KV head, on which depends what joins pieces; 0 for prompts. The other fields are those of Key and of Tile."""
+    """The tile that was measured to be the fastest on this GPU in one case. kernel: EXTEND_KERNEL (prompts) or DECODE_KERNEL.
+    group: in decode steps the number of query heads per KV head, which affects the time that combining split-K parts takes; 0 for
+    prompts. The other fields of the case are as in Key."""
 
     kernel: str
     head_dim: int
@@ -81,8 +86,8 @@ _ARCHITECTURES = {80: A100, 90: HOPPER, 100: B200, 103: B200, 120: RTX50, 121: R
 
 
 def architecture(gpu: int) -> int:
-    """Returns the architecture whose entries a GPU of this compute capability uses: 8.6's for those that the table does not know,
-    which fit into the least shared memory, and where kernels are interpreted."""
+    """Returns the architecture whose entries of the table are used on a GPU of this compute capability (90 for 9.0). A GPU that the
+    table does not know, and interpreted kernels (0), use the entries of 8.6, which need the least shared memory."""
     return _ARCHITECTURES.get(gpu, ADA)
 
 
@@ -95,7 +100,7 @@ def _fits(tile: Tile, *others: Tile) -> Entry:
 
 
 def _or_joined(entry: Entry) -> Entry:
-    """Returns an entry for decode steps with each of its tiles also in the form that joins pieces."""
+    """Returns the entry of a decode kernel with further alternatives: each of its tiles once more, with `joins` set."""
     return entry._replace(others=(*entry.others, *(tile._replace(joins=True) for tile in (entry.tile, *entry.others))))
 
 
@@ -104,7 +109,8 @@ _Shape = tuple[int, int, bool]  # the fields of a Key behind `architecture`
 
 
 def _everywhere(entries: dict[_Shape, Entry]) -> dict[Key, Entry]:
-    """Returns entries for each architecture that has shapes like these."""
+    """Returns these entries, which are given by shape, for every architecture; those with FP8 codes only for architectures that
+    support FP8."""
     return {
         Key(architecture, *shape): entry
         for shape, entry in entries.items()
@@ -208,8 +214,8 @@ def capability() -> int:
 
 
 def entry_of(kernel: str, head_dim: int, item_bytes: int, fp8: bool, gpu: int | None = None) -> Entry:
-    """Returns the table's entry. kernel: EXTEND_KERNEL or DECODE_KERNEL. head_dim: of any size up to 512. gpu: a compute
-    capability; None: that of this process's GPU."""
+    """Returns the table's entry for attention of one kind. kernel: EXTEND_KERNEL or DECODE_KERNEL. head_dim: the head size, up to
+    512. item_bytes, fp8: as in Key. gpu: a compute capability (90 for 9.0); None: that of this process's GPU."""
     key = Key(architecture(capability() if gpu is None else gpu), padded(head_dim), item_bytes, fp8)
     entry = TABLES[kernel].get(key)
     if entry is None:  # FP8 codes on a GPU that does not convert them, whose models are refused, or interpreted
@@ -218,7 +224,8 @@ def entry_of(kernel: str, head_dim: int, item_bytes: int, fp8: bool, gpu: int | 
 
 
 def padded(head_dim: int) -> int:
-    """Returns the head size under which the table has the tiles of heads of this size."""
+    """Returns the head size under which the table lists heads of size head_dim: the next power of two, but at least 64 and at most
+    512."""
     return min(max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length()), LARGEST_HEAD)
 
 
@@ -231,27 +238,27 @@ _in_use: dict[Place, Tile] = {}
 
 
 def use(chosen: Iterable[MeasuredTile]) -> None:
-    """Has `chosen` take the place of the table's entries in this process, and nothing of an earlier call. Called before the first
-    launch of attention."""
+    """Sets the tiles that this process uses instead of those of the table. Tiles of an earlier call are forgotten. Called before
+    the first launch of attention."""
     _in_use.clear()
     _in_use.update((one.place, one.tile) for one in chosen)
     _own_tile.cache_clear()
 
 
 def in_use() -> list[MeasuredTile]:
-    """Returns what `use` was last called with."""
+    """Returns the tiles that the last call of `use` has set."""
     return [MeasuredTile(*key, tile) for key, tile in _in_use.items()]
 
 
 def joins_pieces() -> bool:
-    """Returns whether some attention of this process, or what this thread is to launch, joins pieces in the kernel of decode
-    steps."""
+    """Returns whether decode attention may use a tile with `joins` set: one that `use` has set, or the one that `forced` has set
+    for this thread."""
     return any(tile.joins for tile in _in_use.values()) or (_forced.tile is not None and _forced.tile.joins)
 
 
 @contextmanager
 def forced(tile: Tile) -> Iterator[None]:
-    """Inside the context all attention that this thread launches takes this tile."""
+    """Returns a context in which all attention that this thread launches uses this tile."""
     _forced.tile = tile
     try:
         yield
@@ -266,19 +273,19 @@ def _own_tile(kernel: str, gpu: int, head_dim: int, item_bytes: int, fp8: bool, 
 
 
 def extend_tile(head_dim: int, item_bytes: int, fp8: bool = False) -> Tile:
-    """Returns the tile of the kernel for rows with several new tokens. head_dim: the head size. item_bytes: bytes of a number of
-    the queries. fp8: KV is stored as FP8 codes."""
+    """Returns the tile of the kernel for rows with several new tokens. head_dim: the head size. item_bytes: size of one number of
+    the queries, in bytes. fp8: whether KV is stored as FP8 codes."""
     return _forced.tile or _own_tile(EXTEND_KERNEL, capability(), head_dim, item_bytes, fp8, 0)
 
 
 def decode_tile(head_dim: int, item_bytes: int, fp8: bool = False, group: int = 1) -> Tile:
-    """Returns the tile of the kernel for rows with one new token each. group: query heads of a KV head. The other arguments are
-    those of extend_tile."""
+    """Returns the tile of the kernel for rows with one new token each. group: number of query heads per KV head. The other
+    arguments are those of extend_tile."""
     return _forced.tile or _own_tile(DECODE_KERNEL, capability(), head_dim, item_bytes, fp8, group)
 
 
 def step_tokens(head_dims: Iterable[int], item_bytes: int, fp8: bool) -> int:
-    """Returns the number of queries in the tiles of a model's steps, which are made once for all layers: as many as the kernel
-    takes for the head size for which it takes most. Numbers of queries are powers of two, so for other sizes a tile has whole
-    parts. The other arguments are those of extend_tile."""
+    """Returns the number of queries in each tile of a model's steps. Tiles are made once for all layers, so this is the largest
+    number that a program computes at any of the head sizes. Such numbers are powers of two, so programs that compute fewer queries
+    divide a tile evenly. item_bytes, fp8: as in extend_tile."""
     return max(extend_tile(head_dim, item_bytes, fp8).tokens for head_dim in head_dims)

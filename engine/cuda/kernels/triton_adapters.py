@@ -1,11 +1,11 @@
-"""Adds the products with LoRA adapters to matrix products on the GPU (Triton), for each token those of its own adapter: the kernel
-`shrink` multiplies the inputs with the adapters' "down", to as many numbers as their ranks, and `expand` multiplies these with "up"
-and adds the results to the outputs. Reference implementation: reference.add_adapters.
+"""Adds the products with LoRA adapters to matrix products on the GPU (Triton), for each token with its own adapter. The kernel
+`shrink` multiplies a token's inputs by the adapter's first matrix ("down", with as many outputs as the rank). The kernel `expand`
+multiplies the results by the second matrix ("up") and adds them to the outputs. Reference implementation: reference.add_adapters.
 
-A program takes a tile of consecutive tokens and goes through the adapters among them, so the same launches serve a prompt of one
-adapter and a decode step of many. Tokens without an adapter cost no more than their program's start. Where each token is of another
-row, a tile is one token, whose products are added up across lanes; larger tiles are multiplied by tensor cores. Grids depend on
-shapes and on a bound of the ranks, so that graphs can hold the launches.
+A program takes a tile of consecutive tokens and computes one after the other the adapters that occur among them. So the same
+launches serve a prompt with one adapter and a decode step with many. If every row has one token, a tile is one token, and products
+are added up across lanes; larger tiles are multiplied by tensor cores. Grids depend only on shapes and on an upper bound of the
+ranks, so that graphs can hold the launches.
 
 Shapes: T tokens, K inputs, N outputs, P parts of a product, M products, A adapters, R the bound of the ranks.
 """
@@ -35,8 +35,8 @@ NOBODY = tl.constexpr(1 << 30)  # stands for a token's adapter where there is no
 
 @triton.jit
 def _adapter_of(numbers, places, product_at, token, T):
-    """Returns the adapter number of each token, NOBODY for tokens at T or above, tokens without an adapter, and those whose adapter
-    does not change the product. product_at: index of the product's first entry in places [M, A]."""
+    """Returns the adapter number of each token. It is NOBODY for tokens from T on, for tokens without an adapter, and for tokens
+    whose adapter does not change this product. product_at: index of the product's first entry in places [M, A], flat."""
     number = tl.load(numbers + token, mask=token < T, other=-1)
     place = tl.load(places + product_at + number, mask=number >= 0, other=-1)
     return tl.where(place >= 0, number, NOBODY)
@@ -169,7 +169,7 @@ def _expand_kernel(
 
 
 def tile_tokens(num_tokens: int, decodes: bool) -> int:
-    """Returns the number of tokens of a tile, one of TILE_TOKENS, for a step of num_tokens tokens. decodes: every row of the step
+    """Returns the number of tokens in a tile, one of TILE_TOKENS, for a step of num_tokens tokens. decodes: every row of the step
     has one token."""
     return TILE_TOKENS[0] if decodes else TILE_TOKENS[1] if num_tokens <= _FEW_TOKENS else TILE_TOKENS[2]
 
@@ -182,9 +182,9 @@ def rank_bound(rank: int) -> int:
 def add_adapters(
     x: Tensor, out: Tensor, product: AdaptedProduct, adapters: BatchAdapters, bound: int, tile: int, widen: bool
 ) -> None:
-    """Adds what the tokens' adapters make of x [T, K] to out [T, N] in place. bound: one of RANK_BOUNDS; no adapter has a larger
-    rank. tile: one of TILE_TOKENS. widen: products are computed in float32 (where kernels are interpreted). Raises ValueError if
-    the product has more than MAX_PARTS parts."""
+    """Adds the product of each token of x [T, K] with its LoRA adapter to out [T, N] in place. bound: one of RANK_BOUNDS; no
+    adapter has a larger rank. tile: one of TILE_TOKENS. widen: products are computed in float32 (where kernels are interpreted).
+    Raises ValueError if the product has more than MAX_PARTS parts."""
     if len(product.parts) > MAX_PARTS:
         raise ValueError(f"product {product.number} has {len(product.parts)} parts; adapters change products of up to {MAX_PARTS}")
     (num_tokens, inputs), parts, size = x.shape, len(product.parts), TILE_TOKENS.index(tile)
@@ -253,7 +253,8 @@ def _numbers_kernel(
 
 
 def adapter_numbers(of_slots: Tensor, slots: Tensor, token_rows: Tensor, numbers: Tensor) -> None:
-    """Writes the number of each token's adapter to numbers [T] int32, -1 for none. of_slots: [S + 1] int32, the adapter of each of
-    S slots, -1 where there is none. slots: [R] int32, the slot of each row. token_rows: [T] int32, the row of each token."""
+    """Writes the number of each token's adapter to numbers [T] int32; -1: the token has none. of_slots [S + 1] int32: the adapter's
+    number of each slot's sequence, -1 for none. slots [R] int32: the slot of each row. token_rows [T] int32: the row of each
+    token."""
     block = 128
     _numbers_kernel[(ceil_div(len(numbers), block),)](of_slots, slots, token_rows, numbers, len(numbers), BLOCK=block, num_warps=4)

@@ -1,5 +1,5 @@
-"""Computes checksums of memory on the GPU (Triton), so that no CPU core reads what the bus brings. Reference implementation:
-loader/packing/checksum.py.
+"""Computes checksums of memory on the GPU (Triton), so that no CPU core has to read what was copied to or from the GPU. Reference
+implementation: loader/packing/checksum.py.
 
 Shapes: N pieces of memory, P programs for each. Sums are modulo 2**64, as int64 arithmetic is.
 """
@@ -37,7 +37,7 @@ def _sum_kernel(
 
 
 def num_programs(most_words: int) -> int:
-    """Returns P, the number of programs for each piece, if no piece has more than most_words 8-byte words."""
+    """Returns P, the number of programs for each piece. most_words: number of 8-byte words of the largest piece."""
     return max(1, min(MOST_PROGRAMS, -(-most_words // BLOCK_WORDS)))
 
 

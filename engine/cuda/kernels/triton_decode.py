@@ -1,14 +1,18 @@
-"""Decode attention on the GPU (Triton): one query token of each row against its KV blocks, split along the context.
+"""Decode attention on the GPU (Triton): one query token of each row attends to the row's KV blocks. Contexts are split into pieces
+(split-K).
 
-A work list, made once a step on the device, cuts the rows' contexts into pieces of about equal size, so one grid (and one CUDA
-graph) serves every mix of lengths. All query heads of a KV head share a tile, so its keys and values are read once.
+A work list, made on the device once for each step, cuts the rows' contexts into pieces of about equal size, so one grid (and one
+CUDA graph) serves every mix of lengths. All query heads of a KV head are computed together, so its keys and values are read once.
 
-A second kernel joins the pieces of each row. With a tile whose `joins` is set, which an engine has to have measured and found right
-on its own GPU (tile_choice.py), the pieces of a row and KV head are joined in their order, some at a time, by the program that
-finishes the last of them, and what comes of that is joined likewise. Counters tell which program that is. They are 0 between
-kernels: split_contexts sets them so at the begin of a step, and a program that joins sets its own back. docs/gpu.md says on which
-orderings of the device's memory this relies. Each sum is then written as a chain of multiply-adds, so that its rounding does not
-depend on how a compiler lays numbers out over threads: decode_attention computes the same bits with two kernels if it is asked to.
+A second kernel combines ("joins") the pieces of each row, unless the tile's `joins` is set. With `joins`, the attention kernel
+itself combines them: the program that finishes the last of up to PIECES consecutive pieces combines these in their order. If a row
+has more pieces, the program that finishes the last of its groups combines the groups' results likewise. Counters tell a program
+whether it is the last. They are 0 between kernels: split_contexts sets them to 0 at the beginning of a step, and the program that
+was the last resets its own. This relies on orderings of the device's memory (docs/gpu.md), so an engine sets `joins` only after it
+has tested and measured it on its own GPU (tile_choice.py).
+
+With `joins`, each sum is written as a chain of multiply-adds, so its rounding does not depend on how a compiler distributes numbers
+over threads. So two kernels can compute the same bits (`in_order` of decode_attention), with which results are compared.
 
 Shapes: R rows, I pieces of work (an upper bound; unused ones are empty), H query heads, G KV heads, D head size. Reference
 implementations: reference.paged_attention, reference.split_contexts.
@@ -54,11 +58,13 @@ MOST_JOINED_VALUES = 16384
 class DecodeWork:
     """The pieces of work into which the contexts of R rows are cut, on the device.
 
-    rows, begins, ends: [I] int32, each piece's row, first position and the position after its last (begin = end: the piece is
-    unused). firsts: [R + 1] int32, each row's first piece, then the number of pieces. target: about how many pieces are wanted.
-    finished: [I, G] int32, 0 between kernels: at the first of some pieces that are joined at once, how many of them are computed;
-    at a row's second piece, how often its pieces were joined. G may be more than a layer has, and is 0 where no layer's kernel
-    joins the pieces itself."""
+    rows, begins, ends [I] int32: each piece's row, its first position, and the position after its last; begin = end in unused
+    pieces.
+    firsts [R + 1] int32: the index of each row's first piece, then the number of pieces.
+    target: the approximate number of pieces that is wanted.
+    finished, int32: counters for kernels that combine pieces themselves, 0 between kernels; a layer reads the first I * G of them
+    as [I, G]. The counter of the first of several pieces that are combined at once counts those that are computed; the counter of a
+    row's second piece counts the row's groups that are combined. Empty if no layer's kernel combines pieces."""
 
     rows: Tensor
     begins: Tensor
@@ -69,8 +75,9 @@ class DecodeWork:
 
 
 def make_work(num_rows: int, target: int, counted: int, device: torch.device | str) -> DecodeWork:
-    """Allocates a DecodeWork for num_rows rows, about `target` pieces and, where the kernels of layers join them, up to `counted`
-    KV heads: I = target + num_rows, as each row may need one more. The tensors are not filled."""
+    """Allocates a DecodeWork for num_rows rows and about `target` pieces; its tensors are not filled. I is target + num_rows,
+    because each row may need one piece more. counted: the largest number of KV heads of the layers whose kernel combines pieces
+    itself; 0: there are none."""
     size = num_rows + target
 
     def column(length: int) -> Tensor:
@@ -81,8 +88,8 @@ def make_work(num_rows: int, target: int, counted: int, device: torch.device | s
 
 @triton.jit
 def first_seen(position, reach):
-    """Returns the first position that a query at `position` sees. reach R > 0: it sees the last R positions, its own included; R <
-    0: those of its own chunk, when positions are cut into chunks of -R; 0: all."""
+    """Returns the first position to which a query at `position` attends. reach: above 0: the query attends to the last `reach`
+    positions, its own included; below 0: to its own chunk of -reach positions; 0: to all."""
     chunk = tl.where(reach < 0, -reach, 1)
     first = tl.where(reach > 0, position - reach + 1, tl.where(reach < 0, position // chunk * chunk, 0))
     return tl.maximum(first, 0)
@@ -133,8 +140,9 @@ def _split_kernel(
 
 
 def split_contexts(contexts: Tensor, reach: int, work: DecodeWork) -> None:
-    """Fills `work` with pieces of R rows' contexts [R] int32 (numbers of positions; 0: the row is padding), of which only what the
-    last position sees is cut (reach: see first_seen), and sets its counters to 0. Raises ValueError for more than MAX_ROWS rows."""
+    """Cuts the contexts of R rows into pieces, writes the pieces to `work`, and sets the counters of `work` to 0. contexts [R]
+    int32: each row's number of positions; 0 for padding. reach: only positions to which the row's last position attends are cut
+    into pieces (see first_seen). Raises ValueError for more than MAX_ROWS rows."""
     num_items, num_rows = len(work.rows), len(contexts)
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} rows in a decode step; {MAX_ROWS} are supported")
@@ -161,8 +169,8 @@ def split_contexts(contexts: Tensor, reach: int, work: DecodeWork) -> None:
 
 @triton.jit
 def _finishes(counter, number):
-    """Counts one more at `counter`, and returns whether this program is the last of `number` to do so. What all of them stored
-    before is then there to be read, and the counter is 0."""
+    """Adds 1 to `counter`. Returns whether this program is the last of `number` programs that do so. If it is, the counter is 0
+    again, and the program sees everything that the other programs stored before."""
     tl.debug_barrier()  # all of the program's threads have stored before one of them tells so
     before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()  # and none of them reads before it knows
@@ -178,12 +186,13 @@ def _joined(
     H: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, STRIDE: tl.constexpr,
     CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the weighted sums [HEADS, PADDED_D] of some heads of a row, log2 of the largest weight and the sum of weights
-    [HEADS], in terms of the largest, all float32, from `number` pieces, the first one and each STRIDE behind it: added in their
-    order, of which PIECES share a maximum. Of no pieces the sums are 0. head, is_head: [HEADS], the heads' numbers, and which of
-    them there are. CACHE: the cache that loads of pieces skip, as in tl.load.
+    """Combines `number` pieces of a row, for some heads: piece `first` and every STRIDE-th piece after it. Returns (sums [HEADS,
+    PADDED_D], top [HEADS], total [HEADS]), float32: the weighted sum of the pieces' attention, the base-2 logarithm of the largest
+    weight, and the sum of the weights. Weights are relative to the largest. Without pieces sums and total are 0.
 
-    No sum depends on the layout of the tensors: maxima have no order, and all else is added number by number."""
+    head, is_head [HEADS]: the heads' indices, and which of the heads exist. PIECES: how many pieces share one maximum. CACHE:
+    cache_modifier of tl.load for the pieces. Numbers are added one by one in the order of the pieces, so no sum depends on the
+    layout of the tensors."""
     dim, offset = tl.arange(0, PADDED_D), tl.arange(0, PIECES)
     sums = tl.zeros([HEADS, PADDED_D], tl.float32)
     top = tl.full([HEADS], -1e38, tl.float32)  # finite, so that a row that is padding gets 0
@@ -218,7 +227,8 @@ def _joined(
 
 @triton.jit
 def _with_sinks(sums, top, total, sinks, head, is_head, SINKS: tl.constexpr):
-    """Returns the sums and the sum of weights of _joined with those of the heads' sinks. SINKS: whether there are any."""
+    """Adds the sinks of heads (scores without a value) to results of _joined. Returns the new sums and total. SINKS: False: there
+    are no sinks, and nothing is added."""
     if SINKS:
         sink = tl.load(sinks + head, mask=is_head, other=0.0)
         factor = tl.full(sink.shape, LOG2_E, tl.float32)
@@ -231,7 +241,7 @@ def _with_sinks(sums, top, total, sinks, head, is_head, SINKS: tl.constexpr):
 
 @triton.jit
 def _divided(sums, total):
-    """Returns the attention [HEADS, PADDED_D] of heads, 0 where there are no weights."""
+    """Returns sums divided by total: the attention [HEADS, PADDED_D] of some heads; 0 where total is 0."""
     return sums / tl.where(total > 0.0, total, 1.0)[:, None]
 
 
@@ -240,7 +250,8 @@ def _write_attention(
     sums, top, total, sinks, out, row, head, is_head,
     H: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the attention of some heads of a row to `out`, from what _joined has returned of all its pieces."""
+    """Writes the attention of some heads of a row to `out`, sinks included. sums, top, total: the result of _joined for all pieces
+    of the row."""
     dim = tl.arange(0, PADDED_D)
     sums, total = _with_sinks(sums, top, total, sinks, head, is_head, SINKS)
     there = is_head[:, None] & (dim < D)[None, :]
@@ -251,7 +262,8 @@ def _write_attention(
 def _write_piece(
     sums, top, total, partial, partial_log, item, head, is_head, H: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr
 ):
-    """Writes what _joined has returned of some pieces in the place of one piece, `item`, which may be one of those."""
+    """Stores several combined pieces as one piece, in the place of piece `item`, which may be one of them. sums, top, total: the
+    result of _joined for these pieces."""
     dim = tl.arange(0, PADDED_D)
     there = is_head[:, None] & (dim < D)[None, :]
     tl.debug_barrier()  # all threads have read what is overwritten
@@ -262,7 +274,8 @@ def _write_piece(
 
 @triton.jit
 def _of_one_piece(sums, log, sinks, head, is_head, SINKS: tl.constexpr):
-    """Returns the attention of heads of a row that has one piece, whose attention is `sums` with log2 of a sum of weights `log`."""
+    """Returns the attention of heads of a row that has only one piece, sinks included. sums: the attention of the piece. log: log2
+    of its sum of weights."""
     if SINKS:
         sums, total = _with_sinks(sums, log, tl.full(log.shape, 1.0, tl.float32), sinks, head, is_head, SINKS)
         sums = _divided(sums, total)
@@ -523,15 +536,18 @@ def decode_attention(
     out: Tensor,
     in_order: bool = False,
 ) -> None:
-    """Computes the attention of R rows' queries, which are the first H D columns of the first R tokens of qkv, into out [T, H D].
-    Rows without a context get zeros.
+    """Computes the attention of R rows with one new token each, and writes it to out [T, H D]. The queries are the first H D
+    columns of the first R tokens of qkv. Rows without a context get zeros.
 
-    kv: the arena as the KV group sees it, of which index `layer` is read. scales: of fp8 KV, which is widened to qkv's dtype; None:
-    KV is of that dtype. block_table: [S, B] int32. table_rows: [R] int32, where each row's blocks are in block_table. softcap:
-    scores become softcap * tanh(score / softcap); 0: they stay. sinks: [H] float32, a score that takes weight and gives no value,
-    or None. widen: see triton_softmax. in_order: compute with two kernels, to the last bit, what the attention kernel makes when it
-    joins the pieces itself, which is what that form is compared with. Raises ValueError if the kernel is to join them itself and
-    `work` has too few counters."""
+    kv: the arena as the KV group sees it, of which index `layer` is read. scales: the scales of fp8 KV; None: KV has qkv's dtype.
+    block_table [S, B] int32. table_rows [R] int32: each row's index in block_table.
+    softcap: scores become softcap * tanh(score / softcap); 0: they stay.
+    sinks [H] float32: one more score for each head, which takes weight but has no value; None: there are none.
+    widen: products are computed in float32 (where kernels are interpreted).
+    in_order: a second kernel combines the pieces, with the same bits as an attention kernel that combines them itself; used to test
+    that kernel.
+
+    Raises ValueError if the attention kernel is to combine the pieces and `work` has too few counters for that."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     num_items, padded = len(work.rows), max(16, power_of_two(head_dim))
     fp8 = scales is not None
@@ -589,24 +605,26 @@ def decode_attention(
 
 
 def joins_pieces(group: int, head_dim: int) -> bool:
-    """Returns whether the attention kernel can join the pieces itself. group: query heads of a KV head."""
+    """Returns whether the attention kernel can combine pieces itself, which it does only up to MOST_JOINED_VALUES numbers at once.
+    group: number of query heads per KV head."""
     padded = max(16, power_of_two(head_dim))
     return group * _pieces_at_once(padded) * padded <= MOST_JOINED_VALUES
 
 
 def _pieces_at_once(padded: int) -> int:
-    """Returns how many pieces of a head are joined at a time. padded: the head size, padded to a power of two."""
+    """Returns how many pieces are combined at once. padded: the head size, padded to a power of two."""
     return 16 if padded <= 256 else 8
 
 
 def _heads_at_once(group: int, padded: int) -> int:
-    """Returns of how many heads a program joins pieces at a time. group, padded: as in the functions above."""
+    """Returns the number of heads for which a program combines pieces at a time. group: number of query heads per KV head. padded:
+    the head size, padded to a power of two."""
     return min(power_of_two(group), max(1, JOINED_VALUES // padded))
 
 
 def join_in_order(partial: Tensor, partial_log: Tensor, work: DecodeWork, kv_heads: int, sinks: Tensor | None, out: Tensor) -> None:
-    """Does what `combine` does in the order and with the arithmetic of an attention kernel that joins the pieces itself. partial
-    and partial_log are overwritten."""
+    """Combines pieces as `combine` does, but in the order and with the arithmetic of an attention kernel that combines them itself,
+    so that the results have the same bits. Overwrites partial and partial_log."""
     _, heads, head_dim = partial.shape
     padded = max(16, power_of_two(head_dim))
     _in_order_kernel[(len(work.firsts) - 1, kv_heads)](
@@ -627,9 +645,9 @@ def join_in_order(partial: Tensor, partial_log: Tensor, work: DecodeWork, kv_hea
 
 
 def combine(partial: Tensor, partial_log: Tensor, work: DecodeWork, sinks: Tensor | None, out: Tensor) -> None:
-    """Combines the attention of the pieces of each row, partial [I, H, D] with partial_log [I, H] (log2 of a piece's sum of
-    weights), both float32, and writes the result to the first R rows of out [T, H D]; zeros for rows without pieces. sinks: as in
-    decode_attention."""
+    """Combines the pieces of each row and writes the rows' attention to the first R rows of out [T, H D]; zeros for rows without
+    pieces. partial [I, H, D] float32: each piece's attention. partial_log [I, H] float32: log2 of each piece's sum of weights.
+    sinks: as in decode_attention."""
     _, heads, head_dim = partial.shape
     padded = max(16, power_of_two(head_dim))
     _combine_kernel[(len(work.firsts) - 1, heads)](

@@ -1,13 +1,14 @@
-"""The gated delta rule on the GPU (Triton): linear attention whose layers keep a state of a sequence instead of keys and values.
+"""The gated delta rule on the GPU (Triton): linear attention whose layers keep one state per sequence instead of keys and values.
 Reference implementation: reference.gated_delta.
 
-Four steps, one kernel or two each: the convolution over queries, keys and values; the store of its last columns; the rule itself,
-by one kernel for rows with one new token and another for those with several; the norm and the gate of each head's output. The rule
-of several tokens solves a triangular system for at most _TOKENS at a time, which all are in one block of tokens. States are
-float32; products with them are float32 in float32 models, and of 11 significant bits in others.
+It is computed in four steps: the convolution over queries, keys and values; the store of the convolution's last inputs; the rule
+itself, by one kernel for rows with one new token and another for rows with several; the norm and the gate of each head's output.
+The kernel for several tokens solves a triangular system for up to _TOKENS tokens at a time, all of one block. States are float32.
+Products with states are computed in float32 in float32 models, and in TF32 (11 significant bits) in others.
 
 Shapes: T tokens, R rows, S slots, B blocks of a row, V value heads, K dimensions of keys, D dimensions of values, C columns of
-queries, keys and values, N tokens that the convolution sees. Slot S belongs to no sequence: rows of it read and write nothing.
+queries, keys and values, N tokens that the convolution sees. Slot S belongs to no sequence: rows with this slot read and write
+nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _COLUMNS = 256
 
 @triton.jit
 def _state_at(table, slot, table_stride, position, layer, block_stride, state_values, BLOCK_TOKENS: tl.constexpr):
-    """Returns the index in the flat states where this layer's state of a row after `position` begins; -1: that state is not kept.
-    table, slot: the block table and the row's index in it."""
+    """Returns where the layer's state of a row after `position` begins, as an index in the flat states; -1: this state is not kept.
+    table: the block table. slot: the row's index in the block table."""
     block = tl.load(table + slot.to(tl.int64) * table_stride + position // BLOCK_TOKENS).to(tl.int64)
     return tl.where(block < 0, -1, block * block_stride + layer.to(tl.int64) * state_values)
 
@@ -40,9 +41,9 @@ def _column(
     QUERY: tl.constexpr, KEY: tl.constexpr, KEY_STRIDE: tl.constexpr, VALUE: tl.constexpr, VALUE_STRIDE: tl.constexpr,
     KEY_HEADS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Returns the columns of x that hold these channels of the convolution, which numbers the queries of all key heads first, then
-    their keys, then the values. The other arguments are those of ops.DeltaColumns; K: dimensions of a key head, WIDTH: of all
-    values that a key head serves."""
+    """Returns the columns of x that hold these channels of the convolution. Channels are numbered through the queries of all key
+    heads, then the keys of all key heads, then the values. K: dimensions of a key head. WIDTH: dimensions of all values that belong
+    to one key head. The other arguments are those of ops.DeltaColumns."""
     keys: tl.constexpr = KEY_HEADS * K
     query = QUERY + channel // K * KEY_STRIDE + channel % K
     key = KEY + (channel - keys) // K * KEY_STRIDE + (channel - keys) % K
@@ -116,8 +117,8 @@ def _keep_kernel(
     QUERY: tl.constexpr, KEY: tl.constexpr, KEY_STRIDE: tl.constexpr, VALUE: tl.constexpr, VALUE_STRIDE: tl.constexpr,
     KEY_HEADS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes the last N - 1 columns that the convolution saw to each state for which a row has a block, from the row's last state
-    to its first: the first may be in the same memory as the state before the step, from which all of them may be read."""
+    """Stores the last N - 1 inputs of the convolution in each state of a row that has a block. States are written from the last to
+    the first, because the first may lie in the same memory as the state before the step, from which all of them may be computed."""
     row = tl.program_id(0)
     slot, first, context = tl.load(slots + row), tl.load(firsts + row), tl.load(contexts + row)
     if (slot >= num_slots) | (context <= first):
@@ -171,8 +172,8 @@ def _step_kernel(
     UPDATE: tl.constexpr, STEP: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PADDED_K: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes the rule for a row with one new token and one value head: BLOCK_D columns of the output and of the state's matrix.
-    TOKENS and PRECISION are read by _chunk_kernel alone, which takes the same arguments."""
+    """Applies the rule to one value head of a row with one new token: computes BLOCK_D columns of the output and of the state's
+    matrix. TOKENS and PRECISION are not read; they are there because _chunk_kernel takes the same arguments."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot, first = tl.load(slots + row), tl.load(firsts + row)
     if (slot >= num_slots) | (tl.load(contexts + row) != first + 1):
@@ -212,8 +213,8 @@ def _chunk_kernel(
     UPDATE: tl.constexpr, STEP: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PADDED_K: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes the rule for a row with several new tokens and one value head, TOKENS at a time: BLOCK_D columns of the outputs and
-    of the state's matrix. The arguments are those of _step_kernel; PRECISION: that of products in tl.dot."""
+    """Applies the rule to one value head of a row with several new tokens, TOKENS at a time: computes BLOCK_D columns of the
+    outputs and of the state's matrix. PRECISION: input_precision of tl.dot. The other arguments are those of _step_kernel."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot, first = tl.load(slots + row), tl.load(firsts + row)
     num = tl.load(contexts + row) - first
@@ -312,10 +313,13 @@ def gated_delta(
     has_chunks: bool,
     out: Tensor,
 ) -> None:
-    """Writes out [T, V D] and updates the states as reference.gated_delta does; results of tokens that belong to no row are
-    undefined. states: [num_blocks, layers, numbers of a state] float32. table [S + 1, B] int32: blocks by slot, -1 where no state
-    is kept. token_rows [T]: the row of each token. slots, firsts, starts, contexts [R]: each row's slot, its positions before the
-    step, its first token in the step, its positions after the step. has_chunks: whether a row may have several tokens."""
+    """Computes the gated delta rule of a layer: writes its output to out [T, V D] and updates the states, as reference.gated_delta
+    does. Results of tokens that belong to no row are undefined.
+
+    states: [num_blocks, layers, numbers of a state] float32. table [S + 1, B] int32: the blocks of each slot; -1: no state is kept.
+    token_rows [T]: the row of each token. slots, firsts, starts, contexts [R]: each row's slot, its number of positions before the
+    step, the index of its first token in the step, and its number of positions after the step. has_chunks: whether a row may have
+    several new tokens."""
     num_tokens, num_rows, at = len(x), len(slots), rule.columns
     conv_width, served = rule.conv_width, rule.num_value_heads // rule.num_key_heads
     mixed = x.new_empty(num_tokens, conv_width)

@@ -1,9 +1,9 @@
-"""Mixtures of experts on the GPU (Triton): which experts each token passes through, their pairs sorted by expert, products of these
-with the experts' weights, and the weighted sum. Reference implementations: reference.route, reference.route_by_sigmoid,
-reference.experts.
+"""Mixtures of experts on the GPU (Triton), in four steps: each token's experts are chosen; the pairs of a token and an expert are
+sorted by expert; they are multiplied by the experts' weights; the results are added up for each token. Reference implementations:
+reference.route, reference.route_by_sigmoid, reference.experts.
 
-Nothing is read back by the host, and grids depend on shapes alone, so that a captured graph runs any routing: there are as many
-programs of a product as the worst routing needs, each finds its tile by the number of rows of each expert, and those that find none
+The host reads nothing back, and grids depend on shapes alone, so a captured graph serves every routing. A product has as many
+programs as the most uneven routing needs. Each program finds its tile from the experts' numbers of rows; programs without a tile
 end at once.
 
 Shapes: T tokens, W width, E experts, C experts that each token passes through, P = T * C pairs of a token and one of its experts
@@ -90,9 +90,13 @@ def route(
     by_sigmoid: bool = False,
     factors: Tensor | None = None,
 ) -> None:
-    """Fills chosen [T, C] int32 with each token's experts and weights [T, C] float32 with their weights, as reference.route returns
-    them; padding chooses expert number E. scores: [T, E], or with further columns. kv_slots: [T] int64, below 0 for padding.
-    factors: [E], factors of the experts' weights; None for 1."""
+    """Chooses each token's experts, as reference.route does. Fills chosen [T, C] int32 with the experts' numbers and weights [T, C]
+    float32 with their weights; padding gets the expert number E.
+
+    scores [T, >= E]: columns from E on are not read. kv_slots [T] int64: below 0 for padding.
+    normalised: the weights of a token's experts add up to 1; False: they are the softmax over all experts. by_sigmoid: the weights
+    are the sigmoids of the scores instead.
+    factors [E]: by which the experts' weights are multiplied at last; None: they are not."""
     num_tokens, num_chosen = chosen.shape
     _route_kernel[(num_tokens,)](
         scores,
@@ -175,9 +179,9 @@ def _sigmoid_route_kernel(
 def route_by_sigmoid(
     logits: Tensor, kv_slots: Tensor, rule: SigmoidRouting, normalised: bool, chosen: Tensor, weights: Tensor
 ) -> None:
-    """Fills chosen [T, C] int32 with each token's experts and weights [T, C] float32 with their weights, as
-    reference.route_by_sigmoid returns them for logits [T, E] float32; padding, whose kv_slots [T] are below 0, chooses expert
-    number E."""
+    """Chooses each token's experts from logits [T, E] float32 by `rule`, as reference.route_by_sigmoid does. Fills chosen [T, C]
+    int32 with the experts' numbers and weights [T, C] float32 with their weights; padding, whose kv_slots [T] are below 0, gets the
+    expert number E."""
     num_tokens, num_chosen = chosen.shape
     num_experts = len(rule.correction)
     _sigmoid_route_kernel[(num_tokens,)](
@@ -231,10 +235,12 @@ def _sort_kernel(
 
 
 def sort(chosen: Tensor, firsts: Tensor, pairs: Tensor, block: int = _SORT_BLOCK, counts: Tensor | None = None) -> None:
-    """Sorts the pairs of a token and an expert by expert. Fills pairs [P] int32 with the numbers of expert 0's pairs, then of
-    expert 1's, and so on, each in ascending order. Fills firsts [E + 1] int32 with the index at which each expert's pairs begin,
-    followed by the number of all pairs. Pairs of padding are left out. block: how many pairs a program compares in one turn. counts
-    [E] int64: the number of each expert's pairs is added to it; None: nothing is counted."""
+    """Sorts the pairs of a token and an expert by expert; pairs of padding are left out.
+
+    pairs [P] int32 receives the numbers of expert 0's pairs, then of expert 1's, and so on, each in ascending order. firsts [E + 1]
+    int32 receives the index in `pairs` at which each expert's pairs begin, then the number of all pairs.
+    block: how many pairs a program compares at a time. counts [E] int64: each expert's number of pairs is added to it; None:
+    nothing is counted."""
     num_experts, counted = len(firsts) - 1, counts is not None
     own = (chosen, firsts, pairs, firsts if counts is None else counts, chosen.numel())
     _sort_kernel[(num_experts,)](*own, E=num_experts, COUNTED=counted, BLOCK=block, num_warps=4)
@@ -263,9 +269,10 @@ def _keep_kernel(
 
 
 def keep_own_pairs(chosen: Tensor, kv_slots: Tensor, turns: Tensor, num_own: int) -> None:
-    """Replaces the experts in chosen [T, C] int32 by their indices among the num_own experts that a rank holds, and by num_own for
-    pairs that other ranks compute and for padding (expert E), as reference.own_pairs does. kv_slots [T] int64. turns [E, 3] int32:
-    as in ExpertMatrices."""
+    """Replaces the experts' numbers in chosen [T, C] int32 by their indices among the num_own experts that this rank holds. Pairs
+    that other ranks compute, and padding (expert E), get the number num_own. If several ranks hold an expert, the token's KV slot
+    (kv_slots [T] int64) decides which of them computes the pair. turns [E, 3] int32: as in ExpertMatrices. Reference
+    implementation: reference.own_pairs."""
     num_pairs, num_chosen = chosen.numel(), chosen.shape[1]
     sizes = {"E": len(turns), "C": num_chosen, "NUM_OWN": num_own, "BLOCK": _KEEP_BLOCK}
     _keep_kernel[(ceil_div(num_pairs, _KEEP_BLOCK),)](chosen, kv_slots, turns, num_pairs, **sizes, num_warps=4)
@@ -273,9 +280,9 @@ def keep_own_pairs(chosen: Tensor, kv_slots: Tensor, turns: Tensor, num_own: int
 
 @triton.jit
 def _activated(gate, up, limit, alpha, narrow: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr):
-    """Returns the activation of gates and ups in float32, after rounding both to `narrow`, as separate products would leave them:
-    silu(gate) * up, with GELU gelu(gate) * up, with CLAMPED (up + 1) * gate * sigmoid(alpha * gate), where gates are at most limit
-    and ups between -limit and limit."""
+    """Returns the activation of the products `gate` and `up` in float32, after rounding both to the dtype `narrow`: silu(gate) *
+    up; with GELU gelu(gate) * up; with CLAMPED (up + 1) * gate * sigmoid(alpha * gate), where gate is limited to at most `limit`,
+    and up to values from -limit to limit."""
     gate, up = gate.to(narrow).to(tl.float32), up.to(narrow).to(tl.float32)
     if CLAMPED:
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
@@ -403,8 +410,8 @@ def _grouped_kernel(
 
 
 def _parts(weight: ExpertMatrix) -> tuple[Tensor, Tensor, int, int]:
-    """Returns (values, scales, number of an output's scales, inputs that share a scale) of the experts' weights. Weights without
-    scales give their values for both tensors, then 0 and 1."""
+    """Returns the experts' weights as (values, scales, number of scales of an output, number of inputs that share a scale). For
+    weights without scales returns (values, values, 0, 1)."""
     if isinstance(weight, Tensor):
         return weight, weight, 0, 1
     if isinstance(weight, Int8Matrix):
@@ -431,15 +438,18 @@ def grouped_linear(
     weights: Tensor | None = None,
     gelu: bool = False,
 ) -> None:
-    """Multiplies the sorted pairs (see `sort`) with their experts' weights. Rows of out [P, N] that belong to no pair are
-    undefined.
+    """Multiplies the sorted pairs (see `sort`) by their experts' weights, and writes the results to out [P, N]. Rows of out that
+    belong to no pair are undefined.
 
-    gated: x is [T, K], and each pair reads its token's row; weight [E, 2 N, K] has each expert's gate before its up, and out
-    becomes silu(gate) * up, in the order of the sorted pairs. Otherwise x [P, K] is in that order, weight is [E, N, K], and out in
-    the order of the pairs' numbers. tile: one of TILE_ROWS. widen: products are computed in float32 (where kernels are
-    interpreted). bias: [E, 2 N] or [E, N]. clamped: the activation if gated, of gates and ups that alternate. weights: [T, C]
-    float32, if gated: a factor of each pair's products, applied before the bias. gelu: the activation is gelu(gate) * up, gelu in
-    its form with tanh."""
+    gated: True for an expert's first product: x is [T, K], and each pair reads its token's row; weight [E, 2 N, K] holds gates and
+    ups; out receives silu(gate) * up in the order of the sorted pairs. False for its second product: x [P, K] is in the order of
+    the sorted pairs, weight is [E, N, K], and out is in the order of the pairs' numbers.
+    num_chosen: C. tile: one of TILE_ROWS. widen: products are computed in float32 (where kernels are interpreted).
+    bias: [E, 2 N] if gated, else [E, N]; None: there is none.
+    clamped: the activation that replaces silu, for weights in which gates and ups alternate; None: an expert's gates come before
+    its ups.
+    weights [T, C] float32, if gated: factors of the pairs' products, applied before the bias; None: there are none.
+    gelu: the activation is gelu(gate) * up, in the form of gelu with tanh."""
     num_experts, num_pairs = len(firsts) - 1, len(pairs)
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
@@ -496,8 +506,8 @@ def grouped_linear(
 
 
 def _adds_up_in_registers() -> bool:
-    """Returns whether the GPU takes both inputs of its matrix instructions from registers, and adds up there: all but Hopper, which
-    reads inputs from shared memory, and Blackwell's large GPUs, whose sums have a memory of their own."""
+    """Returns whether the GPU's matrix instructions take both inputs from registers and leave the sums there. Those of Hopper read
+    inputs from shared memory; those of Blackwell's large GPUs have a memory of their own for sums."""
     gpu = tiles.capability()
     return gpu > 0 and tiles.architecture(gpu) not in (tiles.HOPPER, tiles.B200)
 
@@ -555,10 +565,12 @@ def combine(
     chosen: Tensor | None = None,
     own: range = range(0),
 ) -> None:
-    """Writes to out [T, W] the sum of made [P, W] over each token's pairs, times their weights [T, C], plus shared [T, W], times
-    the sigmoid of the last column of gates [T, ...]; 0 for padding (kv_slots below 0). gates: None for the factor 1. shared: None
-    for none. weighed: False leaves the weights out. chosen [T, C] int32: the experts of the pairs, of which only those whose expert
-    is in `own` are added, because the others are computed elsewhere; None: all are added."""
+    """Adds up the experts' results for each token: writes to out [T, W] the sum of made [P, W] over the token's pairs, each times
+    its weight in weights [T, C], plus shared [T, W] times a gate. Padding (kv_slots [T] below 0) gets 0.
+
+    gates [T, ...]: the gate is the sigmoid of the last column; None: the gate is 1. shared: None: nothing is added. weighed: False:
+    the pairs are added without weights.
+    chosen [T, C] int32: the pairs' experts, of which only those in `own` are added; None: all are."""
     num_tokens, width = out.shape
     block = min(_COMBINE_BLOCK, power_of_two(width))
     _weighted_sum_kernel[(num_tokens, ceil_div(width, block))](
@@ -586,8 +598,8 @@ def combine(
 def empty_routing(
     num_tokens: int, num_chosen: int, num_experts: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns uninitialised tensors for a routing: chosen [T, C] int32, weights [T, C] float32, firsts [E + 1] and pairs [P]
-    int32."""
+    """Returns uninitialised tensors for `route` and `sort`: chosen [T, C] int32, weights [T, C] float32, firsts [E + 1] int32 and
+    pairs [P] int32."""
     chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=device)
     firsts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     return chosen, torch.empty_like(chosen, dtype=torch.float32), firsts, torch.empty_like(chosen.view(-1))

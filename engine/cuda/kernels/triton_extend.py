@@ -1,7 +1,8 @@
-"""Attention of several new tokens of each row on the GPU (Triton), over paged KV: prefill, in one or several chunks.
+"""Attention of rows with several new tokens on the GPU (Triton), over paged KV. It serves prompts that are computed at once or in
+several chunks.
 
-A program computes M query tokens of one head: a tile of the step, or a part of one. Positions that all of these queries attend to
-need no mask; most positions of a long context are such.
+A program computes M query tokens of one head, which are a tile of the step or a part of one. No mask is computed for positions to
+which all M queries attend; in a long context these are most positions.
 
 Shapes: T tokens, R rows, I tiles of queries, H query heads, G KV heads, D head size. Reference implementation:
 reference.paged_attention.
@@ -24,8 +25,8 @@ from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, log2_factor, 
 
 
 def tile_tokens(head_dims: Iterable[int], dtype: torch.dtype, fp8: bool) -> int:
-    """Returns how many query tokens a tile of a step has, for a model whose heads have these sizes. dtype: the queries' dtype. fp8:
-    KV is stored as FP8 codes."""
+    """Returns the number of query tokens in each tile of a step. head_dims: the head sizes of the model's layers. dtype: the
+    queries' dtype. fp8: whether KV is stored as FP8 codes."""
     return tiles.step_tokens(head_dims, dtype.itemsize, fp8)
 
 
@@ -36,12 +37,12 @@ def _attend(
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, N: tl.constexpr, PADDED_D: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """Adds the positions from begin to below end to the running softmax of M queries, and returns the new (top [M], total [M], sums
-    [M, PADDED_D]); see triton_softmax.accumulate.
+    """Adds the positions from `begin` to `end` - 1 to the running softmax of M queries. Returns its new state (top [M], total [M],
+    sums [M, PADDED_D]), as triton_softmax.accumulate does.
 
-    table: the row's block table. keys_at, values_at: where the head's keys and values begin in a block. MASKED: whether positions
-    must be masked out: those below `low` or from `end` on, those after a query's own position (position_of_query [M]) and, with
-    WINDOW, those below lowest_of_query [M]. Without MASKED there must be no such positions."""
+    table: the row's block table. keys_at, values_at: where the head's keys and values begin in a block.
+    MASKED: positions are masked out if they are below `low`, from `end` on, after the query's own position (position_of_query [M])
+    or, with WINDOW, below lowest_of_query [M]. False: the caller promises that there are no such positions."""
     part, place = tl.arange(0, PADDED_D // WORD), tl.arange(0, N)
     factor = log2_factor(scale, SOFTCAP)
     if FP8:
@@ -196,13 +197,15 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes attention for I tiles of `tokens` queries. tokens: what tile_tokens returns for the head sizes of all layers of the
-    model. A head size for which programs compute fewer queries takes several programs for a tile. tile_rows, tile_firsts: [I]
-    int32, each tile's row, and its first query among the row's new tokens. Only the tokens of the tiles are written to out [T, H
-    D]. A tile that begins at or after the end of its row's new tokens is padding, for which nothing is computed.
+    """Computes attention for I tiles of `tokens` queries each, and writes the results of the tiles' tokens to out [T, H D].
 
-    starts, num_new, contexts: [R] int32, each row's first token in the step, its new tokens, and its positions after the step.
-    reach: see triton_decode.first_seen. The other arguments are those of triton_decode.decode_attention."""
+    tile_rows, tile_firsts [I] int32: each tile's row, and the index of its first query among the row's new tokens. A tile whose
+    first query is not among the row's new tokens is padding, for which nothing is computed.
+    tokens: the result of tile_tokens for the head sizes of all layers; several programs compute a tile if each computes fewer
+    queries. Raises ValueError if they cannot divide it evenly.
+    starts, num_new, contexts [R] int32: the index of each row's first token in the step, its number of new tokens, and its number
+    of positions after the step. reach: see triton_decode.first_seen. The other arguments are those of
+    triton_decode.decode_attention."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     padded, stored = max(16, power_of_two(head_dim)), kv if scales is None else as_words(kv)
     tile = tiles.extend_tile(head_dim, qkv.element_size(), scales is not None)

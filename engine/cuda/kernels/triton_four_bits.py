@@ -1,10 +1,10 @@
-"""Weights of four bits on the GPU (Triton), MXFP4, NVFP4 or INT4: widened in registers, a tile at a time. Reference
-implementations: reference.mxfp4_values, reference.nvfp4_rows, reference.int4_rows.
+"""Functions of kernels that widen weights of four bits (MXFP4, NVFP4 or INT4) in registers on the GPU (Triton), a tile at a time.
+Reference implementations: reference.mxfp4_values, reference.nvfp4_rows, reference.int4_rows.
 
-The factor that NVFP4 has for each output is left out here: callers multiply the sums with it. Without it, a number times its scale
-has six significant bits at most, which bfloat16 and float16 hold.
+NVFP4 has a further factor for each output, which is not applied here: callers multiply the sums by it. Without this factor, the
+product of a number and its scale has at most six significant bits, so bfloat16 and float16 hold it exactly.
 
-Shapes: M rows, K inputs, B bytes of a tile's inputs, two weights each, S scales of a tile's inputs, N outputs of a tile, G scales
+Shapes: M rows, K inputs, B bytes of a tile's inputs (two weights each), S scales of a tile's inputs, N outputs of a tile, G scales
 of an output.
 """
 
@@ -18,8 +18,8 @@ from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
 
 @triton.jit
 def four_bit_numbers(code, zero, INT4: tl.constexpr):
-    """Returns the numbers that codes of four bits (int32 from 0 to 15) stand for, as float32: code - zero with INT4, else e2m1 of
-    MXFP4 and NVFP4. zero: the zero points of INT4, int32; not read otherwise."""
+    """Returns the numbers, as float32, that codes of four bits (int32 from 0 to 15) stand for. With INT4 a number is code - zero;
+    else codes are e2m1, the format of MXFP4 and NVFP4. zero: the zero points of INT4, int32; not read otherwise."""
     if INT4:
         return (code - zero).to(tl.float32)
     # a sign, an exponent of two bits and one digit: as a float16, whose bias is 14 higher, they follow the same rule
@@ -32,11 +32,12 @@ def _widened(
     blocks, scales, zeros, at, scales_at, seen, seen_scales,
     B: tl.constexpr, S: tl.constexpr, N: tl.constexpr, INT4: tl.constexpr, ZEROS: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Returns the weights of even inputs and those of odd inputs, each [B, N] float32, times their scales.
+    """Returns two tensors [B, N] float32: the weights of even inputs and those of odd inputs, times their scales.
 
-    at: [B, N], the indices in blocks of the bytes. scales_at: [S, N], the indices in scales of their scales, and in zeros of their
-    zero points, which are read if ZEROS, else all are 8. seen [B, N], seen_scales [S, N]: which of these exist; the others' weights
-    are 0. E4M3: scales are codes (NVFP4), else numbers (INT4) or exponents (MXFP4)."""
+    at [B, N]: indices of the bytes in `blocks`. scales_at [S, N]: indices of the scales in `scales`, and of the zero points in
+    `zeros`. seen [B, N], seen_scales [S, N]: which bytes and scales exist; the weights of bytes that do not are 0. ZEROS: False:
+    `zeros` is not read, and all zero points of INT4 are 8. E4M3: scales are e4m3 codes (NVFP4); False: they are numbers (INT4) or
+    exponents (MXFP4)."""
     packed = tl.load(blocks + at, mask=seen, other=0x88 if INT4 else 0).to(tl.int32)
     scale = tl.load(scales + scales_at, mask=seen_scales, other=0)
     if INT4:
@@ -62,12 +63,13 @@ def add_four_bits(
     K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
     INT4: tl.constexpr, ZEROS: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Returns total [M, N] plus the products of M rows with the weights of N outputs, for BLOCK_K inputs from `inputs` on.
+    """Returns total [M, N] plus the products of M rows with the weights of N outputs, for BLOCK_K inputs from `inputs` on. Weights
+    are rounded to the rows' dtype.
 
-    rows_at: [M, 1], pointers to the rows; there [M] and seen_output [N]: which rows and outputs exist. output [N]: the index of
-    each among all outputs of the matrices. Weights are rounded to the rows' dtype. GROUP: the inputs that share a scale, a power of
-    two from 16 on, or K. zeros: read if ZEROS, else all zero points of INT4 are 8. E4M3: scales are codes (NVFP4), and weights lack
-    the factors of their outputs."""
+    rows_at [M, 1]: pointers to the rows. output [N]: the outputs' indices among all outputs of the matrices. there [M], seen_output
+    [N]: which rows and outputs exist.
+    GROUP: number of inputs that share a scale: a power of two from 16 on, or K. ZEROS: False: `zeros` is not read, and all zero
+    points of INT4 are 8. E4M3: the weights are NVFP4 (their scales are codes), without the factors of their outputs."""
     SCALES: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
     place = inputs // 2 + tl.arange(0, BLOCK_K // 2)
     group = inputs // GROUP + tl.arange(0, SCALES)

@@ -1,8 +1,8 @@
 """Matrix products with INT4 and NVFP4 weights on the GPU (Triton). Weights are read once and widened in registers. Sums are
-float32, and those of NVFP4 are multiplied with the factor of their output. Reference implementations: reference.int4_linear,
+float32; those of NVFP4 are multiplied by their output's factor. Reference implementations: reference.int4_linear,
 reference.nvfp4_linear.
 
-Up to MAX_ROWS rows a program adds products up across lanes, in float32, as triton_fp8_linear does; more rows are multiplied in
+For up to MAX_ROWS rows a program adds products up across lanes, in float32, as triton_fp8_linear does. More rows are multiplied in
 tiles by tensor cores. Grids and tiles depend on shapes alone, so that graphs can hold the launches.
 
 Shapes: M rows, K inputs, N outputs, G groups of GROUP inputs that share a scale.
@@ -23,9 +23,9 @@ from engine.ops.ops import Int4Matrix, Nvfp4Matrix
 
 @triton.jit
 def _products(x, at, inside, low, high):
-    """Returns [N, B] float32: the products of a row's even inputs with low [N, B], plus those of its odd inputs with high [N, B].
-    x: points to the row. at [B]: the indices of the bytes in an output's weights; byte b holds inputs 2 b and 2 b + 1. inside [B]:
-    which exist."""
+    """Returns [N, B] float32: a row's even inputs times low [N, B], plus its odd inputs times high [N, B]. x: points to the row. at
+    [B]: indices of bytes in an output's weights; byte b holds the weights of inputs 2 b and 2 b + 1. inside [B]: which of these
+    bytes exist."""
     even = tl.load(x + 2 * at, mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(x + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
     return low * even[None, :] + high * odd[None, :]
@@ -124,16 +124,16 @@ def _four_bits_tile_kernel(
 
 
 def _tensors(weight: Int4Matrix | Nvfp4Matrix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (packed, scales, zeros, factors) as the kernels take them. NVFP4 has no zero points, and INT4 no factors of outputs
-    and maybe no zero points; another tensor, which the kernels do not read, then stands in their place."""
+    """Returns a matrix's tensors (packed, scales, zeros, factors) as the kernels take them. In place of zero points or factors that
+    the matrix does not have stands another of its tensors, which the kernels do not read."""
     if isinstance(weight, Nvfp4Matrix):
         return weight.packed, weight.scales, weight.packed, weight.factors
     return weight.packed, weight.scales, weight.packed if weight.zeros is None else weight.zeros, weight.scales
 
 
 def few_rows_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None, out: Tensor) -> None:
-    """Writes x [M, K] @ weight [N, K] transposed, plus bias [N] or None, to out [M, N]. M is at most triton_fp8_linear.MAX_ROWS.
-    The columns of x are in the order in which the matrix stores its inputs."""
+    """Writes x [M, K] @ weight [N, K] transposed, plus bias [N] (None: no bias), to out [M, N]. M is at most
+    triton_fp8_linear.MAX_ROWS. The caller has put the columns of x into the order in which the matrix stores its inputs."""
     (rows, inputs), outputs, block_n = x.shape, len(weight), 4
     of_nvfp4 = isinstance(weight, Nvfp4Matrix)  # more bytes at a time would take most registers
     _four_bits_few_rows_kernel[(ceil_div(outputs, block_n),)](
@@ -156,9 +156,9 @@ def few_rows_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | 
 
 
 def tile_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None, tile: int, widen: bool, out: Tensor) -> None:
-    """Writes x [M, K] @ weight [N, K] transposed, plus bias [N] or None, to out [M, N], for any number of rows. Unlike in
-    few_rows_linear weights are rounded to x's dtype before the products, which changes those of INT4. tile: one of TILE_ROWS.
-    widen: products are computed in float32 (where kernels are interpreted)."""
+    """Writes x [M, K] @ weight [N, K] transposed, plus bias [N] (None: no bias), to out [M, N], for any number of rows. Weights are
+    rounded to x's dtype before they are multiplied, which changes those of INT4; few_rows_linear does not round them. tile: number
+    of rows in a tile, one of TILE_ROWS. widen: products are computed in float32 (where kernels are interpreted)."""
     (rows, inputs), outputs = x.shape, len(weight)
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (32 if wide_items else 64, 32 if wide_items else 64)

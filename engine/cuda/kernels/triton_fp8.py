@@ -1,6 +1,6 @@
-"""Pieces of the kernels that write and read fp8 KV and FP8 weights (Triton). KV is stored as codes of float8_e4m3fn with one scale
-for each head of a token, a power of two that is kept as its exponent (E8M0 of the OCP's microscaling formats). Reference
-implementations: reference.quantize_fp8, reference.widen_fp8.
+"""Functions of the kernels that write and read fp8 KV and FP8 weights (Triton). KV is stored as codes of float8_e4m3fn with one
+scale for each head of a token. The scale is a power of two and is stored as its exponent (E8M0 of the OCP's microscaling formats).
+Reference implementations: reference.quantize_fp8, reference.widen_fp8.
 
 Numbers are rounded by bit operations and not by a cast, because Triton's interpreter rounds its casts to fp8 differently than a GPU
 does.
@@ -27,28 +27,28 @@ _MIN_SCALE = tl.constexpr(reference.MIN_FP8_SCALE)
 
 @triton.jit
 def size_bits(x):
-    """Returns the bits of the magnitudes of float32 numbers, as int32 that sort as the magnitudes do, with NaN above all."""
+    """Returns the bits of the magnitudes of float32 numbers, as int32. They sort as the magnitudes do; NaN is above all."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def shared_scale(largest):
-    """Returns the exponents (int32, with float32's bias of 127) of the scales with which heads are stored, from the heads' largest
-    magnitudes (as size_bits). Divided by its scale, a largest magnitude is above 224 and at most 448, or smaller at the least
-    scale. Beside NaN or an infinity the scale is 2**120, by which a head that is not finite is known."""
+    """Returns the exponents (int32, with float32's bias of 127) of the scales with which heads are stored. largest: each head's
+    largest magnitude, as size_bits returns it. A scale makes its head's largest magnitude more than 224 and at most 448, or less if
+    the scale is the smallest one. Heads with NaN or an infinity get the scale 2**120, by which they are recognised."""
     return tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, _MIN_SCALE)
 
 
 @triton.jit
 def scale_of(exponent):
-    """Returns the scales (float32) of exponents as `shared_scale` returns them, of any integer type."""
+    """Returns the scales (float32) for exponents of any integer type, as `shared_scale` returns them."""
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def finite_scale_of(exponents):
-    """Returns the scales (float32) of exponents as scale_of does, but NaN for scales above 2**_MOST_SCALE. Only heads with NaN or
-    infinity have such scales."""
+    """Returns the scales (float32) of exponents as scale_of does, but NaN for scales above 2**_MOST_SCALE, which only heads with
+    NaN or an infinity have."""
     return tl.where(exponents.to(tl.int32) > 127 + _MOST_SCALE, float("nan"), scale_of(exponents))
 
 
@@ -75,32 +75,33 @@ def block_of(table, position, there, BLOCK_TOKENS: tl.constexpr):
 
 @triton.jit
 def scales_at(scales, block, position, there, keys_at, values_at, block_stride, BLOCK_TOKENS: tl.constexpr):
-    """Returns the exponents [N] of the scales of the keys and of the values at positions [N] in blocks [N]; 0 where `there` [N] is
-    false. keys_at, values_at: where the scales of the KV head's keys and values begin in a block of scales.
+    """Returns the exponents [N] of the scales of the keys, and those of the values, at positions [N] in blocks [N]; 0 where `there`
+    [N] is false. keys_at, values_at: where the scales of the KV head's keys and values begin in a block of scales.
 
-    Attention loads them one tile ahead, and their block numbers two tiles ahead. Triton does not move loads of single bytes forward
-    by itself, so products would wait for two loads, one after the other."""
+    Attention calls this one tile ahead, and block_of two tiles ahead, because Triton does not move loads of single bytes forward by
+    itself. Otherwise products would wait for two loads, one after the other."""
     own = scales + block * block_stride + position.to(tl.uint32) % BLOCK_TOKENS
     return tl.load(own + keys_at, mask=there, other=0), tl.load(own + values_at, mask=there, other=0)
 
 
 def as_words(kv: torch.Tensor) -> torch.Tensor:
-    """Returns codes [blocks, ..., D], contiguous within a block, as int32 [blocks, ..., D / 4], of four codes each, where D and the
-    blocks allow it; else the codes themselves. Single bytes would be copied to shared memory and read from there one by one."""
+    """Returns a view of codes [blocks, ..., D] as int32 [blocks, ..., D / 4], four codes each, or the codes themselves where D or
+    the blocks' distance is not a multiple of 4. Words are faster to load, because single bytes are copied to shared memory and read
+    from there one by one."""
     return kv.view(torch.int32) if kv.shape[-1] % 4 == 0 and kv.stride(0) % 4 == 0 else kv
 
 
 @triton.jit
 def rows_factor(dtype: tl.constexpr):
-    """Returns the power of two by which the numbers that `rows_of` returns in this dtype must still be multiplied."""
+    """Returns the power of two by which results of `rows_of` in this dtype must still be multiplied."""
     return _ROWS_FACTOR if dtype == tl.bfloat16 else 1.0
 
 
 @triton.jit
 def rows_of(codes, exponents, dtype: tl.constexpr):
-    """Returns keys or values [N, D] in `dtype`, divided by rows_factor(dtype), from their codes (uint8 [N, D], or int32 [N, D / 4]
-    of four each) and the exponents [N] of their scales. This is exact for scales up to 2**_MOST_SCALE; with larger ones no number
-    of the head is finite."""
+    """Returns keys or values [N, D] in `dtype`, divided by rows_factor(dtype). codes: uint8 [N, D], or int32 [N, D / 4] with four
+    codes each. exponents [N]: those of the scales. The result is exact for scales up to 2**_MOST_SCALE; heads with larger scales
+    have NaN or infinities."""
     if dtype == tl.bfloat16 and codes.dtype == tl.int32:
         rows, scale = moved_codes(codes), finite_scale_of(exponents) * (MOVED_FACTOR / _ROWS_FACTOR)
     else:
@@ -114,9 +115,9 @@ def rows_of(codes, exponents, dtype: tl.constexpr):
 
 @triton.jit
 def moved_codes(words):
-    """Returns the numbers of the codes in words (int32 [N, W], four each) as bfloat16 [N, 4 W], divided by MOVED_FACTOR. Their bits
-    are moved to where bfloat16 has them, two codes at a time: a GPU's conversion, by way of float16, takes several times as long.
-    The code of NaN becomes 480."""
+    """Returns the numbers of the codes in words (int32 [N, W], four codes each) as bfloat16 [N, 4 W], divided by MOVED_FACTOR. The
+    code of NaN becomes 480. The codes' bits are moved to their places in bfloat16, two codes at a time; a GPU's own conversion, by
+    way of float16, takes several times as long."""
     first, second, third, fourth = tl.inline_asm_elementwise(
         asm="""{
         .reg .b32 low, high;
@@ -140,37 +141,38 @@ def moved_codes(words):
 
 @triton.jit
 def _nth(words, number: tl.constexpr, dtype: tl.constexpr):
-    """Returns the numbers of the codes in byte `number` (0 is the lowest) of each word (int32), in `dtype`."""
+    """Returns the numbers, in `dtype`, of one code of each word (int32, four codes each): the code in byte `number`, 0 being the
+    lowest."""
     return widened(((words >> (8 * number)) & 255).to(tl.uint8), dtype)
 
 
 @triton.jit
 def _in_order(first, second, third, fourth):
-    """Returns [N, 4 W] from four tensors [N, W]: elements 4 w to 4 w + 3 of a row are the w-th elements of first, second, third and
-    fourth."""
+    """Interleaves four tensors [N, W] to [N, 4 W]: elements 4 w to 4 w + 3 of a row are the w-th elements of first, second, third
+    and fourth."""
     joined = tl.join(tl.join(first, third), tl.join(second, fourth))
     return joined.reshape(first.shape[0], first.shape[1] * 4)
 
 
 @triton.jit
 def widened(codes, dtype: tl.constexpr):
-    """Returns the numbers of codes (uint8) of float8_e4m3fn as float16, bfloat16 or float32 (dtype), which is exact."""
+    """Returns the numbers of float8_e4m3fn codes (uint8) as float16, bfloat16 or float32 (dtype). The conversion is exact."""
     return codes.to(tl.float8e4nv, bitcast=True).to(dtype)
 
 
 @triton.jit
 def code_factor(code_type: tl.constexpr):
-    """Returns the factor by which the numbers that `codes_as` returns for codes of this type are too small."""
+    """Returns the factor by which results of `codes_as` for codes of this type must still be multiplied."""
     return 1.0 if code_type == tl.int8 else CODE_FACTOR
 
 
 @triton.jit
 def codes_as(codes, dtype: tl.constexpr):
-    """Returns the numbers of codes of a weight matrix as float16, bfloat16 or float32 (dtype). They are exact, but code_factor
-    times too small. codes: int8, which are the numbers themselves, or float8_e4m3fn (uint8) without NaN.
+    """Returns the numbers of a weight matrix's codes, divided by code_factor, as float16, bfloat16 or float32 (dtype); this is
+    exact. codes: int8, which are the numbers themselves, or float8_e4m3fn (uint8) without NaN.
 
-    The bits of float8_e4m3fn are moved to where float16 has sign, exponent and mantissa, so the GPU needs no instructions for FP8.
-    The factor arises because float16's exponent bias is 8 higher. Subnormal numbers follow the same rule."""
+    The bits of float8_e4m3fn are moved to the places of sign, exponent and mantissa in float16, so the GPU needs no instructions
+    for FP8. The factor arises because float16's exponent bias is larger by 8. Subnormal numbers follow the same rule."""
     if codes.dtype == tl.int8:
         return codes.to(dtype)
     wide = codes.to(tl.int8, bitcast=True).to(tl.int16)

@@ -1,7 +1,7 @@
 """Matrix products with weights of one byte, FP8 or int8, on the GPU (Triton). Codes are read once and converted in registers, so
 the GPU needs no instructions for FP8. Sums are float32. Reference implementations: reference.fp8_linear, reference.int8_linear.
 
-Up to MAX_ROWS rows a program adds products up across lanes, as triton_linear does; more rows are multiplied in tiles by tensor
+For up to MAX_ROWS rows a program adds products up across lanes, as triton_linear does. More rows are multiplied in tiles by tensor
 cores. Grids and tiles depend on shapes alone, so that graphs can hold the launches.
 
 Shapes: M rows, K inputs, N outputs, G groups of GROUP inputs that share a scale.
@@ -24,9 +24,9 @@ BLOCK = 128  # inputs of a tile; all of them share a scale, because a group is a
 
 @triton.jit
 def store_sums(sums0, sums1, sums2, sums3, scale, bias, output, there, out, N, M: tl.constexpr, BIAS: tl.constexpr):
-    """Stores the results of M rows (1 to 4) and a block of outputs to out [M, N]: each row's sums [outputs, lanes] (those behind
-    row M are not read), added up, times scale [outputs], plus bias [N] if BIAS. output: the numbers of the outputs. there: which of
-    them are below N."""
+    """Adds up the sums of M rows (1 to 4) over lanes, and stores the results of a block of outputs to out [M, N]: the total times
+    scale [outputs], plus bias [N] if BIAS. sums0 to sums3 [outputs, lanes]: one for each row; those after the M-th are not read.
+    output: the outputs' indices. there: which of the outputs are below N."""
     added = tl.zeros(scale.shape, tl.float32)
     if BIAS:
         added = tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
@@ -42,8 +42,8 @@ def store_sums(sums0, sums1, sums2, sums3, scale, bias, output, there, out, N, M
 
 @triton.jit
 def store_tile(total, bias, row, output, is_row, there, out, N, BIAS: tl.constexpr):
-    """Stores a tile of results, total [rows, outputs] plus bias [N] if BIAS, to out [M, N]. row, output: their numbers. is_row,
-    there: which of them exist."""
+    """Stores a tile of results, total [rows, outputs] plus bias [N] if BIAS, to out [M, N]. row, output: the indices of the tile's
+    rows and outputs. is_row, there: which of these rows and outputs exist."""
     if BIAS:
         total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
     place = out + row.to(tl.int64)[:, None] * N + output[None, :]
@@ -137,8 +137,8 @@ def tile_rows(num_rows: int) -> int:
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, scales: Tensor, group: int, bias: Tensor | None, out: Tensor) -> None:
-    """Writes x [M, K] @ the transposed weights plus bias [N] (or None) to out [M, N]. weight: codes [N, K]. scales: [N, G] float32.
-    group: how many inputs share a scale. M is at most MAX_ROWS."""
+    """Writes x [M, K] @ the transposed weights, plus bias [N] (None: no bias), to out [M, N]. M is at most MAX_ROWS. weight: codes
+    [N, K]. scales: [N, G] float32. group: number of inputs that share a scale."""
     (rows, inputs), outputs = x.shape, len(weight)
     block_n, block_k = 4, min(power_of_two(inputs), 2048 if rows == 1 else 512 if rows > 2 else 1024)
     _fp8_few_rows_kernel[(ceil_div(outputs, block_n),)](
@@ -162,8 +162,8 @@ def few_rows_linear(x: Tensor, weight: Tensor, scales: Tensor, group: int, bias:
 def tile_linear(
     x: Tensor, weight: Tensor, scales: Tensor, group: int, bias: Tensor | None, tile: int, widen: bool, out: Tensor
 ) -> None:
-    """Writes the same product as few_rows_linear to out [M, N], for any number of rows M. tile: one of TILE_ROWS. widen: products
-    are computed in float32 (where kernels are interpreted)."""
+    """Writes the same product as few_rows_linear to out [M, N], for any number of rows M. tile: number of rows in a tile, one of
+    TILE_ROWS. widen: products are computed in float32 (where kernels are interpreted)."""
     (rows, inputs), outputs = x.shape, len(weight)
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else BLOCK) if few else (32 if wide_items else 64, 32 if wide_items else 64)

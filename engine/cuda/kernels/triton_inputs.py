@@ -60,12 +60,13 @@ def prepare_inputs(
     positions: Tensor,
     kv_slots: Tensor,
 ) -> None:
-    """Fills a step's input_ids and positions [T] int32, and kv_slots [T] int64: the block of each token times block_tokens, plus
-    its place there. Rows of slot S have the position 0 and the KV slot -1.
+    """Fills a step's input_ids and positions [T] int32, and kv_slots [T] int64: the number of each token's block times
+    block_tokens, plus the token's place in the block. Rows of slot S get the position 0 and the KV slot -1.
 
-    token_rows: [T], the row of each token. host_ids: [T], token ids; below 0: the one that the slot's last step sampled, from
-    last_ids [S + 1]. slots, firsts, starts: [R], each row's slot, and the position and the index in T of its first token.
-    block_table: [S + 1, B]."""
+    token_rows [T]: the row of each token. host_ids [T]: token ids; below 0: the token that was sampled last for the row's slot is
+    taken, from last_ids [S + 1].
+    slots, firsts, starts [R]: each row's slot, and its first token's position in the sequence and index in the step. block_table:
+    [S + 1, B]."""
     num_tokens = len(token_rows)
     _prepare_kernel[(ceil_div(num_tokens, BLOCK.value),)](
         token_rows,

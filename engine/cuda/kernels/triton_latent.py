@@ -1,6 +1,7 @@
-"""Multi-head latent attention on the GPU (Triton), all but the attention itself: norm, rotation and store of latents, and the
-products of each head's queries and sums with its own part of an FP8 matrix or one of four bits. Reference implementations:
-reference.rope_and_store_latents, reference.fp8_rows, reference.int4_rows, reference.nvfp4_rows.
+"""Multi-head latent attention on the GPU (Triton), except for the attention itself: latents are normalised, keys and queries
+rotated, and both latents and keys stored; each head's queries and sums of latents are multiplied by the head's own part of a
+matrix, which is quantised to FP8 or four bits. Reference implementations: reference.rope_and_store_latents, reference.fp8_rows,
+reference.int4_rows, reference.nvfp4_rows.
 
 Shapes: T tokens, H heads, K plain and R rotated dimensions of queries, V dimensions of values, L numbers of a latent, P pairs of
 rotated dimensions, 2 P = R.
@@ -103,10 +104,12 @@ def rope_and_store_latents(
     slots: Tensor,
     interleaved: bool,
 ) -> None:
-    """Rotates queries [T, H (K + R)] in place and stores latents and rotated keys at slots [T] (below 0: nothing) of layer `layer`,
-    as reference.rope_and_store_latents does. down [T, N]: its last L + R columns are read. turns: [T, R] float32, cosines, then
-    sines. norm, eps: of latents. scales: those of fp8 KV; None: KV is not fp8. interleaved: the two dimensions of a rotated pair
-    are neighbours."""
+    """Rotates queries [T, H (K + R)] in place, and stores normalised latents and rotated keys in the KV slots `slots` [T] (below 0:
+    nothing is stored) of layer `layer`, as reference.rope_and_store_latents does.
+
+    down [T, N]: the latents and keys, in its last L + R columns. turns [T, R] float32: cosines, then sines. norm, eps: weights and
+    epsilon of the latents' norm. scales: the scales of fp8 KV; None: KV is not fp8. interleaved: the two dimensions of a rotated
+    pair are neighbours."""
     block_tokens, token_values = kv.shape[4:]
     num_tokens, rope_dim = turns.shape
     padded = power_of_two(rope_dim // 2)
@@ -205,9 +208,10 @@ def _by_head_kernel(
 
 
 def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool, out: Tensor) -> None:
-    """Multiplies each head of x with its part of heads.up [H (K + V), L], a matrix of FP8, int8, INT4 or NVFP4. of_values: x [T, H,
-    L] gives out [T, H, V]; else x [T, H, K] gives out [T, H, L]. Weights are rounded to x's dtype. The last dimension of x and out
-    must be contiguous. widen: products are computed in float32 (where kernels are interpreted)."""
+    """Multiplies each head of x by its part of heads.up [H (K + V), L], a matrix of FP8, int8, INT4 or NVFP4, whose weights are
+    rounded to x's dtype. of_values: multiplies by the value matrices: x [T, H, L] gives out [T, H, V]; False: by the key matrices:
+    x [T, H, K] gives out [T, H, L]. The last dimension of x and of out must be contiguous. widen: products are computed in float32
+    (where kernels are interpreted)."""
     up = heads.up
     assert isinstance(up, Fp8Matrix | Int4Matrix | Int8Matrix | Nvfp4Matrix)
     of_bytes = isinstance(up, Fp8Matrix | Int8Matrix)

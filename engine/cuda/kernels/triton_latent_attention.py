@@ -1,6 +1,6 @@
-"""Attention to latents on the GPU (Triton): queries that each head's key matrix has brought to the latents' space, [T, H, L + E],
-read the latents as they are stored. A tile of latents is loaded once, as keys and as values. Decode steps take the pieces of
-triton_decode; rows with several new tokens take the tiles of triton_extend.
+"""Attention to latents on the GPU (Triton). Queries [T, H, L + E] have already been multiplied by each head's key matrix, so they
+are compared with the latents as stored. Each tile of latents is loaded once and used as keys and as values. Decode steps are
+divided into the pieces of triton_decode; rows with several new tokens into the tiles of triton_extend.
 
 Shapes: T tokens, R rows, I pieces of work, H heads, L numbers of a latent, E rotated dimensions of keys and queries. Reference
 implementation: reference.latent_attention.
@@ -28,11 +28,13 @@ def _read(
     L: tl.constexpr, E: tl.constexpr, BLOCK_TOKENS: tl.constexpr, N: tl.constexpr, PADDED_L: tl.constexpr, PADDED_E: tl.constexpr,
     MASKED: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Adds the positions from begin to below end to the running softmax of M queries, and returns the new (top [M], total [M], sums
-    [M, PADDED_L]); see triton_softmax.accumulate.
+    """Adds the positions from `begin` to `end` - 1 to the running softmax of M queries. Returns its new state (top [M], total [M],
+    sums [M, PADDED_L]), as triton_softmax.accumulate does.
 
-    latents [M, PADDED_L], turned [M, PADDED_E]: the queries' parts for latents and for rotated keys. table: the row's block table.
-    MASKED: positions behind a query's own (own [M]) and from `end` on are masked out; without it there must be none of them."""
+    latents [M, PADDED_L], turned [M, PADDED_E]: the parts of the queries for latents and for rotated keys. table: the row's block
+    table.
+    MASKED: positions are masked out if they are after the query's own (own [M]) or from `end` on. False: the caller promises that
+    there are no such positions."""
     number, dim, place = tl.arange(0, PADDED_L), tl.arange(0, PADDED_E), tl.arange(0, N)
     factor = log2_factor(scale, False)
     for start in range(begin, end, N):
@@ -186,9 +188,9 @@ def decode_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes the attention of R rows' queries, which are the first R tokens of queries [T, H, L + E], into out [T, H, L]. Rows
-    without a context get zeros. tile_heads: heads that read a tile of latents together, at most. The other arguments are those of
-    triton_decode.decode_attention."""
+    """Computes the attention of R rows with one new token each, and writes it to out [T, H, L]. The queries are the first R tokens
+    of queries [T, H, L + E]. Rows without a context get zeros. tile_heads: the most heads that read a tile of latents together. The
+    other arguments are those of triton_decode.decode_attention."""
     heads, rank = queries.shape[1], out.shape[2]
     num_items, wide_items = len(work.rows), queries.element_size() == 4
     partial = torch.empty(num_items, heads, rank, dtype=torch.float32, device=queries.device)
@@ -238,9 +240,9 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes attention for tiles of tile_tokens queries, of which only those are computed that are among queries [T', H, L + E],
-    the step's tokens from first_token on. Writes their rows of out [T', H, L]. The other arguments are those of
-    triton_extend.extend_attention."""
+    """Computes attention for tiles of tile_tokens queries, and writes the results to out [T', H, L]. queries [T', H, L + E]: T' of
+    the step's tokens, from first_token on; tiles or parts of tiles outside of these tokens are skipped. The other arguments are
+    those of triton_extend.extend_attention."""
     wide_items = queries.element_size() == 4
     num_queries = min(tile_tokens, 16 if wide_items else QUERIES)
     _latent_extend_kernel[(queries.shape[1], len(tile_rows), ceil_div(tile_tokens, num_queries))](

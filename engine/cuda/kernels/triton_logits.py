@@ -1,13 +1,15 @@
-"""Edits logits before sampling, and computes log-probabilities and ranks of tokens, on the GPU (Triton). Masks, biases, penalties
-and bans of all rows of a step take three launches. Reference implementations: reference.{penalise, top_logprobs, ranks}.
+"""Edits logits before sampling, and computes log-probabilities and ranks of tokens, on the GPU (Triton). Reference implementations:
+reference.{penalise, top_logprobs, ranks}.
 
-1. `_widen_kernel` writes the logits as float32 to memory of their own, without the tokens that masks rule out.
-2. `_count_kernel` adds biases, and counts the tokens of sequences that are penalised.
-3. `_penalise_kernel` penalises each token that was counted once, and rules out banned ones. A program takes a token's count out of
-   the table as it reads it, so only one program changes the token's logit.
+Masks, biases, penalties and banned ids of all rows of a step take three launches:
 
-Masks, tokens, biases and banned ids of all rows are in one array of words; columns with a number for each row say where they begin.
-Grids depend on the number of rows alone, so that a graph can hold these launches (engine/cuda/edited_graphs.py).
+1. `_widen_kernel` writes the logits as float32 to memory of their own, and gives tokens that masks rule out the lowest value.
+2. `_count_kernel` adds biases, and counts the tokens of those sequences that have penalties.
+3. `_penalise_kernel` penalises each counted token once, and rules out banned ids. A program replaces a token's count by 0 as it
+   reads it, so only one program changes the token's logit.
+
+Masks, tokens, biases and banned ids of all rows are in one array of words; columns with a number for each row say where those of
+the row begin. Grids depend on the number of rows alone, so that a graph can hold these launches (engine/cuda/edited_graphs.py).
 
 Shapes: N rows, V vocabulary, W = ceil(V / 32) words of a mask, E edits (an edit is what one row's request changes), K alternatives.
 """
@@ -136,9 +138,11 @@ def _penalise_kernel(
 
 
 def widen(logits: Tensor, first: int, masks: Tensor, words: Tensor, counted: Tensor, wide: Tensor, counts: Tensor) -> None:
-    """Writes rows first to first + N of logits to wide [N, V] float32. Logits that a mask rules out become the least number of the
-    logits' type; NaN and infinities stay. masks: [N] int32, where the row's mask [W] begins in words (int32), -1 for none; a set
-    bit of a mask allows its token. counted: [N] int32, not 0 for rows whose counts [N, V] int32 are set to zeros."""
+    """Writes rows `first` to `first` + N - 1 of logits to wide [N, V] float32. Logits that a mask rules out become the lowest
+    finite number of the logits' type; NaN and infinities stay.
+
+    masks [N] int32: the index in words (int32) at which the row's mask [W] begins; -1: the row has none. A set bit of a mask allows
+    its token. counted [N] int32: not 0 for rows whose counts [N, V] int32 are set to zeros."""
     rows, vocab = wide.shape
     least = torch.finfo(logits.dtype).min
     _widen_kernel[(rows, ceil_div(vocab, WIDEN_BLOCK))](
@@ -147,16 +151,16 @@ def widen(logits: Tensor, first: int, masks: Tensor, words: Tensor, counted: Ten
 
 
 def add_biases_and_count(wide: Tensor, counts: Tensor, edits: Tensor, words: Tensor) -> None:
-    """Adds the biases of edits [E EDIT_WORDS] int32 to wide [N, V], and counts the edits' tokens in counts [N, V] int32, whose rows
-    must be zeros before. words: the int32 memory into which the words of an edit point."""
+    """Adds the biases of edits [E EDIT_WORDS] int32 to wide [N, V] float32, and adds the edits' tokens to counts [N, V] int32,
+    whose rows must be zeros before. words: the int32 memory in which an edit's biases and tokens lie; the edit says where."""
     grid = (len(edits) // EDIT_WORDS, EDIT_PROGRAMS)
     _count_kernel[grid](wide, counts, edits, words, wide.shape[1], BLOCK=EDIT_BLOCK, num_warps=4)
 
 
 def penalise_and_ban(wide: Tensor, counts: Tensor, edits: Tensor, penalties: Tensor, words: Tensor) -> None:
-    """Penalises the tokens that add_biases_and_count has counted, as reference.penalise does, by penalties [E PENALTIES] float64,
-    and rules out the banned ids: their logits become the least float32, unless they are not finite. The count of each token of an
-    edit becomes 0. The other arguments are those of add_biases_and_count."""
+    """Penalises the tokens that add_biases_and_count has counted, as reference.penalise does, and rules out the banned ids: their
+    logits become the lowest finite float32, unless they are NaN or infinite. The counts of the edits' tokens become 0. penalties:
+    [E PENALTIES] float64. The other arguments are those of add_biases_and_count."""
     grid = (len(edits) // EDIT_WORDS, EDIT_PROGRAMS)
     _penalise_kernel[grid](
         wide, counts, edits, penalties, words, wide.shape[1], BLOCK=EDIT_BLOCK, num_warps=4, enable_fp_fusion=False
@@ -214,11 +218,12 @@ def _logprobs_kernel(
 def top_logprobs(
     logits: Tensor, first: int, rows: Tensor, nums: Tensor, chosen: Tensor, picked: Tensor, top_ids: Tensor, top: Tensor
 ) -> None:
-    """Computes the log-probabilities of M rows' chosen tokens and of their most likely ones, see Ops.top_logprobs, and writes
-    picked [M] float32, top_ids [M, K] int32 and top [M, K] float32. For rows with logits that are not finite they are undefined.
+    """Computes log-probabilities of M rows, as Ops.top_logprobs does. Writes picked [M] float32 (those of the chosen tokens),
+    top_ids [M, K] int32 (the ids of the most likely tokens) and top [M, K] float32 (their log-probabilities). The results of rows
+    with NaN or infinite logits are undefined.
 
-    rows [M] int32: indices into the N rows of logits that begin at row `first`; -1: there is none, and nothing is written. nums [M]
-    int32: how many of the K most likely tokens are written. chosen [N] int32: the token of each of the N."""
+    rows [M] int32: the rows' indices among the N rows of logits that begin at row `first`; -1: nothing is written. nums [M] int32:
+    how many of the K most likely tokens are written. chosen [N] int32: the chosen token of each of the N rows."""
     vocab = logits.shape[1]
     block = min(4096, max(16, power_of_two(vocab)))
     _logprobs_kernel[(len(rows),)](
@@ -259,8 +264,8 @@ def _ranks_kernel(
 
 
 def ranks(logits: Tensor, chosen: Tensor, out: Tensor) -> None:
-    """Writes to out [N] int32 how many logits of each row of logits [N, V] are at least as large as that of its token in chosen [N]
-    int32, which is counted too."""
+    """Writes the rank of each row's token in chosen [N] int32 to out [N] int32: the number of logits in the row of logits [N, V]
+    that are at least as large as the token's, its own included."""
     vocab = logits.shape[1]
     block = min(4096, max(16, power_of_two(vocab)))
     _ranks_kernel[(len(logits),)](logits, chosen, out, vocab, BLOCK=block, num_warps=16 if block == 4096 else 4)

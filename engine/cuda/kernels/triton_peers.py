@@ -50,8 +50,8 @@ def _tell(
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Publishes the number `call` in all regions. A thread that reads it also sees what this program's threads wrote before the
-    last barrier."""
+    """Publishes the number `call` in the regions of all ranks. A thread that reads this number also sees everything that this
+    program's threads wrote before the last barrier."""
     if INTERPRETED:
         for step in tl.static_range(SIZE):
             tl.atomic_xchg(place + step * (STRIDE // 8), call, sem="release", scope="sys")
@@ -83,8 +83,8 @@ def _told(
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Returns, in each thread, the number that one of the ranks has published; the thread then sees what that rank wrote before.
-    Interpreted, it returns the smallest number of all ranks."""
+    """Returns, in each thread, the number that one of the ranks has published. The thread then also sees what that rank wrote
+    before it published the number. Where kernels are interpreted, returns the smallest number of all ranks."""
     if INTERPRETED:
         number = tl.atomic_add(places, 0, sem="acquire", scope="sys")
         for rank in tl.static_range(1, SIZE):
@@ -161,10 +161,13 @@ def _sum_kernel(
 
 
 def sum_over_ranks(x: Tensor, regions: Tensor, stop: Tensor, rank: int, interpreted: bool) -> None:
-    """Replaces the values of x by their sums over all ranks, each of which calls this. x: contiguous, of one of DTYPES, at most
-    MOST_BYTES. regions: [S, bytes of a region] uint8, the regions as this rank has mapped them: its own, then those of the next
-    higher ranks, with rank 0 after the last; all bytes were 0 before any rank's first call. stop: [1] int64, in memory that host
-    and device read; once it is not 0, calls end without waiting, and their results are worthless."""
+    """Replaces the values of x by their sums over all ranks. All ranks call it. x: contiguous, of one of DTYPES, at most
+    MOST_BYTES.
+
+    regions [S, bytes of a region] uint8: the regions of all ranks as this rank has mapped them: its own, then those of the next
+    higher ranks, with rank 0 after the last. Before the first call of any rank all bytes were 0.
+    stop [1] int64, in memory that host and device read: once it is not 0, calls end without waiting, and their results are
+    worthless."""
     item, size, stride = x.element_size(), *regions.shape
     block = LANE_BYTES // item
     _sum_kernel[(ceil_div(x.numel(), block),)](

@@ -1,5 +1,5 @@
-"""Rotary embedding, norms of queries and keys, and the KV write in one pass on the GPU (Triton). Reference implementations:
-reference.rope_and_store, and for cos_sin CpuOps.cos_sin (engine/cpu/ops.py).
+"""Rotary embedding on the GPU (Triton): one pass normalises queries and keys, rotates them, and stores keys and values. Reference
+implementations: reference.rope_and_store; of cos_sin CpuOps.cos_sin (engine/cpu/ops.py).
 
 Shapes: T tokens, H query heads, G KV heads, D head size, P pairs of a head's dimensions that are rotated.
 """
@@ -37,8 +37,8 @@ def _cos_sin_kernel(
 
 
 def cos_sin(positions: Tensor, rotary: Rotary, out: Tensor) -> None:
-    """Writes the cosines, then the sines, of position * inv_freq, times the scale of `rotary` (a layer's rotary embedding) and its
-    temperature at that position, to out [T, 2 P] float32. positions: [T]."""
+    """Writes to out [T, 2 P] float32 the cosines, then the sines, of position * inv_freq for each of positions [T]. They are
+    multiplied by the scale of `rotary` (a layer's rotary embedding) and by its temperature at the position."""
     pairs = len(rotary.inv_freq)
     heat = rotary.temperature
     _cos_sin_kernel[(len(positions),)](
@@ -56,8 +56,9 @@ def cos_sin(positions: Tensor, rotary: Rotary, out: Tensor) -> None:
 
 @triton.jit
 def _normed(value, total, factor, AROUND_ONE: tl.constexpr, D: tl.constexpr, eps, narrow):
-    """Returns the RMS norm of a part of each head, `value` [heads, dimensions] float32, rounded to `narrow` as reference.rms_norm
-    rounds. total [heads]: the sum of the squares of all D dimensions of the head. factor: the norm's weights."""
+    """Returns the RMS norm of a part of each head, `value` [heads, dimensions] float32, rounded to the dtype `narrow` where
+    reference.rms_norm rounds. total [heads]: the sum of the squares of all D dimensions of the head. factor: the norm's weights;
+    with AROUND_ONE, their difference from 1."""
     wide = value * tl.rsqrt(total / D + eps)[:, None]
     if AROUND_ONE:
         factor += 1.0
@@ -196,11 +197,11 @@ def rope_and_store(
     num_turned: int | None = None,
     value_norm: Tensor | None = None,
 ) -> None:
-    """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, and stores the rotated keys and the
-    values at slots [T] of layer `layer` (below 0: nothing). Values may have a norm where queries and keys have them. Unlike
-    reference.rope_and_store it leaves the keys in qkv as they are.
+    """Rotates the queries of qkv [T, (H + 2 G) D] in place, and stores the rotated keys and the values in the KV slots `slots` [T]
+    (below 0: nothing is stored) of layer `layer`. Queries and keys are normalised first if norms are given; values may have a norm
+    only if queries and keys have. Unlike reference.rope_and_store, leaves the keys in qkv as they are.
 
-    turns: [T, 2 P] float32, cosines, then sines. scales: those of fp8 KV; None: KV is not fp8. interleaved, num_turned: as in
+    turns [T, 2 P] float32: cosines, then sines. scales: the scales of fp8 KV; None: KV is not fp8. interleaved, num_turned: as in
     Ops.rope_and_store."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     pairs = turns.shape[1] // 2
@@ -248,8 +249,8 @@ def rope(
     slots: Tensor,
     interleaved: bool,
 ) -> None:
-    """Normalises (if a norm is given) and rotates queries [T, H D] in place. turns: [T, 2 P] float32, cosines, then sines. slots
-    [T] are read, but nothing is stored."""
+    """Rotates queries [T, H D] in place, after normalising them if a norm is given. Nothing is stored. turns [T, 2 P] float32:
+    cosines, then sines. slots [T]: read by the kernel, but without effect."""
     head_dim, pairs = queries.shape[1] // heads, turns.shape[1] // 2
     padded, beyond = power_of_two(pairs), head_dim - 2 * pairs
     per_program = max(1, min(power_of_two(heads), 1024 // padded))

@@ -1,22 +1,25 @@
 """Samples tokens from logits on the GPU (Triton), without a sort. Reference implementations: reference.{greedy, sample, hash32}.
 
-A row is cut into tiles, and each tile has a program of its own. How it is cut depends on the vocabulary alone, so a row gets the
-same token, to the last bit of every sum, alone or among others.
+A row is cut into tiles, and each tile has a program of its own. The tiles depend on the vocabulary alone, so a row gets the same
+token, and every sum the same bits, alone or in any batch.
 
-The tokens that top_k, top_p and min_p keep are the heaviest ones. So a token that is both lighter and later in the exponential race
-of reference.sample than another can never be sampled. What is left, in the order of the race, is the row's front: each token of it
-is heavier than the one before. The token that is sampled is the first of the front that is kept, and what is heavier decides
-whether one is kept: fewer than k tokens, or less than top_p of the mass.
+Sampling is an exponential race (reference.sample): each token has a weight (its probability, up to a factor) and a random time, and
+the earliest token that top_k, top_p and min_p keep is sampled. These settings keep the heaviest tokens. So a token cannot be
+sampled if a heavier token is earlier. The other tokens, in the order of their times, are called the row's front; each is heavier
+than the one before. The first token of the front that is kept is the sampled one. A token is kept if fewer than top_k tokens are
+heavier than it, or if the weights of these tokens are less than top_p of the sum of all weights (the mass).
 
 1. `_survey_kernel` reads all logits once and finds each tile's largest logit, mass and front. A tile's front has some ten tokens.
-2. `_propose_kernel` merges what a row's tiles found. Greedy rows, and rows that only temperature or min_p shape, are done.
-3. `_weigh_kernel` finds what is heavier than each token of the front, in tiles that have heavier tokens at all.
+2. `_propose_kernel` merges the results of a row's tiles. Greedy rows, and rows without top_k and top_p, are then finished.
+3. `_weigh_kernel` adds up, for each token of the front, how many tokens are heavier, or what they weigh; it skips tiles without
+   such tokens.
 4. `_choose_kernel` takes the first token that is kept.
 
-Where top_k and top_p come together, the mass is that of the k heaviest tokens. The second step then searches for the k-th weight,
-among the stripes of the row whose largest token is among the k heaviest stripes' own. A front that is longer than what is stored of
-it (MOST_FRONT in a tile, MOST_PIVOTS in a row) and has no kept token up to there is rare; the fourth step then goes on alone, with
-two passes for each further token of the front.
+With both top_k and top_p, the mass is that of the k heaviest tokens. The second step then searches for the k-th largest weight, and
+reads only those stripes (parts of a tile) that may have heavier tokens.
+
+A front may be longer than the part of it that is stored (MOST_FRONT tokens of a tile, MOST_PIVOTS of a row). If none of the stored
+tokens is kept, which is rare, the fourth step continues alone, with two passes over the logits for each further token of the front.
 
 Shapes: N rows, V vocabulary, S tiles of a row.
 """
@@ -47,8 +50,8 @@ NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def hash32(index, key0, key1):
-    """Returns 32 well mixed bits of (index, key0, key1) as uint32, like the arguments: two rounds of a multiply-xorshift finaliser,
-    the same bits as on the CPU."""
+    """Returns 32 pseudorandom bits as uint32: a hash of (index, key0, key1), each uint32, by two rounds of a multiply-xorshift
+    finaliser. The CPU computes the same bits."""
     h = (index * 0x9E3779B1).to(tl.uint32) ^ key0
     h = ((h ^ (h >> 16)) * 0x85EBCA6B).to(tl.uint32)
     h = ((h ^ (h >> 13)) * 0xC2B2AE35).to(tl.uint32)
@@ -60,8 +63,8 @@ def hash32(index, key0, key1):
 
 @triton.jit
 def exponential(bits):
-    """Returns -log(1 - (bits + 1/2) / 2**32) in float32, never 0: a unit exponential random number from uniform bits (uint32).
-    Small numbers decide races, so they keep their relative precision: a series is used below 1/64."""
+    """Returns -log(1 - (bits + 1/2) / 2**32) in float32, never 0: an exponentially distributed random number with mean 1 from
+    uniform bits (uint32). Below 1/64 it is computed by a series, because small numbers need their relative precision."""
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
     return tl.where(u < 0.015625, series, -tl.log(tl.maximum(1.0 - u, 2.9802322e-8)))
@@ -69,16 +72,16 @@ def exponential(bits):
 
 @triton.jit
 def _weights(logits, at, inside, top, factor):
-    """Returns the weights exp((logit - top) * factor) of the tokens `at` of a row, in float32, 0 where not inside. top: the logit
-    whose weight is 1. factor: 1 / temperature."""
+    """Returns the weights exp((logit - top) * factor) of the tokens `at` of a row, in float32; 0 where `inside` is false. top: the
+    logit whose weight is 1. factor: 1 / temperature."""
     logit = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
     return tl.exp((logit - top) * factor)
 
 
 @triton.jit
 def _times(at, own, first, second):
-    """Returns the times at which the tokens `at` finish the race, in float32. own: their weights. first, second: the row's keys
-    key0 and key1."""
+    """Returns the random times of the tokens `at` in the exponential race, in float32; the earliest token wins. own: the tokens'
+    weights. first, second: the row's keys key0 and key1."""
     return exponential(hash32(at.to(tl.uint32), first, second)) / own
 
 
@@ -138,7 +141,7 @@ def _survey_kernel(
 
 @triton.jit
 def _added(above, unit, count1, count2, count3, count4, count5, count6, count7):
-    """Returns the seven counters, tensors of int32, each increased by 1 where `above` is at least 1, 2, ... or 7 times unit."""
+    """Returns the seven counters (int32 tensors), of which the n-th is increased by 1 where `above` is at least n times unit."""
     count1 += (above >= unit).to(tl.int32)
     count2 += (above >= 2 * unit).to(tl.int32)
     count3 += (above >= 3 * unit).to(tl.int32)
@@ -151,7 +154,8 @@ def _added(above, unit, count1, count2, count3, count4, count5, count6, count7):
 
 @triton.jit
 def _digit(k, count1, count2, count3, count4, count5, count6, count7):
-    """Returns how many of the seven counters have a sum of k or more: the next three bits of what _kth_weight searches."""
+    """Returns how many of the seven counters have a sum of k or more. This number is the next three bits of the weight for which
+    _kth_weight searches."""
     digit = (tl.sum(count1) >= k).to(tl.int32) + (tl.sum(count2) >= k).to(tl.int32) + (tl.sum(count3) >= k).to(tl.int32)
     digit += (tl.sum(count4) >= k).to(tl.int32) + (tl.sum(count5) >= k).to(tl.int32) + (tl.sum(count6) >= k).to(tl.int32)
     return digit + (tl.sum(count7) >= k).to(tl.int32)
@@ -159,8 +163,9 @@ def _digit(k, count1, count2, count3, count4, count5, count6, count7):
 
 @triton.jit
 def _stripe_bits(numbers, start, num_stripes, top, factor, PER_TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the bits (int32) of the largest weight of each of BLOCK stripes from number `start` on, -1 for those behind the last.
-    numbers: the row's records, in which _survey_kernel has stored the stripes' largest logits, PER_TILE in a tile."""
+    """Returns the largest weight of each of BLOCK stripes (parts of a tile), from stripe `start` on, as the bits of a float32
+    (int32); -1 for stripes after the last. numbers: the row's records, in which _survey_kernel has stored the stripes' largest
+    logits. PER_TILE: number of stripes in a tile."""
     stripe = start + tl.arange(0, BLOCK)
     at = stripe // PER_TILE * RECORD_SIZE + STRIPES_PART + stripe % PER_TILE
     return tl.where(stripe < num_stripes, _weights(numbers, at, stripe < num_stripes, top, factor).to(tl.int32, bitcast=True), -1)
@@ -170,11 +175,11 @@ def _stripe_bits(numbers, start, num_stripes, top, factor, PER_TILE: tl.constexp
 def _kth_weight(
     logits, V, top, factor, k, numbers, integers, num_stripes, STRIPE: tl.constexpr, PER_TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns the k-th largest weight of a row, so that tokens of equal weight are all kept. Each round finds three of its bits, as
-    weights are between 0 and 1 and their bits sort as they do.
+    """Returns the k-th largest weight of a row. Weights are between 0 and 1, so they sort as their bits do; each round of the
+    search finds three bits.
 
-    The k-th largest of the stripes' largest weights is a first bound: so many tokens are at least as heavy. Fewer than k stripes
-    have a token that is heavier, and only these are searched."""
+    The search begins with the largest weight of each stripe. The k-th largest of these is a lower bound of the result, because at
+    least k tokens are as heavy. Fewer than k stripes have a heavier token, and only these stripes are searched further."""
     bound = 0
     unit = 1 << 27
     for _ in range(0, 10):
@@ -348,8 +353,7 @@ def _weigh_kernel(
 
 @triton.jit
 def _above(logits, V, top, factor, floor, by_mass, BLOCK: tl.constexpr):
-    """Returns the sum of the weights (by_mass), or else the number, of the tokens of a row that are heavier than `floor`, in
-    float32."""
+    """Returns, in float32, how many tokens of a row are heavier than `floor`; with by_mass, the sum of their weights instead."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -425,8 +429,8 @@ def _choose_kernel(
 
 
 def empty_records(rows: int, vocab: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Allocates the records through which the kernels pass on what they found in `rows` rows: numbers (float32) and integers
-    (int32), [N, S + 1, RECORD] each."""
+    """Allocates the memory through which the kernels pass results on, for `rows` rows: numbers (float32) and integers (int32), each
+    [N, S + 1, RECORD], with one record for each tile and one for the row. The memory is not initialised."""
     shape = (rows, ceil_div(vocab, _tile_tokens(vocab)) + 1, RECORD)
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
 
@@ -448,9 +452,9 @@ def sample(
     *,
     is_cut: bool = True,
 ) -> None:
-    """Samples a token for each row of logits [N, V], as reference.sample does, by settings of [N] each. Writes ids and bad [N]
-    int32; bad is not 0 where the row holds NaN or an infinity. Rows of temperature 0 take their largest logit. is_cut: False
-    promises that no row has a top_k, top_p or min_p, and spares two launches."""
+    """Samples a token for each row of logits [N, V], as reference.sample does. All settings are [N]; at temperature 0 the largest
+    logit wins. Writes to ids [N] int32 the tokens, and to bad [N] int32 a number that is not 0 for rows with NaN or an infinity.
+    is_cut: False promises that no row has a top_k, top_p or min_p, which saves two launches."""
     rows, vocab = logits.shape
     tile = _tile_tokens(vocab)
     num_tiles = ceil_div(vocab, tile)

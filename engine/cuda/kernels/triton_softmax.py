@@ -1,6 +1,6 @@
-"""Pieces of the attention kernels (Triton). The running softmax counts in log2, so that a single exp2 instruction turns a score
-into a weight. Its state is top [M], the largest score so far in log2, total [M], the sum of the weights relative to it, and sums
-[M, D], the values times these weights.
+"""Functions of the attention kernels (Triton) that compute a running softmax over positions. Scores are kept as base-2 logarithms,
+so that a single exp2 instruction turns a score into a weight. The softmax has a state: top [M], the largest score so far; total
+[M], the sum of the weights relative to it; sums [M, D], the sum of the values times these weights.
 
 Shapes: M queries, N positions, D head size (padded to a power of two).
 """
@@ -15,10 +15,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def scores_of(query, key, scale, softcap, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr):
-    """Returns the scores [M, N] float32 of query [M, D] and key [N, D], which become logarithms (base 2) of weights once they are
-    multiplied by log2_factor: their dot products, or with SOFTCAP softcap * tanh(scale * dot product / softcap).
+    """Returns the scores [M, N] float32 of query [M, D] and key [N, D]: their dot products, or with SOFTCAP softcap * tanh(scale *
+    dot product / softcap). Multiplied by log2_factor they are base-2 logarithms of weights.
 
-    WIDEN: products are computed in float32, because Triton's interpreter would multiply bfloat16 by its bits."""
+    WIDEN: products are computed in float32, because Triton's interpreter multiplies bfloat16 wrongly (as integers)."""
     if WIDEN:
         key = key.to(tl.float32)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
@@ -30,16 +30,16 @@ def scores_of(query, key, scale, softcap, SOFTCAP: tl.constexpr, WIDEN: tl.const
 
 @triton.jit
 def log2_factor(scale, SOFTCAP: tl.constexpr):
-    """Returns the factor by which the results of `scores_of` must be multiplied: log2(e), times scale unless SOFTCAP has applied it
-    already."""
+    """Returns the factor that makes results of `scores_of` base-2 logarithms of weights: log2(e), times scale unless SOFTCAP, with
+    which scores_of has applied the scale."""
     return (1.0 if SOFTCAP else scale) * LOG2_E
 
 
 @triton.jit
 def accumulate(scores, factor, value, by_value, top, total, sums, WIDEN: tl.constexpr):
-    """Adds N positions to the running softmax and returns its new state (top, total, sums). scores: [M, N], -inf where a position
-    is not seen. factor: more than 0, multiplies the scores in the same instruction that subtracts the largest. value: [N, D].
-    by_value: 1.0, or [1, N], by which the values are multiplied. WIDEN: as in scores_of."""
+    """Adds N positions to the running softmax and returns its new state (top, total, sums). scores [M, N]: -inf where a query does
+    not attend to a position. factor: the log2_factor by which the scores are multiplied here; above 0. value: [N, D]. by_value: a
+    factor of the values, 1.0 or [1, N]. WIDEN: as in scores_of."""
     new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
     seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # while nothing is seen, because -inf minus -inf is NaN
     weights = tl.exp2(scores * factor - seen[:, None])

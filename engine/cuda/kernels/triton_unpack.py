@@ -1,11 +1,11 @@
 """Decodes packed weights on the GPU (Triton). Reference implementation: loader.packing.codec.decode; the format is in
 loader.files.frame.
 
-Shapes: F frames, N values of a tensor.
+A program decodes one group of 1,024 values of a frame (128 bytes of each bit plane). The frame's table of offsets says which of its
+escapes belong to the group, and so do the group's codes. If the two contradict each other, the frame is refused; nothing outside of
+the frame has been read.
 
-A program decodes one group of 1,024 values of one frame: 128 bytes of each plane, 8 values a byte. The frame's offsets and the
-preceding bits tell which of the frame's escapes belong to the group. If these contradict each other, the frame is refused, and
-nothing outside of it has been read.
+Shapes: F frames, N values of a tensor.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def _unpack_kernel(
 def unpack(data: Tensor, begins: Tensor, frame_values: int, out: Tensor, refused: Tensor, number: int = 1) -> None:
     """Decodes the frames in data (uint8) into out [N], contiguous, of any two-byte type.
 
-    begins: [F] int64, where each frame begins in data, aligned to 64 bytes. The host must have checked the frames' heads and
-    checksums. All frames but the last hold frame_values values. refused: [1] int32, set to number + f if frame f is bad: its codes
-    ask for other escapes than it has. Otherwise it stays."""
+    begins [F] int64: where each frame begins in data, aligned to 64 bytes. The host must have checked the frames' heads and
+    checksums. frame_values: number of values of every frame but the last.
+    refused [1] int32: set to number + f if frame f is invalid (its codes need another number of escapes than it has); otherwise
+    unchanged."""
     groups = ceil_div(min(frame_values, out.numel()), layout.GROUP_VALUES)
     bits = out.view(-1).view(dtype=torch.int16)
     _unpack_kernel[(groups, len(begins))](
