@@ -25,12 +25,12 @@ from scheduler.batch.plan import IntArray, SequenceTable
 class _OnDevice(NamedTuple):
     """The memory on the device that kernels of adapters read.
 
-    places [M, A] int64: index in `memory` of the first element of the adapter's matrices for the matrix product; -1: the adapter
-    has none for it.
+    places [M, A] int64: for each matrix product and adapter, the index in `memory` at which the adapter's matrices for this product
+    begin; -1: there are none.
     ranks [M, A] int32: the LoRA rank of these matrices.
     of_slots [S + 1] int32: the number of each slot's adapter; -1: none. Slot S, at which padding rows point, has none.
     memory: the KV arena as a flat tensor in the model's dtype.
-    sent: int32, receives what changes in the tables when an adapter comes or goes."""
+    sent, int32: receives the new table entries of one adapter before a kernel writes them to the tables."""
 
     places: Tensor
     ranks: Tensor
@@ -41,14 +41,13 @@ class _OnDevice(NamedTuple):
 
 class DeviceAdapterMemory(AdapterTables):
     """The tables of one model's LoRA adapters on a GPU (an AdapterMemory of engine.contracts.adapters). The device's tables are
-    allocated with the model, so that a new adapter needs no device memory for tables, of which there may be none left by then. They
-    never move, because graphs read them. A change of their content is launched like a step: steps launched before it do not see it,
-    those launched after it do.
+    allocated with the model and never move, because graphs read them. Their content is changed on the stream of steps, so only
+    steps launched afterwards see a change.
 
     bound: an upper bound of the ranks of all adapters so far, one of the kernels' RANK_BOUNDS; 0 before the first adapter.
     dtype: the model's. arena: the device's KV memory as uint8.
-    prepare: compiles the kernels of adapters. bound_grew: called when `bound` has grown, because steps with adapters must then
-    launch other grids."""
+    prepare: compiles the kernels of adapters. bound_grew: called when `bound` has grown; graphs of steps with adapters are then
+    invalid, because their grids depend on it."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class DeviceAdapterMemory(AdapterTables):
             self._bound_grew()
 
     def clear(self, number: int) -> None:
-        """Removes the adapter with this number from the tables. Steps that were launched before still use it."""
+        """Removes the adapter with this number from the tables. Steps that were launched before still use the adapter."""
         self.empty(number)
         self._send(number)
 
@@ -104,8 +103,9 @@ class DeviceAdapterMemory(AdapterTables):
         entry.set_entries(held.ranks, sent["at"], sent["ranks"])
 
     def _entries(self, number: int) -> dict[str, Column]:
-        """Returns the table entries of adapter `number` as `places` and `ranks`, and their indices in the flattened tables on the
-        device: `words` [2 M] counts in words of 4 bytes, for `places`; `at` [M] counts in elements, for `ranks`."""
+        """Returns the table entries of adapter `number` as the columns that are sent to the device: `places` [2 M] int32 (the int64
+        numbers as pairs of words) and `ranks` [M], and where they belong in the flattened tables: `words` [2 M] for the words of
+        `places`, `at` [M] for `ranks`."""
         num_products, width = self.places.shape
         at = np.arange(num_products, dtype=np.int32) * np.int32(width) + np.int32(number)
         columns: dict[str, Column] = {"words": np.stack((2 * at, 2 * at + 1), axis=1).reshape(-1), "at": at}
@@ -114,8 +114,8 @@ class DeviceAdapterMemory(AdapterTables):
     # ---- adapters of a step
 
     def update(self, slots: IntArray, table: SequenceTable) -> bool:
-        """Copies the adapter numbers of the step's slots to the device where they have changed since the last call. Returns whether
-        any of these slots has an adapter."""
+        """Copies the adapter numbers of the step's slots to the device, as far as they have changed since the last call. Returns
+        whether any of these slots has an adapter."""
         if not self.bound:
             return False
         now = table.adapter[slots]

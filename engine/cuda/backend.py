@@ -1,5 +1,5 @@
-"""Implements the backend of NVIDIA GPUs (engine.contracts.backend): opens a device's memory and makes models on it. The kernels of
-a model are compiled for its sizes before it is loaded.
+"""The backend (engine.contracts.backend) of NVIDIA GPUs: opens a device's memory and makes models on it. A model's kernels are
+compiled for its sizes before its weights are loaded.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ MAX_GRAPH_TOKENS = 512  # steps with prompt chunks and more tokens have no graph
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
-    """Opens a GPU, allocates its chunks, and limits torch's memory beside them to the work space. handover: keeps handles of the
-    memory outside of this process, so that the memory outlives it; None: the memory ends with this process. Raises MemoryError or
-    DeviceError if the driver refuses the memory, and ValueError for a chunk size that the device cannot have."""
+    """Opens a GPU: allocates its chunks, and limits the memory that torch takes beside the chunks to the work space. handover:
+    passes handles of the memory to the daemon, so that the memory outlives this process; None: the memory ends with this process.
+    Raises MemoryError or DeviceError if the driver refuses the memory, and ValueError for a chunk size that the device cannot
+    have."""
     from engine.cuda.memory import CudaMemory, DeviceError
     from engine.cuda.work_space import limit_torch
 
@@ -81,19 +82,19 @@ def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
 
 
 def beside_work_space(configure: Configure) -> Configure:
-    """Returns the configuration with num_chunks reduced by the chunks of the work space, and with a work space of 0. All chunks of
-    a GPU are allocated at once, and torch takes its work space from the memory beside them. The daemon leases the chunks of the
-    work space to nobody, so nothing is lost."""
+    """Returns the configuration with the chunks of the work space subtracted from num_chunks, and with a work space of 0. On a GPU
+    torch takes the work space from memory outside of the chunks, so these chunks are not allocated; the daemon leases them to
+    nobody."""
     work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
     return msgspec.structs.replace(configure, num_chunks=configure.num_chunks - work_chunks, work_space_bytes=0)
 
 
 class CudaBackend:
-    """The backend (engine.contracts.backend.Backend) of one NVIDIA GPU. If `memory` belongs to another kind of device, kernels run
-    interpreted (for tests).
+    """The backend (engine.contracts.backend.Backend) of one NVIDIA GPU. If its memory belongs to another kind of device, kernels
+    run interpreted (for tests).
 
-    options: the engine's settings. connects: connects the ranks of split models; None: NCCL and memory that the GPUs map from each
-    other do."""
+    options: the engine's settings. connects: makes the connections between the ranks of split models; None: uses NCCL, and for
+    small sums memory that the GPUs map from each other."""
 
     compute_threads = 1
     reads_in_place = steps_may_overlap = False
@@ -127,8 +128,8 @@ class CudaBackend:
         return None if self._builds is None else partial(self._builds.need, spec, shape)
 
     def _need_adapter_kernels(self, spec: LoadModel, shape: ModelShape) -> None:
-        """Compiles the kernels for steps of this model with LoRA adapters, and waits for them. Called when an adapter of the model
-        is about to be read; does nothing if they are compiled already."""
+        """Compiles the kernels for this model's steps with LoRA adapters, and waits until they are compiled. Does nothing if they
+        are compiled already. Called before an adapter of the model is read."""
         if self._builds is not None:
             self._builds.need(spec, shape, lambda: None, adapters=True)
 
@@ -147,8 +148,8 @@ class CudaBackend:
         return None
 
     def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
-        """Returns the model, whose weights have arrived. If the model was loaded before with the same settings at the same address,
-        the result is the earlier object together with its CUDA graphs, in which all addresses are still valid."""
+        """Returns the model, whose weights have arrived. If a model was loaded before with the same settings at the same address,
+        returns that object again, because the addresses in its CUDA graphs are still valid."""
         identity = (
             weights.address,
             spec.fingerprint,
@@ -230,8 +231,8 @@ class CudaBackend:
 
     @contextmanager
     def _on_load_stream(self) -> Iterator[None]:
-        """Returns a context in which everything is launched on the CUDA stream of loads. The context ends by waiting for that
-        stream, so that nothing runs on it any more when a model is handed over or its weights are unmapped."""
+        """Returns a context in which everything is launched on the CUDA stream of loads. At its end the context waits for that
+        stream, because nothing may run there any more when a model is used or its weights are unmapped."""
         if self._load_stream is None:
             yield
             return

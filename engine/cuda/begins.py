@@ -1,10 +1,10 @@
-"""Reports to the first rank of a split model when the devices of the other ranks began a step, so that the first rank knows how
+"""Reports to the first rank of a split model when the devices of the other ranks began a step. The first rank thereby knows how
 long its own device waited for them.
 
 A follower (a rank other than the first) launches its part of a step while its device may still run another model's step, so the
-time at which the host launches would be too early. Instead a CUDA event is recorded in front of the part, outside of the part's
-graph; the event has passed when the device begins. GPUs have no clock in common, so what is reported is the host's time at which it
-sees the event.
+time of the launch would be too early. Instead a CUDA event is recorded before the part, outside of the part's graph; the event has
+passed when the device begins. GPUs have no clock in common, so the host reports its own time at which it sees that the event has
+passed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class DeviceBegins(Link):
             self._begin(self._note_launched, "begins")
 
     def note(self) -> None:
-        """Records when this rank's device begins what is launched next: the present time if the device is idle, else the time at
-        which it ends what was launched before."""
+        """Records when this rank's device begins what is launched next. That is the present time if the device is idle, else the
+        time at which it ends what was launched before."""
         if self._is_cuda:
             fence = EventFence(torch.cuda.current_stream())
             if not fence.done():

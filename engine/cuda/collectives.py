@@ -20,7 +20,7 @@ class Collectives(Protocol):
     nothing if another rank is gone; the device then waits in the exchange until `abort` is called."""
 
     def join(self, agreed: Callable[[bool], bool]) -> None:
-        """Sets up faster ways for some exchanges, if all ranks can use them. All ranks call it once, before their first exchange.
+        """Prepares faster ways of some exchanges, if all ranks can use them. All ranks call it once, before their first exchange.
         agreed: a function that all ranks call together, each with a bool; it returns whether all have passed True. `join` raises
         what `agreed` raises."""
         ...
@@ -44,8 +44,8 @@ class Collectives(Protocol):
         ...
 
     def release(self) -> None:
-        """Frees the memory of the ranks through which exchanges went. Called once, after `abort`, when no thread launches an
-        exchange any more. Waits until the device has ended the exchanges that were launched."""
+        """Frees the memory of the ranks through which tensors were exchanged. Called once, after `abort`, when no thread launches
+        an exchange any more. Waits until the device has ended the exchanges that were launched."""
         ...
 
 
@@ -57,8 +57,8 @@ class Connects(Protocol):
         ...
 
     def connect(self, group_id: bytes, rank: int, size: int) -> Collectives:
-        """Connects rank `rank` with the other ranks of a group of `size`, and returns its connection. Waits until all ranks have
-        called it, even for a rank that is gone."""
+        """Connects rank `rank` with the other ranks of a group of `size` ranks, and returns its connection. Waits until all ranks
+        have called it, and does not return if one of them is gone."""
         ...
 
     def give_up(self) -> None:

@@ -39,8 +39,9 @@ def sampling_columns(rows: SamplingRows) -> Columns:
 
 
 def decode_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, num_rows: int) -> Columns:
-    """Returns the input columns, each [num_rows], of a step in which every row has one new token and samples. The rows after those
-    of the plan are padding. rows: the sampling settings; None: the step does not sample, and gets the settings of padding."""
+    """Returns the input columns, each [num_rows], of a step in which every row has one new token and samples. Rows after those of
+    the plan are padding. rows: the sampling settings; None: the device samples no row in this step, and all rows get the sampling
+    settings of padding."""
     missing = num_rows - len(plan.slots)
     columns: Columns = {
         "slots": plan.slots,
@@ -72,9 +73,12 @@ def padding_columns(num_rows: int, num_slots: int) -> Columns:
 
 @dataclass(slots=True)
 class ExtendStep:
-    """The inputs of a step that computes prompt tokens. num_decode: number of rows with one new token, which come first. num_tiles:
-    number of tiles into which the queries of the other rows are divided. num_sampling: number of tokens, from the first on, in
-    column `wanted` that are sampled from; the tokens after these are those that extend_step was given as `also`."""
+    """The inputs of a step that computes prompt tokens.
+
+    columns: the input columns. num_decode: number of rows with one new token; they come first.
+    num_tiles: number of tiles into which the queries of the other rows are divided.
+    num_sampling: number of tokens at the beginning of column `wanted` after which a token is sampled; the other tokens in it are
+    those given to extend_step as `also`."""
 
     columns: Columns
     num_decode: int

@@ -29,13 +29,13 @@ NICENESS = 5  # lower priority than the steps of models in service
 
 
 class CompileJob(msgspec.Struct, frozen=True):
-    """The kernels to compile: those of one model's steps, or others in their place.
+    """The kernels to compile for one model: those of its steps without adapters, unless `adapters` or `trials` is set.
 
     spec: the model; only settings that affect compilation are used. capability: the GPU's compute capability, 90 for 9.0. folder:
     Triton's cache folder.
     adapters: compile the kernels of steps with LoRA adapters instead.
-    tiles: the tiles of attention that the engine uses in place of those of the table in kernels/tiles.py.
-    trials: compile attention with all tiles that the engine compares for this model (tile_choice.py) instead."""
+    tiles: the tiles of attention that the engine uses instead of those of the table in kernels/tiles.py.
+    trials: compile attention instead, with all tiles that the engine compares for this model (tile_choice.py)."""
 
     spec: LoadModel
     shape: ModelShape
@@ -71,8 +71,8 @@ def main() -> int:
 
 
 def launch_sums(num_ranks: int) -> None:
-    """Launches the kernel that adds up tensors over memory of several GPUs, once for each dtype and size for which it is compiled,
-    as engine/cuda/peers.py does. Where launches are only recorded, nothing is computed."""
+    """Launches the kernel that adds up tensors over several GPUs (triton_peers), once for each dtype and alignment for which Triton
+    compiles it. Called where launches are only recorded, so nothing is computed."""
     regions = AddressRange(num_ranks * PEER_REGION_BYTES).all.view(num_ranks, -1)
     for dtype, num_values in triton_peers.FORMS:
         stop = torch.zeros(1, dtype=torch.int64)
@@ -80,8 +80,8 @@ def launch_sums(num_ranks: int) -> None:
 
 
 def launch_trials(job: CompileJob) -> None:
-    """Launches attention with every tile that the engine compares for the model (tile_choice.py), as the engine does. Where
-    launches are only recorded, nothing is computed."""
+    """Launches attention with every tile that the engine compares for the model (tile_choice.py), with the arguments that the
+    engine uses. Called where launches are only recorded, so nothing is computed."""
     for trial in tile_trials.trials_of(job.spec, job.shape, job.block_tokens):
         for launch in tile_trials.launching(trial, "cpu", 1, trial.tiles).values():
             launch()

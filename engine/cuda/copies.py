@@ -1,8 +1,8 @@
 """Copies between a CUDA device and the host while steps run. The device's copy engines make the copies, on one stream for each
-direction, and kernels compute checksums of what was copied.
+direction. Kernels then compute checksums of the copied bytes.
 
-Host memory that is not registered with the driver (memory/host_registration.py) is copied through the driver's own buffers: that is
-slower, and the call that starts the copy waits for part of it.
+Host memory that is not registered with the driver (memory/host_registration.py) is copied through the driver's own buffers. That is
+slower, and the call that starts a copy waits for part of it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class SummedCopies:
     """Copies of N pieces of memory with their checksums (engine.memory.chunk_memory.DeviceCopies). `wait` returns the checksums.
 
     fence: passed once the copies have ended and `partial_sums` is filled.
-    partial_sums [N, P, 2] int64 in page-locked memory: sums over P parts of each piece's whole words.
-    rests: one entry for each piece that has bytes after its last whole word: (index of the piece, its number of words, these bytes
-    as uint8 in host memory). The bytes are read when the copies have ended."""
+    partial_sums [N, P, 2] int64 in page-locked memory: for each piece the sums over P parts of its words of 8 bytes.
+    rests: an entry for each piece whose bytes are not a whole number of words: (index of the piece, its number of whole words, the
+    bytes after these as uint8 in host memory). These bytes are read when the copies have ended."""
 
     def __init__(self, fence: EventFence, partial_sums: torch.Tensor, rests: Sequence[tuple[int, int, Any]]) -> None:
         self._fence, self._partial_sums, self._rests = fence, partial_sums, rests
@@ -97,14 +97,13 @@ class CudaStreams:
         return torch.cuda.stream(self.incoming)
 
     def after_steps(self) -> None:
-        """Makes all copies that are started from now on from the device (on `outgoing`) wait until the steps launched so far have
-        ended."""
+        """Makes all later copies from the device (those on `outgoing`) wait until the steps launched so far have ended."""
         self.outgoing.wait_stream(torch.cuda.default_stream(self._device))
 
     def summed(self, pieces: Sequence[Piece], stream: torch.cuda.Stream) -> SummedCopies:
         """Launches the checksums of the copies that were started last on `stream`, and returns copies and checksums as one object.
-        pieces: for each copy, its address on the device, aligned to 8 bytes, and the host memory that is copied from or to. Raises
-        torch.OutOfMemoryError if there is no memory for the sums; the copies have then ended."""
+        pieces: for each copy its address on the device, aligned to 8 bytes, and the host memory that is its source or target.
+        Raises torch.OutOfMemoryError if there is no memory for the sums; the copies have then ended."""
         copied = EventFence(stream)
         self._sums.wait_event(copied.event)
         try:
@@ -120,8 +119,8 @@ class CudaStreams:
             raise
 
     def sum_of(self, held: torch.Tensor) -> int:
-        """Returns the checksum of `held`, uint8 in device memory aligned to 8 bytes, with the content that it has after the steps
-        launched so far. Waits for these steps."""
+        """Returns the checksum of `held` (uint8 in device memory, aligned to 8 bytes) with the content after all steps launched so
+        far, for which it waits."""
         self._sums.wait_stream(torch.cuda.default_stream(self._device))
         num_words = len(held) // WORD_BYTES
         partial_sums = self._start_sums([(held.data_ptr(), num_words)])

@@ -1,8 +1,7 @@
 """Makes the columns (arrays of per-row or per-edit values) that the host sends to a GPU for the rows of a step whose logits are
-edited: penalties, biases, banned ids and masks. All such rows of a range are described by one copy, which kernels/triton_logits.py
-reads. No code here loops over tokens.
+edited: penalties, biases, banned ids and masks. kernels/triton_logits.py reads them. Nothing here loops over tokens in Python.
 
-A large step is divided into ranges of rows; EditedPart is what describes one range.
+A large step is divided into ranges of rows. One copy to the device describes all edited rows of a range (EditedPart).
 
 Shapes: N sampling rows, E edits (one for each row with penalties, a bias or banned ids), S slots, W words of a mask, M rows.
 """
@@ -33,8 +32,8 @@ MOST_GAPS = 2  # a span of masks is at most so many times as long as those that 
 class EditedPart:
     """The edits of one range of a step's rows.
 
-    columns: the columns to send; those that describe edits are missing if no row has any.
-    words: the content of one more column, to which values in the other columns point: groups of arrays of biases, banned ids, masks
+    columns: the columns to send; without those that describe edits if no row has any.
+    words: the content of the last column, to which values in the other columns point: groups of arrays of biases, banned ids, masks
     and tokens.
     has_tokens, has_bias, has_ban: whether any row has penalised tokens, a bias, or a banned id."""
 
@@ -47,8 +46,8 @@ class EditedPart:
 
 @dataclass(slots=True)
 class _Lasting:
-    """The data of some rows' edits that does not depend on the rows' tokens. It stays the same from step to step as long as the
-    same requests have the same rows, and the same of them are short of their min_tokens.
+    """The part of some rows' edits that does not depend on the rows' tokens, kept for the next step. It stays valid while the same
+    requests have the same rows, and none of them reaches its min_tokens.
 
     edits [E, EDIT_WORDS]: the words that describe each edit, without pointers to tokens.
     penalties [E PENALTIES]: the penalties of each edit, one edit after the other.
@@ -65,10 +64,10 @@ class _Lasting:
 
 
 class _Span(NamedTuple):
-    """The masks of some rows of a range, as one extent of page-locked memory that the device copies at once.
+    """Masks of a range's rows that lie close together in page-locked memory, so that the device copies them at once.
 
-    words: the extent, from the first to the last mask. rows [M]: the rows whose masks lie in it. places [M]: where each row's mask
-    begins among the words. others: the indices of those masks of the range that do not lie in it."""
+    words: the memory from the first of these masks to the last. rows [M]: the rows that have these masks. places [M]: the index in
+    `words` at which each row's mask begins. others: the indices of those masks of the range that lie elsewhere."""
 
     words: IntArray
     rows: npt.NDArray[np.intp]
@@ -77,8 +76,8 @@ class _Span(NamedTuple):
 
 
 class KnownEdits:
-    """The edits of logits (penalties, biases, banned ids) that the requests in a model's slots ask for, as arrays that are made
-    once for each request."""
+    """The edits of logits (penalties, biases, banned ids) for which the requests in a model's slots ask, as arrays. The arrays are
+    made once for each request."""
 
     def __init__(self, num_slots: int) -> None:
         self._params: list[object] = [self] * num_slots  # an object that no request has
@@ -135,7 +134,7 @@ class KnownEdits:
         return part
 
     def _add_edits(self, part: EditedPart, lasting: _Lasting, edits: LogitEdits, which: slice, num_words: int) -> None:
-        """Adds to `part` the columns of the edits in the slice `which`. lasting: the data of these edits that does not depend on
+        """Adds the columns of the edits in the slice `which` to `part`. lasting: the part of these edits that does not depend on
         tokens. num_words: the number of words that `part` already has."""
         each = lasting.edits
         if lasting.has_tokens:
@@ -153,9 +152,9 @@ class KnownEdits:
         part.has_tokens, part.has_bias, part.has_ban = lasting.has_tokens, lasting.has_bias, lasting.has_ban
 
     def _lasting_of(self, slots: IntArray, early: BoolArray, own: npt.NDArray[np.intp]) -> _Lasting:
-        """Returns the data of E edits that does not depend on the tokens of their sequences. If the last call had the same
-        arguments, its result is reused. slots [E]: the slot of each edit. early [E]: whether its sequence has fewer tokens than its
-        min_tokens. own [E]: its row, counted from the beginning of the range."""
+        """Returns the part of E edits that does not depend on their sequences' tokens. The result of the last call is returned
+        again if the arguments are the same and no slot has a new request. slots [E]: the slot of each edit. early [E]: whether its
+        sequence has fewer tokens than its min_tokens. own [E]: its row, counted from the beginning of the range."""
         whose = slots.tobytes(), early.tobytes(), own.tobytes()
         if self._lasting is None or self._lasting[0] != whose:
             self._lasting = whose, self._lasting_made(slots, early, own)
@@ -174,12 +173,12 @@ class KnownEdits:
         return _Lasting(edits, self._penalties[slots].reshape(-1), penalised, np.concatenate((NO_WORDS, *words)), *has_any)
 
     def _num_tokens(self, edits: LogitEdits, which: slice) -> IntArray:
-        """Returns, for each edit in the slice `which`, how many tokens of its sequence are penalised: all tokens so far, or 0 if it
-        has no penalties."""
+        """Returns for each edit in the slice `which` the number of tokens to penalise: all of its sequence's tokens so far, or 0 if
+        the edit has no penalties."""
         return np.where(self._penalised[edits.slots[which]], edits.positions[which], 0).astype(np.int32)
 
     def look_up(self, edits: LogitEdits) -> None:
-        """Makes the arrays for those slots of the edits that hold another request than at the last call."""
+        """Makes the arrays of those edits whose slot has another request than when the slot's arrays were made last."""
         given = edits.table.params
         for slot in edits.slots.tolist():
             if self._params[slot] is not given[slot]:
@@ -232,10 +231,10 @@ def picked_rows(rows: SamplingRows, which: IntArray) -> SamplingRows:
 
 
 def _span_of(allowed: RowMasks, masked: slice, own: npt.NDArray[np.intp]) -> _Span | None:
-    """Returns the extent of masks that the device copies by itself. Returns None if the host has to copy all masks, because too few
-    of them are page-locked, or because they lie so far apart that the device would take longer than the host. allowed: a step's
-    masks, of which those in the slice `masked` belong to the range. own: the rows with these masks, counted from the beginning of
-    the range."""
+    """Returns the masks of a range that the device copies by itself from page-locked memory. Returns None if the host has to copy
+    all masks, because none is page-locked, or because they lie so far apart that the device's copy would take longer. allowed: a
+    step's masks, of which those in the slice `masked` belong to the range. own: the rows with these masks, counted from the
+    beginning of the range."""
     locked, places = allowed.locked, allowed.places
     if locked is None or places is None or not locked.is_locked:
         return None
@@ -257,11 +256,12 @@ def _span_of(allowed: RowMasks, masked: slice, own: npt.NDArray[np.intp]) -> _Sp
 
 
 def _within(rows: npt.NDArray[np.intp], first: int, end: int, num_rows: int) -> slice:
-    """Returns the slice of `rows`, which are ascending indices of a step's num_rows rows, with values from `first` to `end` - 1."""
+    """Returns the slice of `rows` that holds the values from `first` to `end` - 1. rows: ascending indices of some of a step's
+    num_rows rows."""
     return slice(None) if end - first == num_rows else slice(*np.searchsorted(rows, (first, end)))
 
 
 def _ranges(counts: IntArray, first: int) -> tuple[LongArray, LongArray]:
-    """Returns the begins and the ends of adjacent ranges with the lengths `counts`, the first of which begins at `first`."""
+    """Returns the begins and the ends of adjacent ranges. counts: the ranges' lengths. first: where the first range begins."""
     ends: LongArray = np.cumsum(counts, dtype=np.int64) + first
     return ends - counts, ends

@@ -1,10 +1,11 @@
-"""Samples, on the device and without waiting for it, the rows of a step whose logits are edited before sampling (penalties, bias,
-banned ids, masks) or whose log-probabilities are wanted. The rows are computed in ranges of rows: each range takes one copy to the
-device and a few launches, however many of its rows are edited. All results of a step come back in one copy. Up to 64 such rows are
-sampled by a CUDA graph of their own (edited_graphs.py): this file has the host's part of that, and the launches without a graph.
+"""Samples the rows of a step whose logits are edited before sampling (penalties, bias, banned ids, masks) or whose
+log-probabilities are wanted, on the device and without waiting for it. The rows are computed in ranges: each range takes one copy
+to the device and a few launches, however many of its rows are edited. All results of a step come back in one copy. Up to 64 such
+rows are sampled by a CUDA graph of their own (edited_graphs.py); this file has the host's part of that, and the launches without a
+graph.
 
 Logits are edited in this order: a mask, in the logits' own type; then, in float32, the bias, penalties and banned ids. Rows without
-edits are sampled together with the others, from their logits as float32, which gives the same tokens.
+edits that are sampled here, too, get the same tokens as in the step's own graph.
 
 Shapes: N sampling rows (those that sample a token), V vocabulary, W width, M rows that want log-probabilities, K alternatives.
 """
@@ -36,15 +37,15 @@ NUM_STAGING = 2  # copies under way at a time: they may be large, and few are ne
 
 @dataclass(slots=True)
 class EditedDraw:
-    """The results of a step's sampling rows, on the device, while they are still being computed.
+    """The results of a step's sampling rows on the device, which may still be computing them.
 
     drawn [2, >= N] int32: the sampled ids, and 1 for each row whose logits were not finite.
-    told: the memory that is copied to the host. It begins with `drawn`, as two rows of num_columns numbers. Then come
-    log-probabilities of num_found rows, with most_top alternatives each.
+    told: the memory that is copied to the host: first `drawn`, as two rows of num_columns numbers, then log-probabilities of
+    num_found rows, with most_top alternatives each.
     request_ids [N]: the request of each sampling row.
     num_top [N]: how many alternatives each row wants; None: no row wants any.
-    wanted [M]: the indices among the N of the rows that want log-probabilities. found [M]: the index of each of these among the
-    num_found rows."""
+    wanted [M]: the sampling rows that want log-probabilities. found [M]: the index among the num_found rows at which each of them
+    has its log-probabilities."""
 
     drawn: Tensor
     told: Tensor
@@ -57,7 +58,7 @@ class EditedDraw:
     most_top: int
 
     def result(self, told: Tensor, seconds: float) -> StepResult:
-        """Returns the step's result. told: the copy on the host of this object's `told`. seconds: the step's device time."""
+        """Returns the step's result. told: the host's copy of this object's memory `told`. seconds: the step's device time."""
         words, num_drawn = told.numpy(), 2 * self.num_columns
         drawn = words[:num_drawn].reshape(2, self.num_columns)[:, : len(self.request_ids)]
         result = StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
@@ -77,9 +78,9 @@ class EditedDraw:
 
 
 class EditedSampling:
-    """Samples those rows of one model's steps that the step's own graph does not sample: the rows with edited logits or wanted
-    log-probabilities. Called by the thread that runs steps. last_ids [S + 1]: the newest token of each of the model's S slots; this
-    object updates it. graphs: the CUDA graphs that sample such rows; None: there are none."""
+    """Samples the rows with edited logits or wanted log-probabilities of one model's steps, after the step's own graph. Called by
+    the thread that runs steps. last_ids [S + 1]: the newest token of each of the model's S slots; this object updates it. graphs:
+    the CUDA graphs that sample such rows; None: there are none."""
 
     def __init__(
         self, vocab_size: int, num_slots: int, last_ids: Tensor, staging: Staging | None = None, graphs: EditedGraphs | None = None
@@ -100,10 +101,11 @@ class EditedSampling:
         """Samples the rows of a step, by replaying a graph or by launching kernels, and returns the results, which the device may
         still be computing.
 
-        hidden [>= N, W]: the rows' hidden states, followed by others. slots [N]: the rows' slots.
-        drawn [2, >= N]: what the step itself has already sampled from unedited logits; it is taken for the rows without edits, or,
-        without a graph, only if no row has edits. None: the step has sampled nothing.
-        logits_of: computes [n, W] -> [n, V]."""
+        hidden [>= N, W]: the hidden states of the rows come first. slots [N]: the rows' slots.
+        drawn [2, >= N]: the tokens and flags that the step itself has sampled from unedited logits. With a graph, rows without
+        edits keep them. Without a graph, they are kept only if no row has edits; otherwise all rows are sampled again. None: the
+        step has sampled nothing.
+        logits_of: computes the logits [n, V] of hidden states [n, W]."""
         if (
             self._graphs is not None
             and (replayed := self._replayed(self._graphs, hidden, rows, slots, request_ids, drawn)) is not None
@@ -183,7 +185,7 @@ class EditedSampling:
         return EditedDraw(memory.drawn, told, RESULT_COLUMNS, request_ids, *of_results)
 
     def launch_all(self, logits: Tensor) -> None:
-        """Launches every kernel that `draw` may launch, so that all are compiled. They read the first row of logits [>= 1, V],
+        """Launches every kernel that `draw` may launch, so that all are compiled. logits [>= 1, V]: the kernels read the first row,
         which belongs to no sequence."""
         nothing = np.zeros(1, np.int32)
         part = EditedPart({"masks": nothing - np.int32(1), "counted": nothing + np.int32(1)}, [], True, True, True)

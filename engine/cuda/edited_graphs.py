@@ -2,10 +2,9 @@
 graph is replayed right after the step's own graph. It computes the logits of its rows once more, edits them, samples, and leaves
 all results in memory that one copy brings to the host.
 
-A graph reads all its inputs from memory of the device, so what each row asks for lies there in columns (arrays with one value for
-each row). A row without a mask, an edit or log-probabilities has values that say so. Columns, the rows' hidden states and the
-results lie in memory of the model's own, outside of the pool that graphs share: between the copy to the columns and the copy from
-the results the step's own graph is replayed, which may overwrite the pool.
+A graph reads all its inputs from memory of the device. What each row asks for lies there in columns (arrays with one value for each
+row), in which special values stand for "no mask", "no edit" and "no log-probabilities". Columns, hidden states and results do not
+lie in the pool that graphs share, because the replay of the step's own graph may overwrite the pool while they are needed.
 
 A size of graphs is a number of rows, up to MOST_ROWS. Rows that ask for nothing were sampled by the step's own graph and are not
 among them. A step that exceeds one of the limits below is sampled without a graph (edited.py).
@@ -47,7 +46,7 @@ EVERYTHING = EditedPart({}, [], True, True, True)
 class EditedMemory(NamedTuple):
     """The memory that a model's graphs of all sizes share.
 
-    inputs: int32, the input columns. hidden [MOST_ROWS, W]: the rows' hidden states.
+    inputs: int32, the input columns. hidden: the hidden states [B, W] of the rows of the largest graph.
     told: int32, the results that are copied to the host: first sampled ids and flags, then log-probabilities of MOST_ROWS rows.
     told_drawn: the part of `told` with ids and flags. drawn: the same part as [2, RESULT_COLUMNS]."""
 
@@ -92,7 +91,7 @@ class EditedGraphs(StepGraphs[int]):
 
     @property
     def are_captured(self) -> bool:
-        """Returns whether graphs are used for this model at all, captured yet or not."""
+        """Returns whether this model may have such graphs. They need not be captured yet."""
         return self._most_rows > 0
 
     @property
@@ -101,9 +100,9 @@ class EditedGraphs(StepGraphs[int]):
         return 0 if memory is None else memory.num_bytes
 
     def size_for(self, num_rows: int, num_words: int) -> int:
-        """Returns the size of the captured graph that takes num_rows rows, which have num_words words of masks, tokens, biases and
-        banned ids. Returns 0 if there is no such graph or if these are too many for any; a graph that is merely missing is captured
-        before the next step with edited rows."""
+        """Returns the size of the captured graph that takes num_rows rows; 0 if there is none. num_words: the number of words of
+        these rows' masks, tokens, biases and banned ids, for which a graph has limited memory. If the step could have a graph that
+        is not captured yet, remembers its size for capture_lacking."""
         size = edited_rows(num_rows)
         if not num_rows or size > self._most_rows or num_words > self._num_words or self.is_refused(size):
             return 0
@@ -114,8 +113,8 @@ class EditedGraphs(StepGraphs[int]):
         return 0
 
     def capture_lacking(self) -> None:
-        """Captures the graph that the last step lacked (see size_for), if any. Called by the thread that runs steps, before a step
-        that has edited rows."""
+        """Captures the graph whose size the last call of size_for has remembered, if any. Called by the thread that runs steps,
+        before a step that has edited rows."""
         size, self._lacking = self._lacking, 0
         if size:
             self.capture_size(size)
@@ -140,7 +139,8 @@ class EditedGraphs(StepGraphs[int]):
         overwrites that memory.
 
         columns: the inputs, made by the method `columns`. hidden [>= N, W]: the hidden states of the N sampling rows of the step.
-        drawn [2, N]: the ids and flags that the step itself has sampled; None: the graph samples all rows of the step."""
+        drawn [2, N]: the ids and flags that the step itself has sampled, which stay the results of all rows but the graph's; None:
+        the graph samples all rows of the step."""
         memory = self._memory
         assert memory is not None
         inputs, graph = self._started(size, columns), self.captured[size]
@@ -221,5 +221,5 @@ class EditedGraphs(StepGraphs[int]):
 
 
 def edited_rows(num_rows: int) -> int:
-    """Returns the size of the graph that samples num_rows edited rows: the next power of two."""
+    """Returns the number of rows of the graph that samples num_rows edited rows: num_rows rounded up to a power of two."""
     return 1 << max(0, num_rows - 1).bit_length()

@@ -11,9 +11,9 @@ from scheduler.batch.plan import LongArray
 
 
 class DeviceExpertCounts(ExpertCounts):
-    """The counts of one model's experts on a GPU (how many tokens each has computed). A call of `news` launches a copy to
-    page-locked memory behind the steps. The call returns the counts itself if it is to wait, else a later one does, once the copy
-    has ended."""
+    """The counts of one model's experts on a GPU: how many tokens each has computed. The method `news` launches a copy of the
+    counts to page-locked memory after the steps launched so far. If it is to wait, it returns these counts; otherwise a later call
+    returns them, once the copy has ended."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         super().__init__(shape, device)

@@ -1,6 +1,6 @@
-"""Decodes packed weights on the device they are for. They come in frames (units of packed data in a file, loader.files.frame). A
-frame is copied to the device as it is in the file; a kernel launched after the copy decodes its values and writes them to their
-place.
+"""Decodes packed weights on the device that uses them. Packed weights come in frames (units of packed data in a file,
+loader.files.frame). A frame is copied to the device as it is in the file; a kernel launched after the copy decodes its values and
+writes them to their place.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PROOF_VALUES = 2 * frame.GROUP_VALUES + 100  # values of two bytes each; not a m
 
 
 class KeptPart(NamedTuple):
-    """The part of a frame's values that one device's share of a split model keeps: the values [begin, end), or some columns of
-    them. columns: which columns are kept, if these values are seen as rows of `columns.whole` values. out: the memory on the device
-    that receives the kept values, [N] of two bytes each."""
+    """A part of a frame's values that one device's share of a split model keeps. begin, end: the part is within the values [begin,
+    end). columns: these values are seen as rows of `columns.whole` values, of which the columns in `columns.ranges` are kept. out:
+    the memory on the device that receives the kept values, [N] of two bytes each."""
 
     begin: int
     end: int
@@ -39,8 +39,8 @@ class KeptPart(NamedTuple):
 class DeviceFrames:
     """Decodes frames on one device, for all its loads and for several threads at once.
 
-    Frames pass through one buffer on the device. Copies and kernels are on one stream, so the next frame's copy waits for the
-    kernel of the frame before. That costs little: decoding a frame takes a tenth of the time that the bus takes to transfer it."""
+    All frames pass through one buffer on the device, so the next frame's copy waits until the kernel has decoded the frame before.
+    That costs little: decoding a frame takes a tenth of the time of its copy."""
 
     def __init__(self, memory: ChunkMemory) -> None:
         from engine.cuda.kernels import triton_unpack
@@ -53,14 +53,15 @@ class DeviceFrames:
             self._begin = torch.zeros(1, dtype=torch.int64, device=memory.arena.device)
 
     def verdict(self) -> Tensor:
-        """Returns a new [1] int32 on the device in which `decode` records whether a frame was invalid: 0 as long as none was."""
+        """Returns a new verdict: [1] int32 on the device, 0 until `decode` finds a frame invalid and writes the frame's number to
+        it."""
         with self._memory.copying():
             return torch.zeros(1, dtype=torch.int32, device=self._memory.arena.device)
 
     def decode(self, data: Any, out: Tensor, verdict: Tensor, number: int) -> None:
-        """Starts to decode a frame to out, [N] values of two bytes each on the device, and returns. data: the frame as uint8; the
-        caller has checked its checksum. Raises FrameError if the frame's head does not fit N values. If the kernel finds the frame
-        invalid, it writes `number` (not 0) to verdict."""
+        """Starts to decode a frame to `out`, [N] values of two bytes each on the device, and returns. data: the frame as uint8,
+        whose checksum the caller has checked. Raises FrameError if the frame's head does not fit N values. If the kernel finds the
+        frame invalid, it writes `number` (not 0) to verdict."""
         with self._lock, self._memory.copying():
             self._decode(data, out, verdict, number)
 
@@ -71,9 +72,8 @@ class DeviceFrames:
 
     def decode_parts(self, data: Any, num_values: int, kept: Sequence[KeptPart], verdict: Tensor, number: int) -> None:
         """Starts to decode a frame of num_values values, of which this device's share of a split model keeps only the parts `kept`.
-        The whole frame is decoded to memory beside the weights; the kept parts are then copied to their places on the device. data:
-        the frame as uint8; the caller has checked its checksum. If the kernel finds the frame invalid, it writes `number` (not 0)
-        to verdict. Raises FrameError if the frame's head does not fit num_values."""
+        The whole frame is decoded to temporary memory on the device, from which the kept parts are copied to their places. data,
+        verdict, number: as in `decode`, whose errors it raises."""
         with self._lock, self._memory.copying():
             values = torch.empty(num_values, dtype=torch.int16, device=self._memory.arena.device)
             self._decode(data, values, verdict, number)
@@ -85,8 +85,8 @@ class DeviceFrames:
                     first += end - begin
 
     def refused(self, verdict: Tensor) -> int:
-        """Waits for the decoding that was started with this verdict. Returns the number of a frame that was found invalid, or 0 if
-        none was."""
+        """Waits for all decoding that was started with this verdict. Returns the number of a frame that was found invalid; 0: none
+        was."""
         with self._memory.copying():
             return int(verdict.item())
 

@@ -1,4 +1,4 @@
-"""Bounds the total number of CUDA graphs of all models of a process, because the memory that the driver keeps for a graph does not
+"""Bounds the total number of CUDA graphs of all models of a process, because the memory that the driver keeps for graphs does not
 count towards torch's limit. This also bounds the memory that graphs keep for their results.
 
 An evicted model keeps its graphs, to use them again when it returns, until another model needs the room. If no evicted model has
@@ -37,8 +37,8 @@ class GraphHolder(Protocol):
 
 
 class GraphRoom:
-    """The room for the CUDA graphs of all models of a process. most: how many graphs there may be. Its methods are called by the
-    thread that captures graphs; other threads may drop graphs and delete holders meanwhile."""
+    """The room for the CUDA graphs of all models of a process. most: how many graphs there may be. The thread that captures graphs
+    calls the methods; other threads may drop graphs and delete holders meanwhile."""
 
     def __init__(self, most: int = MOST_GRAPHS) -> None:
         self._most = most
@@ -61,8 +61,8 @@ class GraphRoom:
         return False
 
     def is_free_for_a_step(self) -> bool:
-        """Returns whether there is room to capture a graph that a step needs now. Not only graphs of evicted models count as room,
-        but also any graph that no step has run within RESTING_S."""
+        """Returns whether there is room to capture a graph that a step needs now. Graphs of evicted models count as room, and so
+        does any graph that no step has run within RESTING_S."""
         return self.is_free() or self._resting() is not None
 
     def make(self, holder: GraphHolder) -> bool:

@@ -1,6 +1,6 @@
-"""Captures steps as CUDA graphs: one for each of a few sizes, all in one memory pool. This file has what all graphs need (capture,
-memory, and what happens without memory) and the graphs of decode steps, whose sizes are row counts; mixed_graphs.py has those of
-steps with prompt chunks.
+"""Captures steps as CUDA graphs, one for each of a few sizes of steps, all in one memory pool. This file has what all graphs need
+(capture, memory, and what happens without memory) and the graphs of decode steps, whose sizes are row counts; mixed_graphs.py has
+the graphs of steps with prompt chunks.
 
 A graph holds addresses: of the weights (which return to the same range after an eviction), of the KV arena, of the state of the
 model's sequences, and of its own input columns (arrays with the inputs of a step). Graphs that share a pool must not run at the
@@ -47,8 +47,8 @@ def give_back_memory() -> None:
 
 
 def graph_rows(num_rows: int) -> int:
-    """Returns the row count of the graph that runs a step of num_rows rows, which is padded to it: 1, 2, 4, then multiples of 8, of
-    16 above 64, of 32 above 128."""
+    """Returns the row count of the graph that runs a step of num_rows rows, whose other rows are padding. Row counts of graphs are
+    1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, and of 32 above."""
     if num_rows <= 4:
         return 1 << (num_rows - 1).bit_length()
     step = 8 if num_rows <= 64 else 16 if num_rows <= 128 else 32
@@ -73,7 +73,7 @@ class StepOutputs:
 class StepGraph:
     """A captured step.
 
-    padding: the columns (input arrays) of a step of padding only, used where a real step's columns are missing or shorter.
+    padding: the columns (input arrays) of a step that is padding only, used where a real step's columns are missing or shorter.
     outputs: the memory to which the graph writes its results.
     launch_s: seconds that the host took to launch the same step without a graph. capture_s: seconds that the capture took.
     num_bytes: bytes by which the capture made the memory pool grow.
@@ -98,16 +98,15 @@ class StepGraph:
 class CaptureSpace:
     """Captures all graphs of this process, in one memory pool, on one stream, and in the thread that made this object.
 
-    The device executes nothing on that stream, because work on it is only recorded. cuBLAS keeps a work space for each stream
-    (torch has one for each pair of a stream and a thread's handle). So that of this stream is used only by replays, which run one
-    after the other.
+    On that stream work is only recorded, never executed. cuBLAS has a work space for each stream, whose address graphs hold, so all
+    graphs share the work space of this stream. Only replays write to it, and they run one after the other.
 
-    The first graph is never replayed and never dropped. It holds the pool open, since torch refuses a pool whose last graph is
-    gone. As it is the first to launch a matrix multiplication on the stream, the stream's work space is taken from the pool.
+    The first graph is never replayed and never dropped. It keeps the pool open, since torch refuses a pool whose last graph is
+    gone. It is the first to launch a matrix multiplication on the stream, so the stream's work space is taken from the pool.
 
-    With torch >= 2.12 a graph that is dropped frees the stream's work spaces, also those to which other graphs write
-    (pytorch#193402). These graphs then write to free memory of the pool. That is harmless: only replays use the pool, and nothing
-    in its free memory has to last from one replay to the next."""
+    With torch >= 2.12 dropping a graph frees the stream's work space, although other graphs write to it (pytorch#193402). These
+    graphs then write to free memory of the pool. That is harmless, because only replays use the pool, and nothing in its free
+    memory has to last from one replay to the next."""
 
     def __init__(self, device: torch.device) -> None:
         self._thread = threading.get_ident()
@@ -128,11 +127,12 @@ class CaptureSpace:
         return graph, result, torch.cuda.memory_reserved() - reserved_bytes
 
     def drop(self, graphs: list[StepGraph]) -> None:
-        """Takes graphs that will not be replayed any more, to be destroyed before the next capture. May be called in any thread."""
+        """Adds graphs that will not be replayed any more to those that are destroyed before the next capture. May be called in any
+        thread."""
         self._dropped.extend(graphs)
 
     def destroy_dropped(self) -> None:
-        """Destroys the graphs that `drop` was given. Called by the thread that captures."""
+        """Destroys the graphs that were passed to `drop`. Called by the thread that captures."""
         self._dropped.clear()
 
     def _record(self, graph: Any, work: Callable[[], Any]) -> Any:
@@ -157,8 +157,8 @@ def _capture_space(device: torch.device) -> CaptureSpace:
 
 @dataclass(slots=True, frozen=True)
 class _Refusal:
-    """The record that there was no memory for the graph of a step size. The capture is not tried again before until_s (by
-    time.monotonic()), which is wait_s after the attempt."""
+    """The record that there was no memory to capture the graph of a step size. The capture may be tried again at until_s (by
+    time.monotonic()), wait_s after the failed attempt."""
 
     until_s: float
     wait_s: float
@@ -169,9 +169,9 @@ class StepGraphs(Generic[Size]):
 
     step: the function that is captured; it computes a step's outputs from its input columns on the device.
     staging: copies columns to the device.
-    warming: returns the context for the steps that are run, as a warm-up, before a capture.
+    warming: returns the context in which steps are run as a warm-up before a capture.
     room: bounds the number of graphs of all models; None: the process's own GraphRoom.
-    replaying: returns the context in which a graph is replayed, after the copy of its columns was launched."""
+    replaying: returns the context in which a graph is replayed; it is entered after the copy of the columns was launched."""
 
     def __init__(
         self,
@@ -194,13 +194,13 @@ class StepGraphs(Generic[Size]):
         return sum(graph.kept_bytes for graph in list(self.captured.values()))
 
     def is_refused(self, size: Size) -> bool:
-        """Returns whether a capture of this size has failed for lack of memory and is not to be tried again yet."""
+        """Returns whether the capture of this size failed for lack of memory so recently that it is not to be tried again yet."""
         refusal = self._refused.get(size)
         return refusal is not None and time.monotonic() < refusal.until_s
 
     def run(self, size: Size, columns: Mapping[str, Any]) -> StepOutputs:
-        """Replays the captured graph of this size. columns: the inputs of the step, without padding. Returns its outputs, in memory
-        that the next replay of any graph overwrites."""
+        """Replays the captured graph of this size, and returns the step's outputs, in memory that the next replay of any graph
+        overwrites. columns: the inputs of the step, without padding."""
         self._started(size, columns)
         graph = self.captured[size]
         with self._replaying():
@@ -208,16 +208,17 @@ class StepGraphs(Generic[Size]):
         return graph.outputs
 
     def _started(self, size: Size, columns: Mapping[str, Any]) -> Tensor:
-        """Copies the input columns of the next replay to the memory of the graph of this size, and returns that memory."""
+        """Launches the copy of a step's input columns to the inputs of the graph of this size, and returns the memory of these
+        inputs."""
         graph = self.captured[size]
         graph.used_s = time.monotonic()
         self._staging.copy(columns, graph.inputs, graph.padding)
         return graph.inputs
 
     def capture(self, size: Size, padding: Mapping[str, Any]) -> bool:
-        """Captures the graph for steps of this size, which must not be refused (is_refused), and returns True. padding: the columns
-        of a step of this size that is padding only. Returns False if other models' graphs leave no room, or if there is no memory
-        even after evicted models have lost their graphs; the size is then refused for a while."""
+        """Captures the graph for steps of this size, which must not be refused (is_refused). padding: the columns of a step of this
+        size that is padding only. Returns whether there is a graph now. It is False if other models' graphs leave no room, or if
+        there is no memory even after evicted models have lost their graphs; in the latter case the size is refused for a while."""
         if not self._room.make(self):
             return False
         for give_back in (None, give_back_memory, self._give_back_of_evicted):
@@ -274,28 +275,27 @@ class StepGraphs(Generic[Size]):
         return StepGraph(graph, inputs, Padding(padding), outputs, launch_s, time.perf_counter() - began_s, num_bytes)
 
     def _fixed_inputs(self, padding: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Allocates the memory of a graph's inputs and copies these columns to it. Returns the memory, and the columns as views of
-        it."""
+        """Allocates the memory of a graph's inputs and copies `padding` to it. Returns the memory, and the columns as views of the
+        memory."""
         inputs = torch.zeros(words_of(padding), dtype=torch.int32, device=self._device)
         return inputs, self._staging.send(padding, inputs)
 
 
 def let_go(graphs: list[StepGraph]) -> None:
-    """Passes on graphs that will not be replayed any more to the CaptureSpace, which destroys them later. May be called in any
+    """Passes graphs that will not be replayed any more to the CaptureSpace, which destroys them later. May be called in any
     thread."""
     if _space is not None:
         _space.drop(graphs)
 
 
 def destroy_dropped() -> None:
-    """Destroys the graphs that let_go was given. Called by the thread that captures."""
+    """Destroys the graphs that were passed to let_go. Called by the thread that captures."""
     if _space is not None:
         _space.destroy_dropped()
 
 
 class DecodeGraphs(StepGraphs[int]):
-    """The CUDA graphs of one model's decode steps, by row count. max_rows: steps of more rows have no graph; 0 if no step has
-    one."""
+    """The CUDA graphs of one model's decode steps, by row count. max_rows: steps of more rows have no graph; 0: no step has one."""
 
     def __init__(
         self,
@@ -323,14 +323,14 @@ class DecodeGraphs(StepGraphs[int]):
         self._lacked.discard(size)
 
     def rows_for(self, num_rows: int) -> int:
-        """Returns the row count of the graph that is to run a step of num_rows rows, captured yet or not. Returns 0 if none may:
-        the rows are too many, or there was no memory for the graph a short while ago."""
+        """Returns the row count of the graph for a step of num_rows rows; the graph need not be captured yet. Returns 0 if the step
+        has too many rows for a graph, or if the graph's capture failed for lack of memory a short while ago."""
         rows = graph_rows(num_rows)
         return rows if rows <= self._max_rows and not self.is_refused(rows) else 0
 
     def missing(self, max_rows: int) -> list[int]:
-        """Returns the row counts, the smallest first, of the graphs that steps of up to max_rows rows may need, that may be
-        captured now, and that are not captured yet."""
+        """Returns the row counts, the smallest first, of the graphs that are still to be captured for steps of up to max_rows rows.
+        Returns none while there is no room for another graph."""
         if not self._max_rows or not self._room.is_free():
             return []
         sizes = dict.fromkeys(map(self.rows_for, range(1, min(max_rows, self._max_rows) + 1)))

@@ -1,5 +1,5 @@
-"""Keeps the evicted models of a GPU until they return: their CUDA graphs and block tables stay on the device, so that another load
-of the same weights to the same addresses uses them again. The memory that all of them take together is bounded.
+"""Keeps the evicted models of a GPU until they return. Their CUDA graphs and block tables stay on the device, so that another load
+of the same weights to the same addresses uses them again. The memory that all evicted models keep is bounded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ MOST_KEPT_BYTES = 64 << 20  # an eighth of what torch may keep besides the work 
 
 
 class KeptModels:
-    """The models of a GPU, loaded or evicted: the latest of each name, with the identity of its load (what must be equal for the
-    model to be used again). Safe for several threads, because each load runs in a thread of its own. most_bytes: the most device
-    memory that evicted models may keep together."""
+    """The models of a GPU, loaded or evicted: for each name the latest model, with the identity of its load (what must be equal for
+    a later load to use the model again). Safe for several threads, because each load runs in a thread of its own. most_bytes: the
+    most device memory that evicted models may keep together."""
 
     def __init__(self, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -59,7 +59,8 @@ class KeptModels:
         self._give_up_evicted(-1)
 
     def _give_up_evicted(self, most_bytes: int) -> None:
-        """Drops the models that were evicted longest ago, until the other evicted models keep at most most_bytes in sum."""
+        """Drops evicted models with their graphs, beginning with those evicted longest ago, until the remaining ones keep at most
+        most_bytes."""
         with self._lock:
             evicted = sorted(
                 ((evicted_s, name) for name, (_, model) in self._models.items() if (evicted_s := model.evicted_s) is not None),

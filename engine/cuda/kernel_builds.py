@@ -1,8 +1,8 @@
-"""Compiles the Triton kernels of a model before its weights are loaded, in processes of their own: no step of another model waits
-for a compiler, and a compiler that crashes takes no engine with it.
+"""Compiles the Triton kernels of a model in other processes before the model's weights are loaded. So no step of another model
+waits for a compiler, and a compiler that crashes does not end the engine.
 
-Compiled kernels are kept in Triton's cache folder, so compilation happens once on a node for each kind of model. An empty file
-there marks it as done, named by a digest of everything that determines what is compiled.
+Compiled kernels are kept in Triton's cache folder, so each node compiles them only once for each kind of model. An empty file in
+that folder records that this is done. Its name is a digest of everything that determines what is compiled.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class CudaKernelBuilds:
         self._num_processes, self._tell = max(1, min(num_processes, MOST_COMPILERS)), tell
 
     def need(self, spec: LoadModel, shape: ModelShape, waiting: Callable[[], None], adapters: bool = False) -> None:
-        """Compiles the model's kernels, unless that was done before, and returns when they are ready. If they cannot be compiled,
-        the log says why, and the load's own warm-up compiles the missing ones.
+        """Compiles the model's kernels, unless that was done before, and returns when they are compiled. If that fails, the log
+        says why, and the load's warm-up compiles the missing ones.
 
         waiting: called every KERNEL_WAIT_EVERY_S; an error that it raises ends the compilation and is raised here.
-        adapters: compiles the additional kernels of steps with LoRA adapters instead; if that fails, the first such step compiles
-        the missing ones."""
+        adapters: compiles the additional kernels of steps with LoRA adapters instead; if that fails, the first step with an adapter
+        compiles the missing ones."""
         text = self._job(spec, shape, adapters=adapters)
         mark = Path(self._folder, f"compiled-{_digest(text, layout_id(shape, spec.dtype, FORMATS[spec.quantize]))}")
         if mark.exists():
@@ -73,8 +73,9 @@ class CudaKernelBuilds:
             log.error("%s: its kernels cannot be compiled ahead, its load compiles them: %s", spec.model, error)
 
     def build_trials(self, spec: LoadModel, shape: ModelShape) -> bool:
-        """Compiles the attention kernels with which alternative tiles are compared for a model (tile_choice.py), in one process and
-        without the lock for which loads wait. Returns whether all of them are compiled; if not, the log says why."""
+        """Compiles the attention kernels with which alternative tiles are compared for a model (tile_choice.py), in one process.
+        Does not take the lock of `need`, so no load waits for this. Returns whether all of them are compiled; if not, the log says
+        why."""
         try:
             process = _start(0, 1)
         except OSError as error:
@@ -95,8 +96,8 @@ class CudaKernelBuilds:
         return code == 0
 
     def _job(self, spec: LoadModel, shape: ModelShape, adapters: bool = False, trials: bool = False) -> bytes:
-        """Returns the CompileJob for a model as JSON. Settings of `spec` that do not affect compilation are left empty. trials: the
-        job is to compile attention for the comparison of tiles."""
+        """Returns the CompileJob for a model as JSON. Settings of `spec` that do not affect compilation are left empty. adapters,
+        trials: see CompileJob."""
         limits = (spec.max_model_len, spec.max_sequences)
         settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], spec.quantize, kv_cache_dtype=spec.kv_cache_dtype)
         of_gpu = (self._block_tokens, self._capability, self._folder)
@@ -167,8 +168,8 @@ def _start(share: int, num_shares: int) -> subprocess.Popen[bytes]:
 
 
 def _follow(process: subprocess.Popen[bytes], job: bytes, progress: _Progress) -> None:
-    """Sends a compile process its job, and records in `progress` every line that the process prints, until it ends. If its output
-    cannot be read, kills the process, because nothing else would end the wait for it."""
+    """Sends a compile process its job, and records in `progress` every line that the process prints, until the process ends. Kills
+    the process if its output cannot be read, because others wait for its end."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -187,8 +188,8 @@ def _follow(process: subprocess.Popen[bytes], job: bytes, progress: _Progress) -
 
 @contextmanager
 def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Returns a context that holds a file lock which all engines of the node share, so that only one of them compiles kernels that
-    several need. waiting: called every KERNEL_WAIT_EVERY_S while another process has the lock. Raises OSError if the file cannot be
+    """Returns a context that holds a file lock which all engines of the node share, so that only one of them compiles at a time.
+    waiting: called every KERNEL_WAIT_EVERY_S while another engine has the lock. Raises OSError if the file `path` cannot be
     opened."""
     with open(path, "wb") as file:
         while True:

@@ -1,5 +1,5 @@
 """Makes a model whose weights and KV have addresses but no memory. Its steps launch the same kernels as those of the real model,
-with arguments for which Triton compiles the same code (engine/cuda/launches.py records them), and compute nothing.
+with arguments for which Triton compiles the same code, and compute nothing. engine/cuda/launches.py records the launches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARENA_BLOCKS = 4  # blocks of each KV group; views of the arena are never read
 
 
 class AddressRange:
-    """A range of addresses without memory, aligned as on a device, in place of a WeightRange (engine.memory.weight_range)."""
+    """A range of addresses without memory, used in place of a WeightRange (engine.memory.weight_range) and aligned like one."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -44,8 +44,8 @@ class AddressRange:
 
 
 class LaunchOnlyOps(CudaOps):
-    """The operations of a model that only launches: they launch kernels and read no weights. A matrix multiplication of few rows
-    launches hearthd's kernel, as a real step does where that kernel was measured to be faster than cuBLAS."""
+    """The operations of a model that launches kernels without reading weights. Multiplications of few rows launch hearthd's kernel,
+    because a real step may launch it where it was measured to be faster than cuBLAS."""
 
     def __init__(self) -> None:
         """Does nothing; CudaOps.__init__ would set Triton's cache folder, which the caller has chosen."""

@@ -39,7 +39,8 @@ class NoGpu:
 
 @dataclass(slots=True, frozen=True)
 class Launch:
-    """A recorded launch of a Triton kernel, with its arguments and options. key: what Triton identifies the compiled kernel by."""
+    """A recorded launch of a Triton kernel, with its arguments and options. key: Triton's key of the compiled kernel; launches with
+    the same key share it."""
 
     kernel: Any
     key: str
@@ -57,8 +58,8 @@ class Launch:
 
 
 def _seen_as(argument: Any) -> Any:
-    """Returns everything about an argument of a kernel on which Triton's key may depend: of a tensor the dtype and the address
-    modulo 16 bytes, of anything else the type and the value."""
+    """Returns everything about an argument of a kernel on which Triton's key may depend: the dtype and the address modulo 16 of a
+    tensor; the type and the value of anything else."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     return type(argument), argument
@@ -66,9 +67,9 @@ def _seen_as(argument: Any) -> Any:
 
 @contextmanager
 def recorded(capability: int) -> Iterator[dict[str, Launch]]:
-    """Returns a context in which launches of Triton kernels are recorded, and neither compiled nor run; results are undefined. It
-    yields a dict of the launches made inside it: the first launch for each key, by key, in order. From then on this process
-    compiles for a GPU of this capability, whatever GPU it has.
+    """Returns a context in which launches of Triton kernels are recorded instead of compiled and run, so that their results are
+    undefined. The context yields a dict by key, which receives the first launch of each key, in order. From then on this process
+    compiles for a GPU of this compute capability (90 for 9.0), whatever GPU it has.
 
     Raises RuntimeError at a launch for which Triton does not report a key, and if kernels are interpreted."""
     if triton.knobs.runtime.interpret:

@@ -14,9 +14,9 @@ CLOSE_LIMIT_S = 10.0  # for which `wait_closed` waits at most
 
 
 class Link:
-    """A connection of one device's share of a split model to other shares. _alone: whether nothing passes through it at the moment
-    (see `alone`). _thread: the thread that uses the connection, and ends after `close`; None if the connection needs no thread.
-    _fault: the error that ended this thread; None if there was none."""
+    """The base class of a connection from one device's share of a split model to other shares. _alone: whether no data passes
+    through the connection at the moment (see `alone`). _thread: the thread that uses the connection until `close`; None: it needs
+    no thread. _fault: the error that ended this thread; None: there was none."""
 
     _alone = False
     _thread: Thread | None = None
@@ -37,29 +37,29 @@ class Link:
         self._thread.start()
 
     def _told_fault(self) -> None:
-        """Ends all waits, in this engine and in others, for what the thread would have done. Called in the thread after an error
-        has ended its work. Does nothing unless a subclass overrides it."""
+        """Called in the connection's thread after an error has ended its work. A subclass overrides this to end the waits, in this
+        engine and in others, for work that the thread has not done."""
 
     def has_ended(self) -> bool:
-        """Returns whether the thread has done all that it was given. Does not wait. Raises the error that has ended the thread, if
-        there was one."""
+        """Returns, without waiting, whether the thread has done all work that it was given. Raises the error that has ended the
+        thread, if there was one."""
         self.check_fault()
         return True
 
     def check_fault(self) -> None:
-        """Raises the error that has ended the thread, if there was one. A device reports its errors at any later call, which may be
-        one of the thread's alone."""
+        """Raises the error that has ended the thread, if there was one. The error may concern the whole device, because a device
+        reports an error at whatever call comes next, in any thread."""
         if self._fault is not None:
             raise self._fault
 
     def close(self) -> None:
-        """Ends the thread. Subclasses say what is done before that. Idempotent."""
+        """Ends the thread. Each subclass says what the thread still does before it ends. Idempotent."""
         raise NotImplementedError
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Returns a context in which nothing passes through the connection, for steps that only compile kernels or allocate memory.
-        Only the thread that runs steps, or that makes the model, may use it, and it must run no other step within."""
+        """Returns a context in which no data passes through the connection, for steps that only compile kernels or allocate memory.
+        Only the thread that runs steps, or the one that makes the model, may enter it, and it must run no other step inside."""
         before, self._alone = self._alone, True
         try:
             yield
@@ -67,9 +67,9 @@ class Link:
             self._alone = before
 
     def wait_closed(self) -> None:
-        """Waits, after `close`, until the thread has ended, and with it the use of all shared memory; gives up after CLOSE_LIMIT_S
-        with an error in the log. Before the call, graphs with exchanges must have been destroyed, and nothing may keep the device
-        from ending its steps."""
+        """Waits, after `close`, until the thread has ended and no longer uses shared memory. Gives up after CLOSE_LIMIT_S, with an
+        error in the log. Before the call, graphs with exchanges must have been destroyed, and nothing may keep the device from
+        ending its steps."""
         if self._thread is not None:
             self._thread.join(CLOSE_LIMIT_S)
             if self._thread.is_alive():

@@ -1,5 +1,6 @@
-"""A CUDA device's chunks: physical allocations by the driver's virtual memory management. All of them are mapped once as the arena
-(one address range), and again into the address ranges of weights. Addresses never change, so captured graphs survive an eviction.
+"""A CUDA device's chunks: physical allocations by the driver's virtual memory management. All chunks are mapped once as the arena
+(one address range); those with weights are also mapped into the address ranges of weights. Addresses never change, so captured
+graphs survive an eviction.
 
 Source: CUDA driver API, "Virtual Memory Management". Imported only where cuda-bindings is installed.
 """
@@ -44,9 +45,9 @@ def call_driver(function: Any, *arguments: Any) -> Any:
 
 
 def allocations(index: int, exportable: bool) -> tuple[Any, Any, int]:
-    """Returns the driver's structures for memory of device `index`: the properties of an allocation, and the access to it once it
-    is mapped. Also returns the number of bytes of which an allocation's size must be a multiple. exportable: whether other
-    processes will map the memory."""
+    """Returns what the driver needs to allocate memory of device `index`: the properties of an allocation, the access to it once it
+    is mapped, and the number of bytes of which its size must be a multiple. exportable: whether other processes will map the
+    memory."""
     place = driver.CUmemLocation()
     place.type, place.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
     wanted = driver.CUmemAllocationProp()
@@ -79,8 +80,8 @@ class CudaMemory:
     allocated at once.
 
     chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: whether `export` will be called.
-    handles: file descriptors that another process's `export` returned; their chunks are used instead of new ones, and the caller
-    still closes them.
+    handles: file descriptors from another process's `export`, whose chunks are used instead of new ones; the caller closes the
+    descriptors. Empty: new chunks are allocated.
 
     Raises MemoryError if the device has too little memory, ValueError for a wrong chunk_bytes or number of handles, and DeviceError
     if the driver refuses a call."""
@@ -140,10 +141,10 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Waits for everything that runs on the device, then queues the range's chunks to be unmapped by another thread. The wait
-        is needed, because a kernel that still read the range would make the whole CUDA context unusable. The chunks may be used for
-        something else at once: a chunk may be mapped in several ranges, and nothing reads it through this one. Later calls that map
-        or release the range wait for the thread. Raises RuntimeError if an earlier range could not be unmapped."""
+        """Waits for all work launched on the device, then queues the range's chunks to be unmapped by another thread. The wait is
+        needed, because a kernel that still read the range would make the whole CUDA context unusable. The chunks may be mapped
+        elsewhere as soon as this returns. Later calls of `map` and `release` for the range wait for the thread. Raises RuntimeError
+        if an earlier range could not be unmapped."""
         self._enter()
         self._streams.synchronise()
         self._unmapping.add(address, num_bytes)
@@ -228,7 +229,7 @@ class CudaMemory:
         return self.chunk_bytes
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """Checks the chunks and does nothing else, because a device's memory is not given back. Raises IndexError for chunks that
+        """Only checks the arguments, because a device's memory is not given back to the system. Raises IndexError for chunks that
         do not exist."""
         if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
             raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
@@ -245,7 +246,7 @@ class CudaMemory:
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
         """Copies pieces of piece_bytes bytes within the arena: the piece with index sources[i] to the one with index targets[i].
-        Waits for the copies, because a chunk that they empty may be given to a load at once, whose own copies are on another
+        Waits for the copies, because the chunks of the sources may be given to a load at once, whose copies are on another
         stream."""
         copy_pieces(self.arena, piece_bytes, sources, targets)
         self._streams.finish_steps()

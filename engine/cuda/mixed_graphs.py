@@ -1,7 +1,8 @@
-"""Captures steps with prompt chunks as CUDA graphs, in the sizes of mixed_steps.py. A graph is kept if the device replays it in no
-more time than the host takes to launch the same step without it: then padding makes no step slower, whatever the model and the GPU.
+"""Captures steps with prompt chunks as CUDA graphs, in the sizes of mixed_steps.py. A graph is kept only if the device replays it
+in no more time than the host takes to launch the same step without a graph. So padding makes no step slower, whatever the model and
+the GPU.
 
-Sizes are captured in idle time. A model that is never idle captures a size once enough steps have needed it. graph_room.py bounds
+Sizes are captured in idle time. If a model is never idle, a size is captured once enough steps have needed it. graph_room.py bounds
 the number of graphs.
 """
 
@@ -70,8 +71,8 @@ class MixedGraphs(StepGraphs[MixedSize]):
 
     def needed(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
         """Returns the size whose graph should be captured before a step of num_tokens tokens, num_rows rows and num_tiles query
-        tiles runs; None: no graph should be captured now. Also counts this step as one that lacks a graph, because a size is
-        captured only after STEPS_BEFORE_CAPTURE such steps."""
+        tiles runs; None: no graph should be captured now. A size is captured only if more than STEPS_BEFORE_CAPTURE steps lacked
+        its graph; each call counts one such step."""
         for size in self._sizes:
             if size.holds(num_tokens, num_rows, num_tiles) and self._is_allowed(size):
                 if size in self.captured:
@@ -81,8 +82,8 @@ class MixedGraphs(StepGraphs[MixedSize]):
         return None
 
     def capture(self, size: MixedSize, padding: Mapping[str, Any]) -> bool:
-        """Captures a graph for steps of this size. Returns whether there is one now: False if there is no room or memory, or if the
-        graph saves no time. In the last case neither this size nor a larger one is tried again: a larger step takes the device
+        """Captures a graph for steps of this size. Returns whether there is one now; False: there is no room or memory, or the
+        graph saves no time. If it saves no time, neither this size nor a larger one is tried again: a larger step takes the device
         longer, while the host launches it as fast as a smaller one."""
         self._needed.pop(size, None)
         if not super().capture(size, padding):

@@ -1,8 +1,9 @@
 """Pads steps with prompt chunks to a few sizes, so that each size can be one CUDA graph. Input columns (arrays) on the device
 describe the content of such a step: the row of each token, the contexts of decode rows, the tiles into which queries are divided
-for attention, and the tokens to sample from. The rest of a size is padding.
+for attention, and the tokens to sample from. All other tokens, rows and tiles of the size are padding.
 
-Shapes: T tokens, R rows, I tiles of queries, S slots. One more row, R, belongs to no sequence: it has the padding tokens and tiles.
+Shapes: T tokens, R rows, I tiles of queries, S slots. The columns of rows have one more row, with index R, which belongs to no
+sequence; padding tokens and tiles belong to it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class MixedSize:
 
 
 def mixed_sizes(max_tokens: int, max_rows: int, tile_tokens: int) -> list[MixedSize]:
-    """Returns the sizes, the smallest first and at most 12, for steps of up to max_tokens tokens of a model with max_rows slots. A
-    row has at least one token, so R is at most T. tile_tokens: queries in a tile."""
+    """Returns the sizes, the smallest first and at most 12, for steps of up to max_tokens tokens of a model with max_rows slots.
+    tile_tokens: queries in a tile. R is at most T in each size, because a row has at least one token."""
     sizes = []
     for num_tokens in TOKENS:
         for before, num_rows in zip((0, *ROWS), ROWS, strict=False):
@@ -54,8 +55,8 @@ def num_tiles(plan: BatchPlan, tile_tokens: int) -> int:
 
 
 def mixed_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, tile_tokens: int) -> Columns:
-    """Returns the input columns of a step with prompt chunks, which are written over those of mixed_padding. rows: the settings of
-    the rows that sample; None: no row samples. tile_tokens: queries in a tile."""
+    """Returns the input columns of a step with prompt chunks, without padding: they replace the beginnings of the columns of
+    mixed_padding. rows: the settings of the rows that sample; None: no row samples. tile_tokens: queries in a tile."""
     step = extend_step(plan, table, tile_tokens, None)
     columns = step.columns | {"decode_contexts": step.columns["contexts"][: step.num_decode]}
     if rows is not None:
@@ -64,8 +65,8 @@ def mixed_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | No
 
 
 def mixed_padding(size: MixedSize, num_slots: int) -> Columns:
-    """Returns the input columns of a step of this size that consists of padding: it stores no KV, and its sampled tokens go to slot
-    S. num_slots: S."""
+    """Returns the input columns of a step of this size that consists of padding only. Such a step stores no KV, and its sampled
+    tokens go to slot S. num_slots: S."""
     sampling = padding_columns(size.num_rows, num_slots)
     nobody, each = np.int32(size.num_rows), size.num_rows + 1
     columns: Columns = {

@@ -70,10 +70,11 @@ CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are 
 class DeviceGroupMemory:
     """The memory of one of the model's KV groups (the layers that share block tables), and how these layers attend.
 
-    kv, scales: views of the arena, as engine.memory.arena.kv_views returns them (state_view for a group of states).
+    kv, scales: views of the arena, as engine.memory.arena.kv_views returns them; in a group of states, the result of state_view,
+    and None.
     rotary: the rotary embedding of the group's layers, on the device.
-    reach: how far back a token attends: to the last `reach` positions, its own included; below 0: to its own chunk of -reach
-    positions; 0: to all.
+    reach: how far back a token attends: above 0: to the last `reach` positions, its own included; below 0: to its own chunk of
+    -reach positions; 0: to all.
     num_pieces: the approximate number of split-K parts into which the contexts of a decode step are cut."""
 
     kv: Tensor
@@ -86,8 +87,8 @@ class DeviceGroupMemory:
 
 @dataclass(slots=True)
 class Marks:
-    """A pair of CUDA events, before and after a step, with page-locked memory for the step's results on the host. They are used
-    again for a later step once the results were read, because the driver takes longer to make them than to use them."""
+    """A pair of CUDA events, recorded before and after a step, with page-locked memory for the step's results on the host. After
+    the results were read, a later step uses the same events and memory again, because making new ones takes longer."""
 
     started: Any
     done: Any
@@ -95,8 +96,8 @@ class Marks:
     last: Tensor | None = None  # the part of `memory` that was used last
 
     def room_for(self, told: Tensor) -> Tensor:
-        """Returns page-locked host memory of the dtype and shape of `told`, which is to be copied there. A copy to memory of any
-        other kind would make the host wait for the device."""
+        """Returns page-locked host memory of the dtype and shape of `told`, into which `told` is to be copied. Only copies to
+        page-locked memory do not make the host wait for the device."""
         if self.last is not None and (self.last.dtype, self.last.shape) == (told.dtype, told.shape):
             return self.last
         if self.memory is None or len(self.memory) < told.nbytes:
@@ -108,9 +109,10 @@ class Marks:
 class PendingStep:
     """A step that was launched and may still run. `wait` returns its result; it blocks without spinning, and may be called once.
 
-    told: the memory on the host to which the results are copied. read: makes a StepResult from this memory and the step's seconds.
-    marks: the events around the step; None if the step has ended. taken_back: called with the marks once they can be used again.
-    began_s: when the step began, by time.perf_counter(); used only without marks."""
+    told: the memory on the host that receives the results. read: makes a StepResult from this memory and the step's seconds.
+    marks: the events around the step; None: the step has ended already. taken_back: called with the marks when another step may use
+    them.
+    began_s: when the step began, by time.perf_counter(); used only if there are no marks."""
 
     def __init__(
         self,
@@ -134,8 +136,8 @@ class PendingStep:
 
 
 class _Begun(NamedTuple):
-    """A step that was launched, before the copy of its results to the host. outputs: the results on the device. marks: the events
-    around the step, of which the second is not recorded yet; None if there is no CUDA device."""
+    """A step that was launched, before its results are copied to the host. outputs: the results on the device. marks: the events
+    around the step, of which the second is not recorded yet; None: there is no CUDA device."""
 
     outputs: StepOutputs
     marks: Marks | None
@@ -306,11 +308,11 @@ class CudaModel:
     def _begin_padded(
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, apart: bool, adapted: bool
     ) -> _Begun | None:
-        """Launches the step if it is one that a graph can run, after capturing the graph if it is due. Also launches a decode step
-        without a graph whose rows are sampled within it. Returns None, and launches nothing, for all other steps.
+        """Launches the step if a graph runs it, or if it is a decode step whose rows are sampled within it. If the graph is due to
+        be captured, captures it first, and does not count the capture towards the step's seconds. For all other steps returns None,
+        and launches nothing.
 
-        apart: the rows are sampled after the step instead of within it. adapted: at least one row has an adapter. The step's first
-        event is recorded after a capture, so that its seconds do not include the capture."""
+        apart: the rows are sampled after the step instead of within it. adapted: at least one row has an adapter."""
         num_tokens = int(plan.num_new.sum())
         if rows is not None and len(rows.temperature) == num_tokens:
             padded, decoding = self._graph_for(len(plan.slots), adapted), self._graphs_of(adapted)[0]
@@ -327,8 +329,8 @@ class CudaModel:
         return _Begun(self._graphs_of(adapted)[1].run(size, columns), marks)
 
     def _mixed_size(self, plan: BatchPlan, num_tokens: int, adapted: bool) -> MixedSize | None:
-        """Returns the size of the graph that is to run a step with prompt chunks, after capturing that graph if it is due. Returns
-        None if the step runs without a graph. num_tokens: the number of the step's new tokens."""
+        """Returns the size of the graph that runs a step with prompt chunks; None: the step runs without a graph. If a graph is due
+        to be captured, captures it first. num_tokens: the number of the step's new tokens."""
         held = num_tokens, len(plan.slots), num_tiles(plan, self.tile_tokens)
         mixed = self._graphs_of(adapted)[1]
         if (lacking := mixed.needed(*held)) is not None:
@@ -339,8 +341,8 @@ class CudaModel:
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, also: LongArray | None, adapted: bool = False
     ) -> _Begun:
         """Launches a step of any kind, kernel by kernel. rows: settings of the rows that are sampled within the step; None: none
-        are. also: indices into T of further tokens whose hidden states are wanted; they come after those of the sampling rows;
-        None: no others. adapted: at least one row has an adapter."""
+        are. also: indices into T of further tokens whose hidden states are returned after those of the sampling rows; None: there
+        are none. adapted: at least one row has an adapter."""
         marks = self._marks()
         hidden, kept = self._forward(extend_step(plan, table, self.tile_tokens, also), adapted)
         if rows is None:
@@ -361,9 +363,9 @@ class CudaModel:
 
     @torch.inference_mode()
     def launch_all(self) -> None:
-        """Launches every kernel that a step without adapters may launch, with every kind of arguments for which Triton compiles it,
-        so that no step has to wait for a compiler (tests/engine/kernels/record_keys.py compares them). Reads and writes only memory
-        that belongs to no sequence."""
+        """Launches every kernel that a step without adapters may launch, with every kind of arguments for which Triton compiles a
+        kernel separately, so that no step has to wait for a compiler. Reads and writes only memory that belongs to no sequence.
+        tests/engine/kernels/record_keys.py checks that no kernel is left out."""
         with nullcontext() if entry.INTERPRETED else entry.both_kernels():  # interpreted, hearthd's products take minutes
             for num_rows in (*range(1, entry.FEW_ROWS[-1] + 1), entry.MANY_ROWS):
                 self._launch_rows(num_rows)
@@ -423,8 +425,8 @@ class CudaModel:
         return padded if graphs.capture(padded, padding_columns(padded, self._sequences.num_slots)) else 0
 
     def _graph_for(self, num_rows: int, adapted: bool) -> int:
-        """Returns the row count of the graph that is to run a decode step of num_rows rows, after capturing that graph if it is
-        due; 0 if the step runs without a graph. A graph is captured only when it is needed for the second time: a capture takes as
+        """Returns the row count of the graph that runs a decode step of num_rows rows; 0: the step runs without a graph. If the
+        graph is not captured yet, captures it when a second step needs it. The first such step runs without: a capture takes as
         long as several steps, and delays the tokens of the step before, which are often a request's first."""
         graphs, _ = self._graphs_of(adapted)
         padded = graphs.rows_for(num_rows)
@@ -433,13 +435,14 @@ class CudaModel:
         return self.capture(num_rows, adapted)
 
     def _unmeasured(self) -> list[tuple[Tensor, int]]:
-        """Returns pairs (weight, number of rows) of matrix multiplications for which it is still to be measured whether hearthd's
-        kernel or cuBLAS is faster."""
+        """Returns the matrix multiplications, as pairs (weight, number of rows), for which hearthd's kernel and cuBLAS have not
+        been compared yet."""
         return [(weight, rows) for weight in self._products for rows in entry.FEW_ROWS if entry.is_open(weight, rows)]
 
     def _measure(self, weight: Tensor, num_rows: int) -> None:
-        """Measures hearthd's kernel and cuBLAS for the multiplication of num_rows rows by this weight; later multiplications use
-        the faster one. If that is hearthd's, the graphs of this row count are dropped, because they were captured with cuBLAS."""
+        """Measures hearthd's kernel and cuBLAS for the multiplication of num_rows rows by this weight. Later multiplications use
+        hearthd's kernel if it is clearly faster; the graphs of this row count, which were captured with cuBLAS, are then
+        dropped."""
         entry.measure_linear(weight, num_rows)
         if entry.uses_ours(weight, num_rows):
             for graphs in (self.graphs, self.adapted_graphs, self.edited_graphs):
@@ -447,7 +450,7 @@ class CudaModel:
 
     @property
     def num_uncaptured(self) -> int:
-        """Returns how many calls of capture_next still have something to do: to capture a graph, to measure a matrix
+        """Returns for how many calls capture_next still has something to do: to capture a graph, to measure a matrix
         multiplication, or to compare tiles of attention."""
         if self._model is None:
             return 0
@@ -473,8 +476,9 @@ class CudaModel:
             self.tiles.measure_next()
 
     def _missing(self) -> list[tuple[bool, list[int], list[MixedSize]]]:
-        """Returns what may be captured in idle time, as (whether the steps have adapters, row counts of decode graphs, sizes of
-        graphs with prompt chunks). The entry for steps with adapters is there once a step had one."""
+        """Returns the graphs that may be captured in idle time, as a list of (whether the steps have adapters, row counts of decode
+        graphs, sizes of graphs with prompt chunks). There is an entry for steps with adapters only after the model had such a
+        step."""
         num_slots, forms = self._sequences.num_slots, [(adapted, *self._graphs_of(adapted)) for adapted in (False, True)]
         return [
             (adapted, decoding.missing(num_slots), mixed.missing()) for adapted, decoding, mixed in forms[: 1 + self._has_adapted]
@@ -528,7 +532,7 @@ class CudaModel:
         return self._loaded().logits(part).float().cpu().numpy()
 
     def restore(self) -> None:
-        """Makes the model usable again once a reload has put the weights back into the same address range."""
+        """Makes the model usable again after a reload has put its weights back into the same address range."""
         self._model = self._built()
         self._set_evicted(None)
 
@@ -560,8 +564,8 @@ class CudaModel:
         return self._loaded().logits(hidden)
 
     def _update(self, plan: BatchPlan, table: SequenceTable) -> bool:
-        """Copies to the device what has changed in the block tables and adapters of the step's sequences since the last step.
-        Returns whether any of these sequences has an adapter."""
+        """Copies to the device those entries of the sequences' block tables and adapters that have changed since the last step.
+        Returns whether any of the step's sequences has an adapter."""
         ends = plan.num_computed + plan.num_new
         if plan.to_propose is not None:  # all drafted tokens but the last have keys and values
             ends = ends + np.maximum(plan.to_propose - 1, 0)
@@ -634,9 +638,9 @@ class CudaModel:
         return self._batch(numbers, columns["host_ids"], *rows, None, adapted)
 
     def _mixed_batch(self, columns: Mapping[str, Tensor], adapted: bool) -> DeviceBatch:
-        """Returns the inputs of a forward pass with prompt chunks, made from the input arrays of mixed_steps.py on the device.
-        Decode attention is computed for all R rows. For rows with several new tokens it sees a context of 0 and writes zeros, which
-        the attention by query tiles overwrites."""
+        """Returns the inputs of a forward pass with prompt chunks. columns: the input arrays of mixed_steps.py on the device.
+        Decode attention is computed for all R rows: a row with several new tokens has a context of 0 there and gets zeros, which
+        the attention by query tiles then overwrites."""
         tiles = QueryTiles(columns["tile_rows"], columns["tile_firsts"], self.tile_tokens, columns["starts"], columns["num_new"])
         contexts = columns["contexts"], columns["decode_contexts"]
         rows = (columns["slots"], columns["firsts"], columns["starts"], *contexts)
@@ -685,7 +689,7 @@ class CudaModel:
     def _draw(self, hidden: Tensor, columns: dict[str, Tensor], slots: Tensor, kept: list[Tensor] | None = None) -> StepOutputs:
         """Samples one id for each row of hidden [N, width], by the settings in columns, and stores it as the last token of the
         row's slot. Returns the step's results on the device. If the model embeds, nothing is sampled, and the results' hidden
-        states are the rows scaled to length 1. kept: states for the predictor, passed on into the results."""
+        states are the rows of `hidden` scaled to length 1. kept: states for the predictor, which are put into the results."""
         if self.embeds:
             return StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), scaled_vectors(hidden))
         drawn = torch.empty(2, len(hidden), dtype=torch.int32, device=self._device)

@@ -1,8 +1,8 @@
 """Calls NCCL (https://docs.nvidia.com/deeplearning/nccl), which exchanges tensors between the GPUs of a host.
 
 NCCL is called directly, and not through torch.distributed, for two reasons. A process group of torch has a thread that ends the
-process if an exchange fails, but the other models of an engine must go on. And torch runs exchanges on streams of its own; here
-they must be on the stream of steps, on which all engines of a group launch in the same order.
+process if an exchange fails, but the other models of an engine must not be affected. And torch runs exchanges on streams of its
+own, but they must be on the stream of steps, on which all engines of a group launch in the same order.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ class Nccl:
         return NcclGroup(self, communicator)
 
     def give_up(self) -> None:
-        """Ends the wait of another thread in `connect`. NCCL waits for a rank by looking at a socket again and again, so all
-        sockets that this process has opened since that call are shut down. That hits no other group, because an engine connects one
-        group at a time.
+        """Ends the wait of another thread in `connect`, by shutting down all sockets that this process has opened since that call.
+        NCCL waits for a rank by polling a socket. No other group is affected, because an engine connects one group at a time.
 
         ncclCommAbort could end the wait only for a non-blocking communicator, in which each exchange takes a new thread
         (https://github.com/NVIDIA/nccl, ncclGroupEndInternal in src/group.cc)."""
@@ -115,7 +114,7 @@ class NcclGroup:
         self._nccl, self._communicator = nccl, communicator
 
     def join(self, agreed: Callable[[bool], bool]) -> None:
-        """Does nothing, because NCCL has no quicker ways that are still to be set up."""
+        """Does nothing, because NCCL has no faster ways that would have to be prepared."""
 
     def sum(self, x: Tensor) -> None:
         self._nccl.call("ncclAllReduce", x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], _SUM, *self._where())

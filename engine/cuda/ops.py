@@ -1,5 +1,5 @@
-"""The operations of models on a GPU (engine/ops/ops.py says what each computes, and shapes). cuBLAS computes most matrix
-multiplications, Triton kernels everything else. Interpreted, the same kernels run on the CPU's tensors (for tests).
+"""The operations of models on a GPU; engine/ops/ops.py describes them and their shapes. cuBLAS computes most matrix
+multiplications, Triton kernels everything else. In tests the same kernels run interpreted on CPU tensors.
 """
 
 from __future__ import annotations
@@ -220,16 +220,17 @@ class CudaOps:
 
 
 def logprobs_in(told: Tensor, num: int, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns views of `told`, [num (1 + 2 num_top)] int32, the memory in which the log-probabilities of num rows are copied to the
-    host: those of the chosen tokens [num] float32, then the ids [num, num_top] int32 of the most likely tokens, then their
-    log-probabilities [num, num_top] float32."""
+    """Returns views of `told`, [num (1 + 2 num_top)] int32, in which the log-probabilities of num rows are copied to the host: the
+    log-probabilities of the chosen tokens [num] float32, the ids [num, num_top] int32 of the most likely tokens, and the
+    log-probabilities [num, num_top] float32 of these."""
     picked, top_ids, top = logprob_parts(told, num, num_top)
     shape = (num, num_top)
     return picked.view(torch.float32), top_ids.view(shape), top.view(torch.float32).view(shape)
 
 
 def logprob_parts(told: Told, num: int, num_top: int) -> tuple[Told, Told, Told]:
-    """Divides the memory of log-probabilities into its three parts, flat and as int32: those of the chosen tokens, the ids of the
-    most likely tokens, and their log-probabilities. told: the memory, [num (1 + 2 num_top)], as a tensor or an array."""
+    """Divides memory with log-probabilities of num rows into three parts, flat and as int32: the log-probabilities of the chosen
+    tokens, the ids of the num_top most likely tokens of each row, and the log-probabilities of these. told: the memory, [num (1 + 2
+    num_top)], as a tensor or an array."""
     end = num * (1 + num_top)
     return told[:num], told[num:end], told[end:]

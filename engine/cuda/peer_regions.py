@@ -1,9 +1,9 @@
 """Maps memory of a group's GPUs into each other, by the driver's virtual memory management: a region of this GPU for the other
-GPUs, and their regions for this one.
+GPUs, and their regions for this GPU.
 
-cuDeviceCanAccessPeer cannot say which GPUs reach each other, because each engine sees only its own GPU and has no index for another
-one. But memory of another GPU can be imported by a file descriptor and mapped for the own GPU, as NCCL does. If the GPUs do not
-reach each other, the driver refuses this, or a sum computed as a trial is wrong (engine/cuda/peers.py).
+Whether the GPUs reach each other's memory is only known by trying. Each engine sees only its own GPU, so it has no index of another
+GPU for cuDeviceCanAccessPeer. But it can import memory of another GPU by a file descriptor and map it for its own GPU, as NCCL
+does. If the GPUs do not reach each other, the driver refuses this, or a trial sum is wrong (engine/cuda/peers.py).
 
 Source: CUDA driver API, "Virtual Memory Management". Imported only where cuda-bindings is installed.
 """
@@ -20,9 +20,10 @@ from engine.cuda.memory import FILE_DESCRIPTOR, DeviceBytes, allocations, call_d
 
 
 class DeviceRegions:
-    """The memory regions of all ranks of a group of `size`, in one range of addresses (an engine.cuda.peers.Regions). The first is
-    this rank's own: new memory of the current device, filled with 0. Then come those of the next higher ranks, with rank 0 after
-    the last rank. Raises MemoryError if the device has no memory for a region, and DeviceError if the driver refuses a call."""
+    """The memory regions of all ranks of a group of `size` ranks, in one range of addresses (an engine.cuda.peers.Regions). The
+    first region is this rank's own: new memory of the current device, filled with 0. After it come those of the next higher ranks,
+    with rank 0 after the last rank. Raises MemoryError if the device has no memory for a region, and DeviceError if the driver
+    refuses a call."""
 
     def __init__(self, size: int) -> None:
         index = torch.cuda.current_device()

@@ -1,8 +1,8 @@
 """Adds up small tensors over the ranks of a group of GPUs through memory that the GPUs map from each other. All other exchanges go
 through another connection (NCCL).
 
-Whether the GPUs reach each other's memory is found out by trying. After each step of the trial the ranks tell each other whether it
-failed on any of them: either all go on, or none does.
+Whether the GPUs reach each other's memory is found out by trying, in several steps. After each step the ranks exchange whether it
+has failed on any of them; if it has, all ranks give the trial up.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ NO_PEERS = "NCCL_P2P_DISABLE"  # NCCL's setting by which GPUs do not reach each 
 
 
 class Regions(Protocol):
-    """Memory that the ranks of a group share: one region of each rank. all [S, num_bytes] uint8: the regions of all S ranks, in the
-    order that triton_peers.sum_over_ranks wants; valid once those of the other ranks are mapped."""
+    """Memory that the ranks of a group share: one region of each rank. num_bytes: size of a region. all [S, num_bytes] uint8: the
+    regions of all S ranks, in the order that triton_peers.sum_over_ranks needs; the other ranks' regions are valid once `map` was
+    called for them."""
 
     num_bytes: int
     all: Tensor
@@ -75,8 +76,8 @@ class Peers:
 
 
 class PeerGroup:
-    """One rank's connection to its group (an engine.cuda.collectives.Collectives). From its creation on, other ranks can send it
-    the descriptors of their memory. others: the connection for all exchanges that do not go through the ranks' memory."""
+    """One rank's connection to its group (an engine.cuda.collectives.Collectives). As soon as the object exists, other ranks can
+    send it the descriptors of their memory. others: the connection for all exchanges that do not go through the ranks' memory."""
 
     others: Collectives
 
@@ -205,9 +206,9 @@ class PeerGroup:
 
 
 def _trials(rank: int, size: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Returns pairs of tensors for PeerGroup._try: a tensor of this rank, and the right sum over all ranks. There is one pair for
-    each dtype and size for which the kernel is compiled. The values change from pair to pair and from rank to rank, and every
-    buffer of two lanes is used several times."""
+    """Returns the sums with which PeerGroup._try tests the memory, as pairs: a tensor of this rank, and the right sum over all
+    ranks. There is one pair for each dtype and size for which the kernel is compiled. The values differ between pairs and between
+    ranks, and the pairs are enough to use every buffer of two lanes several times."""
     trials = []
     for number, (dtype, num_values) in enumerate(triton_peers.FORMS):
         own = torch.arange(num_values) % 8 + number  # every type holds these numbers, and their sums, exactly

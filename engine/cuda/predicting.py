@@ -1,10 +1,10 @@
-"""Drafts tokens with a model's predictor (an additional layer for multi-token prediction, or a draft head) on a GPU, after each
+"""Drafts tokens on a GPU with a model's predictor (an additional layer for multi-token prediction, or a draft head), after each
 step and from the states that the step left on the device.
 
 Everything is launched right after the step, before the host knows which tokens the step sampled. So the host does not know either
-how many drafted tokens of a sequence were accepted, and after which row its next drafts begin. For each row, it sends the columns
-(input values) that drafts after this row would need; the device then picks the columns of the row that sampled the sequence's
-newest token.
+how many drafted tokens of a sequence were accepted, or after which row the sequence's next drafts begin. It therefore sends, for
+each row, the columns (input values) that drafts after this row would need. The device then picks the columns of the row that
+sampled the sequence's newest token.
 
 Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that sample, W width, K drafted tokens.
 """
@@ -36,7 +36,7 @@ FLOAT_COLUMNS = {"temperature", "top_p", "min_p"}
 
 
 class CudaPredicting:
-    """Runs a model's predictor behind the model's steps: the predictor reads the tokens and states of each step, then drafts
+    """Runs a model's predictor after each of the model's steps: the predictor reads the tokens and states of the step, then drafts
     tokens.
 
     model: returns the loaded model. batch: makes the inputs of a forward pass from columns on the device. num_slots: S, the slot
@@ -55,14 +55,14 @@ class CudaPredicting:
         self._num_slots, self._tile_tokens = num_slots, tile_tokens
 
     def after(self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: Tensor) -> PendingProposals:
-        """Launches the predictor behind a step that was just launched: first on the step's tokens, then to draft as many tokens for
-        each sequence that samples as the plan asks for. Returns the drafts, which the device may still be computing.
+        """Launches the predictor after a step that was just launched: first on the step's tokens, then to draft for each sequence
+        that samples as many tokens as the plan asks for. Returns the drafts, which the device may still be computing.
 
         kept: tensors [>= T, W] with the states that the step kept for the predictor. ids [N] int32: the tokens that the step
         samples. The predictor's keys and values are stored for all tokens of the step, and for all drafted ones but the last.
 
-        Drafts are sampled like the model's own tokens, with the random noise of their positions: then the model picks the same
-        tokens wherever the predictor's distribution is close to its own."""
+        A draft is sampled with the random noise with which the model will sample the token at the same position. So both are often
+        the same where their distributions are close."""
         assert plan.to_propose is not None
         began = self._mark()
         step = extend_step(plan, table, self._tile_tokens, None)
@@ -78,9 +78,9 @@ class CudaPredicting:
         return PendingProposals(plan.slots[plan.samples], counts, told, (began, seen, self._mark()))
 
     def see(self, kept: Sequence[Tensor], sent: dict[str, Tensor], step: ExtendStep) -> Tensor:
-        """Runs the predictor on a step's tokens. Returns its states [N, W] at the tokens from which the step samples. kept: tensors
-        [T, W] with the model's states that the step kept. sent: the step's columns on the device, in which host_ids [T] is for each
-        token the one that follows it."""
+        """Runs the predictor on a step's tokens. Returns its states [N, W] at the tokens after which the step samples. kept:
+        tensors [T, W] with the model's states that the step kept. sent: the step's columns on the device; host_ids [T] holds for
+        each token the token that follows it."""
         model = self._model()
         return model.predict(model.read(kept), self._batch(sent, step)).index_select(0, sent["wanted"])
 
@@ -89,7 +89,7 @@ class CudaPredicting:
         newest token, then its drafted tokens.
 
         states [N, W]: the predictor's states at the sampling rows. ids [N]: the tokens that these rows sample. counts [N]: how many
-        tokens to draft after each row, if it turns out to have the newest token."""
+        tokens to draft after each row if it has its sequence's newest token."""
         sequences, num_drafted = sampled_sequences(plan, table), int(counts.max(initial=0))
         num = len(sequences.firsts)
         missing = -num % ALIGN_WORDS  # picked columns are aligned as those that are sent, and kernels are compiled for that
@@ -122,9 +122,9 @@ class CudaPredicting:
         return told
 
     def _columns(self, plan: BatchPlan, table: SequenceTable, counts: IntArray, num_drafted: int) -> IntArray:
-        """Returns the columns for K draft steps, those named in DRAFT_COLUMNS (C of them), as [K, C, N] flattened: for each
-        sampling row, what drafting needs if this row has its sequence's newest token. A row after which fewer than K tokens are
-        drafted has slot S (no sequence) in the remaining draft steps."""
+        """Returns the columns named in DRAFT_COLUMNS (C of them) for K draft steps, as [K, C, N] flattened: the inputs that
+        drafting after each sampling row needs if this row has its sequence's newest token. A row after which fewer than K tokens
+        are drafted has slot S (no sequence) in the remaining draft steps."""
         slots, computed = plan.slots[plan.samples], (plan.num_computed + plan.num_new)[plan.samples]
         out = np.zeros((num_drafted, len(DRAFT_COLUMNS), len(slots)), np.int32)
         for number in range(num_drafted):
@@ -168,11 +168,11 @@ class CudaPredicting:
 
 @dataclass(slots=True, frozen=True)
 class PendingProposals:
-    """The drafts after a step, while the device may still be computing them; `wait` returns them.
+    """The drafts after a step, which the device may still be computing; `wait` returns them.
 
     slots, counts [N]: the slots of the step's sampling rows, and how many tokens were asked for after each row.
-    told [1 + K, Q]: on the host, for each sequence the index of the row after which its drafts come, then the drafts.
-    marks: the device's time before the predictor reads the step, after that, and after the drafts."""
+    told [1 + K, Q], on the host: for each sequence the index of the sampling row after which its drafts come, then the drafts.
+    marks: three times of the device: before the predictor reads the step, after that, and after the drafts."""
 
     slots: IntArray
     counts: IntArray

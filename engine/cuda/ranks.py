@@ -1,7 +1,7 @@
-"""Connects the ranks of a group of GPUs, which each hold a share of the same layers (tensor parallelism).
+"""Connects the ranks of a group of GPUs, each of which holds a share of the same layers (tensor parallelism).
 
 A rank whose device waits in an exchange for a lost rank cannot run other models' steps either. So a thread watches the group's flag
-for a lost device, and ends all exchanges once it is set.
+that tells of a lost device, and ends all exchanges once the flag is set.
 
 Shapes: T tokens or rows, W width, S ranks.
 """
@@ -29,9 +29,9 @@ LAUNCH_LIMIT_S = 0.1  # a launch that takes longer waits for another rank, so it
 
 
 class DeviceRanks(Link):
-    """The engine.contracts.ranks.Ranks of a GPU. All ranks have tensors of the same shapes, padding included, and exchange all
-    rows. collectives: this rank's connection to the others. broken [1]: not 0 once the group has lost a device; other code writes
-    it."""
+    """The connection of one rank's GPU to the other ranks (an engine.contracts.ranks.Ranks). All ranks have tensors of the same
+    shapes, padding included, and exchange all rows. collectives: makes the exchanges. broken [1]: not 0 once the group has lost a
+    device; other code writes it."""
 
     def __init__(self, collectives: Collectives, rank: int, size: int, broken: LongArray) -> None:
         self.rank, self.size = rank, size
@@ -42,7 +42,7 @@ class DeviceRanks(Link):
         self._begin(self._end_if_broken, "group")
 
     def count(self, num_tokens: int, num_rows: int) -> None:
-        """Does nothing: which rows are padding does not matter, because padding is exchanged, too."""
+        """Does nothing, because padding is exchanged, too."""
 
     def sum(self, x: Tensor) -> None:
         if not self._alone:
@@ -83,8 +83,8 @@ class DeviceRanks(Link):
             yield
 
     def close(self) -> None:
-        """Ends all exchanges, and lets no other be launched. A thread gives the connection up in the background, because that takes
-        until all graphs with exchanges have been destroyed. Idempotent."""
+        """Ends all exchanges, and prevents further ones from being launched. The connection itself is given up by a thread in the
+        background, because that takes until all graphs with exchanges have been destroyed. Idempotent."""
         self._has_ended = True
         self._end.set()
 

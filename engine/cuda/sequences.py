@@ -1,6 +1,6 @@
 """Keeps the state of a model's sequences that stays on the GPU between steps: block tables by slot, and the last token of each
-slot. The host sends the changes in one copy for each step. Also has the copies of a step's input columns (arrays of per-row or
-per-token values) to the device.
+slot. The host sends changes of this state in one copy for each step. The file also copies a step's input columns (arrays of per-row
+or per-token values) to the device.
 
 Shapes: S slots (places of running sequences), B blocks a sequence may hold. Slot S belongs to no sequence: padding rows point at
 it.
@@ -25,9 +25,9 @@ NUM_STAGING = 8  # copies that may be under way at a time: those of two steps an
 
 
 class Group(NamedTuple):
-    """Arrays of one dtype of 4-byte items, with num_words items in all, that are sent one after the other. is_locked: the group is
-    a single int32 array in page-locked memory from which the device copies by itself, and which stays unchanged until the step has
-    ended. Only the last group of a column may be locked."""
+    """Arrays of one dtype of 4-byte items that are sent one after the other. num_words: number of items in all. is_locked: the
+    group is a single int32 array in page-locked memory that stays unchanged until the step has ended, so the device copies from
+    there by itself. Only the last group of a column may be locked."""
 
     arrays: Sequence[npt.NDArray[Any]]
     num_words: int
@@ -41,7 +41,7 @@ Column = npt.NDArray[Any] | list[Group]
 class Staging:
     """Copies input columns from the host to the device in one asynchronous copy, from page-locked memory if the device is a GPU. A
     group of arrays that is page-locked already (Group.is_locked) takes a second copy. num_buffers: how many copies may be under way
-    at a time; a further one waits."""
+    at a time; the next one waits for the oldest."""
 
     def __init__(self, device: torch.device, num_buffers: int = NUM_STAGING) -> None:
         self._device = device
@@ -62,9 +62,9 @@ class Staging:
         return sent
 
     def copy(self, columns: Mapping[str, Column], into: Tensor | None, padding: Padding | None = None) -> Tensor:
-        """Copies columns to the device and returns the int32 memory that received them. into: that memory; None: new memory is
-        allocated. padding: values for columns that are missing and for the ends of columns that are too short; None: there is no
-        padding."""
+        """Copies columns to the device and returns the int32 memory that received them. into: the memory to use; None: new memory
+        is allocated. padding: supplies the columns that are missing, and the ends of columns that are too short; None: no column is
+        missing or too short."""
         laid_out = _laid_out(columns) if padding is None else padding.under(columns)
         head, pieces = np.frombuffer(laid_out, np.int32), _pieces(columns)
         locked = pieces[-1] if pieces and pieces[-1].is_locked else None
@@ -102,15 +102,15 @@ class Staging:
 
 
 class Padding:
-    """The columns of a step of one size that consists of padding only. A real step's columns are written over them, so that each
-    may be missing or shorter than here. Only the column that is a list of groups (Column) may be longer."""
+    """The columns of a step of one size that consists of padding only. A real step's columns replace their beginnings, so each of
+    these may be missing or shorter than here. Only the column that is a list of groups (Column) may be longer."""
 
     def __init__(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         self._columns = {name: _laid_out({name: column}) for name, column in columns.items()}
 
     def under(self, columns: Mapping[str, Column]) -> bytes:
-        """Returns the bytes of all columns, each filled up after its end with the values of its padding. A column that is a list of
-        groups is left out."""
+        """Returns the bytes of all columns one after the other. Missing columns, and the ends of columns that are too short, have
+        the values of the padding. A column that is a list of groups is left out."""
         laid_out: list[bytes] = []
         for name, padding in self._columns.items():
             column = columns.get(name)
@@ -144,7 +144,7 @@ def num_words_in(pieces: list[Group]) -> int:
 
 
 def words_of(columns: Mapping[str, Column]) -> int:
-    """Returns how many words of 4 bytes Staging.send takes for these columns, alignment included."""
+    """Returns the number of words of 4 bytes that these columns take on the device (Staging.send), alignment included."""
     return sum(_aligned(_num_words(column)) for column in columns.values())
 
 
@@ -155,13 +155,14 @@ def _num_words(column: Column) -> int:
 
 
 def _aligned(num_words: int) -> int:
-    """Returns the number of words that a column of num_words words takes with the padding before the next column."""
+    """Returns num_words rounded up to a multiple of ALIGN_WORDS: the number of words from the beginning of a column of num_words
+    words to that of the next column."""
     return -(-num_words // ALIGN_WORDS) * ALIGN_WORDS
 
 
 def _as_type(words: Tensor, column: Column) -> Tensor:
-    """Returns `words`, the memory on the device that has received a column, as a tensor of the column's dtype: float32, float64 or,
-    for all others, int32."""
+    """Returns a column on the device as a tensor of its dtype: float32, float64 or, for all other dtypes, int32. words: the int32
+    memory that has received the column."""
     dtype = column.dtype if isinstance(column, np.ndarray) else None
     return words.view(torch.float32) if dtype == np.float32 else words.view(torch.float64) if dtype == np.float64 else words
 
@@ -177,8 +178,8 @@ class DeviceSequences:
         self._known = [np.zeros((num_slots, max_blocks), np.int32) for _ in range(num_groups)]
 
     def update(self, slots: IntArray, num_blocks: int, table: SequenceTable, staging: Staging) -> None:
-        """Sends to the device those entries of these slots' block tables that have changed since the last call, among the first
-        num_blocks of each slot. table: the sequences on the host."""
+        """Sends to the device the entries of these slots' block tables that have changed since the last call. Only the first
+        num_blocks entries of each slot are compared and sent. table: the sequences on the host."""
         for target, known, own in zip(self.tables, self._known, table.block_tables, strict=True):
             now = own[slots, :num_blocks]
             changed = np.flatnonzero(now != known[slots, :num_blocks])  # much faster than indices in two dimensions

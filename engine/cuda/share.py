@@ -1,12 +1,13 @@
 """A device's share of a model that is split over several GPUs (tensor or pipeline parallelism). All ranks, the devices with shares
 of the same layers, run every step with tensors of the same shapes, because exchanges on GPUs take whole tensors.
 
-So a shape depends on the step's plan alone, and not on which CUDA graphs a rank has. A decode step of up to MAX_PADDED_ROWS rows is
-padded as for a graph, whether the rank has that graph or not; every other step of several ranks has exactly the plan's tokens. The
-step leaves its logits in memory of their own. Rank 0 then samples from them; for the other ranks the step ends there.
+So the shapes of a step depend on its plan alone, and not on which CUDA graphs a rank has. A decode step of up to MAX_PADDED_ROWS
+rows is padded as for a graph, even on ranks without that graph; every other step of several ranks has exactly the plan's tokens.
+The step leaves its logits in memory outside of the graphs. Rank 0 then samples from them; the other ranks are finished with the
+step.
 
-Stages of a pipeline pass on only rows that are not padding, so a stage that is one device may pad as it likes. It also has graphs
-of steps with prompt chunks, and the last such stage samples within its graphs, as a whole model does.
+Stages of a pipeline pass on only rows that are not padding. So a stage that is a single device may pad steps in any way. It also
+has graphs of steps with prompt chunks, and if it is the last stage, it samples within its graphs, as a whole model does.
 
 Shapes: R rows, N sampling rows, V vocabulary, W width.
 """
@@ -53,8 +54,8 @@ class ShareLinks:
     ranks: the connection to the shares of the same layers; None: there are none. stages: the connection to the shares of other
     layers; None: there are none.
     broken [1]: not 0 once the group has lost a device; other code writes it.
-    begins: reports to the first rank when the other ranks begin a step; None with stages, where another device may have begun a
-    later step by then."""
+    begins: reports to the first rank when the other ranks begin a step. None in a pipeline, where another device may have begun a
+    later step by the time of the report."""
 
     def __init__(
         self,
@@ -72,13 +73,13 @@ class ShareLinks:
         return 0.0 if self.stages is None else self.stages.waited_s
 
     def count(self, num_tokens: int) -> None:
-        """Sets how many rows of the next step are not padding, which other stages are to receive."""
+        """Sets how many rows of the next step are not padding; stages pass on only these."""
         if self.stages is not None:
             self.stages.count(num_tokens)
 
     def has_ended(self) -> bool:
-        """Returns whether the threads of all connections have done what they were given. Does not wait. Raises the error that has
-        ended one of them."""
+        """Returns, without waiting, whether the threads of all connections have done the work that they were given. Raises the
+        error that has ended one of them, if there was one."""
         return all(one.has_ended() for one in self._all)
 
     def check(self) -> None:
@@ -92,15 +93,15 @@ class ShareLinks:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Returns a context in which a step is captured: it reads the states of the stage before from memory that stays allocated,
-        and leaves its own there, instead of waiting and sending (DeviceStages.in_place)."""
+        """Returns a context in which a step is captured: instead of waiting for the stage before and sending to the next stage, the
+        step reads states from memory that stays allocated and leaves its own states there (DeviceStages.in_place)."""
         with nullcontext() if self.stages is None else self.stages.in_place():
             yield
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Returns a context in which one graph is replayed. Before, the states of the stage before are received; afterwards, this
-        stage's own are sent. Raises GroupBroken if the group has lost a device."""
+        """Returns a context in which one graph is replayed. At its beginning it waits for the states of the stage before; at its
+        end it sends this stage's states to the next one. Raises GroupBroken if the group has lost a device."""
         if self.stages is not None:
             self.stages.take()
         with nullcontext() if self.ranks is None else self.ranks.launching():
@@ -118,7 +119,7 @@ class ShareLinks:
             yield
 
     def close(self) -> None:
-        """Ends all exchanges between the shares that are under way, and lets no other begin. Idempotent."""
+        """Ends all exchanges with other shares that are under way, and prevents further ones. Idempotent."""
         for one in self._all:
             one.close()
 
@@ -135,9 +136,10 @@ class CudaShare(CudaModel):
 
     kv_memory: uint8, the memory of the share's KV, in which block numbers count from 0.
     links: the connections to the other shares.
-    max_graph_tokens: used only by a pipeline stage that is one device; other shares have no graphs of steps with prompt chunks.
+    max_graph_tokens: used only by a pipeline stage that is a single device; other shares have no graphs of steps with prompt
+    chunks.
 
-    _samples: whether this share is the last stage of a pipeline and one device; it then samples within its steps."""
+    _samples: whether this share samples within its steps, which the last stage of a pipeline does if it is a single device."""
 
     def __init__(
         self,
@@ -189,8 +191,8 @@ class CudaShare(CudaModel):
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts one step and returns while it may still be running. A lack of memory ends the process, because the other ranks
-        wait for this rank's part of the step. The step's seconds do not include waits for other stages."""
+        """Starts one step and returns while it may still be running. If there is too little memory, the process ends, because the
+        other ranks wait for this rank's part of the step. The step's seconds do not include waits for other stages."""
         began_s, self._waited_s = time.perf_counter(), self._links.waited_s
         self._links.check()
         if self._samples:
@@ -238,8 +240,8 @@ class CudaShare(CudaModel):
                 logits(hidden[at : min(at + LOGITS_ROWS, end)])
 
     def has_ended(self) -> bool:
-        """Returns whether the device has ended all steps that `follow` has started. Asks the CUDA stream, which costs the host less
-        time than an event behind each step would."""
+        """Returns whether the device has ended all steps that `follow` has started. It asks the CUDA stream, because an event after
+        each step would cost the host more time."""
         return self._links.has_ended() and (self._device.type != "cuda" or torch.cuda.current_stream().query())
 
     @torch.inference_mode()
@@ -252,12 +254,12 @@ class CudaShare(CudaModel):
         return logits
 
     def _begin(self, plan: BatchPlan, table: SequenceTable, also: LongArray | None) -> tuple[Tensor, int, Logits]:
-        """Launches a step up to its hidden states, or, if it is padded, up to its logits. also: indices into T of tokens whose
-        hidden states are wanted besides those of the sampling rows; None: no others.
+        """Launches a step up to its hidden states, or up to its logits if it is padded. also: indices into T of further tokens
+        whose hidden states are wanted, besides those of the sampling rows; None: there are none.
 
         Returns the hidden states [>= N, W], those of the N sampling rows first; the number N; and a function that returns the
-        logits of hidden states. All ranks call the function for the same parts of at most LOGITS_ROWS of these rows, in order:
-        first for the sampling rows, then for the others."""
+        logits of hidden states. All ranks must call this function in the same order for the same parts of the hidden states, each
+        of at most LOGITS_ROWS rows: first for the sampling rows, then for the others."""
         num_sampling, num_tokens = int(plan.samples.sum()), int(plan.num_new.sum())
         self._links.count(num_tokens)
         padded = graph_rows(num_tokens)
@@ -295,9 +297,9 @@ class CudaShare(CudaModel):
         return self._left(self._computed(self._mixed_batch(columns, adapted), columns["wanted"])[0])
 
     def _left(self, hidden: Tensor) -> StepOutputs:
-        """Writes the logits of hidden states [R, W] to self._logits. Returns a step's results with these hidden states and no
-        sampled ids. If the share makes no logits, the results have no rows of hidden states either: nothing may read them then, and
-        a graph would keep their memory."""
+        """Writes the logits of hidden states [R, W] to self._logits, if this share makes logits. Returns a step's results without
+        sampled ids and with these hidden states; with no rows of hidden states if the share makes no logits, because nothing reads
+        them and a graph would keep their memory."""
         nothing_drawn = torch.empty(2, 0, dtype=torch.int32, device=self._device)
         if not self._loaded().makes_logits:
             return StepOutputs(nothing_drawn, hidden.new_empty(0, hidden.shape[1]))
@@ -307,8 +309,8 @@ class CudaShare(CudaModel):
         return StepOutputs(nothing_drawn, hidden)
 
     def _in_place(self, step: Callable[[dict[str, Tensor]], StepOutputs]) -> Callable[[dict[str, Tensor]], StepOutputs]:
-        """Returns the function that is captured in place of `step`: it reads states from memory that stays allocated and leaves its
-        own there, instead of exchanging them with other stages (ShareLinks.in_place)."""
+        """Returns the function that is captured instead of `step`. It runs `step`, but reads states from memory that stays
+        allocated and leaves its own states there, instead of exchanging them with other stages (ShareLinks.in_place)."""
 
         def captured(columns: dict[str, Tensor]) -> StepOutputs:
             with self._links.in_place():
@@ -327,16 +329,16 @@ class CudaShare(CudaModel):
             super().warm()
 
     def capture(self, num_rows: int, adapted: bool = False) -> int:
-        """Captures the graph of decode steps of num_rows rows (see CudaModel.capture). Returns its row count; 0 if there is none,
-        as when the group breaks meanwhile."""
+        """Captures the graph of decode steps of num_rows rows (see CudaModel.capture). Returns its row count; 0: there is none, for
+        example because the group breaks during the capture."""
         try:
             return super().capture(num_rows, adapted)
         except GroupBroken:
             return 0
 
     def release(self) -> None:
-        """Unmaps the weights, gives up the connections to the other shares, and destroys the CUDA graphs, without which the
-        connections could not be given up."""
+        """Unmaps the weights, destroys the CUDA graphs, and gives up the connections to the other shares, for which the graphs must
+        be gone."""
         self._links.close()  # exchanges under way end, so that the device can end its steps
         super().release()
         self.drop_graphs()

@@ -30,7 +30,7 @@ from loader.shapes.dtypes import FP8
 
 class DeviceSink:
     """The destination of a load's weights (a loader.reading.sinks.WeightSink) in a mapped address range of any device. Weights that
-    change dtype are converted on the host; if they are packed, they are decoded there first. frames: decodes packed weights on the
+    change dtype are converted on the host; if they are packed, they are decoded there before. frames: decodes packed weights on the
     device; None: the host decodes all of them."""
 
     memory: memoryview | None = None
@@ -66,9 +66,9 @@ class DeviceSink:
             fence.wait()  # converted values are in no slot, so nothing else keeps their memory until they are copied
 
     def _rearrange(self, span: Span, slot: WeightSlot, read: npt.NDArray[np.uint8]) -> None:
-        """Writes a span of bytes of a tensor that is laid out in memory otherwise than in the file. Words of AWQ and GPTQ weights
-        are rearranged on the device, a few at a time; everything else, which is small and must be checked, on the host. read: the
-        bytes of the span. slot: the whole tensor's place."""
+        """Writes a span of bytes of a tensor whose layout in memory differs from that in the file. Words of AWQ and GPTQ weights
+        are rearranged on the device, a few at a time. All other tensors of this kind are small and must be checked, so the host
+        rearranges them. slot: the whole tensor's place. read: the bytes of the span."""
         assert slot.relayout is not None
         relayout, (rows, first) = slot.relayout, stored_rows(span.segment, read)
         part = part_of(self._held(slot), relayout, row_of_part(slot, first), len(rows))

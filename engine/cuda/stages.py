@@ -3,14 +3,13 @@ that their engines share.
 
 The thread that runs steps waits for the states of the stage before. It does not wait for its own device: another thread sends a
 step's states once they have been copied to the host. If that thread meets an error, for example of the device, it breaks the group,
-because later stages wait for the states. The next call of the thread that runs steps then raises the error.
+so that later stages do not wait for the states. The next call of the thread that runs steps then raises the error.
 
-A CUDA graph can neither wait for another engine nor call a thread of the host, so a graph has only the layers. What is captured
-reads the states that it is given from memory of the device, and leaves there those that it passes on: `take` fills this memory
-before a replay, and `pass_on` sends from it afterwards. One memory serves both directions and the graphs of all sizes, although
-several steps of a pipeline are under way: both copies and the replay are launched on one stream in the order of the steps. So the
-next step's states arrive, and its replay begins, after this step's states were copied to the host. On the host each step has a
-buffer of its own until its states were sent.
+A CUDA graph can neither wait for another engine nor call a thread of the host, so a graph contains only the layers. It reads the
+states of the stage before from device memory that stays allocated, and leaves its own states there. `take` fills this memory before
+a replay, and `pass_on` sends from it afterwards. One such memory is enough for both directions and all graphs: copies and replays
+are launched on one stream in the order of the steps, so the next step's states arrive only after this step's states were copied to
+the host. On the host each step has a buffer of its own until its states were sent.
 
 Shapes: T tokens, W width.
 """
@@ -36,8 +35,7 @@ _NUM_BUFFERS = 2  # of each direction, besides the one that is being filled
 class DeviceStages(Link):
     """One GPU's connection to the neighbouring stages of its pipeline (an engine.contracts.stages.Stages).
 
-    taking, sending: two connections to the same neighbours, one for each of the two threads: `taking` to receive, `sending` to
-    send.
+    taking, sending: two connections to the same neighbours, one for each thread: `taking` receives states, `sending` sends them.
     width, dtype: width and dtype of the states. received: called when the states of the stage before have arrived on the host."""
 
     _states: Sequence[Tensor] = ()  # what graphs read and write, after `keep`
@@ -65,8 +63,8 @@ class DeviceStages(Link):
         self._num_tokens = num_tokens
 
     def receive(self, num_tokens: int, with_second: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual and the second state of the previous stage (see Stages.receive). Waits on the host until they are
-        there, then launches their copy to the device."""
+        """Returns the residual and the second state (None: there is none) of the previous stage (see Stages.receive). Waits on the
+        host until they have arrived, then launches their copy to the device."""
         if self._in_place:
             states = [state[:num_tokens] for state in self._states]
             assert len(states) == 1 + with_second
@@ -87,7 +85,7 @@ class DeviceStages(Link):
 
     def keep(self, num_rows: int, num_states: int) -> None:
         """Allocates the device memory from which graphs read states and in which they leave theirs. num_rows: most rows of a graph.
-        num_states: 2 if stages pass on a second state with the residual, 1 if only a residual."""
+        num_states: 2 if stages pass on a second state with the residual, else 1."""
         self._states = [torch.zeros(num_rows, self._width, dtype=self._dtype, device=self._device) for _ in range(num_states)]
 
     @property
@@ -97,8 +95,8 @@ class DeviceStages(Link):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Returns a context for steps that are captured: within it `receive` returns, and `send` writes to, the memory that `keep`
-        has allocated; nothing is waited for or passed on. The steps have at most as many rows as `keep` was given, padding
+        """Returns a context for steps that are captured: in it `receive` returns, and `send` writes to, the memory that `keep` has
+        allocated, and nothing is exchanged with other stages. The steps have at most as many rows as `keep` was given, padding
         included. Only the thread that runs steps may use it."""
         before, self._in_place = self._in_place, True
         try:
@@ -107,13 +105,13 @@ class DeviceStages(Link):
             self._in_place = before
 
     def take(self) -> None:
-        """Waits, before a graph is replayed, until the previous stage has sent its states, and launches their copy to where the
-        graph reads them. Does nothing in the first stage. Raises GroupBroken if the group has lost a device."""
+        """Waits, before a graph is replayed, until the previous stage has sent its states, and launches their copy to the memory
+        from which the graph reads. Does nothing in the first stage. Raises GroupBroken if the group has lost a device."""
         if not self._taking.is_first:
             self._fill(self._states)
 
     def pass_on(self) -> None:
-        """Sends, after a graph was replayed, the states that it has left to the next stage. Does nothing in the last stage."""
+        """Sends the states that a replayed graph has left to the next stage. Does nothing in the last stage."""
         if not self._sending.is_last:
             self._send(self._states)
 
@@ -167,8 +165,8 @@ class DeviceStages(Link):
 
 
 class _Buffer:
-    """A buffer on the host for the states of one step, page-locked if is_cuda. num_bytes: how much of it the last call of `parts`
-    has given out."""
+    """A buffer on the host for the states of one step, page-locked if is_cuda. num_bytes: how much of the buffer the last call of
+    `parts` has divided."""
 
     def __init__(self, most_bytes: int, is_cuda: bool) -> None:
         self.memory = torch.empty(most_bytes, dtype=torch.uint8, pin_memory=is_cuda)
@@ -177,18 +175,19 @@ class _Buffer:
         self._copied: EventFence | None = None
 
     def parts(self, states: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-        """Returns, for each of the states, the buffer's memory for its first num_tokens rows (stage_states.state_rows)."""
+        """Returns the places of several states in the buffer, as one tensor for each state with num_tokens rows (see
+        stage_states.state_rows)."""
         made = state_rows(self.memory, states, num_tokens)
         self.num_bytes = sum(part.nbytes for part in made)
         return made
 
     def mark(self) -> None:
-        """Records the point on the current stream after the copies from or to the buffer that were just launched."""
+        """Records an event on the current stream after the copies from or to the buffer that were just launched."""
         if self._is_cuda:
             self._copied = EventFence(torch.cuda.current_stream())
 
     def wait(self) -> None:
-        """Waits until the copies before the last `mark` have ended."""
+        """Waits until the copies launched before the last `mark` have ended."""
         if self._copied is not None:
             self._copied.wait()
             self._copied = None

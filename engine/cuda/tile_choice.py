@@ -1,15 +1,15 @@
-"""Chooses by measurement the tiles of attention (how many queries and positions a kernel's program computes at a time) on a GPU
+"""Chooses the tiles of attention (how many queries and positions a kernel's program computes at a time) by measuring on the GPU,
 where the table in kernels/tiles.py names alternatives. Another process compiles the alternatives for a model's attention. In idle
 time the engine then compares two tiles at a time: first their results, then their times. The fastest tiles are kept in a file,
 which the next engine on such a GPU reads before its first launch.
 
 A tile whose results differ from those of the table's tile is excluded: neither this engine nor a later one measures it, and the log
-has a warning. This is for one variant of the decode kernel, which no GPU had run when it was written: the programs of one launch
-combine the split-K parts of a sequence's attention themselves (`joins`; triton_decode.py). It relies on an order in which the GPU
-makes writes to memory visible. On a GPU with another order some of its results would be wrong, which no measured time shows.
+has a warning. This is mainly for the variant of the decode kernel with `joins` (triton_decode.py), in which the programs of one
+launch combine the split-K parts of a sequence's attention themselves. It relies on an order in which the GPU makes writes to memory
+visible. On a GPU with another order some of its results would be wrong, which measured times do not show.
 
-A choice changes nothing in the engine that made it: its graphs hold grids and tiles, and the text of a request must not change
-midway, as it could if the last bits of its logits changed.
+A choice takes effect only in the next engine, because graphs hold grids and tiles, and because another tile may change the last
+bits of logits and so the text of a running request.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ Compile = Callable[[LoadModel, ModelShape], bool]
 class _Contest:
     """A measurement of alternatives: the tiles of one trial (tile_trials.Trial), compared with each other until one is left.
 
-    excluded: the tiles with wrong results.
+    excluded: tiles that are not compared, because their results are wrong.
     best: the tile that no other has beaten so far.
-    rivals: the tiles that `best` has not been compared with yet. Once these, of other sizes, are done, the variant of `best` that
-    combines split-K parts itself (`joins`) follows as the last rival.
+    rivals: the tiles that `best` has not been compared with yet. After all rivals of other sizes, the variant of `best` that
+    combines split-K parts itself (`joins`) is the last rival.
     ready: whether all tiles are compiled.
     num_compared: number of turns in which the first rival had the right results. num_tries: number of turns since then that decided
     nothing."""
@@ -81,7 +81,8 @@ class _Contest:
 
     @property
     def is_compared(self) -> bool:
-        """Returns whether the results of the first rival are known to be right, so that only its time is still to be measured."""
+        """Returns whether the results of the first rival were right in all turns that compare them, so that only its time is still
+        to be measured."""
         return self.num_compared == (JOINED_TURNS if self.rivals[0].joins else 1)
 
     def end_rival(self) -> None:
@@ -96,20 +97,20 @@ class _Contest:
 
 
 class ModelTiles:
-    """The measurements of tiles that one model's attention needs. Another model with attention of the same sizes shares them."""
+    """The measurements of tiles for one model's attention. Models with attention of the same sizes share them."""
 
     def __init__(self, choice: TileChoice, contests: list[_Contest]) -> None:
         self._choice, self._contests = choice, contests
 
     @property
     def num_open(self) -> int:
-        """Returns the least number of calls of `measure_next` that still have something to measure. Tiles that are not compiled yet
-        do not count."""
+        """Returns for how many calls, at least, measure_next still has something to do. Tiles that are not compiled yet do not
+        count."""
         return sum(contest.num_turns for contest in self._contests if contest.ready)
 
     def measure_next(self) -> None:
-        """Compares the results or the times of two tiles on the device, on the current stream; that occupies the device for some
-        ten milliseconds. Does nothing if no measurement is open and compiled."""
+        """Compares the results or the times of two tiles on the current stream; that takes the device some ten milliseconds. Does
+        nothing if no measurement is open and compiled."""
         contest = next((contest for contest in self._contests if contest.is_open), None)
         if contest is not None:
             self._choice.compare(contest)
@@ -174,10 +175,12 @@ class TileChoice:
             log.warning("%s: the tiles of its attention are not measured, since not all could be compiled", spec.model)
 
     def compare(self, contest: _Contest) -> None:
-        """Takes one turn of a measurement. While the next rival's results are not known to be right, the turn compares them, and a
-        rival with wrong results is excluded. Otherwise the turn measures the times of the rival and of the best tile; the clearly
-        faster one becomes or stays the best. The best tile also stays if MEASURE_TRIES turns find neither clearly faster, or if
-        results cannot be compared. After the last rival the best tile is written to the file."""
+        """Takes one turn of a measurement. If the results of the next rival have not been compared often enough, the turn compares
+        them, and excludes a rival with wrong results. Otherwise the turn measures the times of the rival and of the best tile; the
+        rival becomes the best if it is clearly faster.
+
+        The best tile stays if MEASURE_TRIES turns find neither clearly faster, or cannot compare results. After the last rival the
+        best tile is written to the file."""
         rival = contest.rivals[0]
         try:
             is_decided = self._has_results(contest, rival) if not contest.is_compared else self._has_times(contest, rival)
@@ -191,8 +194,8 @@ class TileChoice:
             self._keep(contest)
 
     def _has_results(self, contest: _Contest, rival: Tile) -> bool:
-        """Compares the results of a rival tile once with those of the table's tile. Returns True if they differ, which excludes the
-        rival."""
+        """Compares the results of a rival tile once with those of the table's tile. Returns whether that decides the comparison:
+        True if the results differ, which excludes the rival; False if they agree or could not be compared."""
         is_right = self._compare(contest.trial, rival)
         if is_right is None:
             contest.num_tries += 1
@@ -251,8 +254,8 @@ class TileChoice:
 
 
 class _Kept(NamedTuple):
-    """The content of a file of choices. chosen: the tile chosen for each key of the table (`place`). excluded: the tiles with wrong
-    results."""
+    """The content of a file of choices. chosen: the tile chosen for each key of the table (MeasuredTile.place). excluded: the tiles
+    with wrong results."""
 
     chosen: dict[Place, Tile]
     excluded: set[MeasuredTile]
@@ -267,8 +270,8 @@ class _Kept(NamedTuple):
 
 
 def choice_file(folder: Path, gpu: str) -> Path:
-    """Returns the path of the file with the choices for a GPU. The name differs for each kind of GPU, each version of Triton, and
-    each source text of the attention kernels or the table. gpu: the GPU's name and compute capability."""
+    """Returns the path of the file with the choices for a GPU. Its name depends on the GPU, the version of Triton, and the source
+    text of the attention kernels and the table. gpu: the GPU's name and compute capability."""
     digest = hashlib.blake2b(f"{gpu} {triton.__version__}".encode(), digest_size=12)
     for source in SOURCES:
         digest.update(source.read_bytes())
@@ -276,17 +279,17 @@ def choice_file(folder: Path, gpu: str) -> Path:
 
 
 def _read(path: Path) -> _Kept:
-    """Returns the content of a file of choices, without chosen tiles that are excluded: two engines write the file, and one may
-    have seen wrong results of a tile that the other chose. Raises OSError, and ValueError, TypeError or KeyError for a file that
-    holds something else."""
+    """Returns the content of a file of choices, without chosen tiles that are also excluded. (Two engines may have written the
+    file, of which one chose a tile that had wrong results in the other.) Raises OSError, and ValueError, TypeError or KeyError for
+    a file with other content."""
     read = json.loads(path.read_text())
     chosen, excluded = ([_row(row) for row in read[name]] for name in ("kept", "excluded"))
     return _Kept({one.place: one.tile for one in chosen if one not in excluded}, set(excluded))
 
 
 def _row(row: list[Any]) -> MeasuredTile:
-    """Returns the measured tile that one row of the file stands for. Raises ValueError, TypeError or KeyError for a row that this
-    version does not write, and ValueError for a tile that the table does not name."""
+    """Returns the measured tile that a row of the file describes. Raises ValueError, TypeError or KeyError for a row of another
+    form, and ValueError for a tile that the table does not name."""
     kernel, head_dim, item_bytes, fp8, group, sizes = row
     one = MeasuredTile(kernel, head_dim, item_bytes, fp8, group, Tile(*sizes))
     entry = tiles.entry_of(*one[:4])
@@ -301,8 +304,8 @@ def _told(tile: Tile) -> str:
 
 def measured_on(device: torch.device, num_cores: int) -> Measure:
     """Returns a function that measures the times of tiles on this GPU, which has num_cores multiprocessors. The function takes some
-    200 MiB of torch's memory while it runs. It returns None if that much is not free, or if the host launches too slowly to measure
-    (linear_choice.times_s)."""
+    200 MiB of torch's memory while it runs. It returns None if there is not enough free memory, or if the host launches too slowly
+    to measure (linear_choice.times_s)."""
 
     def measure(trial: Trial, compared: Sequence[Tile]) -> dict[Tile, list[float]] | None:
         try:
@@ -318,7 +321,7 @@ def measured_on(device: torch.device, num_cores: int) -> Measure:
 def compared_on(device: torch.device, num_cores: int) -> Compare:
     """Returns a function that compares a tile's results with those of the table's tile on this GPU, which has num_cores
     multiprocessors. The function returns None if there is not enough free memory. It first keeps the device busy with other work
-    until the host has launched the first kernels to compare, so that these follow each other closely."""
+    until the host has launched the first kernels to compare, so that these run close after each other."""
 
     def compare(trial: Trial, tile: Tile) -> bool | None:
         try:

@@ -1,10 +1,10 @@
 """Launches attention with a given tile (how many queries and positions a kernel's program computes at a time) at the sizes of a
-model: on zeros, whose results nobody reads, to measure times (launching), and on random numbers, to compare results (Comparison).
-All kernels that it launches are compiled before.
+model: on zeros to measure times (launching), and on random numbers to compare results (Comparison). All kernels that are launched
+here have been compiled before.
 
 A tile's speed depends on the head size and on the types of numbers. In decode steps a row's context is cut into parts (`pieces`;
-split-K), and the cost of a tile that combines these parts itself (`joins`) also depends on the group size (query heads per KV
-head). Windows, caps and sinks change the times of all tiles alike, so models that differ only in these share a trial.
+split-K), and the time of a tile that combines these parts itself (`joins`) also depends on the number of query heads per KV head.
+Windows, caps and sinks change the times of all tiles alike, so models that differ only in these share a trial.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Trial(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """The key in the table of tiles (kernels/tiles.py) for which this trial chooses a tile."""
+        """The key under which the tile of this trial is chosen (MeasuredTile.place in kernels/tiles.py)."""
         group = self.group if self.kernel == DECODE_KERNEL else 0
         return self.kernel, tiles.padded(self.head_dim), self.item_bytes, self.is_fp8, group
 
@@ -81,7 +81,8 @@ class Trial(NamedTuple):
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """The tiles that are compared: first the table's own, then the alternatives that it names."""
+        """The tiles that are compared: first the table's own, then the alternatives that it names, except those with `joins` where
+        the kernel cannot combine split-K parts."""
         can_join = triton_decode.joins_pieces(self.group, self.head_dim)
         return self.entry.tile, *(tile for tile in self.entry.others if can_join or not tile.joins)
 
@@ -92,9 +93,9 @@ class Trial(NamedTuple):
 
 
 def trials_of(spec: LoadModel, shape: ModelShape, block_tokens: int) -> list[Trial]:
-    """Returns the trials for a model: one for each kind of its attention for which the table names alternative tiles. Latent
-    attention has none, because it has tiles of its own; neither have groups of more than GROUP_ROWS query heads per KV head. If
-    heads have several sizes, prompts are tried only at the widest one, which decides how many queries all tiles have."""
+    """Returns the trials for a model: one for each kind of its attention for which the table names alternative tiles. There are
+    none for latent attention, which has tiles of its own, nor for more than GROUP_ROWS query heads per KV head. If heads have
+    several sizes, prompts are tried only at the widest, which decides how many queries all tiles have."""
     if shape.latent is not None:
         return []
     found: dict[Place, Trial] = {}
@@ -115,8 +116,8 @@ class _Inputs:
     """The arguments of a trial's attention, in memory of their own.
 
     contexts: the number of positions of each row.
-    num_blocks: number of KV blocks. Each row has as many as the longest row needs, beginning where the blocks of the row before
-    end; after the last block, block 0 follows again.
+    num_blocks: number of KV blocks. The rows take them in turn, each as many as the longest row needs, and begin again with block 0
+    after the last.
     num_pieces: the approximate number of split-K parts into which contexts are cut in decode steps."""
 
     def __init__(self, trial: Trial, device: torch.device | str, contexts: list[int], num_blocks: int, num_pieces: int) -> None:
@@ -143,7 +144,8 @@ class _Inputs:
 
     def call(self, tile: Tile, qkv: Tensor, out: Tensor, in_order: bool = False) -> Callable[[], None]:
         """Returns a function that launches attention with this tile on the inputs, and copies nothing between host and device.
-        in_order: a tile that combines split-K parts itself leaves that to a second kernel, which returns the same bits."""
+        in_order: for a tile that combines split-K parts itself, a second kernel combines them instead, with the same bits as
+        result."""
         trial = self.trial
         how = (trial.head_dim**-0.5, 0.0, None, entry.INTERPRETED, out)
         if trial.kernel == DECODE_KERNEL:
@@ -160,7 +162,7 @@ class _Inputs:
 
 def launching(trial: Trial, device: torch.device | str, num_cores: int, compared: Sequence[Tile]) -> dict[Tile, Callable[[], None]]:
     """Returns, for each tile in `compared`, a function that launches the trial's attention with this tile on the current stream.
-    All inputs are made here, so that these functions copy nothing. num_cores: the GPU's number of multiprocessors."""
+    The functions copy nothing, because all inputs are made beforehand. num_cores: the GPU's number of multiprocessors."""
     num_blocks, _ = _blocks(trial)
     num_rows = _num_rows(trial)
     num_positions = PROMPT_TOKENS if trial.kernel == EXTEND_KERNEL else num_blocks // num_rows * trial.block_tokens
@@ -172,15 +174,15 @@ def launching(trial: Trial, device: torch.device | str, num_cores: int, compared
 
 class Comparison:
     """The comparison of a tile's results with those of the table's tile, on the same random numbers. In decode steps the rows have
-    contexts of several lengths, of none or many split-K parts, and make more programs than the GPU holds at a time.
+    contexts of several lengths, from none to many split-K parts, and take more programs than the GPU runs at a time.
 
-    A tile that combines split-K parts itself (`joins`) is launched LAUNCHES times, each launch right behind the one before. Each
-    time it has to return the same bits as the same tile with a second kernel that combines them. Launches alternate between two
-    inputs. With one input, a launch that reads a value too early would find the value of the launch before, in the same place, and
-    that would be right by accident.
+    A tile that combines split-K parts itself (`joins`) is launched LAUNCHES times, each launch right after the one before. Each
+    result must have the same bits as that of the same tile with a second kernel that combines the parts. Launches alternate between
+    two inputs: with only one, a launch that reads a value too early would find the equal value of the launch before, and its result
+    would be right by accident.
 
-    num_cores: the GPU's number of multiprocessors. The comparison takes some ten MiB of the device's memory, or some tens if there
-    are few KV heads."""
+    num_cores: the GPU's number of multiprocessors. The comparison takes some ten MiB of the device's memory, more if there are few
+    KV heads."""
 
     def __init__(self, trial: Trial, device: torch.device | str, num_cores: int, tile: Tile) -> None:
         self._trial, self._tile = trial, tile
@@ -215,16 +217,16 @@ class Comparison:
         return bool(torch.stack(right).all())
 
     def _is_near(self, found: Tensor, wanted: Tensor) -> Tensor:
-        """Returns whether two results are equal up to the rounding errors of another order of additions, as a bool tensor. A result
-        with a number that is not finite is never near."""
+        """Returns, as a bool tensor, whether two results differ by no more than the rounding errors of another order of additions.
+        Results with NaN or infinities always differ."""
         one, other = (x.float().unflatten(1, (self._trial.heads, -1)) for x in (found, wanted))
         allowed = MOST_ROUNDINGS * torch.finfo(found.dtype).eps * other.abs().amax(-1, keepdim=True)
         return ((one - other).abs() <= allowed).all()
 
 
 def _compared_pieces(trial: Trial, num_cores: int) -> list[int]:
-    """Returns the number of split-K parts of each row in a comparison of decode steps. The rows are few enough for the same variant
-    of the kernel that lists the parts as in `launching`."""
+    """Returns the number of split-K parts of each row in a comparison of decode steps. There are fewer than MANY_ROWS rows, so that
+    the same variant of the kernel makes the work list as in `launching`."""
     pieces = list(SHORT_ROWS)
     while len(pieces) < triton_decode.MANY_ROWS - 1:
         pieces.append(LONG_ROWS[(len(pieces) - len(SHORT_ROWS)) % len(LONG_ROWS)])
@@ -234,7 +236,7 @@ def _compared_pieces(trial: Trial, num_cores: int) -> list[int]:
 
 
 def _over_and_over(drawn: Tensor, target: Tensor) -> Tensor:
-    """Fills a contiguous tensor with the numbers `drawn`, repeated as often as needed, and returns it."""
+    """Fills a contiguous tensor with the numbers `drawn`, repeated as often as needed, and returns the tensor."""
     flat = target.view(-1)
     flat.copy_(drawn.repeat(ceil_div(len(flat), len(drawn)))[: len(flat)])
     return target
@@ -264,7 +266,7 @@ def _num_rows(trial: Trial) -> int:
 
 
 def _blocks(trial: Trial) -> tuple[int, int]:
-    """Returns the total number of a trial's KV blocks, of which all rows have equally many, and the bytes of one block."""
+    """Returns the number of KV blocks of a trial, which is divided evenly among its rows, and the bytes of one block."""
     block_bytes = 2 * trial.kv_heads * trial.block_tokens * kv_dtype_named(trial.kv_dtype).head_bytes(trial.head_dim)
     if trial.kernel == EXTEND_KERNEL:
         return -(-PROMPT_TOKENS // trial.block_tokens), block_bytes

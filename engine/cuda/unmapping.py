@@ -1,5 +1,5 @@
 """Unmaps chunks of memory from address ranges in a thread of its own, so that no step waits for it: the driver takes about 20 µs
-for a chunk, and a large model has a thousand chunks. The driver may let other threads' calls wait meanwhile, so the thread pauses
+for a chunk, and a large model has a thousand chunks. Other threads' calls to the driver may wait meanwhile, so the thread pauses
 after every few chunks.
 """
 
@@ -20,11 +20,11 @@ BACKGROUND_SHARE = 0.25  # share of the time spent in the driver while no thread
 
 
 class Unmapping:
-    """A queue of the address ranges of one device whose chunks are still to be unmapped. A thread takes them in order, and ends
-    when none is left.
+    """A queue of the address ranges of one device whose chunks are still to be unmapped. A thread unmaps them in order, and ends
+    when the queue is empty.
 
-    unmap: unmaps all chunks in (address, bytes); called in that thread. If it raises, the error is logged, the thread ends, and
-    every later call of any method raises RuntimeError, because it is unknown then what is mapped where."""
+    unmap(address, num_bytes): unmaps all chunks in this range; called in that thread. If it raises, the error is logged, the thread
+    ends, and every later call of any method raises RuntimeError, because it is then unknown what is mapped where."""
 
     def __init__(self, unmap: Callable[[int, int], None], chunk_bytes: int) -> None:
         self._unmap, self._step_bytes = unmap, CHUNKS_AT_A_TIME * chunk_bytes
@@ -35,7 +35,7 @@ class Unmapping:
         self._error: Exception | None = None
 
     def add(self, address: int, num_bytes: int) -> None:
-        """Adds a range to the queue, for the thread to unmap its chunks. Nothing on the device may use the range any more."""
+        """Adds a range to the queue. Nothing on the device may use the range any more."""
         with self._lock:
             self._check()
             self._ranges.append((address, address + num_bytes))

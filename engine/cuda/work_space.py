@@ -1,6 +1,6 @@
-"""Limits the memory that torch may take of a GPU beside the chunks to the work space that the daemon planned for, plus what models
-keep between steps. A step that needs more loses its requests, instead of taking memory that another process or the driver counts
-on.
+"""Limits the memory that torch may take of a GPU besides the chunks to the work space that the daemon planned for, plus what models
+keep between steps. If a step needs more, its requests fail; otherwise it would take memory on which another process or the driver
+counts.
 """
 
 from __future__ import annotations
