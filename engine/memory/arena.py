@@ -1,8 +1,9 @@
-"""Makes tensors that show the arena as a KV group sees it. The arena is all chunks of a device in one address range, mapped once.
-Which model owns which chunk is decided in scheduler/batch.
+"""Makes tensors through which a KV group reads and writes the arena. The arena is all chunks of a device in one address range,
+mapped once. scheduler/batch decides which model owns which chunk.
 
-A KV group whose blocks take B bytes sees the whole arena as blocks of B: block b is bytes [b*B, (b+1)*B). It may use the blocks
-that lie wholly inside chunks it owns."""
+A KV group whose blocks take B bytes sees the whole arena as blocks of B bytes: block b is bytes [b*B, (b+1)*B). The group may use
+only the blocks that lie wholly inside chunks it owns.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def kv_views(arena: Tensor, group: KVGroupSpec, token_dims: tuple[int, int, int]
     and their scales [num_blocks, layers, 2, kv_heads, block_tokens] (None if kv_dtype has none). token_dims: the sizes 2, kv_heads
     and head_dim of these shapes (kv_layout.group_token_dims). kv_dtype: fp8, or the name of a torch dtype.
 
-    For fp8 both are uint8: codes of float8_e4m3fn, and codes of the scales, which are powers of two. A block holds its scales after
-    its values, so a copied, saved or shared block has everything needed to read it."""
+    For fp8 both tensors are uint8: keys and values are codes of float8_e4m3fn, scales are powers of two, stored as exponents. A
+    block holds its scales after its values, so a block that is copied, saved or shared can be read by itself."""
     num, kv_heads, head_dim = token_dims
     places = (len(group.layers), num, kv_heads, group.block_tokens)
     num_blocks = len(arena) // group.block_bytes
@@ -35,7 +36,7 @@ def kv_views(arena: Tensor, group: KVGroupSpec, token_dims: tuple[int, int, int]
 
 def state_view(arena: Tensor, group: KVGroupSpec) -> Tensor:
     """Returns the arena (uint8) as a KV group of states sees it: float32 [num_blocks, layers, numbers in a layer's state]. The
-    layers of such a group (linear attention) keep one state of a sequence instead of keys and values of its tokens."""
+    layers of such a group (linear attention) keep one state per sequence instead of keys and values of its tokens."""
     num_blocks = len(arena) // group.block_bytes
     return arena[: num_blocks * group.block_bytes].view(torch.float32).view(num_blocks, len(group.layers), -1)
 

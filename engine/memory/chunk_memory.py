@@ -1,5 +1,4 @@
-"""Defines the interface (ChunkMemory) through which code that counts in chunks uses the memory of a device, of whatever kind it
-is."""
+"""Defines ChunkMemory, the interface to the memory of a device of any kind, for code that counts memory in chunks."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ if TYPE_CHECKING:  # engines of null models do not need torch
 
 
 class DeviceCopy(Protocol):
-    """A copy between the host and a device that is under way. Until `wait` has returned or raised an error, the source of the copy
-    must not change and its target must not be read."""
+    """A copy between the host and a device that may still be under way. Until `wait` has returned or raised an error, the source of
+    the copy must not change and its target must not be read."""
 
     def done(self) -> bool:
-        """Returns whether the copy has ended, or failed, so that `wait` does not block."""
+        """Returns whether the copy has ended or failed; `wait` then does not block."""
         ...
 
     def wait(self) -> int:
@@ -32,8 +31,7 @@ class DeviceCopy(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class EndedCopy:
-    """A DeviceCopy whose copying had already ended when it was returned, or was not needed. checksum: the checksum of the copied
-    bytes."""
+    """A DeviceCopy that has ended already when it is returned. checksum: the checksum of the copied bytes."""
 
     checksum: int
 
@@ -65,26 +63,26 @@ class CopiesSeveral(Protocol):
     """A ChunkMemory that can copy several pieces in one call, during which the calling thread does the copying."""
 
     def copy_several(self, pieces: Sequence[Piece], out: bool) -> list[int]:
-        """Copies each piece, an address on the device and an array of the host: from the host to the device, or from the device to
-        the host if `out`. Returns the pieces' checksums, in order. Releases the GIL once for all of them."""
+        """Copies each piece (an address on the device and an array of the host) and returns the pieces' checksums, in order. out:
+        False: copies from the host to the device; True: from the device to the host. The GIL is released once for all pieces."""
         ...
 
 
 @runtime_checkable
 class StartsSeveral(Protocol):
-    """A ChunkMemory whose device copies by itself, so that starting several pieces in one call costs little more than starting
-    one."""
+    """A ChunkMemory whose copies are made by the device itself, so that starting several of them in one call takes little longer
+    than starting one."""
 
     def start_several(self, pieces: Sequence[Piece], out: bool) -> DeviceCopies:
-        """Starts copying each piece, an address on the device and an array of the host: from the host to the device, or from the
-        device to the host if `out`. If it raises, no copy is under way."""
+        """Starts copying each piece (an address on the device and an array of the host). out: False: copies from the host to the
+        device; True: from the device to the host. If it raises, no copy is under way."""
         ...
 
 
 class ChunkMemory(Protocol):
-    """All physical memory that holds a device's weights and KV: num_chunks chunks of chunk_bytes each, allocated once. Every chunk
-    has a fixed place in the arena, one address range, and may also be mapped at one place in a reserved range. Addresses are the
-    device's.
+    """All physical memory that holds a device's weights and KV: num_chunks chunks of chunk_bytes each, allocated once. Each chunk
+    has a fixed place in the arena, which is one address range, and may also be mapped at one place in a reserved range. Addresses
+    are the device's.
 
     CpuMemory and CudaMemory are the two implementations. Every method may be called from any thread. Only the owner of chunks (see
     scheduler/batch/chunk_pool.py) may pass them to a method."""
@@ -110,13 +108,14 @@ class ChunkMemory(Protocol):
 
     def unmap(self, address: int, num_bytes: int) -> None:
         """Unmaps the chunks in num_bytes bytes of a reserved range, from `address` on; the range itself stays reserved. No step may
-        be using them. They may be mapped elsewhere as soon as this returns. A device may still show them at the old address for
-        some milliseconds, but no longer than until something is mapped there again. Raises RuntimeError if the device failed."""
+        be using the chunks there. They may be mapped elsewhere as soon as this returns. A device may still show them at the old
+        address for some milliseconds, but no longer than until something is mapped there again. Raises RuntimeError if the device
+        failed."""
         ...
 
     def release(self, address: int, num_bytes: int) -> None:
-        """Returns a range of addresses that `reserve` returned, and in which nothing is mapped, to the system. num_bytes: its size,
-        as reserved."""
+        """Returns an address range that `reserve` returned to the system. Nothing may be mapped in it. num_bytes: the size with
+        which it was reserved."""
         ...
 
     def tensor(self, address: int, num_bytes: int) -> Tensor:
@@ -130,44 +129,43 @@ class ChunkMemory(Protocol):
         ...
 
     def copy_out(self, address: int, target: Any) -> DeviceCopy:
-        """Starts copying the device's memory from `address` on to host memory (`target`, a uint8 array, which is filled). The
-        copied bytes are those that the steps launched so far leave there. Returns the DeviceCopy, for which the caller must
-        wait."""
+        """Starts copying the device's memory from `address` on to host memory (`target`, a uint8 array, which is filled). Copies
+        the content that the memory has after the steps launched so far. Returns the DeviceCopy, for which the caller must wait."""
         ...
 
     def write(self, address: int, source: Any) -> None:
-        """Starts copying `source` (uint8 array) to the device's memory at `address`, without a checksum. The copy has ended once a
-        fence that `fence` returns afterwards is passed."""
+        """Starts copying `source` (uint8 array) to the device's memory at `address`, without a checksum. The copy has ended when a
+        fence is passed that `fence` returned after this call."""
         ...
 
     def copying(self) -> AbstractContextManager[object]:
-        """Returns a context manager for a thread that launches work on the device, such as decoding weights. Work launched in the
-        context runs after every earlier `write`, and a fence (see `fence`) covers it like a `write`."""
+        """Returns a context manager for a thread that launches work on the device, such as the decoding of weights. Work launched
+        in the context runs after every earlier `write`, and a later fence (see `fence`) also covers this work."""
         ...
 
     def fence(self) -> Fence | None:
-        """Returns a fence (an object that can be waited for) that is passed when every `write` so far has ended; None if they have
-        all ended."""
+        """Returns a fence (an object that can be waited for) that is passed when every `write` so far has ended; None: they have
+        ended already."""
         ...
 
     def prepare(self, chunk: int) -> int:
-        """Makes the system provide a chunk's physical memory, in huge pages where possible; the chunk's content is kept. Returns
-        how many bytes of the chunk are in huge pages now."""
+        """Makes the system provide a chunk's physical memory now, in huge pages where possible; the chunk's content is kept.
+        Returns how many bytes of the chunk are then in huge pages."""
         ...
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """Returns the memory of num_chunks free chunks, from first_chunk on, to the system; their content is lost. Does nothing for
-        a device whose memory is not the system's."""
+        """Returns the memory of num_chunks free chunks, from first_chunk on, to the system; their content is lost. Does nothing on
+        devices whose memory does not belong to the system, such as GPUs."""
         ...
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
-        """Copies piece sources[i] of the arena to piece targets[i], for all i. Piece p is [p * piece_bytes, (p + 1) * piece_bytes).
-        No piece may be in both arrays."""
+        """Copies piece sources[i] of the arena to piece targets[i], for all i. Piece p is bytes [p * piece_bytes, (p + 1) *
+        piece_bytes). No piece may be in both arrays."""
         ...
 
     def checksum(self, address: int, num_bytes: int) -> int:
         """Returns the checksum (engine/host/checksum.py) of num_bytes bytes of the device's memory, from `address` (a multiple of
-        8) on, as the steps launched so far leave them."""
+        8) on, with the content after the steps launched so far."""
         ...
 
     def export(self) -> list[int]:

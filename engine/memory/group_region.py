@@ -88,8 +88,8 @@ class GroupRegion:
     @contextmanager
     def sharing_reads(self) -> Iterator[Sequence[SharedReads]]:
         """Returns a context manager whose value is the memory through which the members of this member's stage share what they read
-        from files; () if they are on several hosts, or if the stage has one member. The last member to leave the context returns
-        the memory to the system."""
+        from files. It is () if the members are on several hosts, or if the stage has only one member. The last member to leave the
+        context returns the memory to the system."""
         first = self.rank - self.stage_rank
         hosts = self._hosts[first : first + self.stage_size]
         if self.stage_size == 1 or len(set(hosts)) > 1:
@@ -108,14 +108,15 @@ class GroupRegion:
         return bool(self.broken[0])
 
     def leave(self) -> None:
-        """Ends this member's membership in the group, which breaks the group. No steps are posted to it any more."""
+        """Ends this member's membership in the group, which breaks the group. No further steps are posted to this member."""
         self._exchange.leave(self._members[self.rank], self.offset)
 
     def post(self, plan: BatchPlan) -> bool:
-        """Writes the plan of the group's next step, and adds the step to the queues of all members, which run it after all steps
-        posted before. Only the leader calls it. Returns False if the group is broken. Raises ValueError for a plan with too many
-        rows, or one whose step uses a predictor, which the other members cannot run, and ExchangeFull if a member has too many
-        steps in its queue."""
+        """Writes the plan of the group's next step, and adds the step to the queues of all members, which run steps in the order of
+        their posting. Only the leader calls it. Returns False if the group is broken.
+
+        Raises ValueError for a plan with too many rows or for a step with a predictor, which the other members cannot run. Raises
+        ExchangeFull if a member has too many steps in its queue."""
         self.write_plan(plan)
         return self._poster.post()
 
@@ -125,7 +126,7 @@ class GroupRegion:
 
     def write_plan(self, plan: BatchPlan) -> None:
         """Writes the plan of the group's next step, without adding the step to any member's queue. Raises ValueError for a plan
-        with too many rows, or one whose step uses a predictor, which the other members cannot run."""
+        with too many rows or for a step with a predictor, which the other members cannot run."""
         self._plans.write(self._num_plans % self.num_stages, plan)
         self._num_plans += 1
 
@@ -138,10 +139,11 @@ class GroupRegion:
 
 
 def _mapped(fd: int, offset: int, num_bytes: int) -> Any:
-    """Maps num_bytes of a file, from `offset` on, and returns them as an object that supports the buffer protocol and is unmapped
-    with its last view. Raises ValueError if the file ends before that, MemoryError if it cannot be mapped. Unlike Python's mmap,
-    the object holds no descriptor: what an evicted model leaves to the garbage collector stays until the engine is idle, so in an
-    engine that is always busy each load would cost a descriptor."""
+    """Maps num_bytes bytes of a file, from `offset` on. Returns an object that supports the buffer protocol; the memory is unmapped
+    with its last view. Raises ValueError if the file is too short, MemoryError if it cannot be mapped.
+
+    Unlike Python's mmap, the object holds no file descriptor. Descriptors of evicted models would stay open until the garbage
+    collector runs, which an engine that is always busy puts off."""
     if os.fstat(fd).st_size < offset + num_bytes:
         raise ValueError(f"parallel: region {offset} of {num_bytes} bytes ends behind the exchange memory")
     address = mappings.reserve(num_bytes)
@@ -156,8 +158,8 @@ def _mapped(fd: int, offset: int, num_bytes: int) -> Any:
 
 
 def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int) -> GroupRegion:
-    """Returns this engine's view of the region of the group for which a model is being loaded. block_tokens: number of tokens in a
-    KV block. Raises ValueError if the load is for no group, if exchange is None, or if the region is too small for the model."""
+    """Returns this engine's view of the region of the group for which it is loading a model. block_tokens: number of tokens in a KV
+    block. Raises ValueError if the load is for no group, if exchange is None, or if the region is too small for the model."""
     if exchange is None or spec.group is None:
         raise ValueError(f"model {spec.model}: parallel: this engine shares no memory with others")
     group = spec.group

@@ -1,12 +1,13 @@
 """Passes a device's chunks between processes, as file descriptors over a Unix socket. Memory exists as long as any process holds
-its descriptors, even if the process that made it has died.
+its descriptors, even if the process that allocated it has died.
 
-An engine first sends no descriptors, only the shape of the memory it is to have. If an earlier engine left memory of this shape,
-the daemon answers with the memory's descriptors and a note on its content; if not, the engine makes its own memory and sends the
-descriptors.
+An engine first sends only the shape of the memory that it is to have, without descriptors. If an earlier engine left memory of this
+shape, the daemon answers with that memory's descriptors and a note on its content. Otherwise the engine allocates new memory and
+sends the descriptors.
 
 Source: unix(7), SCM_RIGHTS; CUDA driver API, cuMemExportToShareableHandle ("once all shareable handles are closed and the
-allocation is released, the memory is released")."""
+allocation is released, the memory is released").
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ class Received(NamedTuple):
 
 
 def allow_many_files(num_files: int = 0) -> None:
-    """Raises this process's limit of open files as far as the system allows: a device of 140 GiB in chunks of 16 MiB has 9,000
-    descriptors. Raises OSError if the limit is too low for num_files files besides the OTHER_FILES that a process may need."""
+    """Raises this process's limit of open files as far as the system allows, because each chunk of device memory may take a
+    descriptor: 140 GiB in chunks of 16 MiB take 9,000. Raises OSError if the limit is then too low for num_files files besides the
+    OTHER_FILES that a process may need."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < num_files + OTHER_FILES:

@@ -35,8 +35,8 @@ class Handover:
         return given.handles, decode_held(given.note)
 
     def give(self, memory: ChunkMemory) -> None:
-        """Sends the descriptors of this engine's memory to the daemon, so that the memory outlives this process; in a background
-        thread, because there may be thousands. An error is only logged; the memory then ends with this process."""
+        """Sends the descriptors of this engine's memory to the daemon, so that the memory outlives this process. A background
+        thread sends them, because there may be thousands. An error is only logged; the memory then ends with this process."""
 
         def work() -> None:
             exported: list[int] = []

@@ -1,8 +1,10 @@
 """Registers host memory with a device's driver (page-locks it), so that the device's copy engines can read and write it directly.
-Without that, every copy passes through small buffers of the driver.
+Without registration, every copy passes through small buffers of the driver.
 
-While the driver registers a range, calls of other threads to the driver wait. Most of that time would be spent on page faults (0.6
-s a GiB of untouched memory on an H100's host, 0.115 s where its pages exist), so pages are made before, by another system call."""
+While the driver registers a range, calls of other threads to the driver wait. Most of that time would be spent on page faults: an
+H100's host takes 0.6 s for a GiB of untouched memory, but 0.115 s if its pages exist. So another system call makes the pages before
+the driver registers them.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +35,22 @@ class RegistersHost(Protocol):
         ...
 
     def unregister_host(self, address: int, memory: object) -> None:
-        """Ends the registration of the memory that begins at `address`. Returns at once, but the registration stays until all steps
+        """Ends the registration of the memory that begins at `address`. Returns at once; the registration ends when all steps
         launched so far have ended. memory: the object that keeps the memory mapped, which is kept until then. If the driver
-        refuses, which is logged, it is kept for the life of the process."""
+        refuses, this is logged, and `memory` is kept for the life of the process."""
         ...
 
 
 def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes: int, share: float = 1.0) -> int:
-    """Registers host memory with the device's driver, range by range; logs how long it took, and returns how many bytes are
-    registered. The memory's content is kept. Memory that cannot be registered can still be used, but copies of it are slower; the
-    log says so.
+    """Registers host memory with the device's driver, range by range, logs how long it took, and returns how many bytes are
+    registered. The memory's content is kept. Memory that cannot be registered can still be used, but is copied more slowly; the log
+    says so.
     what: the memory's name in the log.
     spans: (address, bytes) of each stretch of memory.
-    unit_bytes: the caller promises that no copy crosses a multiple of it, counted from a span's beginning (the driver refuses a
-    copy that crosses the border of a range).
-    share: the largest fraction of the time that may be spent in the driver."""
+    unit_bytes: the caller promises that no copy crosses a multiple of this number, counted from a span's beginning, because the
+    driver refuses a copy that crosses the border of a registered range.
+    share: the largest fraction of time that the thread spends in the driver; it pauses between ranges, so that other threads can
+    call the driver."""
     range_bytes = max(1, RANGE_BYTES // unit_bytes) * unit_bytes
     ranges = [
         (address + at, min(range_bytes, num_bytes - at)) for address, num_bytes in spans for at in range(0, num_bytes, range_bytes)
@@ -85,8 +88,8 @@ def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes
 
 
 def register_whole(memory: RegistersHost, what: str, address: int, num_bytes: int) -> bool:
-    """Registers num_bytes of host memory in one call (the memory is small), and returns whether it is registered. If not, the log
-    says why. what: the memory's name in the log."""
+    """Registers num_bytes of host memory in one call, for small memory. Returns whether it is registered; if not, the log says why.
+    what: the memory's name in the log."""
     try:
         _populate(address, num_bytes)
         memory.register_host(address, num_bytes)

@@ -1,4 +1,6 @@
-"""Gives an engine access to the host tier: slots in a memfd that the daemon made, so their content outlives the engine."""
+"""Gives an engine access to the host tier, whose slots lie in a memfd that the daemon made. Their content therefore outlives the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from engine.memory import mappings
 
 
 class HostTier:
-    """The host tier as an engine sees it: num_slots slots of slot_bytes each, mapped from the memfd `fd`, which is closed. The
-    daemon decides which slot holds what. Raises ValueError if the file is too small, MemoryError if it cannot be mapped."""
+    """The host tier as an engine sees it: num_slots slots of slot_bytes each, mapped from the memfd `fd`, which the constructor
+    closes. The daemon decides which slot holds what. Raises ValueError if the file is too small, MemoryError if it cannot be
+    mapped."""
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
@@ -27,7 +30,7 @@ class HostTier:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The address of the first slot, and the sum of the bytes of all slots."""
+        """The address of the first slot, and the number of bytes of all slots together."""
         return self._address, self.num_slots * self.slot_bytes
 
     def slot(self, index: int) -> Any:
@@ -37,8 +40,8 @@ class HostTier:
         return np.frombuffer(mappings.bytes_at(self._address + index * self.slot_bytes, self.slot_bytes), np.uint8)
 
     def pieces(self, slots: Sequence[int], num_bytes: int) -> list[Any]:
-        """Returns the memory of num_bytes bytes that lie in these slots one after the other, as one uint8 array per slot; only the
-        last may be shorter than a slot. Raises ValueError if the slots together have fewer bytes, IndexError if one does not
+        """Returns the memory of data of num_bytes bytes that fills these slots in order, as one uint8 array per slot; only the last
+        array may be shorter than a slot. Raises ValueError if the slots together have fewer bytes, IndexError if a slot does not
         exist."""
         if len(slots) * self.slot_bytes < num_bytes:
             raise ValueError(f"{len(slots)} slots of {self.slot_bytes} bytes are too few for {num_bytes} bytes")
@@ -46,8 +49,8 @@ class HostTier:
         return [self.slot(slot)[: num_bytes - at] for at, slot in zip(range(0, num_bytes, size), slots, strict=False)]
 
     def prepare(self, index: int) -> int:
-        """Makes the system provide a slot's memory, in huge pages where possible; the slot's content is kept. Returns how many
-        bytes of the slot are in huge pages now."""
+        """Makes the system provide a slot's memory now, in huge pages where possible; the slot's content is kept. Returns how many
+        bytes of the slot are then in huge pages."""
         address = self._address + index * self.slot_bytes
         huge = mappings.HUGE_PAGE_BYTES
         if self.slot_bytes % huge:

@@ -1,8 +1,9 @@
-"""Maps and unmaps memory by system calls, for what Python's mmap cannot do (fixed places, ranges without access, huge pages on
-demand).
+"""Maps and unmaps memory by system calls, for what Python's mmap cannot do: fixed addresses, ranges without access, huge pages on
+demand.
 
-Addresses and lengths are bytes. Functions raise MemoryError if the system refuses, except those whose result reports it. All
-release the GIL."""
+Addresses and lengths are in bytes. Functions raise MemoryError if the system refuses, except those whose result says so. All
+release the GIL.
+"""
 
 from __future__ import annotations
 
@@ -73,15 +74,15 @@ def release(address: int, num_bytes: int) -> None:
 
 
 def populate(address: int, num_bytes: int) -> bool:
-    """Makes the system provide memory for every page of a mapped range; the pages' content is kept. Returns False if the system
-    refuses."""
+    """Makes the system provide memory for every page of a mapped range; the pages' content is kept. Returns whether it did; False:
+    the system refuses."""
     return not _libc().madvise(address, num_bytes, _MADV_POPULATE_WRITE)
 
 
 def collapse(address: int, num_bytes: int) -> int:
-    """Moves mapped memory into huge pages, content included, and returns how many bytes are in huge pages now. At least one page in
-    every 2 MiB must have been touched. This works whatever the system's setting for huge pages is, but takes several milliseconds
-    per huge page. address, num_bytes: multiples of a huge page."""
+    """Moves mapped memory with its content into huge pages, and returns how many bytes are in huge pages now. It works whatever the
+    system's setting for huge pages is, but takes several milliseconds per huge page. At least one page in every 2 MiB must have
+    been touched before. address, num_bytes: multiples of a huge page."""
     madvise = _libc().madvise
     places = range(address, address + num_bytes, HUGE_PAGE_BYTES)
     return sum(HUGE_PAGE_BYTES for place in places if not madvise(place, HUGE_PAGE_BYTES, _MADV_COLLAPSE))

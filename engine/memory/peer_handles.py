@@ -1,7 +1,8 @@
 """Exchanges descriptors of device memory between the ranks of a group, which are processes of one host, over Unix sockets.
 
-A rank listens under a name that is made from the group's id, which only the group's engines know. The name is an abstract one
-(unix(7)), so a rank that dies leaves nothing behind."""
+A rank listens under a name that is made from the group's id, which only the group's engines know. It is an abstract socket name
+(unix(7)), not a file, so a rank that dies leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _credentials = struct.Struct("<iII")  # process, user, group
 
 
 class PeerHandles:
-    """One rank's side of the exchange; it listens for the other ranks from the time it is made. group_id: the same on all ranks,
-    and known only to them. size: number of ranks. Raises OSError if it cannot listen."""
+    """One rank's side of the exchange. It listens for the other ranks as soon as the object exists. group_id: the same on all
+    ranks, and known only to them. size: number of ranks. Raises OSError if it cannot listen."""
 
     def __init__(self, group_id: bytes, rank: int, size: int) -> None:
         digest = hashlib.blake2b(group_id, digest_size=24).hexdigest()
@@ -64,8 +65,8 @@ class PeerHandles:
 
 
 def _taken(sender: socket.socket, num_bytes: int) -> tuple[int, int]:
-    """Receives the descriptor of num_bytes bytes of memory that another rank sends, and returns that rank and the descriptor.
-    Raises OSError if the sender is of another user, or sends anything else."""
+    """Receives the descriptor of num_bytes bytes of memory from another rank. Returns that rank's number and the descriptor. Raises
+    OSError if the sender is a process of another user, or sends anything else."""
     _, user, _ = _credentials.unpack(sender.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))
     if user != os.geteuid():
         raise ConnectionError(f"a descriptor from user {user}, who is another one")

@@ -1,8 +1,9 @@
-"""Prepares free memory in idle time, so that a load or growing KV finds huge pages instead of page faults.
+"""Prepares free memory in idle time, so that a load or growing KV finds huge pages and causes no page faults.
 
-Zeroing fresh memory costs more than reading weights into it, and drives read into 2 MiB pages three times as fast. So while nothing
-runs, free chunks, then the slots of the host tier, are touched and put into huge pages, one chunk or slot at a time; the engine
-looks for messages after each. Contents are never changed."""
+Zeroing fresh memory takes longer than reading weights into it, and drives read three times as fast into pages of 2 MiB as into
+small ones. So while nothing runs, first free chunks, then the slots of the host tier are put into huge pages. The engine looks for
+messages after each chunk or slot. Contents are never changed.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,8 @@ _LOOK_EVERY_BYTES = 256 << 20
 
 
 class Preparer:
-    """Prepares one device's free chunks, and then the host tier's slots, so that they have memory in huge pages before they are
-    used. Chunks get memory only until as many have it as the chunk pool allows (resident_limit). tier: None if there is no host
-    tier. Not thread-safe."""
+    """Prepares one device's free chunks, and then the host tier's slots: gives them memory in huge pages before they are used. At
+    most as many chunks get memory as the chunk pool allows (resident_limit). tier: None: there is no host tier. Not thread-safe."""
 
     def __init__(self, memory: ChunkMemory, chunks: ChunkPool, tier: HostTier | None) -> None:
         self._memory, self._chunks, self._tier = memory, chunks, tier
@@ -51,7 +51,7 @@ class Preparer:
         self._wait_s = AFTER_IDLE_S
 
     def step(self) -> None:
-        """Prepares the next free chunk, or the next slot of the host tier if no chunk is left."""
+        """Prepares the next free chunk, or the next slot of the host tier if all free chunks are prepared."""
         started_s = time.monotonic()
         chunk = self._next()
         if chunk is not None:
@@ -89,7 +89,7 @@ class Preparer:
 
 
 def _available() -> float:
-    """Returns the fraction of the system's memory that programs can get without anything being swapped out."""
+    """Returns the fraction of the system's memory that is available to programs without swapping."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     amounts = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return amounts["MemAvailable"] / amounts["MemTotal"]

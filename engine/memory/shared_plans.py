@@ -1,8 +1,9 @@
-"""Holds the plans of a group's steps in memory that its members share: one place for each step that may be under way.
+"""Holds the plans of a group's steps in memory that the group's members share, in one place for each step that may be under way.
 
-A place is memory without gaps: a head, then the plan's arrays, one value per row of the plan each. So a plan of a few rows takes a
-few cache lines to reach another core. A member keeps its views of a place for each number of rows, because making four views takes
-numpy longer than filling them."""
+A place holds a head, then the plan's arrays (one value for each row of the plan) without gaps. So a plan of a few rows takes few
+cache lines to reach another core. A member keeps the views that it has made of a place for each number of rows, because numpy takes
+longer to make four views than to fill them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ assert _head.size <= PLAN_HEAD_BYTES
 
 
 class _Columns(NamedTuple):
-    """Views of the arrays in one place, for one number of rows: those of BatchPlan with a value per row. memory: the same four
-    arrays as memoryviews, for writing, because assigning to a memoryview takes half as long as to a numpy array."""
+    """Views of the arrays in one place, for one number of rows: the arrays of BatchPlan that have a value for each row. memory: the
+    same four arrays as memoryviews, because writing to a memoryview takes half as long as writing to a numpy array."""
 
     slots: IntArray
     num_computed: IntArray
@@ -31,9 +32,9 @@ class _Columns(NamedTuple):
 
 
 class SharedPlans:
-    """One member's view of the plans that a group of engines shares. memory: [places, bytes] uint8, as many bytes as
-    engine.exchange.plan_bytes says. num_rows: the most rows of a plan. No member may read a place while the leader writes it; the
-    queues of the exchange memory ensure that."""
+    """One member's view of the plans that a group of engines shares. memory: [places, bytes] uint8, with the number of bytes that
+    engine.exchange.plan_bytes returns. num_rows: the most rows of a plan. No member may read a place while the leader writes it;
+    the queues of the exchange memory ensure that."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], num_rows: int) -> None:
         self._memory, self._num_rows = memory, num_rows
@@ -41,8 +42,8 @@ class SharedPlans:
         self._columns: list[dict[int, _Columns]] = [{} for _ in memory]
 
     def write(self, at: int, plan: BatchPlan) -> None:
-        """Writes a plan to place `at`. Raises ValueError for a plan with too many rows, or one whose step uses a predictor, which
-        the other members of the group cannot run."""
+        """Writes a plan to place `at`. Raises ValueError for a plan with too many rows or for a step with a predictor, which the
+        other members of the group cannot run."""
         num = len(plan.slots)
         if num > self._num_rows or plan.to_propose is not None:
             what = f"a step of {num} rows, to be told to a group with room for {self._num_rows}"

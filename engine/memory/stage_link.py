@@ -1,8 +1,9 @@
 """Connects one device to its neighbours in a pipeline: waits for the states (activations) that the previous stage sends, and
-signals the next stage that it can read this stage's (engine/host/stage_memory.py describes the memory).
+signals the next stage that it can read this stage's states. engine/host/stage_memory.py describes the memory that holds them.
 
-With S stages, a stage writes the states of step n over those of step n - S. That is safe because rank 0, which is in the last
-stage, starts step n only after it has ended step n - S: by then every later stage has read the states of step n - S."""
+With S stages, a stage writes the states of step n over those of step n - S. That is safe: rank 0, which is in the last stage,
+starts step n only after it has ended step n - S, so every later stage has read the states of step n - S by then.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ _SLEEP_S = 0.02  # a sleeping stage looks this often whether the group is broken
 
 
 class StageLink:
-    """One device's connection to the pipeline stages before and after its own. Only one thread may use it at a time. If one thread
-    takes states and another one sends states, each has a connection of its own. waited_s: the seconds that `take` has waited in
-    all. handed_bytes: bytes of the states of one step."""
+    """One device's connection to the pipeline stages before and after its own. Only one thread may use it at a time; if one thread
+    takes states and another sends states, each has a connection of its own. waited_s: the total number of seconds that `take` has
+    waited. handed_bytes: bytes of the states of one step."""
 
     def __init__(self, memory: Bytes, stage: int, num_stages: int, handed: int, broken: LongArray) -> None:
         """memory: the part of the stage memory that belongs to this device and the devices with the same index in the other stages.
@@ -59,7 +60,7 @@ class StageLink:
 
     @property
     def num_come(self) -> int:
-        """Number of steps whose states the previous stage has sent so far. Must not be asked of the first stage."""
+        """The number of steps whose states the previous stage has sent so far. Must not be used in the first stage."""
         return int(self._lines[self._stage - 1][_SENT])
 
     @property
@@ -74,7 +75,7 @@ class StageLink:
 
     @property
     def place(self) -> Bytes:
-        """The memory, uint8 [handed], to which this stage must write the states that it sends next."""
+        """The memory, uint8 [handed], into which this stage must write the states that it sends next."""
         return self._places[self._stage, self._num_sent % self._num_stages]
 
     def send(self) -> None:
@@ -92,8 +93,8 @@ class StageLink:
         self._broken[0] = 1
 
     def _sleep(self, line: LongArray) -> None:
-        """Sleeps until the previous stage sends states, for _SLEEP_S at most. line: the counters in the memory through which that
-        stage sends."""
+        """Sleeps until the previous stage sends states, but at most for _SLEEP_S. line: the counters in the memory through which
+        that stage sends."""
         line[_SLEEPERS] = 1  # only this device waits for these states
         self._fence.order()
         if line[_SENT] <= self._num_taken:

@@ -1,4 +1,6 @@
-"""Lays out the states (activations) that a pipeline stage passes on in memory, one after the other and without padding."""
+"""Divides the memory in which a pipeline stage passes its states (activations) on: the states lie one after the other, without
+padding.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from torch import Tensor
 
 
 def state_rows(memory: Tensor, states: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-    """Returns views of the places of several states in `memory` (uint8), in which they lie one after the other: for each state [T,
-    W] (T rows of width W), its first num_tokens rows, as [num_tokens, W] of its dtype. states: tensors that give W and the
-    dtype."""
+    """Divides `memory` (uint8) into the places of several states, one after the other. Returns one tensor in `memory` for each
+    state: for a state [T, W] (T rows of width W), the place of its first num_tokens rows, [num_tokens, W] in its dtype. states:
+    tensors of which only W and the dtype are used."""
     rows, begin = [], 0
     for state in states:
         end = begin + num_tokens * state.shape[1] * state.element_size()

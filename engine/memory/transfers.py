@@ -1,5 +1,6 @@
-"""Copies between a device and the host, concurrent with the steps of other models. Where the host does the copying, a few threads
-copy, without the interpreter lock. Where the device copies by itself, several copies are under way at a time."""
+"""Copies between a device and the host while steps of other models run. If the host makes the copies, a few threads copy without
+holding the GIL. If the device makes them, several copies are under way at a time.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ class TransferCancelled(Exception):
 
 @dataclass(slots=True, frozen=True)
 class Several:
-    """A way in which `transfer` copies several pieces (each an address on the device and an array of the host) with one call of
-    `start`. A call gets further pieces until it has most_pieces, or at least most_bytes bytes. Each of num_threads threads has at
-    most most_under_way calls under way."""
+    """A way to copy several pieces (each an address on the device and an array of the host) with one call of `start`, used by
+    `transfer`. A call gets pieces until they are most_pieces, or have at least most_bytes bytes. num_threads threads make calls;
+    each has at most most_under_way calls under way."""
 
     start: Callable[[Sequence[Piece]], DeviceCopies]
     most_bytes: int
@@ -51,7 +52,7 @@ class Several:
 
 @dataclass(slots=True, frozen=True)
 class _Ended:
-    """A DeviceCopies (copies that can be waited for) whose copying had ended before the object was made. checksums: those of the
+    """A DeviceCopies (copies that can be waited for) that had ended before the object was made. checksums: the checksums of the
     pieces."""
 
     checksums: list[int]
@@ -77,8 +78,8 @@ class _Only:
 
 
 def copies_several(memory: ChunkMemory, out: bool) -> Several | None:
-    """Returns a way in which `transfer` can copy several pieces of this memory in one call (for its argument `several`); None if
-    pieces can only be copied one by one. out: whether the pieces are copied from the device to the host."""
+    """Returns the way in which `transfer` copies several pieces of this memory in one call (its argument `several`); None: pieces
+    can only be copied one by one. out: whether the pieces are copied from the device to the host."""
     if isinstance(memory, CopiesSeveral):
         copy = partial(memory.copy_several, out=out)
         return Several(lambda pieces: _Ended(copy(pieces)), AT_ONCE_BYTES, sys.maxsize, 1, NUM_THREADS)
@@ -86,8 +87,8 @@ def copies_several(memory: ChunkMemory, out: bool) -> Several | None:
 
 
 def starts_several(memory: ChunkMemory, out: bool) -> Several | None:
-    """Returns a way in which `transfer` can make the device copy several pieces in one call (for its argument `several`); None if
-    the device does not copy by itself. out: whether the pieces are copied from the device to the host."""
+    """Returns the way in which `transfer` starts several copies in one call, for a device that makes copies itself (its argument
+    `several`); None: this device does not. out: whether the pieces are copied from the device to the host."""
     if not isinstance(memory, StartsSeveral):
         return None
     return Several(partial(memory.start_several, out=out), BATCH_BYTES, BATCH_PIECES, BATCHES_UNDER_WAY, 1)
@@ -104,12 +105,13 @@ def transfer(
 ) -> list[int]:
     """Copies every piece (an address on the device and an array of the host) by `copy` (ChunkMemory.copy_in or copy_out) and
     returns the pieces' checksums, in order.
-    cancelled: asked before each copy is started; True ends the transfer.
-    progress: called with the bytes copied so far.
+    cancelled: called before each copy; if it returns True, the transfer ends.
+    progress: called with the number of bytes copied so far.
     landed: called with each piece that was copied, in any thread.
-    next_piece(wait): returns the index of a piece to copy, or, at the end, None once for each of NUM_THREADS threads. If no piece
-    is ready yet, it waits if `wait` is True, else raises queue.Empty. None: all pieces are copied in order.
-    several: copies several pieces at a time, in place of `copy` (copies_several).
+    next_piece(wait): returns the index of a piece to copy, or, after the last piece, None once for each of NUM_THREADS threads. If
+    no piece is ready yet, it waits if `wait` is True, else raises queue.Empty. If next_piece is None, all pieces are copied in
+    order.
+    several: copies several pieces at a time, instead of `copy` (see copies_several); None: pieces are copied one by one.
 
     Raises the first error of a copy, or TransferCancelled, after all copies under way have ended."""
     checksums = [0] * len(pieces)
@@ -121,8 +123,8 @@ def transfer(
     num_bytes = 0
 
     def few(wait: bool) -> tuple[list[int], bool]:
-        """Returns the indices of the pieces to copy in the next call, and whether there may be further pieces. wait: whether to
-        wait until one piece is ready. Further pieces are taken only if they are ready already."""
+        """Returns the indices of the pieces to copy in the next call, and whether there may be further pieces after them. wait:
+        whether to wait for the first piece if none is ready; the others are taken only if they are ready."""
         places: list[int] = []
         few_bytes = 0
         with suppress(Empty):

@@ -1,5 +1,6 @@
-"""Counts how many bytes of a model's weights have yet to arrive. They are counted in groups: the stages of a forward pass, or the
-slots of a copy in the host tier."""
+"""Counts how many bytes of a model's weights have yet to arrive, for each group of weights. Groups are the stages of a forward
+pass, or the slots of a copy in the host tier.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]
 
 
 class WeightArrivals:
-    """Counts how many bytes of each group of places in a weight range have yet to arrive: left_bytes[group]. places: (begin, end,
-    group) in bytes of the weight range, which do not overlap; groups are numbered from 0. Bytes between places belong to no group.
-    Not thread-safe."""
+    """The number of bytes that have yet to arrive of each group of places in a weight range: left_bytes[group]. places: (begin,
+    end, group), begin and end in bytes of the weight range; places do not overlap, and groups are numbered from 0. Bytes between
+    places belong to no group. Not thread-safe."""
 
     def __init__(self, places: Iterable[tuple[int, int, int]], num_groups: int) -> None:
         self._places = sorted(place for place in places if place[1] > place[0])
@@ -28,14 +29,14 @@ class WeightArrivals:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Sets left_bytes of each group to the group's full size again, because all bytes will arrive again."""
+        """Sets left_bytes of each group to the group's full size, because all bytes will arrive again."""
         self.left_bytes = [0] * len(self.left_bytes)
         for begin, end, group in self._places:
             self.left_bytes[group] += end - begin
 
     def landed(self, begin_bytes: int, end_bytes: int) -> list[int]:
-        """Notes that the bytes from begin_bytes to before end_bytes have arrived; each byte may be reported once. Returns the
-        numbers of the groups of which these were the last missing bytes."""
+        """Records that the bytes from begin_bytes to before end_bytes have arrived; each byte may be reported only once. Returns
+        the numbers of the groups that these bytes completed."""
         whole = []
         for begin, end, group in self._places[bisect_right(self._ends, begin_bytes) :]:
             if begin >= end_bytes:

@@ -1,5 +1,5 @@
-"""Holds back a step that runs while its model's weights arrive: the step waits for each layer's weights before the layer is
-computed, and at its end until all weights have arrived and passed their checks.
+"""Makes steps that run while their model's weights arrive wait: for each layer's weights before the layer is computed, and at the
+end of the step until all weights have arrived and passed their checks.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Layer = TypeVar("Layer")
 
 
 class WeightsWithdrawn(Exception):
-    """Raised in a step that runs while its model's weights arrive, if the step's results are void: the load has failed, was
+    """Raised in a step that runs while its model's weights arrive, if the step's results are invalid: the load has failed, was
     cancelled, or starts over from another source."""
 
 
 class WeightGate:
-    """The gate between the load of a model's weights and the steps that run during it. layout: the weights' places, as
+    """The gate between the load of a model's weights and the steps that run during the load. layout: the weights' places, as
     loader.sizes.layout.weight_layout returns them, each with the stage of the forward pass that needs it.
 
-    The readers report bytes that have arrived (`landed`). A stage is open when all bytes of its parameters have arrived. `begun`,
-    if set, is called once, by any thread, when the first stage opens. Checks that need all weights (checksums, whether a file has
-    changed) come before `open`, so no step ends with bad weights."""
+    The threads that read weights report bytes that have arrived (`landed`). A stage is open when all bytes of its parameters have
+    arrived. begun: called once, by any thread, when the first stage opens; None: nothing is called. No step ends before `open` was
+    called, and the load calls it only after the checks that need all weights, so no step ends with bad weights."""
 
     def __init__(self, layout: Iterable[WeightSlot]) -> None:
         slots = list(layout)
@@ -44,8 +44,8 @@ class WeightGate:
     # ---- the load
 
     def landed(self, begin_bytes: int, end_bytes: int) -> None:
-        """Notes that the bytes from begin_bytes to before end_bytes of the weight range have arrived, and opens the stages whose
-        last missing bytes these were. Called from any thread, once for each byte. Bytes between parameters are ignored."""
+        """Records that the bytes from begin_bytes to before end_bytes of the weight range have arrived, and opens the stages that
+        are then complete. Called from any thread, once for each byte. Bytes between parameters are ignored."""
         with self._changed:
             self._arrivals.landed(begin_bytes, end_bytes)
             self._changed.notify_all()
