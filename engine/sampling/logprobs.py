@@ -1,8 +1,8 @@
-"""Computes log-probabilities of sampled tokens and of prompt tokens: the log-softmax of the model's own logits, before bias,
-penalties, temperature and cuts such as top_p.
+"""Computes log-probabilities of sampled tokens and of prompt tokens, for rows whose request asks for them. They are the log-softmax
+of the model's own logits, before bias, penalties, temperature and cuts such as top_p.
 
-They are computed only for rows whose request asks for them. Shapes: N sampling rows (those after which a token is sampled), T
-tokens of a step, V vocabulary, K alternatives (the most likely tokens).
+Shapes: N sampling rows (those after which a token is sampled), T tokens of a step, V vocabulary, K alternatives (the most likely
+tokens).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class LogprobCollector:
         self._added: list[tuple[IntArray, FloatArray, IntArray, IntArray, FloatArray]] = []
 
     def compute(self, ops: LogprobOps, logits: Tensor, first: int, ids: IntArray, bad: BoolArray) -> None:
-        """Computes and adds the log-probabilities of those rows that want them, except rows with bad logits. logits [n, V]: the
-        logits of the sampling rows from `first` on. ids, bad [N]: of all sampling rows of the step, the sampled token and whether
+        """Computes and adds the log-probabilities of the rows that want them, except rows with bad logits. logits [n, V]: the
+        logits of the sampling rows from `first` on. ids, bad [N]: for all sampling rows of the step, the sampled token, and whether
         the logits were not finite."""
         end = first + len(logits)
         num_top = self._num_top[first:end]
@@ -41,8 +41,9 @@ class LogprobCollector:
             self.add(rows + np.int32(first), *ops.top_logprobs(logits, rows, ids[first:end][rows], int(num_top[rows].max())))
 
     def add(self, rows: IntArray, chosen: FloatArray, top_ids: IntArray, top: FloatArray) -> None:
-        """Adds the log-probabilities of the M rows with indices `rows`. chosen [M]: those of the sampled tokens. top_ids, top [M,
-        K]: ids and log-probabilities of the most likely tokens; each row keeps only as many as it wants."""
+        """Adds the log-probabilities of M sampling rows. rows [M]: the rows' indices. chosen [M]: the log-probabilities of the
+        sampled tokens. top_ids, top [M, K]: ids and log-probabilities of the most likely tokens, of which each row keeps only as
+        many as it wants."""
         counts = np.minimum(self._num_top[rows], np.int32(top.shape[1]))
         if len(rows) and np.count_nonzero(counts == counts[0]) == len(rows):  # slices take a fraction of the time of picked items
             top_ids, top = top_ids[:, : counts[0]].reshape(-1), top[:, : counts[0]].reshape(-1)
@@ -71,8 +72,8 @@ class LogprobCollector:
 
 @dataclass(slots=True)
 class OwedRow:
-    """The prompt tokens of one request whose log-probabilities a step can compute: `count` tokens, from index `first` of the prompt
-    on. num_top: number of alternatives wanted for each token. ranked: whether the tokens' ranks are wanted, too."""
+    """Prompt tokens of one request whose log-probabilities a step can compute: `count` tokens, from index `first` of the prompt on.
+    num_top: number of alternatives wanted for each token. ranked: whether the tokens' ranks are wanted, too."""
 
     request_id: int
     first: int
@@ -83,10 +84,11 @@ class OwedRow:
 
 @dataclass(slots=True)
 class OwedPrompts:
-    """The P prompt tokens, of all requests that want log-probabilities of their prompts, for which a step can compute them.
+    """The P prompt tokens whose log-probabilities are wanted and can be computed in one step, of all its requests.
 
-    rows: the requests. chosen [P]: the prompt tokens' ids.
-    tokens [P]: for each prompt token, the index among the step's T tokens of the token before it, whose logits predict it."""
+    rows: the requests, with their numbers of these tokens. chosen [P]: the tokens' ids.
+    tokens [P]: for each of these prompt tokens, the index among the step's T tokens of the token before it, whose logits predict
+    it."""
 
     rows: list[OwedRow]
     tokens: LongArray
@@ -95,9 +97,9 @@ class OwedPrompts:
     def logprobs(
         self, ops: LogprobOps, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], max_rows: int
     ) -> list[PromptLogprobs]:
-        """Computes the log-probabilities and returns one message for each request of `rows`. hidden [>= P, W]: the hidden states of
-        `tokens`. logits_of: computes [n, W] -> [n, V]. max_rows: how many rows of logits are computed at a time, for which the work
-        space has memory."""
+        """Computes the log-probabilities. Returns one PromptLogprobs for each request of `rows`, in order. hidden [>= P, W]: the
+        hidden states of `tokens`. logits_of: computes the logits [n, V] of hidden states [n, W]. max_rows: the most rows whose
+        logits are computed at a time, because the work space has memory for no more."""
         num_top = max(row.num_top for row in self.rows)
         ranked = any(row.ranked for row in self.rows)
         parts: list[tuple[Any, Any, Any, Any]] = []
@@ -128,8 +130,7 @@ class OwedPrompts:
 
 
 def owed_prompt_rows(plan: BatchPlan, table: SequenceTable) -> OwedPrompts | None:
-    """Returns the prompt tokens whose log-probabilities are wanted and can be computed in this step. Returns None if there are
-    none, which is nearly always so."""
+    """Returns the prompt tokens whose log-probabilities are wanted and can be computed in this step; None: there are none."""
     owing = table.prompt_logprobs.take(plan.slots)
     if not np.count_nonzero(owing):
         return None
@@ -152,5 +153,5 @@ def owed_prompt_rows(plan: BatchPlan, table: SequenceTable) -> OwedPrompts | Non
 
 
 def _rounded(values: FloatArray) -> Any:
-    """Returns the values as float64 rounded to DECIMALS, so that they print with no more digits than that."""
+    """Returns the values as float64, rounded to DECIMALS decimal places, so that they print with no more digits."""
     return np.round(values.astype(np.float64), DECIMALS)

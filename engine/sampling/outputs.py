@@ -33,12 +33,12 @@ def sampled_outputs(
 ) -> StepResult:
     """Samples from a step's hidden states and returns the step's result.
 
-    hidden [>= N, W]: the hidden states of the N = num_sampling sampling rows, then those before the prompt tokens of `owed`, then
-    padding.
-    rows: the settings of the sampling rows; None if no row samples. owed: the prompt tokens whose log-probabilities are wanted;
-    None: none are.
-    logits: computes [n, W] -> [n, V], and is called with at most logits_rows rows. began_s: when the step began, by
-    time.perf_counter()."""
+    hidden [>= N, W]: first the hidden states of the N = num_sampling sampling rows; then, if `owed` is given, those of its
+    `tokens`; then padding.
+    rows: the settings of the sampling rows; None: no row samples. owed: the prompt tokens whose log-probabilities are wanted; None:
+    there are none.
+    logits: computes the logits [n, V] of hidden states [n, W]; called with at most logits_rows rows. began_s: when the step began,
+    by time.perf_counter()."""
     ids, bad = np.empty(num_sampling, np.int32), np.empty(num_sampling, np.bool_)
     wanted: LogprobCollector | None = None
     if rows is not None:

@@ -1,5 +1,5 @@
-"""Prepares what a model's predictor (which drafts tokens) reads after a step, and determines after which row of each sequence it
-drafts, for every kind of device.
+"""Makes the inputs of a model's predictor (which drafts tokens) after a step, and determines the row of each sequence after which
+it drafts. Used on every kind of device.
 
 Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that sample, D the most tokens that were drafted for one
 sequence.
@@ -15,8 +15,8 @@ from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 
 def following_tokens(plan: BatchPlan, table: SequenceTable) -> IntArray:
-    """Returns [T]: for each of a step's tokens, the token that follows it in its sequence. For a row's last token the value is
-    undefined if the step samples there, because the next token is then the sampled one."""
+    """Returns [T]: for each of a step's tokens, the token that follows it in its sequence. The value of a row's last token is
+    undefined if the step samples after this token, because the sampled token follows."""
     ends = np.cumsum(plan.num_new, dtype=np.int64)
     rows = np.repeat(np.arange(len(plan.slots)), plan.num_new)
     positions = np.arange(len(rows)) + (plan.num_computed + plan.num_new - ends)[rows]
@@ -26,12 +26,13 @@ def following_tokens(plan: BatchPlan, table: SequenceTable) -> IntArray:
 
 @dataclass(slots=True, frozen=True)
 class SampledSequences:
-    """The Q sequences for which a step samples, with its N sampling rows. A sequence has one sampling row, or, if d tokens were
-    drafted for it, d + 1 adjacent ones (d <= D).
+    """The Q sequences for which a step samples, with its N sampling rows. A sequence has one sampling row; if d tokens were drafted
+    for it, it has d + 1 adjacent ones (d <= D).
 
     firsts [Q]: the index among the N of each sequence's first row.
-    expected [Q, D]: the token that was drafted after each row of the sequence; -1: none was.
-    rows [Q, D]: the indices among the N of these rows; arbitrary where expected is -1."""
+    rows [Q, D]: the indices among the N of those rows of each sequence after which a token was drafted, in order.
+    expected [Q, D]: the token that was drafted after each of `rows`; -1: the sequence has no such row, and the value in `rows` is
+    arbitrary."""
 
     firsts: LongArray
     expected: IntArray

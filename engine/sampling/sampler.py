@@ -27,9 +27,12 @@ KeyArray = npt.NDArray[np.uint32]
 
 @dataclass(slots=True)
 class LogitEdit:
-    """The changes that a cpu device makes to one row's logits before it samples, in this order: adds the bias, applies penalties,
-    and rules out the `banned` ids: those that end the text, while min_tokens are not reached (None: no ids are banned). tokens: the
-    row's prompt and output so far. num_prompt: number of these that are the prompt's."""
+    """The changes that a cpu device makes to one row's logits before it samples. It adds the bias, then applies penalties, then
+    rules out the banned ids.
+
+    params: the request's settings, with bias and penalties; None: there are neither. tokens: the row's prompt and output so far, of
+    which the first num_prompt are the prompt.
+    banned: ids that end the text, while the request's min_tokens are not reached; None: no ids are banned."""
 
     params: SamplingParams | None
     tokens: IntArray
@@ -55,10 +58,10 @@ class LogitEdit:
 class LogitEdits:
     """The E sampling rows whose logits are changed before they sample; arrays are [E].
 
-    rows: their indices among the N, ascending. slots: their slots in `table`, the sequences. positions: index in the sequence of
-    the token about to be sampled.
-    early: whether the ids that end the text (end_ids and the request's own stop ids) are still forbidden. end_ids: the model's end
-    ids."""
+    rows: the rows' indices among the N, ascending. slots: the rows' slots in `table`, the table of sequences. positions: the index
+    in the sequence of the token about to be sampled.
+    early: whether the ids that end the text (end_ids and the request's own stop ids) are still forbidden because of min_tokens.
+    end_ids: the model's end ids."""
 
     rows: npt.NDArray[np.intp]
     slots: IntArray
@@ -69,7 +72,7 @@ class LogitEdits:
     vocab_size: int
 
     def edit(self, at: int) -> LogitEdit:
-        """Returns the changes to the logits of the row with index rows[at]."""
+        """Returns the changes to the logits of one row: the row with index rows[at] among the N."""
         slot, params = int(self.slots[at]), self.table.params[self.slots[at]]
         assert params is None or isinstance(params, SamplingParams)
         banned = None
@@ -83,9 +86,9 @@ class SamplingRows:
     """The settings of the rows that sample, in the order of the plan; arrays are [N].
 
     all_greedy: no row needs random noise. key0, key1: keys of the noise, empty if all_greedy.
-    edits: the rows whose logits are changed first; None if there are none.
+    edits: the rows whose logits are changed before they sample; None: there are none.
     num_top: number of alternatives whose log-probabilities are wanted besides the sampled token's, -1 for no log-probabilities;
-    None if no row wants any."""
+    None: no row wants any."""
 
     all_greedy: bool
     temperature: FloatArray
@@ -100,8 +103,7 @@ class SamplingRows:
 
 
 def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int], vocab_size: int) -> SamplingRows:
-    """Returns the settings of the plan's sampling rows, as the table of sequences has them. Masks are not among them; `constrain`
-    adds these."""
+    """Returns the settings of the plan's sampling rows from the table of sequences, without masks (`constrain` adds these)."""
     slots = plan.slots[plan.samples]
     position = (plan.num_computed + plan.num_new)[plan.samples]  # index of the token about to be sampled
     rows = plain_rows(table, slots, position)
@@ -117,7 +119,7 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
 
 
 def plain_rows(table: SequenceTable, slots: IntArray, position: IntArray) -> SamplingRows:
-    """Returns the settings with which the sequences in these slots sample the tokens at these positions, except edits of logits,
+    """Returns the settings with which the sequences in these slots sample their tokens at these positions, without edits of logits,
     log-probabilities and masks."""
     temperature = table.temperature.take(slots)  # numpy takes less time to `take` a few items than to index with an array
     key0 = key1 = np.empty(0, np.uint32)
@@ -144,8 +146,8 @@ def banned_ids(end_ids: list[int], params: SamplingParams | None, vocab_size: in
 
 
 def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
-    """Adds masks to the settings: rows may sample only the tokens that their masks in `allowed` allow. For these rows the ban of
-    end ids before min_tokens is dropped, because their masks contain it, except for the rows in `allowed.banning`."""
+    """Adds masks to the settings: each row that has a mask in `allowed` may sample only the tokens that the mask allows. Such a row
+    no longer bans end ids because of min_tokens, since its mask already does; only rows in `allowed.banning` still do."""
     rows.allowed = allowed
     if rows.edits is not None:
         may_ban = np.ones(len(rows.temperature), np.bool_)
@@ -155,7 +157,7 @@ def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
 
 def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:
     """Samples the tokens of the sampling rows `first` to `first` + n - 1 from their logits [n, V]. Returns (ids [n], bad [n]); bad:
-    whether the row's logits hold NaN or an infinity. The masks of rows are written into `logits`."""
+    whether the row's logits hold NaN or an infinity. Changes `logits`: applies the rows' masks in place."""
     end = first + len(logits)
     if rows.allowed is not None:
         apply_row_masks(logits, rows.allowed, first)

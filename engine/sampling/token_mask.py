@@ -1,4 +1,4 @@
-"""Applies token masks to logits: tokens that are not allowed next get the lowest finite number of the logits' dtype.
+"""Applies token masks to logits: the logits of tokens that a mask rules out become the lowest finite number of their dtype.
 
 Shapes: N rows, V vocabulary.
 """
@@ -14,8 +14,8 @@ ROWS_AT_ONCE = 16  # bounds the work space: each row needs a copy of its logits 
 
 
 def apply_row_masks(logits: Tensor, masks: RowMasks, first: int) -> None:
-    """Applies the masks of sampling rows `first` to `first` + N - 1 to the rows' logits [N, V], in place. NaN and infinities stay,
-    so that bad rows are still found."""
+    """Applies masks to the logits [N, V] of sampling rows `first` to `first` + N - 1, in place. NaN and infinities stay, so that
+    bad rows are still found. masks: the masks of the whole step's rows."""
     inside = [at for at, row in enumerate(masks.rows.tolist()) if first <= row < first + len(logits)]
     for start in range(0, len(inside), ROWS_AT_ONCE):
         part = slice(inside[start], inside[min(start + ROWS_AT_ONCE, len(inside)) - 1] + 1)  # rows ascend, so they are one slice
