@@ -62,9 +62,9 @@ class DecodeWork:
     pieces.
     firsts [R + 1] int32: the index of each row's first piece, then the number of pieces.
     target: the approximate number of pieces that is wanted.
-    finished, int32: counters for kernels that combine pieces themselves, 0 between kernels; a layer reads the first I * G of them
-    as [I, G]. The counter of the first of several pieces that are combined at once counts those that are computed; the counter of a
-    row's second piece counts the row's groups that are combined. Empty if no layer's kernel combines pieces."""
+    finished, int32: counters for attention kernels that combine pieces themselves, 0 between kernels; empty if no layer has such a
+    kernel. A layer reads the first I * G counters as [I, G]. At the first of each group of pieces that are combined at once, a
+    counter counts the pieces that are computed; at a row's second piece, it counts the groups of the row that are combined."""
 
     rows: Tensor
     begins: Tensor

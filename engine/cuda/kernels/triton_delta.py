@@ -172,8 +172,8 @@ def _step_kernel(
     UPDATE: tl.constexpr, STEP: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PADDED_K: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Applies the rule to one value head of a row with one new token: computes BLOCK_D columns of the output and of the state's
-    matrix. TOKENS and PRECISION are not read; they are there because _chunk_kernel takes the same arguments."""
+    """Applies the gated delta rule to one value head of a row with one new token: computes BLOCK_D columns of the output and of the
+    state's matrix. TOKENS and PRECISION are not read; they are there because _chunk_kernel takes the same arguments."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot, first = tl.load(slots + row), tl.load(firsts + row)
     if (slot >= num_slots) | (tl.load(contexts + row) != first + 1):
@@ -213,8 +213,9 @@ def _chunk_kernel(
     UPDATE: tl.constexpr, STEP: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PADDED_K: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Applies the rule to one value head of a row with several new tokens, TOKENS at a time: computes BLOCK_D columns of the
-    outputs and of the state's matrix. PRECISION: input_precision of tl.dot. The other arguments are those of _step_kernel."""
+    """Applies the gated delta rule to one value head of a row with several new tokens, TOKENS at a time: computes BLOCK_D columns
+    of the outputs and of the state's matrix. PRECISION: input_precision of tl.dot. The other arguments are those of
+    _step_kernel."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot, first = tl.load(slots + row), tl.load(firsts + row)
     num = tl.load(contexts + row) - first

@@ -1,5 +1,5 @@
-"""Computes a step's tokens on the GPU (Triton) from columns that the host sends. Reference implementation:
-reference.prepare_inputs.
+"""Computes the token ids, positions and KV slots of a step's tokens on the GPU (Triton) from columns that the host sends. Reference
+implementation: reference.prepare_inputs.
 
 Shapes: R rows, T tokens, S slots, B blocks that a sequence may hold. Slot S belongs to no sequence; it is used for padding.
 """

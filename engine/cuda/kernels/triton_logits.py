@@ -151,8 +151,9 @@ def widen(logits: Tensor, first: int, masks: Tensor, words: Tensor, counted: Ten
 
 
 def add_biases_and_count(wide: Tensor, counts: Tensor, edits: Tensor, words: Tensor) -> None:
-    """Adds the biases of edits [E EDIT_WORDS] int32 to wide [N, V] float32, and adds the edits' tokens to counts [N, V] int32,
-    whose rows must be zeros before. words: the int32 memory in which an edit's biases and tokens lie; the edit says where."""
+    """Adds the biases of edits [E EDIT_WORDS] int32 to wide [N, V] float32. Counts the tokens of the edits' sequences in counts [N,
+    V] int32, whose rows must be zeros before. words: the int32 memory in which an edit's biases and tokens lie, at indices that the
+    edit holds."""
     grid = (len(edits) // EDIT_WORDS, EDIT_PROGRAMS)
     _count_kernel[grid](wide, counts, edits, words, wide.shape[1], BLOCK=EDIT_BLOCK, num_warps=4)
 

@@ -1,18 +1,19 @@
 """Sums small tensors over the ranks of a group in one kernel (Triton), through memory that the ranks' GPUs map from each other.
 
-Each rank has a region of memory, which all ranks have mapped. A program (a lane) handles LANE_BYTES of the tensor independently of
-other lanes: it copies the rank's values to the rank's region, publishes this to the same lane of every rank, waits until all ranks
-have published, and adds up the values of all ranks, in the order of the ranks and in float32. So all ranks get the same bits.
+Each rank has a region of memory that all ranks have mapped. A program (a lane) handles LANE_BYTES of the tensor, independently of
+other lanes. It copies the rank's values to the rank's region, publishes the number of the call to the same lane of every rank,
+waits until all ranks have published this number, and adds up the values of all ranks in float32, in the order of the ranks. So all
+ranks get the same bits.
 
-A lane has two buffers. It counts its calls in the region; every rank makes the same calls, so the counts agree, and a graph needs
-no number from the host. Call n writes buffer n % 2, which holds the values of call n - 2, and these must have been read by all
-ranks. They have: call n begins after call n - 1 of this rank, which waited until all ranks had published n - 1; and a rank
-publishes n - 1 only after its call n - 2 has ended, on the same stream, with all its reads. One buffer would not be enough: a rank
-that has published n - 1 may still be reading the values of n - 1 when this rank begins call n.
+A lane counts its calls in the region. Every rank makes the same calls, so the counts agree, and a graph needs no number from the
+host. A lane has two buffers: call n writes buffer n % 2, over the values of call n - 2. All ranks have read these values by then:
+this rank's call n - 1 has waited until all ranks had published n - 1, and a rank publishes n - 1 only after its call n - 2, with
+all its reads, has ended on the same stream. One buffer would not be enough, because a rank that has published n - 1 may still be
+reading the values of call n - 1 when this rank begins call n.
 
-To publish is a store with release semantics for the whole system, after a barrier of the program's threads. To wait is a loop of
-loads with acquire semantics, followed by a barrier. On a GPU these are PTX's st.release and ld.acquire, which need no atomic
-operations across PCIe. Interpreted (in tests), they are the interpreter's atomic operations.
+A number is published by a store with release semantics for the whole system, after a barrier of the program's threads. A lane waits
+in a loop of loads with acquire semantics, followed by a barrier. On a GPU these are PTX's st.release and ld.acquire, which need no
+atomic operations across PCIe. Where kernels are interpreted (in tests), they are the interpreter's atomic operations.
 """
 
 from __future__ import annotations
