@@ -1,7 +1,8 @@
-"""The inputs of a forward pass on a GPU, with every array on the device. HostBatch (engine/cpu/batch.py) has the same on a host.
+"""The inputs of a forward pass on a GPU, with every array on the device. HostBatch (engine/cpu/batch.py) has the same inputs on a
+host.
 
 Shapes: R rows (one sequence's part of a step each), T tokens, S slots of the model, B blocks a sequence may hold, P pairs of a
-head's dimensions that are rotated. Rows with one new token come first: row r's token is token r for r below num_decode.
+head's dimensions that are rotated. Rows with one new token come first, so row r's token is token r for r below num_decode.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ class DeviceGroup:
 
     kv: the arena as the group sees it; in a group of states float32 [num_blocks, layers, size of a state]. scales: the scales of
     fp8 KV (engine/memory/arena.py); None: KV is not fp8.
-    reach: how far back a token attends: to the last `reach` positions, its own included; below 0: to its own chunk of -reach
-    positions; 0: to all.
+    reach: how far back a token attends: above 0: to the last `reach` positions, its own included; below 0: to its own chunk of
+    -reach positions; 0: to all.
     block_table [S + 1, B] int32: the blocks of each slot.
     kv_slots [T] int64: where each token is stored, block * block_tokens + place in the block; -1 for padding.
-    turns [T, 2 P] float32: cosines, then sines, of the rotary embedding.
-    work: the split-K parts into which the decode rows' contexts are cut (triton_decode.DecodeWork); None if there are no decode
+    turns [T, 2 P] float32: for each token the cosines, then the sines, of the rotary embedding.
+    work: the split-K parts into which the decode rows' contexts are cut (triton_decode.DecodeWork); None: there are no decode
     rows."""
 
     kv: Tensor
@@ -66,8 +67,8 @@ class DeviceAdapters(BatchAdapters):
 class DeviceBatch:
     """The inputs of one step on the device.
 
-    num_decode: number of rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper bound of it, while `work`
-    of each group has the parts of the actual decode rows only.
+    num_decode: number of rows with one new token. In padded steps (engine/cuda/mixed_steps.py) it is an upper bound; the groups'
+    `work` then has only the parts of the actual decode rows.
     groups: the inputs of each KV group. layer_places: for each layer that this device computes, the index of its group and its
     place in that group.
     slots, contexts [R] int32: each row's slot, and its number of positions stored after this step.

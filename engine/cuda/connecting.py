@@ -1,7 +1,7 @@
-"""Connects a rank with the other ranks of its group, without waiting for one that has died before it connected.
+"""Connects a rank with the other ranks of its group. If one of these has died before it connected, the wait for it ends.
 
 A library that connects ranks may wait forever for a rank that is gone, as NCCL does in ncclCommInitRank. So the library is called
-in a thread of its own, which is left behind if the group breaks meanwhile.
+in a thread of its own, which is abandoned if the group breaks meanwhile.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Connecting:
         self._is_given_up = False
 
     def connected(self, broken: LongArray) -> Collectives:
-        """Makes the connection and returns it. broken [1]: not 0 once the group has lost a device. Raises GroupBroken if that
-        happens, RuntimeError after CONNECT_LIMIT_S, and what Connects.connect raises."""
+        """Makes the connection and returns it. broken [1]: not 0 once the group has lost a device. Raises GroupBroken if the group
+        loses a device meanwhile, RuntimeError after CONNECT_LIMIT_S, and what Connects.connect raises."""
         began_s = time.monotonic()
         Thread(target=self._connect, name="connect").start()
         while not self._ended.wait(WATCH_S):

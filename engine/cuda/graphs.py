@@ -60,7 +60,8 @@ class StepOutputs:
     """The results of a step on the device.
 
     drawn [2, R] int32: the sampled ids, and 1 for each row whose logits were not finite.
-    hidden [R, W]: the hidden states whose logits were sampled, kept for rows that need more than an id.
+    hidden [R, W]: the hidden states from which the rows were sampled; rows with edited logits or log-probabilities are sampled from
+    them afterwards.
     kept: tensors [>= T, W] with states that the model's predictor (which drafts tokens) reads, for the T tokens of the step; None:
     there is no predictor."""
 

@@ -71,8 +71,8 @@ class LaunchOnlyOps(CudaOps):
         return weight.new_empty(x.shape[0], weight.shape[0])
 
     def _product_by_head(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Leaves out [H, T, N] unwritten and launches nothing. On a GPU cuBLAS would multiply x [H, T, K] by the weights [H, K, N]
-        here; these weights have no memory, and none of hearthd's kernels would be launched."""
+        """Does nothing and leaves out [H, T, N] unwritten. A real model multiplies x [H, T, K] by weights [H, K, N] with cuBLAS
+        here, which needs weights in memory and launches none of hearthd's kernels."""
 
 
 class NoRanks(DeviceRanks):

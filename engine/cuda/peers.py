@@ -51,7 +51,8 @@ class Regions(Protocol):
 
 
 class Peers:
-    """Connects ranks (an engine.cuda.collectives.Connects) so that sums of small tensors go through each other's memory.
+    """Makes connections between ranks (an engine.cuda.collectives.Connects) that add up small tensors through memory which the
+    ranks' GPUs map from each other.
 
     connects: makes the connection for all other exchanges. new_regions(size): makes the shared memory of `size` ranks, and raises
     MemoryError or RuntimeError if it cannot. on_device: False where kernels are interpreted."""

@@ -102,8 +102,9 @@ class Staging:
 
 
 class Padding:
-    """The columns of a step of one size that consists of padding only. A real step's columns replace their beginnings, so each of
-    these may be missing or shorter than here. Only the column that is a list of groups (Column) may be longer."""
+    """The columns of a step of one size that consists of padding only. The columns of a real step are written over the beginnings
+    of these, so a real step may lack a column or have a shorter one. Only a column that is a list of groups (Column) may be longer
+    than here."""
 
     def __init__(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         self._columns = {name: _laid_out({name: column}) for name, column in columns.items()}

@@ -109,8 +109,8 @@ class ModelTiles:
         return sum(contest.num_turns for contest in self._contests if contest.ready)
 
     def measure_next(self) -> None:
-        """Compares the results or the times of two tiles on the current stream; that takes the device some ten milliseconds. Does
-        nothing if no measurement is open and compiled."""
+        """Compares the results or the times of two tiles on the current stream, which takes the device some ten milliseconds. Does
+        nothing if no tiles that are compiled are left to compare."""
         contest = next((contest for contest in self._contests if contest.is_open), None)
         if contest is not None:
             self._choice.compare(contest)
