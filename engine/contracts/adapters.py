@@ -33,11 +33,12 @@ class AdapterMemory(Protocol):
         ...
 
     def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
-        """Enters an adapter into the tables. number: the adapter's index in the tables. first_byte: the byte of the KV arena at
-        which its matrices begin. layout: which matrices it has, and their offsets from there. Called while no step is under way.
-        With the first adapter the model begins to compute adapters: its steps are recorded, or captured as graphs, again."""
+        """Enters an adapter into the tables. Called while no step is under way. number: the adapter's index in the tables.
+        first_byte: the offset in the KV arena, in bytes, at which its matrices begin. layout: which matrices it has, and their
+        offsets from first_byte. Steps that were recorded, or captured as CUDA graphs, before the model's first adapter do not
+        compute adapters, so they are recorded or captured again."""
         ...
 
     def clear(self, number: int) -> None:
-        """Removes the adapter with this number from the tables. No running sequence uses it any more."""
+        """Removes the adapter with this number from the tables. Called when no running sequence uses the adapter any more."""
         ...

@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # engines of null models do not need torch
 
 
 class Backend(Protocol):
-    """One device, as the code that loads models sees it: its memory, its kernels, and how models are made on it."""
+    """One device, for the code that loads models: gives access to the device's memory, compiles its kernels and makes models on
+    it."""
 
     @property
     def memory(self) -> ChunkMemory: ...
@@ -46,20 +47,20 @@ class Backend(Protocol):
         ...
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
-        """Makes the backend ready for loads: imports its kernels, and may begin to compile missing ones. Called once, in a
-        background thread; no method below is called before it has returned. tell: called, from any thread, with news about the
-        compilation of kernels."""
+        """Makes the backend ready for loads: imports its kernels, and may begin to compile those that are not compiled yet. Called
+        once, in a background thread; all other methods are called after it has returned. tell: called, from any thread, with news
+        about the compilation of kernels."""
         ...
 
     def need_kernels(
         self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat
     ) -> Callable[[Callable[[], None]], None] | None:
-        """Requests the kernels of a model, without waiting for them. Returns None if the device can serve the model while they are
-        being compiled.
+        """Requests the kernels that a model's steps need, without waiting until they are compiled. Returns None if the model's load
+        need not wait for them, otherwise a function that returns once they are compiled.
 
-        Otherwise returns a function that compiles the kernels, and returns when they are ready. The caller must have run it before
-        it calls `model` or `split_model`; any thread may. Its argument is a function `waiting`, which it calls every second; an
-        error that `waiting` raises ends the compilation and is raised again."""
+        The caller calls that function, in any thread, before it calls `model` or `split_model`. The function's argument is a
+        function `waiting`, which it calls about every second or more often; an error that `waiting` raises ends the wait and is
+        raised again."""
         ...
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
@@ -77,7 +78,8 @@ class Backend(Protocol):
         ...
 
     def sink(self, weights: WeightRange) -> WeightSink:
-        """Returns the sink through which a load writes a model's weights to their address range. Memory is mapped there already."""
+        """Returns the sink through which a load writes a model's weights to the address range `weights`, to which memory is mapped
+        already."""
         ...
 
     def decoder(self) -> Decoder:
@@ -105,9 +107,11 @@ class SplitsModels(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class OpenDevice:
-    """A device that an engine has opened. backend: makes models on it. configure: the engine's settings, with the number of chunks
-    that the device really has. left: the weights that an earlier engine left in the device's memory, [] if it left none; None: the
-    device's memory ends with this process, so nothing is ever left."""
+    """A device that an engine has opened.
+    backend: makes models on the device.
+    configure: the engine's settings; num_chunks and work_space_bytes may have been changed to fit the device.
+    left: the weights that an earlier engine left in the device's memory, [] if it left none; None: the device's memory ends with
+    this process, so no engine finds weights there."""
 
     backend: Backend
     configure: Configure

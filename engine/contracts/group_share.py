@@ -35,8 +35,8 @@ class GroupShare:
 
     @property
     def num_stages(self) -> int:
-        """The number of pipeline stages into which the model's layers are divided; 1: they are not divided. That many steps, of
-        different sequences, may be under way at a time."""
+        """The number of pipeline stages into which the model's layers are divided; 1: they are not divided. At most that many steps
+        may be under way at a time, each with other sequences."""
         return self.region.num_stages
 
     @property
@@ -46,8 +46,8 @@ class GroupShare:
 
     @property
     def waits_for_stage(self) -> bool:
-        """Returns whether the leader's next call of `execute` would wait for the states of the stage before. False if there is only
-        one stage, or if the group is broken."""
+        """Returns whether the next call of `execute`, on the engine that leads the group, would wait for hidden states from the
+        previous pipeline stage. False if the model has only one stage, or if the group is broken."""
         link = self.region.link
         return link is not None and link.num_come <= self._num_executed and not self.region.is_broken
 
@@ -68,9 +68,9 @@ class GroupShare:
         return self.hosted.vocab_size
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs the leader's part of a step, which it has already posted to the other engines of the group, and returns the step's
-        result. masks: the tokens that some rows may sample; the others may sample any. Raises GroupBroken if the group has lost a
-        device."""
+        """Runs this engine's part of a step that it leads, and returns the step's result. The caller has already posted the step to
+        the other engines of the group. masks: the tokens that constrained rows may sample; other rows may sample any token. Raises
+        GroupBroken if the group has lost a device."""
         self._num_executed += 1
         return self.hosted.execute(plan, table, masks)
 
@@ -80,8 +80,8 @@ class GroupShare:
         self.hosted.follow(plan, self.region.table)
 
     def has_ended(self) -> bool:
-        """Returns whether the device has ended all steps that `follow` has started. Does not wait. Raises an error of the
-        device."""
+        """Returns, without waiting, whether the device has ended all steps that `follow` has started. Raises an error that the
+        device reports."""
         return self.hosted.has_ended()
 
     @property

@@ -20,8 +20,9 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True, frozen=True)
 class KernelNews:
-    """News about the compilation of kernels. told: the message to send to the daemon. apply: a function that the engine calls
-    between two steps, because it changes which kernels steps use and so how long they take; None: no kernel changes."""
+    """News about the compilation of kernels. told: the message to send to the daemon. apply: puts newly compiled kernels into use;
+    called by the engine between two steps, because later steps use other kernels and take another time; None: steps use the same
+    kernels as before."""
 
     told: KernelsTold
     apply: Callable[[], None] | None = None
@@ -29,13 +30,14 @@ class KernelNews:
 
 @dataclass(slots=True)
 class LoadTask:
-    """One load of a model: what it is given, and its results.
+    """One load of a model: its parameters and its results.
 
     spec: the model. chunks: the device's chunks for the weights.
-    progress(bytes_done, bytes_total): called with the values of LoadProgress while the load runs.
-    cancelled(): asked again and again; once it returns True, the load raises LoadCancelled.
-    The fields from bytes_read to weights_checksum are results, which Runner.load sets; protocol.LoadDone explains those that it
-    shares."""
+    progress(bytes_done, bytes_total): called while the load runs; the numbers have the meaning of LoadProgress's fields.
+    cancelled(): returns whether the load was cancelled. The load calls it repeatedly, and raises LoadCancelled once it returns
+    True.
+    bytes_read to weights_checksum: results, set by Runner.load; those that are fields of protocol.LoadDone, too, are explained
+    there."""
 
     spec: LoadModel
     chunks: IntArray
@@ -59,19 +61,19 @@ class LoadTask:
 
 
 class LocksMasks(Protocol):
-    """Registers memory with token masks at a device's driver (page-locks it), so that the device copies masks from there by
-    itself."""
+    """Registers memory that holds token masks with a device's driver (page-locks it), so that the device can copy the masks without
+    the host's help."""
 
     def lock_masks(self, bits: npt.NDArray[np.uint32]) -> LockedMasks | None:
-        """Registers the memory of `bits`, M masks [M, W] of W words, which begins at a page boundary. Returns the registered masks,
-        or None if the device cannot copy from the host by itself or its driver refuses; a refusal is logged. Called by the thread
-        that runs steps."""
+        """Registers the memory of M masks, `bits` [M, W], W words each; it begins at a page boundary. Returns the registered masks,
+        or None if the device cannot copy from host memory by itself or if its driver refuses; a refusal is logged. Called by the
+        thread that runs steps."""
         ...
 
     def unlock_masks(self, locked: LockedMasks) -> None:
-        """Ends the registration of masks, and returns without waiting. The device may still copy the memory for steps that were
-        launched before, so it stays mapped until these have ended; later steps must not use it. Called by the thread that runs
-        steps."""
+        """Ends the registration of masks, without waiting for steps that were launched before. The device may still copy the memory
+        for these steps, so the memory must stay mapped until they have ended. Later steps must not use it. Called by the thread
+        that runs steps."""
         ...
 
 
@@ -93,8 +95,8 @@ class Runner(LocksMasks, Protocol):
         ...
 
     def probe(self, number: int) -> None:
-        """Tests whether the device still computes: has it compute a token that depends only on `number`, behind all work that it
-        already has, waits for the token, and compares it with the right one. Raises the device's errors, and RuntimeError if the
+        """Tests whether the device still computes correctly: makes it compute a token that depends only on `number`, after all work
+        that is already queued on the device, waits for the token and checks it. Raises the device's errors, and RuntimeError if the
         token is wrong."""
         ...
 

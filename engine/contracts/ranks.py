@@ -19,11 +19,11 @@ class GroupBroken(Exception):
 
 
 class Ranks(Protocol):
-    """One rank's connection to the other ranks of its group. All ranks call `sum` and `gather` in the same order, with tensors [T,
-    W] and [N, W] (T tokens, N sampling rows) of the same widths W.
+    """One rank's connection to the other ranks of its group. All ranks make the same calls of `sum`, `share_first` and `gather` in
+    the same order; the tensors that they pass to one call have the same width W.
 
     The tensors may have different numbers of rows on different ranks, because each rank pads its recorded steps in its own way.
-    Only the first rows are exchanged, as many as `count` was last given; that number must be the same on every rank."""
+    Only the first rows are exchanged. Their number is set by `count`, and must be the same on every rank."""
 
     @property
     def rank(self) -> int: ...
@@ -32,8 +32,9 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def count(self, num_tokens: int, num_rows: int) -> None:
-        """Sets how many rows, from the first on, are exchanged from now on, also by recorded programs: num_tokens rows of tensors
-        that `sum` and `share_first` are given, num_rows of tensors that `gather` is given. Further rows are padding."""
+        """Sets how many rows, beginning with the first, are exchanged from now on, also by recorded programs. num_tokens: number of
+        rows of tensors that are passed to `sum` and `share_first`. num_rows: the same for tensors that are passed to `gather`.
+        Further rows are padding."""
         ...
 
     def sum(self, x: Tensor) -> None:
@@ -52,6 +53,6 @@ class Ranks(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises GroupBroken if the group has lost a device. Steps call it at their end, because a call that a recorded program
-        repeats cannot raise."""
+        """Raises GroupBroken if the group has lost a device. Called at the end of each step: the exchanges within the step may be
+        repeated by a recorded program, in which they cannot raise."""
         ...

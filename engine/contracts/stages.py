@@ -14,9 +14,9 @@ if TYPE_CHECKING:  # engines of null models do not need torch
 
 
 class Stages(Protocol):
-    """One device's connection to the previous and the next stage of its pipeline. In every step each stage but the first calls
-    `receive` before its first layer, and each but the last calls `send` after its last layer, with tensors of the same width and
-    dtype."""
+    """One device's connection to the previous and the next stage of its pipeline. In every step, each stage except the first calls
+    `receive` before its first layer, and each stage except the last calls `send` after its last layer. All tensors have the same
+    width and dtype."""
 
     @property
     def waited_s(self) -> float:
@@ -24,19 +24,19 @@ class Stages(Protocol):
         ...
 
     def count(self, num_tokens: int) -> None:
-        """Sets how many rows, from the first on, `receive` and `send` pass on from now on, also in recorded programs. Further rows
-        are padding."""
+        """Sets how many rows, beginning with the first, `receive` and `send` transfer from now on, also in recorded programs.
+        Further rows are padding."""
         ...
 
     def receive(self, num_tokens: int, with_second: bool) -> tuple[Tensor, Tensor | None]:
-        """Waits until the previous stage has sent its states, and returns them: the residual and the second state, each
-        [num_tokens, W] for a model of width W. Padding rows are not initialised. with_second: whether the previous stage sends a
-        second state; if not, None takes its place. Raises GroupBroken if the group has lost a device, also in a recorded
-        program."""
+        """Waits until the previous stage has sent its hidden states, and returns the two tensors that it has passed to `send`: the
+        residual and the second tensor, each [num_tokens, W] for a model of width W. Padding rows are not initialised. with_second:
+        whether the previous stage sends a second tensor; if False, None is returned in its place. Raises GroupBroken if the group
+        has lost a device, also in a recorded program."""
         ...
 
     def send(self, residual: Tensor, second: Tensor | None) -> None:
-        """Sends the residual and a second state, each [T, W] for T tokens and a model of width W, to the next stage, and does not
-        wait until that stage has read them. second: an update that is still to be added to the residual, or the embeddings of the
-        tokens; None if there is neither."""
+        """Sends hidden states to the next stage, without waiting until that stage has read them. residual: [T, W] for T tokens and
+        a model of width W. second [T, W]: an update that is still to be added to the residual, or the embeddings of the tokens;
+        None if there is neither."""
         ...

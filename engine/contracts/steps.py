@@ -20,10 +20,10 @@ from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, Lon
 class Proposed:
     """The tokens that a model's predictor drafted after a step, for Q sequences.
 
-    slots [Q]: the sequences' slots. counts [Q]: the number of tokens that were asked for.
+    slots [Q]: the sequences' slots. counts [Q]: how many tokens were to be drafted for each sequence.
     tokens [Q, K]: the drafted tokens; of row q only the first counts[q] are valid, and K is at least the largest count.
-    seen_s: device seconds in which the predictor read the step's tokens and states. drafting_s: device seconds in which it drafted
-    tokens."""
+    seen_s: device seconds that the predictor took to read the step's tokens and hidden states. drafting_s: device seconds that it
+    took to draft tokens."""
 
     slots: IntArray
     counts: IntArray
@@ -36,10 +36,11 @@ class Proposed:
 class StepResult:
     """The result of one step.
 
-    ids [N]: the token of each of the plan's N sampling rows, in plan order. bad [N]: whether the row's logits, or its vector, had
-    numbers that are not finite, so that its result is worthless. Both arrays stay unchanged until the model's next step.
-    seconds: device time. waited_s: the part of these seconds that passed until the other devices of a split model had begun the
-    step."""
+    ids [N]: the token of each of the plan's N sampling rows, in plan order. bad [N]: whether the row's logits (of an embedding
+    model: its vector) had values that are not finite, so that its result is worthless. Both arrays stay unchanged until the model's
+    next step.
+    seconds: device seconds of the step. waited_s: the part of `seconds` that passed until the other devices of a split model had
+    begun the step."""
 
     ids: IntArray
     bad: BoolArray
@@ -52,7 +53,8 @@ class StepResult:
 
 
 class CountsExperts(Protocol):
-    """The counts of what a model's experts, or those on one device, have computed: pairs of a token and an expert."""
+    """Counts how many tokens each expert of a model has computed, for the experts on one device. A token counts once for each
+    expert that computes it."""
 
     @property
     def layers(self) -> Sequence[int]:
@@ -62,7 +64,7 @@ class CountsExperts(Protocol):
 
     @property
     def num_experts(self) -> int:
-        """The number of experts in each layer: the sum over all devices."""
+        """The number of experts in each layer, on all devices together."""
         ...
 
     @property
@@ -71,9 +73,9 @@ class CountsExperts(Protocol):
         ...
 
     def news(self, wait: bool) -> LongArray | None:
-        """Returns how many pairs of a token and an expert each expert of `own` has computed since the last call that returned an
-        array, [len(layers), len(own)]. Returns None if there were none. Unless `wait` is set, also returns None if the device has
-        not reported its counts yet. Called by the thread that runs steps."""
+        """Returns how many tokens each expert has computed since the last call that returned an array: [len(layers), len(own)], for
+        each of `layers` and, within it, each expert of `own`. Returns None if there were no such tokens; if `wait` is False, also
+        if the device has not reported its counts yet. Called by the thread that runs steps."""
         ...
 
 
@@ -112,8 +114,9 @@ class HostedModel(Protocol):
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Runs one step and returns its result: writes the KV of the new tokens into the arena's blocks, and samples. masks: the
-        tokens that some rows may sample; the others may sample any. Raises NoWorkSpace, and GroupBroken if the model is split. Any
-        other exception ends the process, because only a new process has a device in a known state."""
+        tokens that constrained rows may sample; other rows may sample any token. Raises NoWorkSpace, and GroupBroken if the model
+        is split and its group has lost a device. Any other exception ends the process, because only a new process has a device in a
+        known state."""
         ...
 
     def release(self) -> None:
@@ -122,18 +125,18 @@ class HostedModel(Protocol):
 
 
 class SplitModel(HostedModel, Protocol):
-    """A HostedModel that is one device's share of a model (tensor or pipeline parallelism). Each device of the group, or rank, runs
-    every step, with the KV of its own heads and layers: rank 0 by `execute`, which returns the result, the others by `follow`. Both
-    methods wait for other ranks, and raise GroupBroken if the group has lost a device."""
+    """A HostedModel that is one device's share of a model (tensor or pipeline parallelism). Each device of the group is called a
+    rank, and runs its part of every step with the KV of its own heads and layers: rank 0 by `execute`, which returns the result,
+    all others by `follow`. Both methods wait for other ranks, and raise GroupBroken if the group has lost a device."""
 
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Runs, or starts, this rank's part of a step that rank 0 leads. table: the leader's sequences. It is not read after the
-        step's last exchange between ranks, so the leader may change it then."""
+        """Runs, or only starts, this rank's part of a step that rank 0 leads. table: rank 0's sequence table. It is read until the
+        ranks' last exchange in this step; from then on rank 0 may change it."""
         ...
 
     def has_ended(self) -> bool:
-        """Returns whether this rank's device has ended all steps that `follow` has started; they may still run when `follow`
-        returns. Does not wait. Raises an error of the device, which otherwise no call would report before the next step."""
+        """Returns, without waiting, whether this rank's device has ended all steps that `follow` has started, some of which may run
+        on after `follow` has returned. Raises an error of the device, which would otherwise be reported only by the next step."""
         ...
 
 
@@ -147,8 +150,8 @@ class Launched(Protocol):
 
 @runtime_checkable
 class CapturesSteps(Protocol):
-    """A HostedModel that can capture a step of a given size, as a graph or a program to be run again, before such a step is
-    needed."""
+    """A HostedModel that can capture steps of a given size, as a CUDA graph or a recorded program that runs again for later steps
+    of this size, before a step of the size is needed."""
 
     @property
     def name(self) -> str: ...
@@ -169,9 +172,9 @@ class LaunchesAhead(CapturesSteps, Protocol):
     """A HostedModel whose next step can be started before the tokens of its last step are known."""
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts one step and returns while it may still be running. A row may begin with a token that the host does not know yet
-        (beyond table.num_tokens); the device then takes the token that the last launched step samples for the slot. Rows in `masks`
-        must not begin so. Raises NoWorkSpace."""
+        """Starts one step and returns while it may still be running. The first token of a row may be one that the host does not
+        know yet (its index is beyond table.num_tokens); the device then takes the token that the last launched step samples for the
+        row's slot. For rows in `masks` the host must know all tokens. Raises NoWorkSpace."""
         ...
 
 
@@ -180,9 +183,9 @@ class StreamedModel(HostedModel, Protocol):
 
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
         """Runs a step while the model's weights are still arriving, and returns its result as `execute` does without masks. Each
-        layer is computed once the gate opens for it, for at most max_tokens tokens at a time. The result's seconds do not include
-        the waits. Raises WeightsWithdrawn if the load fails, is cancelled or starts over; the KV written so far is then
-        worthless."""
+        layer is computed once `gate` reports that the layer's weights have arrived, for at most max_tokens tokens at a time. The
+        result's `seconds` do not include waiting for weights. Raises WeightsWithdrawn if the load fails, is cancelled or starts
+        over; the KV written by the step is then worthless."""
         ...
 
 
@@ -203,7 +206,7 @@ class HostedEncoder(Protocol):
     def embed(self, texts: Sequence[IntArray], second_at: Sequence[int]) -> tuple[FloatArray, float]:
         """Returns the results for R texts, and the device seconds they took. For task EMBED these are vectors, float32 [R, hidden],
         each of norm 1; for task SCORE the scores of R pairs of texts, float32 [R, 1]. texts: the token ids of each text or pair.
-        second_at: for each pair, the index of the first token of its second text's segment."""
+        second_at: for each text or pair, the index of the first token of the second text's segment; 0: there is one segment."""
         ...
 
     def release(self) -> None: ...
