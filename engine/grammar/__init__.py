@@ -1,2 +1,2 @@
-"""Constrained sampling: a separate process for each model computes which tokens a grammar allows next; limits by token id are
-applied in the engine."""
+"""Constrained sampling. A separate process for each model computes which tokens a grammar allows next; limits by token id
+(allowed_token_ids, bad_words) are applied in the engine's own process."""

@@ -1,9 +1,10 @@
 """The grammar process of one model, `python -P -m engine.grammar --channel-fd N --masks-fd M`. It computes which tokens the
 grammars of running requests allow next, and ends when its socketpair is closed.
 
-It is a process of its own because building a tokenizer's trie holds the interpreter lock for up to a second, during which the
-engine's steps could not run, and because its memory is freed when it ends, as the model is evicted. Grammars are built in a
-thread, which releases the lock, so the masks of running sequences do not wait for it.
+This work has a process of its own for two reasons. Building a tokenizer's trie holds the interpreter lock for up to a second,
+during which an engine could run no steps. And the memory is freed when the process ends, which it does when the model is evicted.
+Within the process a second thread builds grammars. Building releases the interpreter lock, so the masks of running sequences do not
+wait for it.
 """
 
 from __future__ import annotations

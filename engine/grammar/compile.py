@@ -28,8 +28,8 @@ COMPACT_OPTIONS: JsonCompileOptions = {**JSON_OPTIONS, "whitespace_flexible": Fa
 
 
 def compile_grammar(grammar: str) -> str:
-    """Returns the grammar in llguidance's form. Raises ValueError if the kind is unknown, the text of a schema is not a JSON
-    object, or json_schema.prepared refuses it. llguidance reports other errors when the result is used."""
+    """Returns the grammar in llguidance's form. Raises ValueError if the grammar's kind is unknown, if it is a schema that is not a
+    JSON object, or if json_schema.prepared refuses it. llguidance reports other errors when the result is used."""
     kind, _, text = grammar.partition(":")
     if kind == "json_schema":
         compiled: str = LLMatcher.grammar_from_json_schema(json_schema.prepared(text), overrides=JSON_OPTIONS)

@@ -1,11 +1,13 @@
-"""Prepares a client's JSON schema for llguidance: the schema is narrowed where llguidance would accept what it forbids, otherwise
-left unchanged.
+"""Prepares a client's JSON schema for llguidance. Where llguidance would accept values that the schema forbids, the schema is
+narrowed or, if that is not possible, refused.
 
-llguidance reads numbers as 64-bit floats, the last digit of long ones inexactly, and writes large ones rounded. Bounds that it does
-not hold exactly are moved inward to the next number that it does. It also treats an exclusive bound that is a whole number as
-inclusive, where the opposite bound is less than 1 away. Where a schema may contain such a pair, its exclusive whole-number bounds
-are replaced by inclusive ones just inside them. Other schemas keep their exclusive bounds, because below a bound of 0.999
-llguidance accepts 0.90 but not 0.9. Schemas that cannot be narrowed are refused."""
+llguidance reads numbers as 64-bit floats, the last digit of long ones inexactly, and writes large ones rounded. A bound that it
+cannot represent exactly is therefore moved inward, to the next number that it can represent.
+
+llguidance also treats an exclusive bound that is a whole number as inclusive, if the opposite bound is less than 1 away. If a
+schema may contain such a pair, all its exclusive bounds that are whole numbers are replaced by inclusive bounds just inside them.
+Other schemas keep their exclusive bounds, because inclusive bounds with decimals have a fault, too: below 0.999 llguidance accepts
+0.90, but not 0.9."""
 
 from __future__ import annotations
 
@@ -41,9 +43,9 @@ _BOUNDS = {
 
 
 def prepared(text: str) -> str:
-    """Returns the client's JSON schema, narrowed where llguidance would accept what the schema forbids, else unchanged. Raises
-    ValueError, with the place and the keyword, if it cannot be narrowed. Text that is not a JSON object is returned as it is, for
-    llguidance to refuse."""
+    """Returns the client's JSON schema as text, narrowed where llguidance would accept values that the schema forbids, and without
+    the key x-guidance (options of llguidance). A schema that needs no change is returned as it is, and so is text that is not a
+    JSON object, for llguidance to refuse. Raises ValueError, with the place and the keyword, if the schema cannot be narrowed."""
     changed, schema, end = _decoded(text, 0)
     if schema is None or text[end:].strip(" \t\r\n"):
         return text
@@ -53,8 +55,8 @@ def prepared(text: str) -> str:
 
 
 def prepared_lark(grammar: str) -> str:
-    """Returns a Lark grammar in which the JSON schema of each `%json {...}` is narrowed where llguidance would accept what the
-    schema forbids. Raises ValueError, with the place and the keyword, if a schema cannot be narrowed."""
+    """Returns a Lark grammar in which the JSON schema of each `%json {...}` is narrowed where llguidance would accept values that
+    the schema forbids. Raises ValueError, with the place and the keyword, if a schema cannot be narrowed."""
     pieces, at = [], 0
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
         if found.start() < at:
@@ -67,8 +69,9 @@ def prepared_lark(grammar: str) -> str:
 
 
 def _decoded(text: str, start: int) -> tuple[bool, Schema | None, int]:
-    """Decodes the JSON object that begins at index `start` of a text. Returns (whether a number in it has more digits than a float
-    holds, the object or None if there is none, the index where it ends). Raises ValueError if the object is nested too deeply."""
+    """Decodes the JSON object that begins at index `start` of a text. Returns (whether the text has a number with a fraction or
+    exponent that a float does not hold exactly, the object or None if there is none, the index at which it ends). Raises ValueError
+    if the object is nested too deeply."""
     inexact = False
 
     def number(written: str) -> float:
@@ -112,8 +115,8 @@ def _escaped(key: str) -> str:
 
 
 def _narrow(schema: Schema) -> bool:
-    """Changes the schema and its subschemas in place so that llguidance accepts nothing that they forbid. Returns whether anything
-    was changed. Raises ValueError if they cannot be narrowed so far."""
+    """Changes the schema and its subschemas in place so that llguidance accepts nothing that they forbid, and returns whether
+    anything was changed. Raises ValueError if no such change is known."""
     changed = False
     nodes = []
     for place, node in subschemas(schema):
@@ -132,9 +135,9 @@ def _narrow(schema: Schema) -> bool:
 
 
 def _hold_bounds(place: str, node: Schema) -> bool:
-    """Replaces each numeric bound of one schema that llguidance does not hold exactly by the next number inside the bound that
-    llguidance does hold. Returns whether any was replaced. place: JSON pointer to the schema, for errors. Raises ValueError for
-    bounds that are not numbers or are too large."""
+    """Replaces each numeric bound of one schema that llguidance cannot represent exactly by an inclusive bound: the next number
+    inside that llguidance can represent. Returns whether any bound was replaced. place: JSON pointer to the schema, for errors.
+    Raises ValueError for bounds that are not numbers or are too large."""
     changed = False
     for key, (is_lower, is_exclusive) in _BOUNDS.items():
         if key not in node:
@@ -155,8 +158,9 @@ def _hold_bounds(place: str, node: Schema) -> bool:
 
 
 def _has_neighbours(nodes: list[Schema]) -> bool:
-    """Returns whether some schema has an exclusive bound that is a whole number, and some schema an opposite bound less than 1
-    beyond that number. The two need not be in the same schema, because allOf and references may combine schemas."""
+    """Returns whether the schemas have a pair of bounds that llguidance may confuse: an exclusive bound that is a whole number, and
+    an opposite bound less than 1 away. The two bounds need not be in the same schema, because allOf and references may combine
+    schemas."""
     numbers = {key: [node[key] for node in nodes if key in node] for key in _BOUNDS}
     whole_lower = {value for value in numbers["exclusiveMinimum"] if float(value).is_integer()}
     whole_upper = {value for value in numbers["exclusiveMaximum"] if float(value).is_integer()}
@@ -167,8 +171,8 @@ def _has_neighbours(nodes: list[Schema]) -> bool:
 
 
 def _close(node: Schema, key: str, bound: Decimal, is_lower: bool) -> None:
-    """Replaces the bound at `key` of a schema by the inclusive bound `bound`. If the schema already has an inclusive bound on that
-    side, the tighter of the two stays."""
+    """Replaces the bound at `key` of a schema by an inclusive bound with the value `bound`. If the schema already has an inclusive
+    bound of the same direction, the tighter of the two stays. is_lower: whether it is a lower bound."""
     value = int(bound) if bound == bound.to_integral_value() else float(bound)
     del node[key]
     inclusive = "minimum" if is_lower else "maximum"
@@ -176,8 +180,8 @@ def _close(node: Schema, key: str, bound: Decimal, is_lower: bool) -> None:
 
 
 def _beside(node: Schema, key: str, is_lower: bool) -> Decimal:
-    """Returns the inclusive bound that replaces the exclusive bound at `key` of a schema: the next number inside it that llguidance
-    holds exactly, or the next whole number if the schema is of type integer."""
+    """Returns the inclusive bound that replaces the exclusive bound at `key` of a schema: the next number inside that llguidance
+    can represent exactly, or the next whole number if the schema is of type integer. is_lower: whether it is a lower bound."""
     given, context = Decimal(repr(node[key])), _UP if is_lower else _DOWN
     if node.get("type") == "integer":
         bound = given.to_integral_value(ROUND_FLOOR) + 1 if is_lower else given.to_integral_value(ROUND_CEILING) - 1
@@ -189,8 +193,8 @@ def _beside(node: Schema, key: str, is_lower: bool) -> Decimal:
 
 
 def _inward(bound: Decimal, is_lower: bool) -> Decimal:
-    """Returns the bound itself if llguidance holds it exactly, else the next number inside it (above a lower bound, below an upper
-    one) that llguidance holds. Bounds without such a number were refused by _hold_bounds."""
+    """Returns the bound itself if llguidance can represent it exactly, else the next number that it can represent: upward from a
+    lower bound (is_lower), downward from an upper bound. Bounds beyond all such numbers were refused by _hold_bounds."""
     if _is_exact(bound):
         return bound
     if bound == bound.to_integral_value():
@@ -204,7 +208,7 @@ def _inward(bound: Decimal, is_lower: bool) -> Decimal:
 
 
 def _is_exact(value: Decimal) -> bool:
-    """Returns whether llguidance, which reads and writes numbers as 64-bit floats, holds this number exactly."""
+    """Returns whether llguidance, which reads and writes numbers as 64-bit floats, represents this number exactly."""
     if value == value.to_integral_value():
         return abs(value) <= _WHOLE_LIMIT and int(float(value)) == int(value) == Decimal(repr(float(value)))
     _, digits, exponent = value.normalize(Context(prec=400)).as_tuple()
@@ -233,8 +237,8 @@ def _check_values(place: str, node: Schema) -> None:
 
 
 def _check_count(place: str, node: Schema) -> None:
-    """Raises ValueError for a schema with minProperties above 1, unless `required` lists at least as many properties. llguidance
-    may write a property twice whose name is not in the schema, and validators count two of the same name as one."""
+    """Raises ValueError for a schema with minProperties above 1, unless its `required` lists at least that many names. llguidance
+    may write a property twice if the schema does not name it, and validators count the two as one property."""
     least = node.get("minProperties")
     if not isinstance(least, int) or least < 2 or ("type" in node and "object" not in str(node["type"])):
         return

@@ -1,9 +1,9 @@
-"""The matchers of one model's requests. Each follows its request's grammar token by token and writes the mask of the tokens allowed
-next.
+"""The matchers of one model's requests. A matcher follows its request's grammar token by token, and writes the masks of the tokens
+that are allowed next.
 
-Times, all of them spent in llguidance: a mask takes a few µs in the middle of a string and up to 15 ms where the grammar reaches a
-new state. Building a grammar takes 1 ms, a hostile one up to a second. Building the tokenizer's trie takes 0.2 s (32,000 entries)
-to 1 s (128,000)."""
+llguidance takes nearly all of the time: for a mask a few µs in the middle of a string, and up to 15 ms where the grammar reaches a
+new state; 1 ms to build a grammar, up to a second for a hostile one; 0.2 s (32,000 entries) to 1 s (128,000) to build a tokenizer's
+trie."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class GrammarError(Exception):
 
 @dataclass(slots=True)
 class Matcher:
-    """One request's position in its grammar. row: index of the request's masks in the shared memory, below num_rows of Open. state:
-    llguidance's matcher, after the request's tokens so far. grammar: its kind and text (SamplingParams.grammar)."""
+    """One request's position in its grammar. row: the request's number, below messages.Open.num_rows, by which its masks are found
+    in the shared memory (mask_number). state: llguidance's matcher, after the request's tokens so far. grammar: its kind and text
+    (SamplingParams.grammar)."""
 
     row: int
     state: LLMatcher
@@ -39,10 +40,10 @@ class Matcher:
 
 
 class Matchers:
-    """The matchers of one model's requests, by the requests' keys (messages.py).
+    """The matchers of one model's requests, by the keys that name requests in messages.
     masks: shared memory, which begins at `address`, with rows_each masks of `row_bytes(vocab_size)` bytes for each request
     (messages.Open). Bit i of a mask says that token i is allowed next.
-    text_id: identifies the tokenizer's files that are read at the beginning.
+    text_id: identifies the version of the tokenizer's files that is read at the beginning.
 
     `start` may run in a thread while other methods are called."""
 
@@ -77,10 +78,10 @@ class Matchers:
             raise GrammarError("its tokenizer.json is of a kind that grammars cannot be followed with") from None
 
     def start(self, row: int, grammar: str, output: list[int], text_id: str = "") -> tuple[Matcher, bool]:
-        """Returns (a matcher of this grammar after the tokens in `output`, whether its text is complete); `add` must be called with
-        the matcher then. Unless the text is complete, the mask of the tokens allowed next is written to row `row`. text_id:
-        identifies the tokenizer's files; if it is new, they are read again. Raises GrammarError if the grammar cannot be
-        followed."""
+        """Returns a matcher of this grammar, advanced by the tokens in `output`, and whether its text is complete. The caller then
+        passes the matcher to `add`. Unless the text is complete, the mask of the tokens allowed next is written to row `row`.
+        text_id: identifies the version of the tokenizer's files; if it is new, the files are read again. Raises GrammarError if the
+        grammar cannot be followed."""
         if text_id not in self._text_ids:  # matchers that are there keep the tokenizer that they began with
             self._tokenizer = self._read()
             self._text_ids.add(text_id)
@@ -108,9 +109,9 @@ class Matchers:
         return self._ended(matcher.state, matcher)
 
     def draft(self, key: int, guesses: list[int]) -> Draft | None:
-        """Returns a draft of tokens that may follow a request's tokens, or None if there are none: tokens that the grammar forces,
-        and `guesses` as far as the grammar allows them. Writes the mask after each drafted token to the request's masks 1, 2, …;
-        `advance`, which must be called first, has written mask 0."""
+        """Returns a draft of tokens that may follow a request's tokens: tokens that the grammar forces, and `guesses` as far as the
+        grammar allows them. Returns None if there are no such tokens. The mask of what may follow n drafted tokens is written as
+        the request's mask n, for n from 1 on; mask 0 was written by `advance`, which must be called before."""
         matcher = self._matchers[key]
         if self._rows_each == 1 or not (guesses or matcher.state.compute_ff_tokens()):
             return None
@@ -131,9 +132,9 @@ class Matchers:
         return Draft(tokens, sure) if tokens else None
 
     def _goes_on(self, state: LLMatcher, matcher: Matcher, token: int, at: int) -> bool:
-        """Advances `state`, a copy of a matcher's state, by a token, and writes the mask after the token to the request's mask
-        number `at`. Returns False if the token must not be drafted, because it is not allowed, or because it completes the text, so
-        that nothing follows."""
+        """Advances `state`, a copy of a matcher's state, by a token, and writes the mask of the tokens that may follow as the
+        request's mask number `at`. Returns False if the token must not be drafted: the grammar does not allow it, or it completes
+        the text."""
         if token in self._end_ids or state.validate_tokens([token]) != 1:
             return False
         state.consume_token(token)
@@ -146,9 +147,9 @@ class Matchers:
         self._matchers.pop(key, None)
 
     def _ended(self, state: LLMatcher, matcher: Matcher, at: int = 0) -> bool:
-        """Writes the mask of the tokens that `state` allows to the request's mask number `at`, unless the state has stopped.
-        Returns True if only an end id may follow, that is, if the text is complete. Raises GrammarError if the grammar cannot be
-        followed any further."""
+        """Writes the mask of the tokens that `state` allows as the request's mask number `at`, and returns whether the text is
+        complete, that is, whether only an end id may follow. No mask is written if llguidance's matcher has stopped. Raises
+        GrammarError if the grammar cannot be followed any further."""
         self._check(state, matcher)
         if state.is_stopped():
             return True

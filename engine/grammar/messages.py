@@ -12,10 +12,11 @@ from engine.protocol import Message
 
 
 class Open(Message, frozen=True):
-    """The first message: makes the grammar process load a model's tokenizer. Answered by Opened. The masks are in shared memory,
-    each of ceil(vocab_size / 32) words with one bit for each token. A request has rows_each masks: the tokens that may follow its
-    tokens, then those that may follow each token of its draft. The memory holds the first masks of all requests, then their second
-    masks, and so on (`mask_number`)."""
+    """The first message: makes the grammar process load a model's tokenizer. Answered by Opened.
+
+    The memory for masks is shared. A mask has ceil(vocab_size / 32) words, with one bit for each token. Each request has rows_each
+    masks: mask 0 holds the tokens that may follow the request's tokens, mask n those that may follow token n of its draft. The
+    memory holds mask 0 of all requests, then mask 1 of all requests, and so on (`mask_number`)."""
 
     folder: str  # folder of the checkpoint, whose tokenizer.json is read
     vocab_size: int
@@ -36,9 +37,9 @@ class Start(Message, frozen=True):
 
 
 class Advance(Message, frozen=True):
-    """Reports the next tokens of these requests: counts[i] tokens of request keys[i] (empty: one token each). The process answers
-    for each request with Ready, Ended or Broken. guesses: key -> tokens that may follow, to be drafted as far as the grammar allows
-    them."""
+    """Reports the next tokens of these requests. counts: for each of `keys`, how many of `tokens` belong to it, in order; empty:
+    one each. guesses: key -> tokens that may follow, which are drafted as far as the grammar allows them. The process answers for
+    each request with Ready, Ended or Broken."""
 
     keys: list[int]
     tokens: list[int]
@@ -60,8 +61,8 @@ class Opened(Message, frozen=True):
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that may be drafted after a request's tokens. sure: for each of them, whether the grammar allows no other token in its
-    place."""
+    """Tokens that may be drafted after a request's tokens. sure: for each of these tokens, whether the grammar allows no other
+    token in its place."""
 
     tokens: list[int]
     sure: list[bool]
@@ -94,8 +95,8 @@ def row_bytes(vocab_size: int) -> int:
 
 
 def mask_number(row: int, at: int, num_rows: int) -> int:
-    """Returns the index in the shared memory of the mask number `at` (0: before the draft) of the request with this row. num_rows:
-    how many requests can have masks at a time."""
+    """Returns the index, in the shared memory, of one of a request's masks. row: the request's row. at: the number of drafted
+    tokens that the mask comes after; 0: none. num_rows: how many requests can have masks at a time."""
     return at * num_rows + row
 
 

@@ -1,4 +1,4 @@
-"""Explains why a grammar cannot be followed, in words for the grammar's author: llguidance's own reasons name its internal parts
+"""Explains why a grammar cannot be followed, in words for the grammar's author. llguidance's own messages name its internal parts
 and options."""
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Words = str | Callable[[re.Match[str]], str]
 
 
 def plain(reason: str, grammar: str) -> str:
-    """Returns llguidance's reason for refusing a grammar in plain words. grammar: the client's grammar, with its kind
-    (SamplingParams.grammar). Words that contain llguidance's internal terms are replaced by UNKNOWN, unless the client's grammar
-    contains these terms itself."""
+    """Returns llguidance's message `reason` in plain words, for a Lark grammar with line and column. grammar: the client's grammar,
+    with its kind (SamplingParams.grammar). If the words contain internal terms of llguidance that the client's grammar does not
+    contain, UNKNOWN is returned instead of them."""
     placed = re.match(r"(?:at )?([0-9]+)\(([0-9]+)\): (.*)", reason, re.DOTALL)
     place = ""
     if placed:
@@ -58,8 +58,9 @@ def _is_plain(text: str, grammar: str) -> bool:
 
 
 def _regular_expression(found: re.Match[str]) -> str:
-    """Returns the error of a regular expression in one line: the expression, the character where it occurs, and the error. found: a
-    match whose group 1 is the regex crate's report of the expression with a line that marks the place, and group 2 the error."""
+    """Returns the error of a regular expression in one line: the expression, the character where the error is, and the error.
+    found: a match whose group 1 is the report of the regex crate (the expression, and a line that marks the place), and group 2 the
+    error."""
     lines, error = found[1].split("\n"), found[2].replace("<=", "at most")
     if len(lines) != 2 or "^" not in lines[1]:
         return f"{_REGEX}: {error}"
@@ -99,8 +100,8 @@ def _not_json(found: re.Match[str]) -> str:
 
 
 def _expected(found: re.Match[str]) -> str:
-    """Returns what Lark's parser expected, in plain words, and the text near which it expected it. found: a match of the parser's
-    message, with these two as groups 1 and 2."""
+    """Returns in plain words what Lark's parser expected, and near which text. found: a match of the parser's message, whose group
+    1 is what was expected and group 2 the text."""
     wanted, text = found[1], found[2]
     for name, words in _TOKENS.items():
         wanted = wanted.replace(name, words)

@@ -1,5 +1,5 @@
-"""Defines the masks of the tokens that the constrained rows of a step may sample. Constrained are rows whose requests have a
-grammar or limits by token id.
+"""Defines the masks of the tokens that the constrained rows of a step may sample. A row is constrained if its request has a grammar
+or limits by token id.
 
 Shapes: K constrained rows, W = ceil(V / 32) words of a mask, V vocabulary."""
 
@@ -17,8 +17,8 @@ from scheduler.batch.plan import BatchPlan, SequenceTable
 @dataclass(slots=True, eq=False)
 class LockedMasks:
     """Memory with the masks of several requests that is registered with a device's driver (page-locked), so that the device's copy
-    engine can read it. bits [M, W]: M masks. is_locked: whether it is still registered; if not, a copy that is launched later is
-    done by the host."""
+    engine can read it. bits [M, W]: M masks of W words. is_locked: whether the memory is still registered; if not, the host copies
+    the masks for steps that are launched later."""
 
     bits: npt.NDArray[np.uint32]
     is_locked: bool = True
@@ -29,9 +29,9 @@ class RowMasks:
     """The masks of a step's K constrained rows.
     request_ids: the requests of these rows.
     rows [K]: the rows' indices among the plan's sampling rows, ascending.
-    bits [K]: each row's mask [W], whose bit i says that token i is allowed. The masks may lie in memory to which a grammar process
-    writes the next masks of the same requests, and a device may read them until the step has ended. So nobody writes them before
-    the step's result was read.
+    bits [K]: each row's mask [W], whose bit i says that token i is allowed. A device may read a mask until the step's result has
+    been read; nobody may write to the mask before. The memory may belong to a grammar process, which later writes the request's
+    next masks there.
     locked: page-locked memory in which some of the masks lie; None: there is none.
     places [K]: the index in `locked` of each row's mask; -1 for a mask that lies elsewhere.
     banning [K]: whether the row's end ids are banned in addition to its mask, because of min_tokens; None: no row's are."""
@@ -44,14 +44,13 @@ class RowMasks:
     banning: npt.NDArray[np.bool_] | None = None
 
     def allowed(self, at: slice, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """Returns the masks of some of the K constrained rows, those in slice `at`, as booleans [rows, V]; True: the token is
-        allowed."""
+        """Returns the masks of the constrained rows in slice `at` as booleans [rows, V]; True: the token is allowed."""
         return np.unpackbits(np.stack(self.bits[at]).view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def constrained_rows(plan: BatchPlan, table: SequenceTable) -> npt.NDArray[np.intp]:
-    """Returns the indices, among the plan's sampling rows, of the rows that have a grammar or limits by token id, so that they may
-    not sample every token."""
+    """Returns the indices, among the plan's sampling rows, of the constrained rows: those whose requests have a grammar or limits
+    by token id."""
     slots = plan.slots[plan.samples]
     return np.flatnonzero(table.constrained[slots] | table.limited[slots])
 

@@ -1,4 +1,4 @@
-"""Makes masks from the tokens that a request rules out by id (allowed_token_ids and bad_words of its SamplingParams).
+"""Makes masks from a request's limits by token id: allowed_token_ids and bad_words of its SamplingParams.
 
 Shapes: W = ceil(V / 32) words of a mask, V vocabulary.
 """
@@ -17,8 +17,8 @@ Bits = npt.NDArray[np.uint32]
 
 
 class TokenLimits:
-    """The limits of one request by token ids. bits [W] uint32: bit i says that token i is allowed next; must not be written to.
-    output: tokens that the request produced before, if it is submitted again."""
+    """One request's limits by token id (allowed_token_ids, bad_words). bits [W] uint32: bit i says that token i is allowed next;
+    must not be written to. output: tokens that the request has already produced, if it is submitted again."""
 
     def __init__(self, model: str, params: SamplingParams, vocab_size: int, output: Sequence[int]) -> None:
         self.model, self.params = model, params
@@ -49,9 +49,9 @@ class TokenLimits:
         self.bits = self.behind(())
 
     def num_leading_on(self, tokens: Sequence[int], masks: Sequence[Bits] | None = None) -> int:
-        """Returns how many tokens at the beginning of `tokens` may come next in the request's output: each must be allowed, and
-        must leave at least one token that may follow it. masks [len(tokens) + 1, W]: the tokens that the request's grammar allows
-        in place of each token and after the last; None: it has no grammar."""
+        """Returns how many of `tokens`, from the first on, may come next in the request's output. Each must be allowed, and must
+        leave at least one token that may follow it. masks [len(tokens) + 1, W]: the tokens that the request's grammar allows in the
+        place of each token and after the last one; None: the request has no grammar."""
         for number, token in enumerate(tokens):
             before, behind = self.behind(tokens[:number]), self.behind(tokens[: number + 1])
             if masks is not None:
