@@ -2,10 +2,10 @@
 
 Importing torch and the kernels takes three seconds of a core. A fork takes some 20 ms, and all engines share the pages of what was
 imported. The daemon (daemon/engines/fork_client.py) asks for an engine with one packet on the socket N, and gets one packet back.
-How an engine ended is written to a pipe, one for each engine. Nothing is computed here and no thread is started, because a fork
-copies the calling thread alone. The process ends when the daemon's end of the socket is closed.
+The exit status of each engine is written to a pipe of its own. The server computes nothing and starts no thread, because a fork
+copies only the thread that calls it. The process ends when the daemon's end of the socket is closed.
 
-Engines of cuda devices are started with exec instead."""
+Engines of cuda devices are not forked: the daemon starts each with exec."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ class _Server:
 
 
 def _above(descriptors: Sequence[int], lowest: int) -> list[int]:
-    """Moves descriptors to numbers from `lowest` on, so that the numbers below are free. Closes the originals, and returns the new
-    numbers."""
+    """Moves descriptors to numbers of at least `lowest`, so that the numbers below `lowest` are free, and returns the new numbers
+    in the same order. The original descriptors are closed."""
     copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
