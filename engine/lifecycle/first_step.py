@@ -1,9 +1,9 @@
 """The first step of a model whose weights are still being loaded. Prompts that wait for the model are computed layer by layer, each
-layer as soon as its weights are read.
+layer as soon as its weights have been read.
 
 A step larger than usual is computed in slices of its tokens: all slices of one layer before the next layer. The step runs in a
-thread of its own, while other models' steps run. Until it has ended, the model does not count as served: its blocks are not taken,
-its sequences are not preempted, and messages from the daemon about it are deferred."""
+thread of its own, while other models' steps run. Until it has ended, the model does not count as served: no blocks are taken from
+it, none of its sequences is preempted, and messages from the daemon about it are deferred."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NO_REQUESTS = np.zeros(0, np.int64)
 class FirstStep:
     """The first step of one model, and the state of the load during which it runs.
 
-    plan, result, error: those of the step; at its end either `result` or `error` is set.
-    running: the step runs in its thread, or it has ended and the engine's loop has not processed its end yet.
-    loaded, loaded_s: whether all weights are loaded and the daemon has been informed, and when, by time.monotonic().
-    has_begun: the weights that the step needs first are loaded.
-    restored_tokens: how many tokens of saved KV were restored.
-    waits_for: a load from the host tier, during which the step must not start. If the copy in the host tier is rejected, the step
-    may start after all, since the weights are then read from disk.
+    plan: the step's plan; None before it was planned. result, error: one of the two is set at the step's end.
+    running: True from the step's start until the engine's loop has processed its end.
+    loaded, loaded_s: whether all weights have been loaded, and when (time.monotonic()).
+    has_begun: whether the weights that the step needs first have been loaded.
+    restored_tokens: number of tokens whose saved KV was restored.
+    waits_for: a load from the host tier, during which the step must not start; the step may start once the load rejects the copy in
+    the host tier and reads from disk. None: the step need not wait.
     deferred: messages to process when the step has ended."""
 
     served: ServedModel
@@ -53,14 +53,14 @@ class FirstStep:
 
     @property
     def can_start(self) -> bool:
-        """Returns whether the step may start now and has requests to run."""
+        """Returns whether the step may start now and there are requests for it to compute."""
         is_copied = self.waits_for is not None and not self.waits_for.source_rejected
         return not self.running and not is_copied and self.served.scheduler.runnable
 
     def start(self, step_id: int, run: Callable[[Callable[[], None], FirstStep], None], alone: bool) -> BatchPlan | None:
-        """Plans the step, calls `run` and returns the plan; None if there is nothing to compute. `run` gets the function to call in
-        a thread, and this object, which it reports to the engine's loop when the function has returned. alone: no other model's
-        steps run, so the step takes as many prompt tokens as can be computed by the time the weights are loaded."""
+        """Plans the step, starts it by calling run(work, self), and returns the plan; None if there is nothing to compute. `run`
+        calls `work` in a thread, and reports this object to the engine's loop when `work` has returned. alone: whether no other
+        model's steps run; if True, the step takes as many prompt tokens as can be computed by the time the weights are loaded."""
         scheduler = self.served.scheduler
         plan = scheduler.plan(step_id, max_tokens=scheduler.limits.max_num_batched_tokens * (FIRST_STEP_SLICES if alone else 1))
         if plan is not None:
@@ -74,17 +74,17 @@ class FirstStep:
         return NO_REQUESTS if self.plan is None or not self.running else self.served.scheduler.table.request_id[self.plan.slots]
 
     def put_aside(self, message: Submit) -> bool:
-        """Defers a request if it cannot be in this step, because the step runs already or the request needs masks, which this step
-        does not apply. Returns whether the request was deferred."""
+        """Defers a request that cannot be in this step, because the step runs already or because the request needs masks, which a
+        first step does not apply. Returns whether the request was deferred."""
         wait = self.running or message.params.is_constrained  # this step applies no masks
         if wait:
             self.deferred.append(message)
         return wait
 
     def abort(self, request_id: int) -> bool:
-        """Aborts a request if it is deferred or in the running step, and returns whether it is one of these. A deferred request is
-        dropped; for one in the running step, the abort is deferred. False: the caller must pass the abort to the batch
-        scheduler."""
+        """Aborts a request if it is deferred, or if the step runs and the model's scheduler holds the request. A deferred request
+        is dropped; in the other case the abort is deferred until the step has ended. Returns False if neither applies; the caller
+        must then abort the request in the batch scheduler."""
         for message in self.deferred:
             if isinstance(message, Submit) and message.request_id == request_id:
                 self.deferred.remove(message)
@@ -103,8 +103,8 @@ class FirstStep:
             self.error = error
 
     def put_back(self) -> None:
-        """Returns the requests of a step that has failed with WeightsWithdrawn (the weights are read again) to the model's queue.
-        Raises any other error with which the step ended."""
+        """Returns the requests of a failed step to the model's queue. Called if the step ended with an error; raises this error
+        unless it is WeightsWithdrawn, after which the weights are read again."""
         if not isinstance(self.error, WeightsWithdrawn):
             assert self.error is not None
             raise self.error

@@ -32,8 +32,8 @@ class KVIndex(msgspec.Struct, frozen=True, array_like=True):
     fingerprint, kv_dtype: texts that identify the weights and the kind of KV (weights_identity, kv_identity).
     keys: the blocks' keys, end to end.
     num_tokens: int32 [E], tokens in each block.
-    present: uint8 [E, G], which groups have the block.
-    checksums: uint64, one for each pair of block and group that is present, in the order of `present`."""
+    present: uint8 [E, G], 1 if the block of this group is saved.
+    checksums: uint64, one for each 1 in `present`, in its order."""
 
     fingerprint: str
     kv_dtype: str
@@ -50,11 +50,13 @@ _decoder = msgspec.msgpack.Decoder(KVIndex)
 
 @dataclass(slots=True)
 class KVTransfer:
-    """A copy of E blocks of one model with G KV groups, from the device to the host tier (`save`) or back. `run`, which may be
-    called in any thread, does the copying.
-    blocks [E, G]: block numbers, -1 where a group has none.
-    pieces, expected, checksums: one entry for each block number that is not -1, row by row: the parts of the block and of the slots
-    that it is copied between; its checksum in the index, when KV is restored; the checksum that the copy found.
+    """A copy of E blocks of one model with G KV groups between the device and the host tier. `run`, which may be called in any
+    thread, does the copying.
+    save: True: from the device to the host tier; False: back to the device.
+    blocks [E, G]: numbers of blocks on the device, -1 where a group has none.
+    pieces, expected, checksums: lists with one entry for each number in `blocks` that is not -1, row by row. pieces: the pieces of
+    the block, each with its places on the device and in a slot. expected: the checksum of the block in the index; empty for a copy
+    to the host tier. checksums: the checksum that the copy found.
     num_lost_tokens: number of tokens whose KV is not saved."""
 
     served: ServedModel
@@ -92,8 +94,8 @@ class KVTransfer:
 
 
 def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer:
-    """Returns a transfer, not yet run, of an evicted model's most valuable KV to `slots` of the host tier. If `tier` is None,
-    nothing is copied. Raises IndexError for a slot that does not exist."""
+    """Returns a transfer, not yet run, that saves the most valuable KV of an evicted model to `slots` of the host tier. It copies
+    nothing if `tier` is None. Raises IndexError for a slot that does not exist."""
     slot_bytes = tier.slot_bytes if tier is not None else 0
     found = kv_saving.select(served.scheduler, len(slots) * slot_bytes)
     pieces = _pieces(served.scheduler.kv, found.blocks, slots, tier, memory) if tier is not None and slots else []
@@ -105,8 +107,8 @@ def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, mem
 
 
 def index_of(done: KVTransfer) -> bytes:
-    """Returns the encoded index of the blocks that a transfer has saved; a later LoadModel that contains the index restores them.
-    Empty if there are none or the copy failed."""
+    """Returns the encoded index of the blocks that a transfer has saved; b"" if there are none, or if the copy failed. A later
+    LoadModel that contains the index restores the blocks."""
     if not done.keys or done.error is not None:
         return b""
     spec, kv = done.served.spec, done.served.scheduler.kv
@@ -125,8 +127,8 @@ def index_of(done: KVTransfer) -> bytes:
 
 
 def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer | None:
-    """Returns a transfer, not yet run, of saved KV from spec.kv_slots into free blocks; None if there is nothing to restore. KV of
-    other weights and an invalid index are logged and not used."""
+    """Returns a transfer, not yet run, of saved KV from spec.kv_slots into free blocks; None if there is nothing to restore. None
+    is also returned, and the reason logged, if the index is invalid or belongs to other weights."""
     spec, kv = served.spec, served.scheduler.kv
     if not spec.kv_index or tier is None:
         return None
@@ -157,8 +159,8 @@ def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | 
 
 
 def restored(done: KVTransfer) -> int:
-    """Records the blocks that a transfer has restored intact as cached prefixes, and frees all others. Called after `run`. Returns
-    the number of tokens in the recorded blocks."""
+    """Adds the blocks that a transfer has restored intact to the cached prefixes, and frees its other blocks. Called after `run`.
+    Returns the number of tokens in the blocks added."""
     kv = done.served.scheduler.kv
     present = done.blocks >= 0
     same: BoolArray = np.zeros(present.shape, np.bool_)
@@ -174,9 +176,9 @@ def restored(done: KVTransfer) -> int:
 
 
 def _pieces(kv: KVCache, blocks: IntArray, slots: Sequence[int], tier: HostTier, memory: ChunkMemory | None) -> list[list[Piece]]:
-    """Cuts the saved blocks where slots of the host tier end, since the blocks lie end to end in the slots. Returns, for each
-    number in blocks [E, G] (E saved blocks, G KV groups) that is not -1, row by row, the block's pieces: (address on the device,
-    the slot's memory). Raises ValueError if the slots are too few."""
+    """Cuts saved blocks, which lie end to end in the slots, at the ends of slots. For each number in blocks [E, G] (E saved blocks,
+    G KV groups) that is not -1, row by row, returns the block's pieces: (address on the device, the slot's memory). Raises
+    ValueError if the slots are too few, and IndexError for a slot that does not exist."""
     arena = 0 if memory is None else memory.arena.data_ptr()
     sizes = [group.block_bytes for group in kv.groups]
     views = [tier.slot(slot) for slot in slots]

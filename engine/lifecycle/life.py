@@ -1,8 +1,10 @@
 """Defines the states of a model in an engine, from its load to its eviction, and the jobs that run for the model in other threads.
 
 LOADING ──> STREAMING ──> LOADED ──> SERVED ──> LEAVING ──> gone
-   └───────────┴─────────────┴──────────┘ (a state may be skipped, and a model may be gone after every state; after SERVED
-only if it is an encoder, or a share of a split model whose steps another engine leads: they have no KV to save here)
+   └───────────┴─────────────┴──────────┘
+
+States may be skipped, as the lower line shows, and a model may be gone after every state. From SERVED, only encoders and the shares
+of split models whose steps another engine leads are gone without LEAVING, because they have no KV to save.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class State(Enum):
     STREAMING: its load runs, and the model exists: its first step may run as soon as its first weights and its saved KV are in the
     device's memory.
     LOADED: its load has ended, but its saved KV is still being copied back or its first step still runs.
-    SERVED: it takes requests like any other.
+    SERVED: it takes requests, and its steps share the device with those of other models.
     LEAVING: it takes no more requests, and its KV is being saved."""
 
     LOADING = "loading"
@@ -57,7 +59,7 @@ FOLLOWERS = {
 @dataclass(slots=True, eq=False)
 class Life:
     """One model on the device, from its LoadModel to its end.
-    load, load_runs: its load, also after that has ended, and whether it has not ended.
+    load: its load, kept after the load has ended. load_runs: whether the load has not ended yet.
     served: the model, once it exists; None for an encoder, and for a share of a split model whose steps another engine leads.
     first: its first step, if one may run while weights arrive.
     restore, save: the transfers of its KV from and to the host tier, while they run.

@@ -30,16 +30,18 @@ log = logging.getLogger("engine")
 
 
 class Lifecycle:
-    """Moves every model on the device through its states, from load to eviction (engine/lifecycle/life.py). Its methods are not
-    called while a step runs; loads, first steps and copies of KV run in threads, concurrently with steps of other models.
+    """Moves every model on the device through its states, from load to eviction (engine/lifecycle/life.py). The engine's loop calls
+    its methods, between the steps that it runs. Loads, first steps and copies of KV run in threads of their own, concurrently with
+    steps of other models.
 
     send: sends a message to the daemon.
-    forget(model): drops what the engine's loop knows about an evicted model's requests.
+    forget(model): drops the loop's records of an evicted model's requests.
     resume(first): processes the result of a first step and the messages that were deferred while it ran.
     loaded(): called after each report that a load has succeeded.
     adapter_read(read): called with each AdapterRead that has ended.
     memory, tier: the device's memory and the host tier; None: there is none.
-    outlives: whether the daemon keeps the memory when this process ends; the places of weights are then reported to it."""
+    outlives: whether the daemon keeps the device's memory when this process ends; if True, the daemon is told which chunks hold
+    weights."""
 
     def __init__(
         self,
@@ -71,8 +73,8 @@ class Lifecycle:
 
     @property
     def may_free_memory(self) -> bool:
-        """Returns whether memory may become free before long: a model is leaving, sequences run, or a model is being loaded. While
-        a model is being loaded, the daemon evicts no other model for requests that wait for memory."""
+        """Returns whether memory may become free before long, because a model is leaving or being loaded, or because sequences run.
+        A load counts because the daemon evicts no other model for waiting requests until the load has ended."""
         return self.busy or self._models.may_free_memory
 
     # ---- messages of the daemon
@@ -95,8 +97,9 @@ class Lifecycle:
             self.lives[spec.model] = Life(self._loads.start(spec, place))
 
     def evict(self, message: EvictModel) -> None:
-        """Begins to evict a model: at once if it is served, else when the jobs that run for it have ended; its load is cancelled. A
-        model that is not on this device is reported as evicted. Sets the KV lease to that in the message."""
+        """Begins to evict a model: at once if it is served, else when the jobs that run for it have ended. If its load still runs,
+        the load is cancelled. A model that is not on this device is reported as evicted. The KV lease becomes the one in the
+        message."""
         life = self.lives.get(message.model)
         if life is None:
             self._send(Evicted(message.placement_id, message.model))
@@ -141,8 +144,9 @@ class Lifecycle:
                     self._report_weights(item.load)
 
     def _model_exists(self, begun: Begun) -> None:
-        """Makes the model of a load whose weights are still arriving, with its first step, and starts to restore its saved KV. Does
-        nothing if the load was cancelled, or if the model cannot be made: the end of the load will report why."""
+        """Makes the ServedModel of a load whose weights are still arriving, and its first step, and starts to restore its saved KV.
+        Does nothing if the load was cancelled, or if the ServedModel cannot be made; the same error is then met and reported when
+        the load ends."""
         load, life = begun.load, self.lives[begun.load.task.spec.model]
         if load.cancelled.is_set():
             return
@@ -217,8 +221,8 @@ class Lifecycle:
             self._serve(life)
 
     def _end_load(self, life: Life, error: Exception | None) -> None:
-        """Frees a model that will not be served, reports the error of its load, and answers its evictions. error: why the load
-        failed; None: it did not. Not reported if the load was cancelled."""
+        """Frees a model that will not be served, reports why its load failed, and answers its evictions. error: why the load
+        failed; None: it did not fail, so nothing is reported. The failure of a cancelled load is not reported either."""
         load = life.load
         del self.lives[life.name]
         if life.first is not None:
@@ -282,8 +286,8 @@ class Lifecycle:
     # ---- serving and evicting
 
     def _serve(self, life: Life) -> None:
-        """Puts a model into service, so that it takes part in the engine's turns, and processes the result of its first step. Then
-        begins the evictions that came while its jobs ran."""
+        """Puts a model into service, so that it takes part in the engine's turns, and processes the result of its first step, if it
+        had one. Then begins the evictions that were asked for while its jobs ran."""
         assert life.served is not None
         first, evictions, life.evictions = life.first, life.evictions, []
         life.enter(State.SERVED)
@@ -298,7 +302,7 @@ class Lifecycle:
 
     def _leave(self, life: Life, message: EvictModel) -> None:
         """Takes a served model out of service, and begins to save its KV. An encoder, or a share of a split model whose steps
-        another engine leads, has none: it is freed and reported as evicted at once."""
+        another engine leads, has no KV to save, and is freed and reported as evicted at once."""
         served = self._models.detach(life.name)
         self._forget(life.name)
         if served is None:
@@ -365,15 +369,15 @@ class Lifecycle:
                 self._loads.sum_up(load, partial(checksum_of, self._memory, chunks, task.weights_bytes))
 
     def _report_weights(self, load: Load) -> None:
-        """Reports to the daemon which chunks hold the model's weights (WeightsHeld), so that a later engine can use them. Reports
-        nothing if the model has left, because its chunks are free then."""
+        """Reports to the daemon which chunks hold the weights of a load (WeightsHeld), so that a later engine can use them. Reports
+        nothing if the model has been evicted, because its chunks are free then."""
         held = self._left_by(load)
         if held is not None:
             self._send(held)
 
     def _left_by(self, load: Load) -> WeightsHeld | None:
-        """Returns which chunks hold the weights of a load; None if the load has no weights that can be used again, or if its model
-        has left."""
+        """Returns which chunks hold the weights of a load; None if it has no weights that can be used again, or if its model has
+        been evicted."""
         if self._memory is None:
             return None
         task, spec = load.task, load.task.spec

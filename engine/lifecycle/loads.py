@@ -44,7 +44,7 @@ class Load:
 
 @dataclass(slots=True)
 class Begun:
-    """Reports that the model of a load under way is complete except for its weights. hosted: the model."""
+    """Reports that a load's model exists, complete except for its weights, which are still arriving. hosted: the model."""
 
     load: Load
     hosted: StreamedModel
@@ -52,8 +52,8 @@ class Begun:
 
 @dataclass(slots=True)
 class Streams:
-    """Reports, after Begun, that the weights which a step needs first have arrived, so that the first step of the load's model can
-    begin."""
+    """Reports, some time after Begun, that the weights which a step needs first have arrived, so that the first step of the load's
+    model can begin."""
 
     load: Load
 
@@ -86,8 +86,8 @@ class Loads:
         return self._wake_fd
 
     def start(self, spec: LoadModel, place: Place) -> Load:
-        """Starts a load in a thread, and returns it. `take` then returns reports of the load's progress, of the model if that
-        exists before its weights have arrived (Begun), and of the load's end."""
+        """Starts a load in a thread, and returns it. `take` then returns the reports of this load: LoadProgress; Begun and Streams,
+        if its model exists before all weights have arrived; and the Load itself when it has ended."""
         last_s = 0.0
 
         def progress(bytes_done: int, bytes_total: int) -> None:
@@ -137,7 +137,8 @@ class Loads:
         self._begin(read, work, f"adapter {read.source.name}")
 
     def _begin(self, job: KVTransfer | AdapterRead, work: Callable[[], None], name: str) -> None:
-        """Starts the thread of a job. If there is no memory for the thread, the job is reported as failed with that error."""
+        """Starts a thread that calls `work`, which does a job and reports it. If there is no memory for the thread, the job is
+        reported with that error. name: the thread's name."""
         try:
             Thread(target=work, name=name).start()
         except MemoryError as error:
@@ -145,8 +146,9 @@ class Loads:
             self._report(job)
 
     def sum_up(self, load: Load, checksum: Callable[[], int]) -> None:
-        """Computes the checksum of the weights of a load that has ended, in a thread; `take` returns Summed when it is known. If
-        that fails, or there is no memory for the thread, this is only logged, and the checksum stays unknown."""
+        """Calls `checksum` in a thread, which computes the checksum of the weights of a load that has ended; `take` returns Summed
+        when it is known. If that fails, or if there is no memory for the thread, the error is only logged, and the checksum stays
+        unknown."""
 
         def unknown(error: Exception) -> None:
             log.warning("the weights of %s do not outlive this engine: %s", load.task.spec.model, error)

@@ -9,8 +9,8 @@ _LOOK_EVERY_S = 0.02
 
 
 def hold(started_s: float, num_bytes: int, bytes_per_s: int, cancelled: Callable[[], bool]) -> None:
-    """Sleeps until the time has passed that num_bytes bytes take at bytes_per_s, counted from started_s (by time.monotonic()), or
-    until cancelled() is True. bytes_per_s 0: there is no limit, and it returns at once."""
+    """Sleeps until num_bytes bytes, moved at bytes_per_s from started_s (time.monotonic()) on, would have arrived, or until
+    cancelled() returns True. bytes_per_s 0: there is no limit, and the call returns at once."""
     if not bytes_per_s:
         return
     due_s = started_s + num_bytes / bytes_per_s
