@@ -16,11 +16,11 @@ from scheduler.batch.adapters import MAX_ADAPTERS
 
 class AdapterTables:
     """Host tables of where the LoRA adapters of one model lie: the part of AdapterMemory (engine.contracts.adapters) that does not
-    depend on the device. An adapter's number is the index of its column. For the M matrices of the model that adapters may change,
-    and A = MAX_ADAPTERS adapter numbers:
-    places [M, A] int64: where in the KV arena the adapter's LoRA matrices for this matrix begin, in elements of `dtype`; -1 for
-    none.
-    ranks [M, A] int32: their LoRA rank.
+    depend on the device. There is a row for each of the M matrices of the model that adapters may change, and a column for each of
+    the A = MAX_ADAPTERS adapter numbers.
+    places [M, A] int64: where in the KV arena, in elements of `dtype`, the LoRA matrices begin by which the adapter changes the
+    model's matrix; -1: it does not change that matrix.
+    ranks [M, A] int32: the rank of these LoRA matrices; 0: there are none.
     dtype: the model's dtype."""
 
     def __init__(self, shape: ModelShape, dtype: str) -> None:

@@ -19,9 +19,9 @@ KERNELS_LIMIT_S = 300.0
 
 
 def wait_for_kernels(prepared: Future[None], task: LoadTask) -> None:
-    """Waits until `prepared` is done, that is, until the device's kernels have been set up. Meanwhile it reports a total of 0 bytes
-    to task.progress, so that the wait does not count as the load's time. Raises RuntimeError if setting up fails or takes longer
-    than KERNELS_LIMIT_S, and LoadCancelled if the load is cancelled."""
+    """Waits for `prepared`, the future that is done when the device's kernels have been set up. Meanwhile it reports a total of 0
+    bytes to task.progress, so that the wait does not count as the load's time. Raises RuntimeError if setting up fails or takes
+    longer than KERNELS_LIMIT_S, and LoadCancelled if the load is cancelled."""
     until_s = time.monotonic() + KERNELS_LIMIT_S
     while not wait([prepared], KERNEL_WAIT_EVERY_S).done:
         _still_waiting(task)
@@ -32,9 +32,9 @@ def wait_for_kernels(prepared: Future[None], task: LoadTask) -> None:
 
 
 class Compilation:
-    """A context in which a thread compiles a model's kernels while the model's weights are read. When the context is left, the
-    compilation is stopped if it still runs, and the thread has ended. compiled: the function that compiles them, as
-    Backend.need_kernels returns it; its argument is a callable that raises an error to stop it; None: no kernels are needed."""
+    """A context manager that has a model's kernels compiled while the model's weights are read: a thread calls `compiled`. When the
+    context is left before `compiled` has returned, the wait for kernels is ended, and the thread with it. compiled: the function
+    that Backend.need_kernels has returned; None: the load need not wait for kernels."""
 
     def __init__(self, compiled: Callable[[Callable[[], None]], None] | None, task: LoadTask) -> None:
         self._compiled, self._task = compiled, task
@@ -56,8 +56,8 @@ class Compilation:
             self._thread.join()
 
     def wait(self) -> None:
-        """Waits until the kernels are compiled. Meanwhile it reports that the load waits for them; the time is added to
-        task.kernels_seconds. Raises LoadCancelled if the load is cancelled, or the error that ended the compilation."""
+        """Waits until the kernels are compiled, and adds the time to task.kernels_seconds. Meanwhile it reports that the load waits
+        for kernels. Raises LoadCancelled if the load is cancelled, or the error that ended the compilation."""
         began_s = time.perf_counter()
         try:
             while not wait([self._ended], KERNEL_WAIT_EVERY_S).done:
@@ -90,8 +90,8 @@ def _still_waiting(task: LoadTask) -> None:
 @contextmanager
 def time_of_kernels(task: LoadTask) -> Iterator[None]:
     """Returns a context manager that adds the time spent in the context to task.kernels_seconds. It is for a model's first launch
-    of each kernel, which may compile the kernel: that time says nothing about the drive's speed. Meanwhile it reports that the load
-    waits for kernels, for KERNELS_LIMIT_S at most."""
+    of each kernel, which may compile the kernel and so says nothing about how fast the drive is. Meanwhile it reports, for
+    KERNELS_LIMIT_S at most, that the load waits for kernels."""
     began_s, over = time.perf_counter(), threading.Event()
 
     def tell() -> None:

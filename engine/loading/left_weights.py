@@ -21,12 +21,13 @@ log = logging.getLogger("engine")
 
 
 def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
-    """Returns whether the mapped range `weights` already holds the weights that the load needs: those of task.left, which an
-    earlier load left in the same chunks. Their size and their checksum must agree. If so, task.adopted is set. Weights without a
-    checksum were left by this engine process, which knows that no other model has used their chunks since.
+    """Takes over the weights that an earlier load has left in the device's memory (task.left), if they are those that the load
+    needs. The mapped range `weights` consists of the same chunks. Returns whether the size and the checksum of the weights are
+    right, and sets task.adopted if they are. Weights without a checksum are not checked: this engine process has left them itself,
+    and knows that nothing else has used their chunks.
 
-    gate: notified of the bytes whose checksum has been computed; None: no step waits for weights. Raises LoadCancelled if the load
-    is cancelled."""
+    gate: notified of the bytes that have passed the check; None: no step waits for weights. Raises LoadCancelled if the load is
+    cancelled."""
     left = task.left
     if left is None or left.num_bytes != weights.num_bytes:
         return False
@@ -65,8 +66,8 @@ def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: Weigh
 
 
 def checksum_of(memory: ChunkMemory, chunks: IntArray, num_bytes: int) -> int:
-    """Returns the checksum of num_bytes of weights that fill these chunks in their order. Reads the chunks through the device's
-    arena, so they may be unmapped from the model's own range meanwhile."""
+    """Returns the checksum of num_bytes of weights that fill these chunks in their order. Reads the chunks at their addresses in
+    the arena, so the model's own address range may be unmapped meanwhile."""
     size, arena = memory.chunk_bytes, memory.arena.data_ptr()
     places = zip(chunks.tolist(), range(0, num_bytes, size), strict=False)
     return checksum.combined([memory.checksum(arena + chunk * size, min(size, num_bytes - at)) for chunk, at in places])

@@ -52,8 +52,8 @@ log = logging.getLogger("engine")
 
 
 class TorchRunner:
-    """The Runner (engine.contracts.loads) for models that compute (engines of null models have another one): it loads checkpoints
-    onto one device and makes models of them. backend: the device."""
+    """The Runner (engine.contracts.loads) for all models that compute; null models have another Runner. It loads checkpoints onto
+    one device and makes models of them. backend: the device."""
 
     def __init__(
         self, backend: Backend, options: Configure, tier: HostTier | None = None, exchange: Exchange | None = None
@@ -224,7 +224,7 @@ class TorchRunner:
 
     def _in_memory(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None) -> bool:
         """Fills the range `weights` without reading files: with weights that were left on the device, or else with a copy in the
-        host tier. Returns whether it did; False: there is neither, or both were rejected, so the files must be read."""
+        host tier. Returns False if neither exists or can be used; the files must then be read."""
         for way, given in ((partial(adopt, self.memory), task.left), (self._copies.take, task.spec.source_slots)):
             if given:
                 if way(task, weights, gate):
@@ -244,8 +244,8 @@ class TorchRunner:
         shared: Sequence[SharedReads],
     ) -> None:
         """Reads the weights from files into the range, and copies them to the host tier if the daemon asked for that. If packed
-        files are damaged and the model has plain ones, too, it starts again with those.
-        choice, source: how the source was chosen, and the opened checkpoint.
+        files are damaged and the model has plain files, too, all weights are read again from the plain files.
+        choice: knows why packed or plain files were chosen. source: the opened checkpoint.
         gate: notified of the bytes that have arrived; None: no step waits for them.
         files: the thread that opens and closes files.
         shared: memory through which the devices of a split model share what they read; (): they share nothing."""
@@ -275,8 +275,8 @@ class TorchRunner:
         behind: Sequence[WeightGate | KeptCopy],
         shared: Sequence[SharedReads] = (),
     ) -> None:
-        """Reads the weights of an opened checkpoint into the range. behind: objects that wait for weights; their `landed` is called
-        with all bytes that have arrived. shared: memory through which the devices of a split model share what they read; (): they
+        """Reads the weights of an opened checkpoint into the range. behind: objects that process weights as they arrive; their
+        `landed` is called for all bytes. shared: memory through which the devices of a split model share what they read; (): they
         share nothing."""
 
         def landed(places: Places) -> None:
@@ -300,8 +300,8 @@ class TorchRunner:
 
 
 def _open(spec: LoadModel, files: FileCalls, in_place: bool, **options: Any) -> OpenCheckpoint:
-    """Opens a model's checkpoint in the thread of `files`, and returns it. in_place, options: arguments of open_checkpoint that do
-    not follow from `spec`. Raises what open_checkpoint raises, and LoadCancelled if the load is cancelled."""
+    """Opens a model's checkpoint in the thread of `files`, and returns it. in_place, options: further arguments of open_checkpoint.
+    Raises what open_checkpoint raises, and LoadCancelled if the load is cancelled."""
     options |= {"predicts": spec.predicts, "head": spec.head_path, "name": spec.model}
     try:
         return files.run(lambda: open_checkpoint(spec.path, spec.fingerprint, files.opened, in_place, **options))

@@ -67,12 +67,12 @@ class WeightCopies:
 
     @contextmanager
     def keeping(self, task: LoadTask, weights: WeightRange, places: Iterable[tuple[int, int]]) -> Iterator[KeptCopy | None]:
-        """Returns a context manager for the read of the weights. Its value is a KeptCopy, which copies the weights to
-        spec.keep_slots of the host tier and must be notified of the bytes that have arrived; None if there are no such slots. If
-        the context ends without an error, the copy is complete and task.kept is set. However it ends, nothing writes to the slots
-        afterwards. places: the ranges [begin, end) of the weight range, in bytes, that the read fills.
+        """Returns a context manager for the read of a model's weights. Its value is a KeptCopy, which copies the weights to
+        spec.keep_slots of the host tier and must be notified of the bytes that have arrived; None if spec.keep_slots is empty. If
+        the context ends without an error, the copy is complete and task.kept is set. After the context, nothing writes to the
+        slots. places: the ranges [begin, end) of the weight range, in bytes, that the read fills.
 
-        Raises LoadCancelled if the load is cancelled, or ValueError or IndexError for slots that cannot hold the copy."""
+        Raises LoadCancelled if the load is cancelled, and ValueError or IndexError for slots that cannot hold the copy."""
         spec = task.spec
         if not spec.keep_slots:
             yield None
@@ -104,8 +104,8 @@ class KeptCopy:
     """Copies a weight range to slots of the host tier, piece by piece, while the weights are read. Piece i (slot_bytes bytes, fewer
     at the end) is copied to the i-th slot as soon as the read has filled it. Threads of its own do the copying, so neither the
     readers nor a running step wait for it.
-    places: [begin, end) in the range, in bytes, of everything that the read fills.
-    cancelled: asked between copies; True ends them.
+    places: the parts of the range that the read fills, as [begin, end) in bytes.
+    cancelled: called between copies; the copying ends when it returns True.
     several: copies several pieces in one call; None: pieces are copied one by one."""
 
     def __init__(
