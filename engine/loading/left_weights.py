@@ -26,8 +26,8 @@ def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: Weigh
     right, and sets task.adopted if they are. Weights without a checksum are not checked: this engine process has left them itself,
     and knows that nothing else has used their chunks.
 
-    gate: notified of the bytes that have passed the check; None: no step waits for weights. Raises LoadCancelled if the load is
-    cancelled."""
+    gate: notified of the bytes whose checksum has been computed; None: no step waits for weights. Raises LoadCancelled if the load
+    is cancelled."""
     left = task.left
     if left is None or left.num_bytes != weights.num_bytes:
         return False

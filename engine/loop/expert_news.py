@@ -12,8 +12,8 @@ TELL_EVERY_S = 2.0
 
 
 class ExpertNews:
-    """Reports to the daemon how many pairs of a token and an expert each expert has computed, at most every TELL_EVERY_S seconds,
-    for the models that have run steps since the last report. send: sends a message to the daemon."""
+    """Reports to the daemon how many tokens each expert has computed, for the models that have run steps since the last report; at
+    most once every TELL_EVERY_S seconds. send: sends a message to the daemon."""
 
     def __init__(self, models: ServedModels, send: Callable[[Message], None]) -> None:
         self._models, self._send = models, send
@@ -30,8 +30,9 @@ class ExpertNews:
         return max(0.0, self._told_s + TELL_EVERY_S - now) if self._stepped else None
 
     def tell(self, now: float, wait: bool) -> None:
-        """Sends the experts' counts to the daemon, if a report is due. wait: whether to wait until the device has copied the
-        counts, because nothing runs on it; if False, counts that have not come yet are asked for again at the next call."""
+        """Sends the experts' counts to the daemon, if a report is due. wait: whether to wait until the device has reported its
+        counts, for times when nothing runs on it. If False, counts that the device has not reported yet are left to the next
+        call."""
         if self.wait_s(now) != 0.0:
             return
         told = [self._tell(model, wait) for model in self._stepped]
@@ -48,8 +49,8 @@ class ExpertNews:
             self._tell(model, wait=True)
 
     def _tell(self, model: str, wait: bool) -> bool:
-        """Sends the counts of a model's experts, if there are new ones, and returns whether there were. The model may have left
-        meanwhile."""
+        """Sends the new counts of a model's experts, if there are any, and returns whether there were. There are none if the model
+        has been evicted meanwhile. wait: whether to wait until the device has reported its counts."""
         counts = self._counts(model)
         new = None if counts is None else counts.news(wait)
         if counts is None or new is None:

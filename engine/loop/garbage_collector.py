@@ -8,9 +8,9 @@ EVERY_STEPS = 4096
 
 
 class GarbageCollector:
-    """Decides when garbage is collected. The objects that a load has made are frozen (gc.freeze), and examined only once nothing
-    runs, even if their model has been evicted by then. Examining them at the end of the load would delay the model's first tokens,
-    by a tenth of a second if kernels have just been imported."""
+    """Decides when Python's garbage collector runs. The objects that a load has made are frozen (gc.freeze), so that collections
+    skip them, until the first collection while nothing runs examines them. Examining them at the end of the load would delay the
+    model's first tokens, by a tenth of a second if kernels have just been imported."""
 
     def __init__(self) -> None:
         self._steps_at_last = 0

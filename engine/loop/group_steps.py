@@ -1,6 +1,6 @@
-"""Runs the steps of split models on one engine. In the exchange memory (engine/exchange.py), which all engines share, each engine
-has one queue for the steps of all groups, so that all engines run the steps that they share in the same order. A group consists of
-the engines that hold the shares of one split model; the engine of rank 0 leads it: it plans the steps."""
+"""Runs the steps of split models on one engine. A group consists of the engines that hold the shares of one split model; the engine
+of rank 0 leads it, that is, plans its steps. The exchange memory (engine/exchange.py) has one queue for each engine, which takes
+the steps of all its groups, so that engines run the steps that they share in the same order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ASK_EVERY_S = 0.02
 
 
 class GroupSteps:
-    """Runs the steps of split models in one engine's queue in the exchange memory.
+    """Runs the steps in one engine's queue in the exchange memory, which are steps of split models.
     number: the engine's number.
     doorbell: an eventfd that other engines write to when they have added to the queue.
     models, journal: the engine's models and step journal.
@@ -65,15 +65,14 @@ class GroupSteps:
         return self._doorbell
 
     def awake(self) -> None:
-        """Makes the descriptor (fileno) unreadable until another engine adds to the queue again."""
+        """Resets the doorbell, so that its descriptor (fileno) is not readable until another engine adds to the queue again."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._doorbell)
 
     def run_queue(self) -> bool:
-        """Runs steps of the queue that other engines lead, at most one of each model, and returns whether it ran any. It stops at
-        the first step that this engine leads, because such a step is run when its result is asked for. With several steps under
-        way, or several models, the queue may never be empty, and the engine must process messages and its own models' steps in
-        between."""
+        """Runs steps of the queue that other engines lead, and returns whether it ran any. It stops at the first step that this
+        engine leads, because that step is run when its result is asked for, and at a second step of one model, because the queue
+        may never be empty and the engine has other work to do between steps."""
         ran: set[int] = set()
         while (region := self._queue.take(self._posted.keys() | ran)) is not None:
             self._follow(region)
@@ -86,14 +85,14 @@ class GroupSteps:
         return self._queue.has_entries()
 
     def comes_soon(self) -> bool:
-        """Waits for an entry in the queue, for LINGER_S at most, without sleeping, because going to sleep and waking up takes as
-        long. Returns whether the queue has an entry."""
+        """Waits for an entry in the queue, for LINGER_S at most, and returns whether the queue has one. It polls instead of
+        sleeping, because going to sleep and waking up would take about as long."""
         return self._queue.comes_within(LINGER_S)
 
     def has_ended(self) -> bool:
-        """Returns whether this engine's device has ended all steps that other engines lead; does not wait. Raises the device's
-        error, which ends this engine, as an error in one of its own steps does. Nobody reads a result of these steps, so an engine
-        that runs nothing else learns of the error only by asking."""
+        """Returns, without waiting, whether this engine's device has ended all steps that other engines lead. Raises the device's
+        error, which ends this engine. This engine reads no results of such steps, so while it runs no steps of its own, it learns
+        of an error only by this call."""
         if self._followed:
             held = self._models.followed
             self._followed = [share for share in self._followed if held.get(share.name) is share and not share.has_ended()]
@@ -101,7 +100,8 @@ class GroupSteps:
 
     def post(self, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> PostedStep:
         """Adds a step of a split model that this engine leads to the queues of all engines of its group, and returns it. This
-        engine computes its own part of the step when the result is asked for. Raises GroupBroken if the group has lost a device."""
+        engine computes its own part of the step when the step's result is asked for (PostedStep.wait). Raises GroupBroken if the
+        group has lost a device."""
         if not share.region.post(plan):
             raise GroupBroken(f"model {share.name}: its group has lost a device")
         step = PostedStep(self, share, plan, table)
@@ -127,8 +127,8 @@ class GroupSteps:
         return posted is not None and posted[0] is step
 
     def run_part(self, share: GroupShare, work: Callable[[], Result]) -> Result:
-        """Runs `work`, which computes this engine's part of a step, and returns its result: on a core of its own if the model has
-        several pipeline stages and the engine computes with one thread, else on the threads that compute steps."""
+        """Calls `work`, which computes this engine's part of a step, and returns its result. If the model has several pipeline
+        stages and the engine computes with one thread, `work` runs on a core of its own, else on the threads that compute steps."""
         if share.num_stages > 1 and self._own_core is not None:
             return self._own_core.run(work)
         return self._models.threads.run(work)
@@ -139,13 +139,13 @@ class GroupSteps:
         self._posted.pop(share.region.offset, None)
 
     def leave_all(self) -> None:
-        """Leaves all groups, which breaks them, because this engine ends and no other engine may wait for it."""
+        """Leaves all groups, which breaks them. Called when this engine ends, so that no other engine waits for it."""
         for share in self._shares():
             share.region.leave()
 
     def watch(self, channel_fd: int) -> None:
-        """Starts a thread that breaks all groups when the daemon has closed its end of the channel. The engine's loop would not
-        notice that while it waits in a step for another engine that has died, and nobody else is left to break the group."""
+        """Starts a thread that breaks all groups when the daemon has closed its end of the channel. If the daemon and another
+        engine have died, this engine's loop, which waits in a step for the other engine, would otherwise wait for ever."""
 
         def work() -> None:
             poller = select.poll()
@@ -184,8 +184,8 @@ class GroupSteps:
 
 
 class PostedStep:
-    """A step of a split model that this engine leads and has posted to its group (an engine.contracts.steps.Launched). masks: for
-    the rows with a grammar, the tokens that they may sample (RowMasks); set before the step runs; None: no row has one."""
+    """A step of a split model that this engine leads and has posted to its group (an engine.contracts.steps.Launched). masks: the
+    tokens that constrained rows may sample (RowMasks); set before the step runs; None: no row is constrained."""
 
     def __init__(self, steps: GroupSteps, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> None:
         self._steps, self._share, self._plan, self._table = steps, share, plan, table
@@ -196,7 +196,7 @@ class PostedStep:
     @property
     def waits(self) -> bool:
         """Returns whether a call of `wait` would have to wait for another stage of a pipeline, or to run other steps of the queue
-        first. False for a model with one stage: its other devices cannot go on without this one."""
+        first. False for a model with one stage, because its other devices wait for this one in every step."""
         if self._share.num_stages == 1 or self._share.region.is_broken or self._result is not None or self._error is not None:
             return False
         return self._share.waits_for_stage or not self._steps.is_first(self)

@@ -29,8 +29,8 @@ class IdleWork:
         self._lifecycle, self._journal = lifecycle, journal
 
     def wait_s(self, num_steps: int) -> float | None:
-        """Returns how many seconds the engine must be idle before it does the next part of its idle work; None if there is none to
-        do. num_steps: how many steps the engine has run, which decides whether garbage collection is due."""
+        """Returns how many seconds the engine must have been idle before the next part of its idle work is done; None if there is
+        no idle work. num_steps: how many steps the engine has run, which decides whether garbage collection is due."""
         if self._models.uncaptured() is not None:
             return CAPTURE_AFTER_IDLE_S
         if self._collector.wanted(num_steps):
@@ -38,8 +38,8 @@ class IdleWork:
         return None if self._preparer is None or self._lifecycle.busy else self._preparer.wait_s()
 
     def step(self, num_steps: int) -> None:
-        """Does a small part of the first of these that has something to do: capturing steps, collecting garbage, preparing memory.
-        num_steps: how many steps the engine has run."""
+        """Does a small part of the engine's idle work: captures steps, if there are any to capture; else collects garbage, if that
+        is due; else prepares memory. num_steps: how many steps the engine has run."""
         self._journal.beat(Doing.TURN)
         if self._models.uncaptured() is not None:
             self._journal.beat(Doing.CAPTURE)

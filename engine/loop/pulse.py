@@ -1,7 +1,7 @@
 """Records the engine's sign of life in the memory of the step journal: what the engine's loop does, and since when.
 
-Only the loop itself writes it, because a separate thread would go on writing while a kernel hangs. Writing takes no system call,
-and the daemon reads the memory without asking the engine."""
+Only the loop itself writes this record, because a separate thread would go on writing while a kernel hangs. Writing takes no system
+call, and the daemon reads the memory without asking the engine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Pulse(NamedTuple):
     at_s: when it was written, by time.monotonic(), which is the same in all processes; 0.0 before the first beat.
     doing: what the loop does, a value of Doing.
     expected_s: the usual seconds of the step that runs, learned from earlier steps; 0.0 if too few of its size have run.
-    first_since_s: the time when the last weights of a model arrived whose first step, which has a thread of its own, still runs
-    (the earliest time, if there are several such models); 0.0 if there is none."""
+    first_since_s: when the last weights arrived of a model whose first step still runs in a thread of its own; the earliest such
+    time, if there are several such models; 0.0 if there is none."""
 
     at_s: float
     expected_s: float
@@ -39,8 +39,8 @@ class Pulse(NamedTuple):
 
 
 def write_pulse(page: Any, at_s: float, expected_s: float, first_since_s: float, doing: int) -> None:
-    """Writes a beat, the sign of life of the engine's loop, to `page`, the step journal's memory; the values are those of Pulse. A
-    reader may see it half written; that does no harm, because only beats that are seconds old are acted on."""
+    """Writes a beat, the sign of life of the engine's loop, to `page`, the step journal's memory; the values are those of Pulse.
+    The daemon may read a beat that is half written; that does no harm, because it acts only on beats that are seconds old."""
     _fields.pack_into(page, PULSE_AT, at_s, expected_s, first_since_s, doing)
 
 

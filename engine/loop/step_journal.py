@@ -47,8 +47,8 @@ class StepJournal:
         self._names_a_step = True
 
     def nothing_runs(self) -> None:
-        """Removes all requests from the journal if no step runs. Not called after every step, because a fault in the work after a
-        step is blamed on the step's requests, too."""
+        """Removes all requests from the journal, unless a first step may run in a thread. Called when the loop has no step to run.
+        Until then the journal keeps the last step's requests, because a fault in the work after a step is blamed on them, too."""
         if self._names_a_step and not self._first:
             write_journal(self._page, NO_REQUESTS)
             self._names_a_step = False

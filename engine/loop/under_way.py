@@ -27,5 +27,6 @@ class StepUnderWay:
 
     @property
     def waits(self) -> bool:
-        """Returns whether the step has not come to this device yet, because other stages of a pipeline compute it."""
+        """Returns whether this device cannot compute its part of the step yet, because another stage of a pipeline, or another step
+        in the engine's queue, comes first."""
         return isinstance(self.launched, PostedStep) and self.launched.waits

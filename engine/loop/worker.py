@@ -214,11 +214,12 @@ class Engine:
     # ---- steps
 
     def _turn(self, busy: list[str]) -> None:
-        """Starts one step of the busy model whose turn (time slice) it is. If that model has no step to run, the next model is
-        asked: the first is charged nothing and would be chosen again and again. The same holds if other stages of a pipeline have
-        all steps of that model. But then the other models still keep within their turns, because the pipelined model is asked again
-        after each of their steps. If no model has a step to run, the result of the oldest step under way is waited for. busy: the
-        models that may have a step to run."""
+        """Starts one step of the busy model whose turn (time slice) it is; if that model has no step to run, of the next model, and
+        so on. If no model has one, waits for the result of the oldest step under way. busy: the models that may have a step to run.
+
+        A model without a step to run, and without steps under way, no longer counts as busy. A model whose steps are all in other
+        stages of a pipeline still counts: the other models keep within their turns, because it is asked again after each of their
+        steps."""
         asked = busy
         while asked and (name := self.models.next(asked)) is not None:
             if self._step(name, busy):
@@ -230,10 +231,10 @@ class Engine:
             self._end_oldest()
 
     def _step(self, name: str, busy: list[str]) -> bool:
-        """Starts one step of a model, then waits for results, the oldest first, while more steps of the model are under way
-        (launched, without a result yet) than most_under_way. Returns False if the model has no step to run and no step under way
-        whose result could change that, or if other models are busy and the model's steps are in other stages of a pipeline. busy:
-        the models that share the device's time."""
+        """Starts one step of a model. Then waits for results of the model's steps under way (launched, without a result yet), the
+        oldest first, until there are at most most_under_way of them. Returns False if it could neither start a step nor process a
+        result: the model has no step to run, or its steps are in other stages of a pipeline while other models are busy. busy: the
+        models that share the device's time."""
         embedder = self.models.embedders.get(name)
         if embedder is not None:
             self._end_on_device()
@@ -262,8 +263,8 @@ class Engine:
         return True
 
     def _plan(self, name: str, served: ServedModel, busy: list[str]) -> BatchPlan | None:
-        """Returns the plan of a model's next step; None if the model has no step to run, or if what it runs next depends on results
-        of steps under way. busy: the models that share the device's time."""
+        """Returns the plan of a model's next step; None if the model has no step to run, or if the next step depends on results of
+        steps under way. busy: the models that share the device's time."""
         if served.is_broken:  # it may have lost a device since it was found busy
             return None
         scheduler = served.scheduler
@@ -282,8 +283,8 @@ class Engine:
         return plan
 
     def _start(self, name: str, served: ServedModel, plan: BatchPlan) -> bool:
-        """Starts a planned step. Returns whether the step is now under way and its result has to be waited for; False if it has
-        ended already, or could not be started."""
+        """Starts a planned step. Returns True if the step is now under way, so that its result has to be waited for; False if it
+        has ended already or could not be started."""
         scheduler, constrained = served.scheduler, name in self.constraints.concerned
         self.num_steps += 1
         posted: PostedStep | None = None
@@ -318,9 +319,9 @@ class Engine:
         return True
 
     def _note_with_those_under_way(self, request_ids: LongArray, expected_s: float) -> None:
-        """Writes a step's requests to the journal, together with those of all steps that the device runs by itself: a fault may
-        come from any of these steps, because devices report faults late. Steps of split models are noted once this device computes
-        its part. expected_s: usual seconds of the step; 0.0 if not known."""
+        """Writes a step's requests to the journal, together with those of all steps under way of models that are not split. Devices
+        report faults late, so a fault may come from any of these steps. A step of a split model is noted when this device begins
+        its part of it. expected_s: usual seconds of the step; 0.0 if not known."""
         known = expected_s > 0.0
         for step in self._under_way:
             if step.served.share is not None:
@@ -330,8 +331,8 @@ class Engine:
         self.journal.note(request_ids, expected_s if known else 0.0)
 
     def _broke(self, share: GroupShare, error: GroupBroken) -> None:
-        """Drops the requests of a split model that has lost one of its devices (`error`). No message is sent for them, as for the
-        requests of an evicted model: the daemon keeps the requests."""
+        """Drops the requests of a split model that has lost one of its devices. No message about the requests is sent: the daemon
+        still has them, as it has those of an evicted model. error: what was raised."""
         broke(share, error)
         self._under_way = deque(step for step in self._under_way if step.served.share is not share)
         if self.groups is not None:
@@ -358,16 +359,16 @@ class Engine:
             self._end_oldest()
 
     def _end_on_device(self) -> None:
-        """Waits for all steps that only this device computes, and processes their results. Afterwards nothing runs on the device,
-        except steps of split models that other engines lead."""
+        """Waits for all steps under way that only this device computes, and processes their results. Afterwards nothing runs on the
+        device, except steps of split models that other engines lead."""
         while steps := [step for step in self._under_way if step.served.share is None]:
             self._end(steps[0])
 
     def _end_up_to(self, last: StepUnderWay, busy: list[str], noted: bool = False) -> bool:
-        """Waits for the step under way `last` and those before it, the oldest first, and processes their results. If `last` is a
-        step that only this device computes, steps of split models are skipped. Returns False, and waits for nothing, if `last` has
-        not come to this device yet and other models are busy, which may run meanwhile. busy: the models that share the device's
-        time. noted: whether the journal already has the requests and the expected time of these steps."""
+        """Waits for the step under way `last` and those before it, the oldest first, processes their results and returns True. If
+        only this device computes `last`, steps of split models are passed over. Returns False without waiting, if `last` has not
+        come to this device yet and other models are busy. busy: the models that share the device's time. noted: whether the journal
+        already has the requests and the expected time of these steps."""
         if len(busy) > 1 and last.waits:
             return False
         step: StepUnderWay | None = None
@@ -397,8 +398,8 @@ class Engine:
         self._take_in(step.served, step.plan, step.masks, result)
 
     def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
-        """Passes the result of a step that has ended to the scheduler, and the step's tokens to the daemon. masks: those that the
-        step was computed with; None: none."""
+        """Passes the result of a step that has ended to the scheduler, and the step's tokens to the daemon. masks: the masks by
+        which the step has sampled; None: there were none."""
         name, scheduler = served.spec.model, served.scheduler
         self.models.charge(served, plan, result.seconds, result.proposed, result.waited_s)
         for told in result.prompt_logprobs:
@@ -433,8 +434,8 @@ class Engine:
                 self._fail_hopeless(first.served.scheduler)
 
     def _resume(self, first: FirstStep) -> None:
-        """Processes the result of a model's first step that has ended; there is none if the weights had to be read again. Then
-        processes the messages that were deferred while the step ran."""
+        """Processes the result of a model's first step that has ended. The step has no result if it failed because the weights have
+        to be read again. Then processes the messages that were deferred while the step ran."""
         deferred, first.deferred = first.deferred, []
         if first.plan is not None and first.result is not None:
             self._take_in(first.served, first.plan, None, first.result)
@@ -442,8 +443,8 @@ class Engine:
             self._handle(message)
 
     def _look_after_adapters(self) -> None:
-        """Continues the loads of adapters that requests or an operator wait for. A model whose first step runs is left out, because
-        that step uses the model's adapters in its own thread."""
+        """Continues the loads of adapters that requests or an operator wait for. Skips a model while its first step runs, because
+        that step uses the model's adapters in a thread of its own."""
         first_steps = self.lifecycle.first_steps.values()
         held = (first.served for first in first_steps if not first.running)
         waiting = [served for served in (*self.models.by_name.values(), *held) if self.adapters.is_wanted(served)]
@@ -484,7 +485,8 @@ class Engine:
             self._stats_dirty = True
 
     def _fail_request(self, request_id: int, code: str, error: str) -> None:
-        """Ends a request that is no longer in the batch scheduler, and sends the code and the error to the daemon."""
+        """Drops the records of a request that is no longer in the batch scheduler, and tells the daemon that it has failed. code,
+        error: as in RequestFailed."""
         self.constraints.drop(self._model_of.pop(request_id), request_id)
         self.channel.send(RequestFailed(request_id, code, error))
         self._stats_dirty = True
