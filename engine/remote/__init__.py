@@ -1,2 +1,2 @@
-"""Lets an engine on another host run stages of pipelines that this host leads (docs/hosts.md). A proxy process stands in for that
-engine here; a lender runs the engine there."""
+"""Runs stages of pipelines that this host leads on engines of other hosts (docs/hosts.md). On this host a proxy process takes the
+place of such an engine; on the other host a lender runs the engine."""

@@ -1,5 +1,6 @@
 """`python -P -m engine.remote --channel-fd N --journal-fd M --exchange-fd X --engine-number E --doorbell-fds A,B,… --device cpu:0
---host b --address ADDRESS:PORT --key-file FILE --models DIR` runs one proxy, in the place of an engine."""
+--host b --address ADDRESS:PORT --key-file FILE --models DIR` runs one proxy: the process that takes the place, on the daemon's
+host, of an engine that runs on another host."""
 
 from __future__ import annotations
 

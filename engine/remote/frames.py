@@ -1,7 +1,7 @@
-"""Defines what a proxy and the lender of its engine send each other.
+"""Defines the frames that a proxy and a lender send each other.
 
-The proxy stands on the daemon's host in the place of the engine. The lender runs the engine on the host whose device is lent. Each
-pair has one connection, and frames arrive in the order in which they were sent.
+The proxy takes the place of an engine on the daemon's host. The lender runs this engine on the host whose device is lent. Each pair
+of them has one connection, and frames arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Told(Frame, frozen=True):
-    """Messages of engine/protocol.py, each with its length before it, which are passed on between the daemon and the engine, in
-    either direction."""
+    """Messages of engine/protocol.py that are passed on between the daemon and the engine, in either direction. data: the messages,
+    each with its length before it."""
 
     data: bytes
 
@@ -38,7 +38,8 @@ class States(Frame, frozen=True):
 
 class Borrow(Frame, frozen=True):
     """The first frame: asks for an engine on a device, and is answered by Lent or Refused. device: its name on the lender's host,
-    such as cpu:0. leader: identifies the daemon, so that all devices lent to it can share steps. version: PROTOCOL_VERSION."""
+    such as cpu:0. leader: identifies the daemon that borrows; devices lent to the same daemon can share steps. version:
+    PROTOCOL_VERSION."""
 
     device: str
     leader: str
@@ -50,9 +51,9 @@ class BeginShare(Frame, frozen=True):
     message: the LoadModel message, with its length before it.
     folder: the model's folder, relative to the models folder.
     block_tokens: number of tokens in a KV block.
-    token_bytes: the bytes of States for each token of a step.
-    receives: whether the stage before is on another host, so that its states come as frames.
-    sends: whether the stage after is on another host, so that states for it are sent as frames."""
+    token_bytes: bytes of the hidden states that a stage passes to the next, for each token of a step.
+    receives: whether the previous stage is on another host, so that its states come as frames.
+    sends: whether the next stage is on another host, so that states for it are sent as frames."""
 
     message: bytes
     folder: str
@@ -64,9 +65,9 @@ class BeginShare(Frame, frozen=True):
 
 class Step(Frame, frozen=True):
     """The next step of a split model: its plan, and the contents of the plan's rows in the sequence table.
-    number: how many steps of the model came before.
-    step_id to drafted: fields of scheduler.batch.plan.BatchPlan.
-    slots to samples: the plan's arrays, as bytes.
+    number: the number of earlier steps of the model since its load.
+    step_id, all_decode, drafted: the fields of scheduler.batch.plan.BatchPlan with these names.
+    slots, num_computed, num_new, samples: the plan's arrays with these names, as bytes.
     columns, tokens, cells: the rows' contents (engine/remote/table_rows.py)."""
 
     placement_id: int
@@ -97,9 +98,9 @@ class Refused(Frame, frozen=True):
 
 
 class Beat(Frame, frozen=True):
-    """The engine's last sign of life (engine/loop/pulse.py), with ages in place of times, because clocks of hosts differ. age_s:
-    seconds since it was given; negative: none was given yet. first_age_s: seconds since the pulse's first_since_s; negative: that
-    is 0."""
+    """The engine's last sign of life (engine/loop/pulse.py). It has ages instead of times, because the clocks of hosts differ.
+    age_s: seconds since the sign of life; negative if there has been none. expected_s, doing: as in Pulse. first_age_s: seconds
+    since Pulse.first_since_s; negative if that is 0.0."""
 
     age_s: float
     expected_s: float
@@ -114,7 +115,7 @@ class Lines(Frame, frozen=True):
 
 
 class GroupGone(Frame, frozen=True):
-    """A model's group has been marked as broken on the lender's host."""
+    """Reports that the group of a split model was marked as broken on the lender's host."""
 
     placement_id: int
 

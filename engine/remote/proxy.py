@@ -1,8 +1,9 @@
 """Takes the place, on the daemon's host, of an engine that runs on another host.
 
 To the daemon and the other engines the proxy is an engine: it has an engine's channel, journal, queue in the exchange memory and
-doorbell. It passes messages on. When a step of a split model is in its queue, it sends the plan and the rows of the sequence table
-that the step reads to the other host. It also passes the states (activations) of pipelines on, in either direction."""
+doorbell. It passes messages on between the daemon and the engine. When a step of a split model is in its queue, it sends to the
+other host the plan and those rows of the sequence table that the step reads. It also passes the hidden states of pipelines on, in
+either direction."""
 
 from __future__ import annotations
 
@@ -120,8 +121,8 @@ class Proxy:
                 self._wire.send(share.next_step())
 
     def _take(self, message: Any) -> None:
-        """Handles a message from the daemon: does what this host itself has to do for it, then passes the message on to the
-        lender."""
+        """Handles a message from the daemon: does the proxy's own part of the work, then passes the message on to the lender. A
+        load of a share of a split model is passed on as BeginShare."""
         match message:
             case Configure():
                 self._configure = message
@@ -133,8 +134,8 @@ class Proxy:
         self._wire.send(Told(encode(message)))
 
     def _begin(self, message: LoadModel) -> None:
-        """Prepares this host for a share of a split model that the other host's engine will hold, and asks the lender for its load.
-        If this host cannot, the load is reported to the daemon as failed."""
+        """Prepares this host for a share of a split model that the other host's engine will hold, and asks the lender to load the
+        share. If the preparation fails, the load is reported to the daemon as failed."""
         assert self._configure is not None
         assert message.group is not None
         folder = PurePath(message.path)
@@ -221,9 +222,10 @@ class Proxy:
 
 class _Share:
     """A device's share of a split model, which the engine on the other host holds.
-    token_bytes: bytes of the states (activations) for each token.
-    sender: sends the states of the stage before to the engine's host; None: that stage is on the same host, or there is none.
-    receives: whether the stage after is not on the engine's host, so that the engine's states come as frames."""
+    token_bytes: bytes of the hidden states that a stage passes to the next, for each token.
+    sender: sends the states of the previous stage to the engine's host; None: the previous stage is on the engine's host, too, or
+    there is none.
+    receives: whether the next stage is on another host than the engine, so that the engine's states come here as frames."""
 
     def __init__(self, wire: Wire, message: LoadModel, region: GroupRegion, block_tokens: int, token_bytes: int) -> None:
         assert message.group is not None
@@ -239,8 +241,8 @@ class _Share:
             self.sender = StatesSender(wire, message.placement_id, region.new_link(), token_bytes, lambda: None)
 
     def next_step(self) -> Step:
-        """Returns the frame of the next step that the group's leader has posted, and has the stage before's states of this step
-        sent."""
+        """Returns the frame of the next step that the group's leader has posted. If the share has a `sender`, also asks it to send
+        the states that the previous stage computes in this step."""
         plan = self.region.read_plan(self._model)
         if self.sender is not None:
             self.sender.step(int(plan.num_new.sum()))
@@ -249,19 +251,21 @@ class _Share:
         return frame
 
     def take_states(self, data: memoryview) -> None:
-        """Passes the states `data`, which the engine has computed, on to the next stage."""
+        """Passes on to the next stage the states `data`, which the engine has computed."""
         if self._sent is not None and not self.region.is_broken:
             self._sent.place[: len(data)] = data
             self._sent.send()
 
     def close(self) -> None:
-        """Ends the membership in the group, which breaks the group. The group's region is not used any more."""
+        """Ends the proxy's membership in the group, which breaks the group. Afterwards the proxy does not use the group's region
+        any more."""
         self.region.leave()
         if self.sender is not None:
             self.sender.close()
 
 
 def step_frame(placement_id: int, number: int, plan: BatchPlan, reader: TableReader) -> Step:
-    """Returns the frame that sends a step to another host. number: how many steps of the model came before."""
+    """Returns the frame that sends a step to another host. number: the number of earlier steps of the model since its load. reader:
+    reads the plan's rows from the sequence table."""
     of_plan = (plan.slots.tobytes(), plan.num_computed.tobytes(), plan.num_new.tobytes(), plan.samples.tobytes())
     return Step(placement_id, number, plan.step_id, plan.all_decode, plan.drafted, *of_plan, *reader.read(plan))

@@ -15,11 +15,11 @@ log = logging.getLogger("engine")
 
 
 class StatesSender:
-    """Sends the states (activations) of each step, which the previous stage writes to this host's memory, to the next stage on
-    another host, as frames and in a thread of its own.
-    link: this stage's end of the connection to the previous stage.
+    """Sends the hidden states of each step, which the previous stage writes to this host's memory, to the next stage on another
+    host, as frames and in a thread of its own.
+    link: the receiving end of the connection to the previous stage.
     token_bytes: bytes of the states for each token.
-    broken: called if the group breaks while the thread waits; may raise WireClosed."""
+    broken: called by the thread if the group breaks while it waits for states; may raise WireClosed."""
 
     def __init__(self, wire: Wire, placement_id: int, link: StageLink, token_bytes: int, broken: Callable[[], None]) -> None:
         self._wire, self._placement_id, self._link, self._token_bytes = wire, placement_id, link, token_bytes

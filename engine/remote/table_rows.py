@@ -34,7 +34,8 @@ class TableReader:
         self._known = [np.zeros_like(cells) for cells in table.block_tables]  # as in a new region
 
     def read(self, plan: BatchPlan) -> TableRows:
-        """Returns the contents of the sequence table in the rows of the next step's plan."""
+        """Returns the contents of the sequence table in the rows of the next step's plan; of the block tables only cells that have
+        changed since they were last returned."""
         columns = [getattr(self._table, name)[plan.slots].tobytes() for name in TABLE_COLUMNS]
         ends = plan.num_computed + plan.num_new
         rows = list(zip(plan.slots.tolist(), plan.num_computed.tolist(), ends.tolist(), strict=True))

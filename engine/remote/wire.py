@@ -44,8 +44,9 @@ class Wire:
         self._silence_s = 0.0
 
     def prove(self, key: bytes, asks_first: bool) -> None:
-        """Proves to the other end that this end knows the key, and makes the other end prove the same. asks_first: True on the
-        lender's end. Raises WireClosed if the keys differ or the other end does not answer."""
+        """Proves to the other end that this end knows the key, and makes the other end prove the same. asks_first: whether this end
+        sends the first challenge; True on the lender's end. Raises WireClosed if the keys differ or the other end does not
+        answer."""
         try:
             _limit_waits(self._sock, CONNECT_S)
             with Connection(os.dup(self._sock.fileno())) as connection:
@@ -159,7 +160,8 @@ def _prepare(sock: socket.socket) -> None:
 
 
 def _limit_waits(sock: socket.socket, seconds: float, options: tuple[int, ...] = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)) -> None:
-    """Limits the time of each read and write of the socket, in seconds; 0.0: no limit. options: which of the two are limited."""
+    """Limits the time of each read and write of the socket, in seconds; 0.0: no limit. options: SO_RCVTIMEO to limit reads,
+    SO_SNDTIMEO to limit writes."""
     for option in options:
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
