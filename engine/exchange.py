@@ -5,8 +5,8 @@ start a step, the engine that leads a group (rank 0) appends the offset of the g
 members, its own included, while it holds a lock of the node. Every engine runs the steps in its queue strictly in order. So all
 engines run the steps that they share in the same order, and overlapping groups cannot wait for each other.
 
-Readers need no lock. The kernel frees the lock when its holder dies. A leader that dies while it appends has not raised the queues'
-counts yet, so readers do not see its entries."""
+Readers need no lock: an entry counts once the queue's count of entries has been raised, which an append does last. If the holder of
+the lock dies, the kernel frees the lock."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ TABLE_COLUMNS = {
 
 
 class GroupForm(NamedTuple):
-    """The facts about a group's split model that its engines need besides the LoadModel.
+    """The properties of a split model that its engines are told in LoadModel.group, and that the daemon works out before the load.
     division: how the model is divided among the devices.
     num_kv_groups: number of the model's KV groups.
     handed_bytes: bytes of the states that a step passes from one pipeline stage to the next.
@@ -192,7 +192,7 @@ class Exchange:
     doorbells: for each engine the eventfd that wakes it; () for a process that posts nothing.
     Raises ValueError if fd is not an exchange memory, or if the doorbells are not one for each engine.
 
-    Any thread may call any method. Only one thread of the whole node, in the queue's own engine, takes entries from a queue."""
+    Any thread may call any method. Entries are taken from a queue only by one thread of the queue's own engine."""
 
     def __init__(self, fd: int, doorbells: Sequence[int] = ()) -> None:
         self.fd, self._doorbells = fd, tuple(doorbells)
@@ -218,9 +218,9 @@ class Exchange:
         return self._lock
 
     def post(self, members: Sequence[int], region: int) -> bool:
-        """Appends a region to the queues of a group's members once, so that all of them run the group's next step. Returns False,
-        and posts nothing, if the group is broken. Raises ExchangeFull if a queue is full. members: the engines' numbers, the
-        caller's first."""
+        """Appends a region to the queues of a group's members once, so that all of them run the group's next step, and returns
+        True. Returns False, and posts nothing, if the group is broken. Raises ExchangeFull if a queue is full. members: the
+        engines' numbers, the caller's first."""
         return Poster(self, members, region).post()
 
     def queue(self, number: int) -> EngineQueue:
@@ -289,8 +289,8 @@ class EngineQueue:
         self._taken, self._ring = begin + _TAKEN, begin + _RING
 
     def take(self, but: Container[int] = ()) -> int | None:
-        """Removes the next entry, and returns its region. Returns None if there is no entry, or if the entry's region is in `but`;
-        such an entry stays in the queue."""
+        """Removes the next entry from the queue, and returns its region. Returns None if there is no entry, or if the next entry's
+        region is in `but`, which leaves the entry in the queue. Entries of groups that the engine has left are skipped."""
         words = self._words
         while (tail := words[self._taken]) < words[self._posted]:
             self._fence.order()
@@ -319,7 +319,7 @@ class EngineQueue:
         return bool(self._words[self._taken] != self._words[self._posted])
 
     def comes_within(self, most_s: float) -> bool:
-        """Waits for an entry in the queue, for most_s seconds at most, without sleeping. Returns whether the queue has any, as
+        """Waits for an entry in the queue, for most_s seconds at most, by polling. Returns whether the queue has any, as
         has_entries does."""
         words, posted, now = self._words, self._posted, time.perf_counter
         taken, until_s = words[self._taken], now() + most_s
@@ -330,11 +330,12 @@ class EngineQueue:
 
 
 class Poster:
-    """Posts the steps of one group to its members' queues. members: the numbers of its engines, of which the caller is the first.
-    region: the offset of its region. broken: the region's first word, if the caller has mapped it, so that it is read without a
-    system call; None: it is read from the memfd.
+    """Posts the steps of one group to its members' queues. members: the numbers of the group's engines, the caller's first. region:
+    the offset of the group's region in bytes. broken: the region's first word, if the caller has mapped the region, which saves a
+    system call for each post; None: the word is read from the memfd.
 
-    What depends on the group alone is computed once, because a leader's next step waits for each of its posts."""
+    Everything that depends on the group alone is computed once, in advance, because a leader's next step cannot start before its
+    post has ended."""
 
     def __init__(self, exchange: Exchange, members: Sequence[int], region: int, broken: memoryview | None = None) -> None:
         self._exchange, self._members, self._region, self._broken = exchange, tuple(members), region, broken
@@ -343,9 +344,9 @@ class Poster:
         self._taken = [0] * len(self._queues)  # by member: number of entries that it had taken when last asked
 
     def post(self) -> bool:
-        """Appends the region to the queues of the group's members and rings the doorbells of all but the caller. An engine that
-        takes the entry sees everything that this thread wrote before. Returns False, and posts nothing, if the group is broken.
-        Raises ExchangeFull if a queue is full."""
+        """Appends the region to the queues of the group's members, and rings the doorbells of all but the caller. An engine that
+        takes the entry sees everything that this thread wrote before. Returns True; returns False, and posts nothing, if the group
+        is broken. Raises ExchangeFull if a queue is full."""
         words, queues = self._words, self._queues
         with self._lock:
             if self._exchange.is_broken(self._region) if self._broken is None else self._broken[0]:

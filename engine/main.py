@@ -148,8 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fault(channel: Channel, kind: str, error: Exception) -> int:
     """Reports a fault to the daemon and the log, and returns the process's exit code. kind: no_memory or fault (EngineFault.kind).
-    The traceback is logged unless it would mislead: any later call may raise a device's error, not only the call that caused it,
-    and any call may fail where memory has run out."""
+    The log has a traceback, except for lack of memory, errors of a CUDA device and missing packages: in the first two cases the
+    call that raised the error is often not the one that caused it."""
     line = str(error).partition("\n")[0]
     is_known = isinstance(error, MemoryError) or "can't allocate memory" in line  # the latter is torch's RuntimeError
     if isinstance(error, ModuleNotFoundError):

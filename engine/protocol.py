@@ -125,11 +125,11 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadModel(Message, frozen=True):
-    """Loads a checkpoint into the device. `lease_chunks` is the engine's KV lease (the chunks that it may use for KV) from this
-    load on. Before the load takes memory, the engine gives up blocks until those that it keeps fit the lease: cached prefixes
-    first, then those of sequences, which are preempted and computed again.
+    """Loads a checkpoint into the device's memory. lease_chunks: the engine's KV lease (the chunks that it may use for KV) from
+    this load on. Before the load takes memory, the engine frees KV blocks until the rest fits the lease: cached prefixes first,
+    then blocks of sequences, which are preempted and computed again.
 
-    Slots are indices into the host tier; the daemon chooses them, and writes none while an engine uses them."""
+    Slots are indices into the host tier. The daemon chooses them, and does not write to a slot while an engine uses it."""
 
     placement_id: int
     model: str
@@ -176,10 +176,11 @@ class LoadModel(Message, frozen=True):
 
 class EvictModel(Message, frozen=True):
     """Frees a model's weights and KV at once, or cancels its load; answered by Evicted when the memory is free. The model's
-    requests are dropped between two steps, without a message: the daemon keeps them and submits them again. The KV of these
-    requests (including the last, partial block), then cached prefixes, the most recently used first, are copied to save_slots as
-    far as there is room. A later load restores this KV, and requests submitted after that load find the KV by the prefix cache's
-    keys."""
+    requests are dropped between two steps, without a message: the daemon keeps them and submits them again.
+
+    Before the memory is freed, KV is copied to save_slots as far as there is room: first that of the dropped requests, including
+    their last, partial block, then cached prefixes, the most recently used first. A later load restores this KV, and requests
+    submitted after that load find it by the prefix cache's keys."""
 
     placement_id: int
     model: str
@@ -274,8 +275,8 @@ class EngineFault(Message, frozen=True):
 
 
 class LoadProgress(Message, frozen=True):
-    """Reports the progress of a load, in bytes. bytes_total 0: the load is waiting for kernels to be compiled; the time until its
-    deadline begins again with this message."""
+    """Reports the progress of a load, in bytes. bytes_total 0: the load is waiting for kernels to be compiled, and the time until
+    the load's deadline begins again with this message."""
 
     placement_id: int
     bytes_done: int
@@ -310,8 +311,9 @@ class LoadDone(Message, frozen=True):
 
 
 class KernelsTold(Message, frozen=True):
-    """Progress of compiling kernels (once per machine), sent every second. Until compilation has ended, models are served without
-    these kernels, more slowly; if loads_wait is True, the load that needs them waits instead."""
+    """Reports the progress of compiling kernels, about every second until it has ended; a machine compiles each kernel once.
+    Meanwhile models are served by slower operations in place of these kernels or, if loads_wait is True, the load that needs the
+    kernels waits."""
 
     kind: str  # what is being compiled, such as "bfloat16"; empty: compilation has ended
     num_done: int
@@ -323,10 +325,12 @@ class KernelsTold(Message, frozen=True):
 
 
 class WeightsHeld(Message, frozen=True):
-    """Says where a ready model's weights are. Nothing writes there until the daemon evicts the model. So the next engine, given the
-    same memory, may take the weights over if their checksum is still `checksum`. A checksum of 0 means that it is unknown: the
-    engine does not send such a message, but keeps it for itself, for weights that stay on the device (EvictModel.comes_back).
-    share: the part of the model's weights that these are (LoadModel.share)."""
+    """Says which chunks hold the weights of a loaded model. Nothing writes to these chunks until the daemon evicts the model, so
+    the next engine, given the same memory, may use the weights if their checksum is still `checksum`. share: the part of the
+    model's weights that these are (LoadModel.share).
+
+    The engine also keeps such an object for itself, about weights that stay on the device after an eviction
+    (EvictModel.comes_back). Only in this case may `checksum` be 0, which means that it is not known."""
 
     placement_id: int
     model: str
@@ -400,7 +404,8 @@ class TokensOut(Message, frozen=True):
 
 class EmbeddingsOut(Message, frozen=True):
     """The vectors or scores of one step: the answers that end Submits of task "embed" or "score". seconds: device time of the last
-    `steps` steps, which are more than one if a decoder computed long texts in several chunks of the prompt."""
+    `steps` steps of the model. There is more than one such step if a decoder computed long texts in several chunks of the
+    prompt."""
 
     model: str
     step_id: int
@@ -411,10 +416,12 @@ class EmbeddingsOut(Message, frozen=True):
 
 
 class PromptLogprobs(Message, frozen=True):
-    """Log-probabilities of the prompt's tokens from index `first` (>= 1) on, one in `chosen` for each token, with `num_top`
-    alternatives each (top_ids, top). All messages of a prompt are sent before the request's first token, in order. If the request
-    is computed again before its first token, they are sent again from the start. ranks: for each token, how many tokens were at
-    least as likely; empty unless SamplingParams.prompt_ranks."""
+    """Log-probabilities of some of a prompt's tokens, from the token with index `first` (>= 1) on. chosen: one for each token.
+    top_ids, top: for each token, num_top alternatives and their log-probabilities, token after token. ranks: for each token, how
+    many tokens were at least as likely; empty unless SamplingParams.prompt_ranks.
+
+    All messages of a prompt are sent in order, before the request's first token. If the request is computed again before its first
+    token, they are sent again from the start."""
 
     request_id: int
     first: int
@@ -474,9 +481,9 @@ class Stats(Message, frozen=True):
 
 
 class ExpertTokens(Message, frozen=True):
-    """Reports, by layer and expert, how many pairs of a token and an expert of a model this engine has computed since its last such
-    message. Sent every few seconds if there are any, and before the model leaves. A pair whose expert is divided among several
-    devices is reported by one of them."""
+    """Reports, by layer and expert, how many tokens of a model this engine has computed since its last such message; a token counts
+    once for each expert that computes it. Sent every few seconds if there are any, and before the model leaves. If an expert is
+    divided among several devices, only one of them reports its tokens."""
 
     model: str
     layers: list[int]
@@ -530,7 +537,7 @@ def decode_held(note: bytes) -> list[WeightsHeld]:
 
 class FrameReader:
     """Cuts a byte stream back into messages. kinds: the type, or union of types, of the messages. `feed` takes the next bytes of
-    the stream, however many have come, and returns an iterator over the messages that they complete. It raises msgspec.DecodeError
+    the stream, any number of them, and returns an iterator over the messages that are now complete. It raises msgspec.DecodeError
     for a body that is no message of these types."""
 
     def __init__(self, kinds: Any) -> None:
@@ -571,7 +578,7 @@ def write_journal(journal: Any, request_ids: Any) -> None:
 
 
 def read_journal(journal: Any) -> tuple[int, ...]:
-    """Returns the ids of the requests that an engine wrote to its step journal last: those of the steps that were running. Returns
-    () if none was running when it died."""
+    """Returns the ids of the requests that the step journal of an engine names: those of the steps that were running when the
+    engine last wrote to it. Returns () if no step was running."""
     (num,) = _count.unpack_from(journal, 0)
     return struct.unpack_from(f"<{num}q", journal, 4)
