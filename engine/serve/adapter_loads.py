@@ -32,7 +32,8 @@ NO_ROOM_LIMIT_S = 5.0  # how long an adapter waits for room while nothing runs w
 class AdapterRead:
     """The reading of one adapter in a thread, and its result: `adapter` or `error`.
     model: name of its base model.
-    began_s: when reading the files began if is_prepared is True (the kernels are compiled), else when compiling the kernels began.
+    is_prepared: whether the kernels of steps with adapters are compiled, so that the files are being read.
+    began_s: when reading the files began or, before is_prepared is True, when compiling the kernels began.
     seconds: how long reading took.
     is_over: whether the engine's loop knows that the thread has ended.
     overdue: whether the requests that waited for the adapter have failed because reading took too long; the thread may still wait
@@ -72,7 +73,7 @@ Fail = Callable[[int, str, str], None]  # (request id, code, error), as in Reque
 @dataclass(slots=True)
 class _OfModel:
     """The adapters of one model that are being loaded, by their keys (adapter_identity).
-    ahead: adapters to be loaded before a request names them, in order.
+    ahead: the adapters to load although no request has named them yet, in order.
     reads: the reads that are under way, and those whose adapters have found no room yet, in the order in which they began."""
 
     ahead: dict[str, None] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class AdapterLoads:
         return ""
 
     def expect(self, served: ServedModel) -> None:
-        """Records that requests for this model name adapters, which `look_after` may have to load."""
+        """Records that a request for this model names an adapter, which `look_after` may have to load."""
         self._own(served)
 
     def _own(self, served: ServedModel) -> _OfModel:
@@ -142,8 +143,8 @@ class AdapterLoads:
         return bool(served.scheduler.adapters.num_waiting or (own is not None and own.ahead))
 
     def forget(self, model: str) -> None:
-        """Drops the records of the adapters of a model that has left the device. Reads of them whose threads still run are still
-        counted."""
+        """Drops the records of the adapters of a model that has left the device. Reads whose threads have not ended still count
+        towards MAX_OVERDUE."""
         if (own := self.by_model.pop(model, None)) is not None:
             self._outlived += [read for read in own.reads.values() if not read.is_over]
 
@@ -161,8 +162,9 @@ class AdapterLoads:
 
     def look_after(self, waiting: Collection[ServedModel], may_free_memory: bool) -> None:
         """Continues the loads of adapters: copies those that have been read to the device, fails requests whose adapter cannot be
-        loaded, and starts reads. Its cost depends on the number of reads, not on how many adapters are wanted. waiting: models with
-        adapters that have yet to be loaded (is_wanted). may_free_memory: whether something runs whose end could make room."""
+        loaded, and starts reads. Its cost depends on the number of reads, not on how many adapters are wanted. waiting: the models
+        with adapters that have yet to be loaded (is_wanted). may_free_memory: whether memory may become free before long, for
+        adapters that find no room now."""
         now, retry = time.monotonic(), self._tried_version != self._models.chunks.version
         self._forget_unwanted(waiting)
         for served in waiting:
@@ -199,9 +201,9 @@ class AdapterLoads:
                     own.stuck_since_s.pop(key, None)
 
     def _start_reads(self, served: ServedModel, own: _OfModel, now: float) -> None:
-        """Starts reads of a model's wanted adapters while fewer than MAX_READS are under way: adapters that requests wait for come
-        first. If MAX_OVERDUE reads hang, starts none, and gives up those wanted adapters that are not being read: requests that
-        wait for them fail."""
+        """Starts reads of a model's wanted adapters while fewer than MAX_READS are under way, first of adapters that requests wait
+        for. If MAX_OVERDUE reads hang, starts none; requests for adapters that are not being read then fail, and adapters that no
+        request waits for are no longer wanted."""
         memory = served.hosted.adapter_memory
         assert memory is not None
         reads = [read for each in self.by_model.values() for read in each.reads.values()]
@@ -251,8 +253,8 @@ class AdapterLoads:
         return True
 
     def _check_stuck(self, served: ServedModel, own: _OfModel, read: AdapterRead, key: str, now: float | None) -> None:
-        """Fails the requests that wait for an adapter once there has been no room for it for NO_ROOM_LIMIT_S while nothing ran
-        whose end could make room. now: the current time; None: something runs whose end could make room."""
+        """Fails the requests that wait for an adapter if, for NO_ROOM_LIMIT_S, there was no room for it and no memory was about to
+        become free. now: the current time; None: memory may become free before long, so this time begins again."""
         if now is None:
             own.stuck_since_s.pop(key, None)
         elif now - own.stuck_since_s.setdefault(key, now) > NO_ROOM_LIMIT_S:
@@ -266,8 +268,8 @@ class AdapterLoads:
             self._give_up(served, key, "no_adapter_room", why)
 
     def _give_up(self, served: ServedModel, key: str, code: str, why: str) -> None:
-        """Fails all requests that wait for an adapter, with this code and reason (`why`), and no longer loads the adapter ahead of
-        requests."""
+        """Fails all requests that wait for an adapter, with this code and reason (`why`). If the adapter was to be loaded before a
+        request names it, that is given up, too."""
         own = self.by_model[served.spec.model]
         own.ahead.pop(key, None)
         name = adapter_source(key).name
@@ -277,7 +279,7 @@ class AdapterLoads:
 
 
 def _said(error: Exception, source: AdapterSource) -> str:
-    """Returns an error in reading an adapter as text for the client, without the path of the adapter's folder, which concerns only
-    the operator. The error's type comes first if it is not an error of the loader."""
+    """Returns the text of an error in reading an adapter, for the client: without the path of the adapter's folder, which concerns
+    only the operator. The error's type comes first if it is not an error of the loader."""
     text = str(error) if isinstance(error, LoaderError) else f"{type(error).__name__}: {error}"
     return text.replace(f"{source.path}/", "").replace(source.path, "its folder")

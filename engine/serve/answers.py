@@ -18,8 +18,8 @@ def answer(
 ) -> TokensOut | EmbeddingsOut:
     """Returns the message to the daemon about a step: TokensOut, or EmbeddingsOut if the model embeds texts.
     outcome: what the scheduler has made of the step's result for each request.
-    asked [N]: the request ids of the plan's N sampling rows. Requests that have ended meanwhile are in `asked`, but not in the
-    outcome."""
+    asked [N]: the request ids of the plan's N sampling rows, including requests that have ended since the plan; `outcome` does not
+    have these. Read only if the model embeds texts."""
     name = served.spec.model
     steps, seconds = served.take_steps()
     if result.vectors is not None:
@@ -48,8 +48,9 @@ def answer(
 
 
 def of_first_tokens(told: TokenLogprobs, counts: Mapping[int, int]) -> TokenLogprobs | None:
-    """Returns the log-probabilities of only the first counts[request_id] tokens of each request. told: the log-probabilities of all
-    its tokens in the step; the further tokens follow a rejected draft and do not count. Returns None if nothing is left."""
+    """Returns log-probabilities of a step without those of tokens that do not count: of each request, only the first
+    counts[request_id] tokens count; later ones follow a rejected draft. Returns None if there are none. told: the log-probabilities
+    of all tokens of the step."""
     left, ends = dict(counts), list(accumulate(told.counts))
     kept = []
     for at, request_id in enumerate(told.request_ids):

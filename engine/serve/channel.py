@@ -14,9 +14,9 @@ RECV_BYTES = 1 << 18
 
 def wait_until(sock: socket.socket | int, events: int, limit_s: float | None = None) -> bool:
     """Blocks until a poll reports one of `events` (select.POLLIN, select.POLLOUT) or the end of the stream, and returns True.
-    Returns False if limit_s seconds pass first; None: no limit. sock: a socket or its descriptor. It uses poll because select(2)
-    refuses high descriptor numbers. Engines have such numbers if the daemon that starts them holds a device's memory in thousands
-    of descriptors."""
+    Returns False if limit_s seconds pass first; None: no limit. sock: a socket or its descriptor. Uses poll instead of select(2),
+    which refuses high descriptor numbers: engines have such numbers if the daemon that starts them holds a device's memory in
+    thousands of descriptors."""
     poller = select.poll()
     poller.register(sock, events)
     return bool(poller.poll(None if limit_s is None else limit_s * 1e3))
@@ -27,9 +27,9 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """The engine's end of a channel. A message goes to the kernel at once; bytes that the kernel does not take wait in a backlog of
-    `backlog_bytes` bytes. kinds: the type, or union of types, of the messages that come from the other end; by default the
-    daemon's."""
+    """The engine's end of a channel. A message goes to the kernel at once; bytes that the kernel does not take are kept in a
+    backlog, whose size is `backlog_bytes`. kinds: the type, or union of types, of the messages that come from the other end; by
+    default the daemon's."""
 
     def __init__(self, sock: socket.socket, kinds: Any = ToEngine) -> None:
         self._sock = sock

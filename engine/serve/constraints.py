@@ -6,9 +6,9 @@ holds the request until its next mask is ready, while requests without a grammar
 model's first request with a grammar and ends with the model. The engine never waits for the process to read: messages that the
 process does not read yet are kept, and no further grammars are sent to it meanwhile.
 
-If the process dies, it is started again and replays the output of every request. A request that it was working on at two deaths
-fails. A process that hangs is killed, which counts as a death. Requests that only rule out tokens by id wait for nothing: their
-masks are computed here.
+If the process dies, it is started again and replays the output of every request. A request fails if the process has twice died
+while working on it. A process that hangs is killed, which counts as a death. Requests that have only limits by token id wait for no
+process: their masks are computed here.
 
 The process sends a draft together with a mask: tokens that the grammar forces next, or guesses of the scheduler that the grammar
 allows, with the mask after each of them."""
@@ -54,9 +54,9 @@ NO_DRAFT = Draft([], [])
 
 @dataclass(slots=True)
 class Owed:
-    """The answers of one kind that a grammar process has been asked for and has not given. keys: the requests that it was asked
-    about, in the order of asking. since_s: when the first of these answers was asked for, or when the process gave its last sign of
-    life."""
+    """The answers of one kind that a grammar process still owes. keys: the requests that it was asked about, in the order of
+    asking. since_s: when the first of these answers was asked for or, if that was later, when the process last gave such an answer
+    or took in kept messages."""
 
     keys: dict[int, None] = field(default_factory=dict)
     since_s: float = 0.0
@@ -68,10 +68,10 @@ class Constrained:
     key: its name in messages to the grammar process.
     output: its tokens so far.
     started: whether the process has been sent the request; until then the request is parked.
-    owed: the answers that are awaited of the process (ModelGrammars.starts or advances), if the request's next mask is among them;
-    None: no mask is awaited.
+    owed: the answers that the process owes (ModelGrammars.starts or advances), if the one about this request's next mask is among
+    them; None: this request awaits no mask.
     guessed: whether the scheduler had a guess of the next tokens when the last mask was asked for.
-    deaths: how often the process died while working on this request."""
+    deaths: how often the process died or hung while working on this request."""
 
     key: int
     request: BatchRequest
@@ -92,9 +92,10 @@ class ModelGrammars:
     free_rows: unused rows of the memory for masks, as a heap: the lowest is given out first, so that the masks of a step lie close
     together.
     opened: whether the process has loaded the model's tokenizer.
-    num_awaited: number of requests in the batch scheduler whose masks are being computed.
-    starts, advances: the answers to Start and Advance that are awaited; the process works on both at once.
-    since_s: when the process was last started, began to leave messages unread, took some of them or got its first request."""
+    num_awaited: number of requests in the batch scheduler whose next mask the process owes.
+    starts, advances: the answers to Start and to Advance that the process owes; it works on both kinds at once.
+    since_s: the last time at which parked requests began to wait, or at which the process showed that it reads messages: the latest
+    of its start, its first request, a message sent while it had read all earlier ones, and its reading of kept messages."""
 
     served: ServedModel
     port: GrammarPort
@@ -109,17 +110,18 @@ class ModelGrammars:
     num_awaited: int = 0
 
     def waits_since_s(self) -> float:
-        """Returns the time since which requests have waited for a sign of life of the process; inf if none waits."""
+        """Returns since when requests have waited for an answer of the process, or for the process to read messages; inf if none
+        waits."""
         waits = [owed.since_s for owed in (self.starts, self.advances) if owed.keys]
         if self.parked and (not self.opened or self.port.backlog_bytes):
             waits.append(self.since_s)
         return min(waits, default=inf)
 
     def suspects(self, hangs_since_s: float | None = None) -> list[Constrained]:
-        """Returns the requests that may have made the process die: those whose next mask it had been asked for, or all if it had
-        not loaded the tokenizer yet. hangs_since_s: the process has not died, but has not answered since then. Then the requests
-        that it may hang at are returned: if it answers no Start, the first of those, because it builds grammars one after the
-        other; if it answers no Advance, all requests of these."""
+        """Returns the requests that may have made the process die or hang: all, if the process had not loaded the tokenizer yet.
+        hangs_since_s: None if the process has died: then those whose next mask it owed are returned. Otherwise the process has owed
+        answers since then. If these are answers to Start, the first such request is returned, because the process builds grammars
+        one after the other; if they are answers to Advance, all such requests."""
         if not self.opened:
             return list(self.by_id.values())
         if hangs_since_s is None:
@@ -140,9 +142,9 @@ class End:
 
 
 class Constraints:
-    """All constrained requests of an engine, of all models: those with a grammar, and those that rule out tokens by id. Methods are
-    called by the thread that runs steps. While a launched step runs, `drop` and `sampled` are not called for its requests, because
-    the device may still read their masks.
+    """All constrained requests of an engine, of all models: those with a grammar, and those with limits by token id. Methods are
+    called by the thread that runs steps. `drop` and `sampled` are not called for a request whose step is under way, because the
+    device may still read the request's masks.
     locks: page-locks masks; None: masks are not page-locked.
     clock: returns monotonic seconds."""
 
@@ -165,10 +167,10 @@ class Constraints:
     def submit(
         self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int], text_id: str = ""
     ) -> list[End]:
-        """Takes a constrained request that is not in the batch scheduler yet, and passes it on to the scheduler: at once or, if it
-        has a grammar, when its first mask is ready. Returns the request's end if its limits allow no next token, otherwise an empty
-        list. output: tokens that it produced before, if it is submitted again. text_id: identifies the tokenizer's files
-        (Submit.text_id)."""
+        """Takes a constrained request that is not in the batch scheduler yet, and submits it to the scheduler: at once or, if it
+        has a grammar, when its first mask is ready. Returns [] or, if the limits of the request allow no next token, the request's
+        end. output: tokens that the request has already produced, if it is submitted again. text_id: identifies the version of the
+        tokenizer's files (Submit.text_id)."""
         name = served.spec.model
         self.concerned.add(name)
         if params.is_limited:
@@ -258,12 +260,11 @@ class Constraints:
     def _mask(
         self, grammars: ModelGrammars | None, request_id: int, draft: list[int], ends: list[int], may_ban: bool
     ) -> tuple[npt.NDArray[np.uint32], int, bool]:
-        """Returns the mask [W] (a bit for each token) of the tokens that a request may sample after a draft (possibly empty), the
-        mask's place, and whether the sampler must also rule out the ids that end the request's text. The place is the request's row
-        of the grammar process's memory for masks, if the mask is the first one there; else -1. The mask allows at least one token
-        and must not be written to.
-        ends: the model's end ids.
-        may_ban: whether the sampler can rule them out."""
+        """Returns the mask of the tokens that a request may sample after a draft (possibly empty), as (mask, place, bans).
+        mask [W]: a bit for each token. At least one is set. Must not be written to.
+        place: the request's row in the memory of the grammar process, if the mask is mask 0 of that row; else -1.
+        bans: whether the sampler must rule out end ids in addition to the mask.
+        ends: the model's end ids. may_ban: whether the sampler can rule out end ids."""
         mask, place = self._allowed(grammars, request_id, draft)
         held_back, is_early = self._ends_held_back(grammars, request_id, len(draft), ends)
         if not held_back or not holds_any(mask, held_back):
@@ -275,9 +276,9 @@ class Constraints:
         return mask, -1, False
 
     def _allowed(self, grammars: ModelGrammars | None, request_id: int, draft: list[int]) -> tuple[npt.NDArray[np.uint32], int]:
-        """Returns the mask [W] (a bit for each token) of the tokens that both the request's grammar and its limits allow after a
-        draft, and the mask's place: the request's row of the grammar process's memory for masks, if the mask is the first one
-        there; else -1. The mask must not be written to."""
+        """Returns the mask of the tokens that both the grammar and the limits of a request allow after a draft, as (mask, place).
+        mask [W]: a bit for each token. Must not be written to.
+        place: the request's row in the memory of the grammar process, if the mask is mask 0 of that row; else -1."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         limits = self._limits.get(request_id)
         if grammars is None or each is None:
@@ -291,9 +292,9 @@ class Constraints:
     def _ends_held_back(
         self, grammars: ModelGrammars | None, request_id: int, num_drafted: int, ends: list[int]
     ) -> tuple[list[int], bool]:
-        """Returns the end ids that a request may not sample yet (min_tokens, ignore_eos), and whether min_tokens is the reason. If
-        no other token is allowed, the request may sample them, and its text goes on (scheduler's class Endings). num_drafted:
-        number of drafted tokens before the mask's position. ends: the model's end ids."""
+        """Returns the ids of tokens that would end a request's text too early (because of min_tokens or ignore_eos), and whether
+        min_tokens is the reason. They are ruled out only if another token is allowed; otherwise they may be sampled, and the text
+        goes on. num_drafted: number of drafted tokens before the mask's position. ends: the model's end ids."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         if each is not None:
             params, num_output = each.params, len(each.output)
@@ -344,8 +345,8 @@ class Constraints:
             self._send(grammars, Advance(keys, told, counts if len(told) > len(keys) else [], guesses))
 
     def ready(self, served: ServedModel) -> list[End]:
-        """Prepares the model's next step: waits up to GRACE_S for masks that are nearly ready, and removes the requests that have
-        no token left from the scheduler. Returns the ends of requests, for the engine to report."""
+        """Prepares the model's next step: waits up to GRACE_S for masks that are being computed, and removes from the scheduler the
+        requests that have no allowed token left. Returns the ends of requests, for the engine to report."""
         model = served.spec.model
         grammars = self._models.get(model)
         ends: list[End] = []
@@ -362,10 +363,9 @@ class Constraints:
         return ends
 
     def receive(self) -> list[End]:
-        """Processes the answers of all grammar processes that have arrived, and sends the messages that were kept back while a
-        process did not read, if it reads again. A request whose mask is ready is submitted to the scheduler, or released if the
-        scheduler holds it; a request that has ended is removed from the scheduler. Returns the ends of requests, for the engine to
-        report."""
+        """Processes the answers of all grammar processes that have arrived, and sends kept messages to processes that read again. A
+        request whose mask is ready is submitted to the scheduler, or released if the scheduler holds it; a request that has ended
+        is removed from the scheduler. Returns the ends of requests, for the engine to report."""
         ends: list[End] = []
         ready = dict(self._poller.poll(0))
         for model, grammars in list(self._models.items()):
@@ -377,8 +377,8 @@ class Constraints:
         return ends
 
     def stalled(self) -> list[str]:
-        """Returns the models whose grammar processes have given no sign of life for STALL_S while requests wait for one. The caller
-        must have processed all answers that have arrived (`receive`)."""
+        """Returns the models whose grammar processes have given no sign of life for STALL_S while requests waited for them. The
+        caller must have processed all answers that have arrived (`receive`)."""
         if not self._models:
             return []
         begun_by_s = self._clock() - STALL_S
@@ -453,8 +453,9 @@ class Constraints:
                 yield each
 
     def _ready(self, model: str, grammars: ModelGrammars, each: Constrained, draft: Draft) -> list[End]:
-        """Lets the scheduler run a request whose mask is ready. If the request's own token limits rule out all tokens of the mask,
-        the request ends: as complete if the grammar may end here, otherwise with an error."""
+        """Lets the scheduler run a request whose mask is ready. If the request's limits by token id rule out all tokens of the
+        mask, the request ends instead: as complete if the grammar may end here, otherwise with an error. Returns the request's end,
+        if it ended, in a list. draft: tokens that may follow."""
         request_id = each.request.request_id
         limits, masks, num_drafted = self._limits.get(request_id), grammars.port.masks[each.row], len(draft.tokens)
         if limits is not None:
@@ -475,8 +476,8 @@ class Constraints:
     def _fail(
         self, model: str, grammars: ModelGrammars, those: list[Constrained], error: str, code: str = "unsupported_grammar"
     ) -> list[End]:
-        """Removes requests from the scheduler and from the records. Returns their ends, with this error and code. error: why they
-        fail; "" if their texts are complete."""
+        """Removes the requests `those` from the scheduler and from the records, and returns their ends with this error and code.
+        error: why they fail; "" if their texts are complete."""
         ends = []
         for each in those:
             request_id = each.request.request_id
@@ -512,7 +513,8 @@ class Constraints:
         return ends
 
     def _owe(self, grammars: ModelGrammars, each: Constrained, owed: Owed) -> None:
-        """Notes that the grammar process is being asked for a request's next mask. owed: the awaited answers of this kind."""
+        """Records that the grammar process is asked for a request's next mask. owed: the answers that it owes, of the kind in which
+        this mask will come."""
         if not owed.keys:
             owed.since_s = self._clock()
         owed.keys[each.key] = None
@@ -521,7 +523,7 @@ class Constraints:
 
     @staticmethod
     def _settle(grammars: ModelGrammars, each: Constrained) -> None:
-        """Notes that the request awaits no mask of the grammar process any more."""
+        """Records that the grammar process owes a request no mask any more."""
         if each.owed is not None:
             del each.owed.keys[each.key]
             each.owed = None

@@ -72,8 +72,9 @@ class Embedder:
         return chosen
 
     def _tokens_of_turn(self, first: int) -> int:
-        """Returns the most tokens of a step that takes no longer than a turn (a model's time slice); if the model's cheapest step
-        takes longer, of one that takes little more than that. Returns 0 if no step has run yet. first: number of tokens of the
+        """Returns how many tokens a step may have to take no longer than a turn (a model's time slice). If even the cheapest known
+        step takes longer, returns how many tokens a step may have to take little more than the cheapest or, if smaller steps have
+        not been measured yet, a smaller number in proportion. Returns 0 if no step has run yet. first: number of tokens of the
         step's first text."""
         costs = self._costs
         fewest, least_s = costs.fewest_tokens, costs.least()
@@ -94,8 +95,8 @@ class Embedder:
         return sum(len(self.waiting[request_id]) for request_id in request_ids)
 
     def step(self, request_ids: list[int], step_id: int) -> tuple[EmbeddingsOut, list[RequestFailed]]:
-        """Computes requests that were taken out of the queue (next_texts). Returns the message with the vectors or scores, and the
-        failures: requests whose result is not finite. Each request is in one of the two."""
+        """Computes requests that next_texts has returned. Returns the message with the vectors or scores, and the failures:
+        requests whose result is not finite. Each request is in one of the two."""
         num_tokens = self._num_tokens(request_ids)
         second_at = [self._second_at.pop(request_id, 0) for request_id in request_ids]
         vectors, seconds = self.hosted.embed([self.waiting.pop(request_id) for request_id in request_ids], second_at)

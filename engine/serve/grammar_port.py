@@ -1,5 +1,5 @@
 """The engine's end of one model's grammar process: starts and ends the process, exchanges messages with it, and holds the memory to
-which it writes masks (the tokens that requests may sample next)."""
+which the process writes masks (the tokens that requests may sample next)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ProcessDied(Exception):
 
 class GrammarPort:
     """A running grammar process of one model.
-    masks [num_rows, rows_each, W] uint32: written by the process, one row for each request, with rows_each masks of W words: those
-    after 0, 1, … drafted tokens (engine/grammar/messages.py, Open). Readable after the process's death.
+    masks [num_rows, rows_each, W] uint32: masks of W words, written by the process. Each request has one row, whose mask n is for
+    the token after n drafted tokens (engine/grammar/messages.py, Open). Readable after the process's death.
     locks: page-locks masks until `close`; None: masks are not page-locked.
-    locked: the first mask of each of the first rows, page-locked; None: no mask is."""
+    locked: mask 0 of the first rows, MOST_LOCKED at most, page-locked; None: no mask is."""
 
     def __init__(self, vocab_size: int, num_rows: int, rows_each: int = 1, locks: LocksMasks | None = None) -> None:
         num_bytes = num_rows * rows_each * row_bytes(vocab_size)

@@ -7,15 +7,14 @@ from engine.protocol import AdapterSource, LoadModel
 
 
 def weights_identity(spec: LoadModel) -> str:
-    """Returns a text that is the same for two loads of a model if its files and its weight format are the same: weights in another
-    format give other keys and values."""
+    """Returns a text that is the same for two loads of a model if the model's files and the weight format are the same. Weights in
+    another format give other keys and values."""
     return spec.fingerprint + spec.quantize
 
 
 def kv_identity(spec: LoadModel) -> str:
-    """Returns a text that tells kinds of KV apart. It is the same for two loads of a model if both compute keys and values in the
-    same dtype and store them in the same dtype, and if both have the same predictor, whose keys and values are stored too, or both
-    have none."""
+    """Returns a text that identifies what is stored as KV: the dtype in which keys and values are computed, the dtype in which they
+    are stored, and the predictor, if there is one, whose keys and values are stored, too."""
     return spec.dtype + spec.kv_cache_dtype + (spec.speculator if spec.predicts else "")
 
 

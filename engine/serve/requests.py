@@ -12,9 +12,9 @@ VECTOR_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)  
 
 
 def batch_request(message: Submit, spec: LoadModel, vocab_size: int) -> BatchRequest | RequestFailed | None:
-    """Returns the batch scheduler's form of a request, a BatchRequest. Returns RequestFailed if the request is not valid, and None
-    if the tokens that it has already (`output`) are all that it may have. A text to be embedded (its params are VECTOR_PARAMS) may
-    have max_model_len tokens, since no token follows it."""
+    """Returns the batch scheduler's form of a request. Returns RequestFailed if the request is not valid, and None if nothing is
+    left to generate, because its `output` is as long as it may be. A text to be embedded (its params are VECTOR_PARAMS) may have
+    max_model_len tokens, since no token follows it."""
     embeds = message.task == "embed"
     request_id, params, limit = message.request_id, message.params, spec.max_model_len + embeds
     try:

@@ -54,8 +54,9 @@ class Arena(Protocol):
 
 @dataclass(slots=True)
 class Place:
-    """The chunks of one model: those of its weights and, while it loads, those held for its reserved KV. owns_kv: whether the model
-    owns its KV chunks until it is evicted, as a device's share of a split model does; otherwise they go to a BlockPool."""
+    """The chunks of one model: those of its weights, and those for its reserved KV. owns_kv: whether the model owns the chunks `kv`
+    until it is evicted, as a device's share of a split model does. If False, `kv` is held only while the model loads; then the
+    model's BlockPools take the reserved chunks."""
 
     weights: IntArray
     kv: IntArray
@@ -85,7 +86,7 @@ class ServedModel:
     @property
     def most_under_way(self) -> int:
         """The most steps of this model that may be under way (started, without a result yet) while the engine does other work: 1 if
-        the device runs a step by itself, the number of stages less 1 if the model is split, else 0."""
+        the model can launch steps ahead, the number of stages less 1 if the model is split, else 0."""
         if self.share is not None:
             return self.share.num_stages - 1
         return int(self.ahead is not None)
@@ -104,7 +105,8 @@ class ServedModel:
 
 
 class ServedModels:
-    """All models loaded on one device, and the chunks of the device's memory. No method is called while a step runs."""
+    """All models loaded on one device, and the chunks of the device's memory. The engine's loop calls all methods, none while it
+    computes a step itself; steps that were launched on the device, and first steps, may be running."""
 
     def __init__(
         self, configure: Configure, arena: Arena | None, left: Sequence[WeightsHeld] = (), compute_threads: int = 1
@@ -148,14 +150,14 @@ class ServedModels:
         return self.turns.next(busy, self._backlogged(busy))
 
     def num_sharing(self, busy: Sequence[str]) -> int:
-        """Returns how many models share the device's time: the busy ones, and the split models with sequences that other engines
-        lead, because the streams of these wait for each step of the device, too. busy: the names of the models that may have a step
-        to run."""
+        """Returns how many models share the device's time: those that are busy, and those with running sequences whose steps
+        another engine leads, because their streams, too, wait for each step on this device. busy: the names of this engine's models
+        that may have a step to run."""
         return len(busy) + sum(share.has_sequences for share in self.followed.values())
 
     def room_of(self, served: ServedModel, busy: Sequence[str]) -> StepRoom:
-        """Returns the limits (rows, tokens and time) of a model's next step. busy: the names of all models of this engine that may
-        have a step to run."""
+        """Returns the limits (rows, tokens and time) of a model's next step. busy: the names of this engine's models that may have
+        a step to run."""
         served.turns = turns_of_step(self.num_sharing(busy), len(self._backlogged(busy)), served.backlogged)
         return StepRoom(served.limits, served.turns, strict=self.turns.is_over)
 
@@ -163,14 +165,14 @@ class ServedModels:
         return [name for name in busy if name in self.by_name and self.by_name[name].backlogged]
 
     def uncaptured(self) -> CapturesSteps | None:
-        """Returns a model with sizes of steps that have yet to be captured (recorded, so that steps of that size start faster);
-        None if there is none."""
+        """Returns a model that has yet to capture steps of some size (to record them, so that later steps of that size start
+        faster); None if there is no such model."""
         scheduled = (one.captures for one in self.by_name.values() if one.captures is not None)
         return next((one for one in (*scheduled, *self.followed.values()) if one.num_uncaptured), None)
 
     def capture_next(self) -> None:
-        """Captures steps of one further size (records them, so that they start faster), of a model that has such sizes; does
-        nothing if no model has."""
+        """Makes a model that has yet to capture steps (to record them, so that they start faster) capture those of one further
+        size. Does nothing if there is no such model."""
         model = self.uncaptured()
         if model is not None:
             model.capture_next()
@@ -178,10 +180,10 @@ class ServedModels:
                 log.info("%s: steps of every size are captured", model.name)
 
     def to_capture_between(self, served: ServedModel, plan: BatchPlan) -> CapturesSteps | None:
-        """Returns the model, if steps of one further size are to be captured (recorded) after this step; else None. A size is
-        captured after every 16th step that only decoded (CAPTURE_EVERY_DECODES), if capturing takes only the interpreter and no
-        other model is busy. Without this, a model that always has requests would never be idle, and nothing would be captured by
-        the time a prompt arrives beside its streams."""
+        """Returns the model if steps of one further size are to be captured (recorded) after this step, else None. That is after
+        every 16th step that only decoded (CAPTURE_EVERY_DECODES), if no other model is busy; never for models that launch steps
+        ahead. It is for models that always have requests: they are never idle, and would otherwise have captured nothing when a
+        prompt arrives beside their streams."""
         if served.captures is None or served.ahead is not None or not plan.all_decode:
             return None
         served.num_decodes += 1
@@ -192,9 +194,9 @@ class ServedModels:
     def charge(
         self, served: ServedModel, plan: BatchPlan, seconds: float, proposed: Proposed | None = None, waited_s: float = 0.0
     ) -> None:
-        """Charges a step's device time to the model's turn and its tenants, and learns the costs of such steps from it. The time is
-        `seconds` plus the time of the predictor (in `proposed`). waited_s: how many of these seconds passed until the other devices
-        of a split model had begun the step."""
+        """Charges a step's device time to the model's turn and to the tenants, and learns what such steps cost. The time is
+        `seconds` plus the time of the predictor (in `proposed`). waited_s: the part of `seconds` that passed until the other
+        devices of a split model had begun the step; it does not count as the step's cost."""
         served.limits.note(plan, seconds - waited_s)
         if served.share is not None:
             served.limits.note_wait(waited_s)
@@ -228,7 +230,7 @@ class ServedModels:
 
     def give_up_place(self, place: Place, left: WeightsHeld | None = None) -> None:
         """Frees the chunks of a failed load, or of a model whose sequences are closed and whose weights are unmapped. left: the
-        weights that stay in these free chunks for the model's next load, until something else takes the chunks; None: no weights
+        weights that stay in the free chunks for the model's next load, until other content takes the chunks; None: no weights
         stay."""
         if place.owns_kv:
             self.chunks.give_back(place.kv, reserved=True)
@@ -288,8 +290,8 @@ class ServedModels:
 
     def place_adapter(self, served: ServedModel, key: str, num_chunks: int) -> ResidentAdapter | None:
         """Takes num_chunks adjacent chunks from the KV lease for an adapter of this model that is not in memory, and returns the
-        adapter with its chunks. Returns None if there is no room now. If the adapter has waited for long, a run of chunks is set
-        aside for it and emptied."""
+        adapter with its chunks. Returns None if there is no room now. For an adapter that has waited for long, a run of adjacent
+        chunks is reserved and emptied. key: the adapter's key (adapter_identity)."""
         scheduler = served.scheduler
         placed = scheduler.adapters.place(key, num_chunks, lambda num: self._make_room(served, num))
         if placed is None and scheduler.adapters.is_overdue(key):
@@ -300,8 +302,8 @@ class ServedModels:
         return placed
 
     def _make_room(self, served: ServedModel, num_chunks: int) -> int:
-        """Frees up to num_chunks chunks for an adapter of this model: first those of idle adapters and of other models; then, if
-        that gave none, the model's own, whose cached prefixes are dropped. Returns how many chunks became free for the KV lease."""
+        """Frees up to num_chunks chunks for an adapter of this model: those of idle adapters, and those of other models' KV; if
+        there are none of these, those of the model's own cached prefixes. Returns how many chunks became free for the KV lease."""
         given = self._reclaim(served.spec.model, num_chunks, for_kv=False)
         return given or self.compaction.give_up_prefixes(served.scheduler, num_chunks)
 
@@ -321,14 +323,14 @@ class ServedModels:
             embedder.forget_costs()
 
     def add(self, served: ServedModel) -> None:
-        """Puts a model into service. The model may use more chunks than the KV lease allows. So `keep_lease` must be called, but
-        not before the result of the model's first step was processed: a sequence of that step must not be preempted."""
+        """Puts a model into service. The model may use more chunks than the KV lease allows, so `keep_lease` must be called
+        afterwards. If the model had a first step, the step's result must be processed before that call, because a sequence of the
+        step must not be preempted."""
         self.by_name[served.spec.model] = served
         self.turns.add(served.spec.model)
 
     def keep_lease(self) -> None:
-        """Frees chunks until no more are in use than the KV lease allows: adapters leave, prefixes are dropped, sequences are
-        preempted."""
+        """Frees chunks until no more are in use than the KV lease allows, as set_lease does."""
         self.set_lease(self.chunks.lease_chunks)
 
     def add_encoder(self, spec: LoadModel, hosted: HostedEncoder, place: Place) -> None:
@@ -343,9 +345,9 @@ class ServedModels:
         self._unscheduled_places[share.name] = place
 
     def remove_unscheduled(self, name: str, left: WeightsHeld | None = None) -> bool:
-        """Removes an encoder, whose requests are dropped, or a share of a split model that another engine leads, and frees its
-        memory. left: the weights that stay in the freed chunks for the next load; None: none do. Returns False if there is no such
-        model of this name."""
+        """Removes an encoder, whose requests are dropped, or a share of a split model that another engine leads, frees its memory
+        and returns True. Returns False if there is no such model of this name. left: the weights that stay in the freed chunks for
+        the model's next load; None: none do."""
         embedder, share = self.embedders.pop(name, None), self.followed.pop(name, None)
         if embedder is not None:
             self.turns.remove(name)
@@ -378,9 +380,9 @@ class ServedModels:
         self.give_up_place(served.place, left)
 
     def set_lease(self, lease_chunks: int) -> None:
-        """Sets the KV lease: how many chunks all models together may use beyond what is reserved for them. If more are in use,
-        chunks are freed until it is kept: idle adapters leave, sparse chunks are emptied, then cached prefixes are dropped, then
-        the newest sequences are preempted, whose adapters become idle and leave, too."""
+        """Sets the KV lease: how many chunks all models together may use beyond those that are reserved for them. If more are in
+        use, chunks are freed until the lease is kept. In this order: idle adapters are dropped, sparse chunks are emptied, cached
+        prefixes are dropped, the newest sequences are preempted (whose adapters may then be idle and are dropped, too)."""
         self.chunks.set_lease(lease_chunks)
         self._give_up_idle_adapters(-self.chunks.room_chunks)
         drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.num_drawn_chunks]
@@ -451,9 +453,9 @@ class ServedModels:
         log.info("an engine before this one has left %.2f GiB of weights: %s", num_bytes / 2**30, ", ".join(self._left))
 
     def _left_of(self, spec: LoadModel) -> WeightsHeld | None:
-        """Returns the weights that this load needs, if an earlier engine or load left them on the device, else None. If weights of
-        the same model were left that do not fit the load (other files, dtype, format or part of the model), their chunks count as
-        empty from now on."""
+        """Returns the weights that this load needs, if an earlier engine or load has left them on the device, else None. If other
+        weights of this model were left (other files, dtype, format or part of the model), their chunks count as empty from now
+        on."""
         left = self._left.pop(spec.model, None)
         if left is None or spec.model not in self.chunks.left:
             return None
@@ -465,9 +467,9 @@ class ServedModels:
         return left
 
     def _reclaim(self, wanting: str, num_chunks: int, for_kv: bool = True) -> int:
-        """Frees up to num_chunks chunks for the model `wanting`: drops idle adapters of any model, then empties sparse chunks of
-        other models, then drops other models' cached prefixes. for_kv: whether adapters that no request has used yet are dropped,
-        too, after all that. Returns how many chunks became free for the KV lease."""
+        """Frees up to num_chunks chunks for the model `wanting`: drops idle adapters of any model that requests have used, then
+        empties sparse chunks of other models, then drops other models' cached prefixes. for_kv: whether the chunks are for KV; if
+        True, idle adapters that no request has used yet are dropped last. Returns how many chunks became free for the KV lease."""
         given = self._give_up_idle_adapters(num_chunks, new_ones=False)
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):
             for name, served in self.by_name.items():
@@ -476,8 +478,8 @@ class ServedModels:
         return given + (self._give_up_idle_adapters(num_chunks - given) if for_kv else 0)
 
     def _give_up_idle_adapters(self, num_chunks: int, new_ones: bool = True) -> int:
-        """Drops idle adapters of all models until num_chunks chunks are free or there are no more such adapters. Returns how many
-        chunks became free. new_ones: whether adapters that no request has used yet are dropped, too."""
+        """Drops idle adapters of all models until num_chunks chunks have become free or there are no more idle adapters. Returns
+        how many chunks became free. new_ones: whether adapters that no request has used yet are dropped, too."""
         given = 0
         for served in self.by_name.values():
             if given < num_chunks:

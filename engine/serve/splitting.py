@@ -1,4 +1,4 @@
-"""Determines whether an engine refuses to load its share of a split model, and why."""
+"""Decides whether an engine refuses to load its share of a split model, and says why."""
 
 from __future__ import annotations
 
