@@ -69,8 +69,8 @@ class GroupShare:
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Runs this engine's part of a step that it leads, and returns the step's result. The caller has already posted the step to
-        the other engines of the group. masks: the tokens that constrained rows may sample; other rows may sample any token. Raises
-        GroupBroken if the group has lost a device."""
+        the other engines of the group. masks: for rows with a grammar or limits by token id, the tokens that they may sample; all
+        other rows may sample any token. Raises GroupBroken if the group has lost a device."""
         self._num_executed += 1
         return self.hosted.execute(plan, table, masks)
 

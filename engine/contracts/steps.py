@@ -108,15 +108,15 @@ class HostedModel(Protocol):
 
     @property
     def expert_counts(self) -> CountsExperts | None:
-        """The counts of what the model's experts have computed. None if the model has no experts, or if another device of a split
-        model counts them."""
+        """The counts of the tokens that each of the model's experts has computed. None if the model has no experts, or if another
+        device of a split model counts them."""
         ...
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step and returns its result: writes the KV of the new tokens into the arena's blocks, and samples. masks: the
-        tokens that constrained rows may sample; other rows may sample any token. Raises NoWorkSpace, and GroupBroken if the model
-        is split and its group has lost a device. Any other exception ends the process, because only a new process has a device in a
-        known state."""
+        """Runs one step and returns its result: writes the KV of the new tokens into the arena's blocks, and samples. masks: for
+        rows with a grammar or limits by token id, the tokens that they may sample; all other rows may sample any token. Raises
+        NoWorkSpace, and GroupBroken if the model is split and its group has lost a device. Any other exception ends the process,
+        because only a new process has a device in a known state."""
         ...
 
     def release(self) -> None:
@@ -144,7 +144,8 @@ class Launched(Protocol):
     """A step that was started (LaunchesAhead.launch) and may still be running on the device."""
 
     def wait(self) -> StepResult:
-        """Waits for the step and returns its result. Raises NoWorkSpace, and GroupBroken if the model is split."""
+        """Waits for the step and returns its result. Raises NoWorkSpace, and GroupBroken if the model is split and its group has
+        lost a device."""
         ...
 
 
