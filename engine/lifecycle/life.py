@@ -37,8 +37,8 @@ class State(Enum):
 
 
 class Job(Enum):
-    """The kinds of jobs that a thread does for a model. LOAD: fills its weights. RESTORE: copies saved KV back. STEP: runs its
-    first step. SAVE: copies its KV to the host tier."""
+    """The kinds of jobs that a thread does for a model. LOAD: loads its weights. RESTORE: copies its saved KV back to the device.
+    STEP: runs its first step. SAVE: copies its KV to the host tier."""
 
     LOAD = "load"
     RESTORE = "restore"
