@@ -32,8 +32,9 @@ class AdapterTables:
         return read_adapter(source, self._shape, self._dtype)
 
     def fill(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
-        """Writes column `number` of `places` and `ranks` for an adapter. first_byte: where in the KV arena the adapter's matrices
-        begin. Raises ValueError if first_byte is no multiple of the dtype's size, IndexError if there is no such column."""
+        """Writes column `number` of `places` and `ranks` for an adapter. first_byte: the offset in the KV arena, in bytes, at which
+        the adapter's matrices begin. layout: which matrices it has, and their offsets from first_byte. Raises ValueError if
+        first_byte is no multiple of the dtype's size, IndexError if there is no such column."""
         first, rest = divmod(first_byte, ITEM_BYTES[self._dtype])
         if rest:
             raise ValueError(f"adapter {number} begins at byte {first_byte}, which is within a number of {self._dtype}")
@@ -42,8 +43,8 @@ class AdapterTables:
             self.places[place.number, number], self.ranks[place.number, number] = first + place.offset, place.rank
 
     def empty(self, number: int) -> None:
-        """Clears column `number` of `places` and `ranks`, which means that no adapter has this number. Raises IndexError if there
-        is no such column."""
+        """Clears column `number` of `places` and `ranks`: no adapter has this number any more. Raises IndexError if there is no
+        such column."""
         if not 0 <= number < MAX_ADAPTERS:
             raise IndexError(f"adapter number {number} is not among 0 to {MAX_ADAPTERS - 1}")
         self.places[:, number], self.ranks[:, number] = -1, 0

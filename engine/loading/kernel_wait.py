@@ -1,5 +1,5 @@
-"""Lets a load wait until kernels are compiled. Such a wait is reported, can be cancelled, and does not count as time in which
-weights are read.
+"""Waits, as a part of a load, until kernels are compiled. Such a wait is reported, can be cancelled, and does not count as time in
+which weights are read.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def wait_for_kernels(prepared: Future[None], task: LoadTask) -> None:
 
 
 class Compilation:
-    """A context manager that has a model's kernels compiled while the model's weights are read: a thread calls `compiled`. When the
-    context is left before `compiled` has returned, the wait for kernels is ended, and the thread with it. compiled: the function
-    that Backend.need_kernels has returned; None: the load need not wait for kernels."""
+    """A context manager that calls `compiled` in a thread, so that a model's kernels are compiled while its weights are read. If
+    the context is left before `compiled` has returned, `compiled` is stopped. In any case the thread has ended when the context has
+    been left. compiled: the function that Backend.need_kernels has returned; None: the load need not wait for kernels."""
 
     def __init__(self, compiled: Callable[[Callable[[], None]], None] | None, task: LoadTask) -> None:
         self._compiled, self._task = compiled, task

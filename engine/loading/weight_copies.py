@@ -27,9 +27,9 @@ class WeightCopies:
         self._memory, self._tier = memory, tier
 
     def take(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
-        """Fills the mapped range `weights` with the copy in spec.source_slots of the host tier. Returns False if there are no such
-        slots, or if the copy cannot be used; task.source_rejected then gives the reason. gate: notified of the bytes that have
-        arrived. Raises LoadCancelled if the load is cancelled."""
+        """Fills the mapped range `weights` with the copy in spec.source_slots of the host tier, and returns True. Returns False if
+        there are no such slots, or if the copy cannot be used, which task.source_rejected then explains. gate: notified of the
+        bytes that have arrived; None: no step waits for them. Raises LoadCancelled if the load is cancelled."""
         spec = task.spec
         if not spec.source_slots:
             return False
