@@ -42,8 +42,8 @@ class ExpertNews:
             self._told_s = now
 
     def tell_last(self, model: str) -> None:
-        """Sends what a model's experts have computed since the last report, because the model is about to leave. Called while no
-        step runs."""
+        """Sends the counts of a model's experts since the last report, because the model is about to leave. Called while no step
+        runs."""
         if model in self._stepped:
             self._stepped.discard(model)
             self._tell(model, wait=True)

@@ -1,6 +1,6 @@
 """Runs the steps of split models on one engine. A group consists of the engines that hold the shares of one split model; the engine
-of rank 0 leads it, that is, plans its steps. The exchange memory (engine/exchange.py) has one queue for each engine, which takes
-the steps of all its groups, so that engines run the steps that they share in the same order."""
+of rank 0 leads it, that is, plans its steps. In the exchange memory (engine/exchange.py) each engine has one queue for the steps of
+all its groups, so that all engines run the steps that they share in the same order."""
 
 from __future__ import annotations
 
@@ -184,8 +184,9 @@ class GroupSteps:
 
 
 class PostedStep:
-    """A step of a split model that this engine leads and has posted to its group (an engine.contracts.steps.Launched). masks: the
-    tokens that constrained rows may sample (RowMasks); set before the step runs; None: no row is constrained."""
+    """A step of a split model that this engine leads and has posted to its group (an engine.contracts.steps.Launched). masks: for
+    rows with a grammar or limits by token id, the tokens that they may sample (RowMasks); set before the step runs; None: there are
+    no such rows."""
 
     def __init__(self, steps: GroupSteps, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> None:
         self._steps, self._share, self._plan, self._table = steps, share, plan, table

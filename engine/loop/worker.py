@@ -465,8 +465,8 @@ class Engine:
         self._stepped(name)
 
     def _stepped(self, name: str) -> None:
-        """Reports after each step what is due: statistics, and what experts have computed. Collects garbage if that is overdue.
-        name: the step's model."""
+        """Sends the reports that are due after a step: statistics, and the counts of tokens that experts have computed. Collects
+        garbage if that is overdue. name: the step's model."""
         self._stats_dirty = True
         self.expert_news.stepped(name)
         now = time.monotonic()
@@ -509,8 +509,8 @@ class Engine:
         return min(waits_s, default=None)
 
     def _idle(self) -> None:
-        """Does the first of these that is due while nothing runs: sends statistics, sends what experts have computed, or does a
-        part of the idle work."""
+        """Does the first of these that is due while nothing runs: sends statistics, sends the counts of tokens that experts have
+        computed, or does a part of the idle work."""
         now = time.monotonic()
         if self._stats_dirty:
             self._send_stats(now)
