@@ -94,8 +94,8 @@ class ModelGrammars:
     opened: whether the process has loaded the model's tokenizer.
     num_awaited: number of requests in the batch scheduler whose next mask the process owes.
     starts, advances: the answers to Start and to Advance that the process owes; it works on both kinds at once.
-    since_s: the last time at which parked requests began to wait, or at which the process showed that it reads messages: the latest
-    of its start, its first request, a message sent while it had read all earlier ones, and its reading of kept messages."""
+    since_s: when the process last showed that it reads its messages or, if that was later, when it was started or got a request
+    after having none."""
 
     served: ServedModel
     port: GrammarPort
@@ -118,10 +118,11 @@ class ModelGrammars:
         return min(waits, default=inf)
 
     def suspects(self, hangs_since_s: float | None = None) -> list[Constrained]:
-        """Returns the requests that may have made the process die or hang: all, if the process had not loaded the tokenizer yet.
-        hangs_since_s: None if the process has died: then those whose next mask it owed are returned. Otherwise the process has owed
-        answers since then. If these are answers to Start, the first such request is returned, because the process builds grammars
-        one after the other; if they are answers to Advance, all such requests."""
+        """Returns the requests that may have made the process die or hang: all of them, if the process had not loaded the tokenizer
+        yet.
+        hangs_since_s: None: the process has died; the requests whose next mask it owed are returned. Otherwise the process has hung
+        since this time. If it has owed answers to Start for so long, the first of these requests is returned, because it builds
+        grammars one after the other; if it has owed answers to Advance for so long, all of these requests are."""
         if not self.opened:
             return list(self.by_id.values())
         if hangs_since_s is None:
@@ -406,9 +407,9 @@ class Constraints:
         return port
 
     def _start_parked(self, grammars: ModelGrammars) -> None:
-        """Sends parked requests to the grammar process, as long as the process has loaded the tokenizer, has rows for masks and
-        reads its messages. A process that does not read is sent no more grammars, so that its backlog stays short however many
-        requests come and go."""
+        """Sends parked requests (those that the grammar process has not been sent yet) to the process, as long as the process has
+        loaded the tokenizer, has rows for masks and reads its messages. A process that does not read is sent no more grammars, so
+        that its backlog stays short however many requests come and go."""
         while grammars.opened and grammars.parked and not grammars.port.backlog_bytes:
             each = grammars.parked[0]
             if each.row < 0:

@@ -88,7 +88,8 @@ class Embedder:
         return self._costs.firm_seconds(self._num_tokens(request_ids))
 
     def forget_costs(self) -> None:
-        """Drops the costs of steps that were learned from earlier steps, because steps will take another time from now on."""
+        """Drops the costs of steps that were learned from earlier steps. Called when other kernels are put into use, which change
+        how long steps take."""
         self._costs = StepCosts()
 
     def _num_tokens(self, request_ids: list[int]) -> int:

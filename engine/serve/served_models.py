@@ -180,10 +180,10 @@ class ServedModels:
                 log.info("%s: steps of every size are captured", model.name)
 
     def to_capture_between(self, served: ServedModel, plan: BatchPlan) -> CapturesSteps | None:
-        """Returns the model if steps of one further size are to be captured (recorded) after this step, else None. That is after
-        every 16th step that only decoded (CAPTURE_EVERY_DECODES), if no other model is busy; never for models that launch steps
-        ahead. It is for models that always have requests: they are never idle, and would otherwise have captured nothing when a
-        prompt arrives beside their streams."""
+        """Returns the model if steps of one further size are to be captured (recorded) after this step, else None. A size is
+        captured after every 16th step that only decoded (CAPTURE_EVERY_DECODES), if no other model is busy and this one does not
+        launch steps ahead. Otherwise a model that always has requests, and so is never idle, would have captured nothing when a
+        prompt arrives beside its streams."""
         if served.captures is None or served.ahead is not None or not plan.all_decode:
             return None
         served.num_decodes += 1
@@ -316,7 +316,8 @@ class ServedModels:
         return any(share.has_sequences for share in self.followed.values())
 
     def forget_costs(self) -> None:
-        """Drops the costs of steps that were learned from earlier steps, because steps will take another time from now on."""
+        """Drops the costs of steps that were learned from earlier steps. Called when other kernels are put into use, which change
+        how long steps take."""
         for limits in self._limits.values():
             limits.forget()
         for embedder in self.embedders.values():
