@@ -1,8 +1,8 @@
 """Defines every message between the daemon and an engine: tagged msgspec Structs over a socketpair.
 
 Framing: 4-byte little-endian length, then one msgpack body (`encode` / `FrameReader`). A step sends at most one `TokensOut`,
-whatever the number of sequences, so the host's cost of a token does not grow with the batch. Its fields are flat arrays of numbers,
-without an object per token.
+whatever the number of sequences, and the fields of that message are flat arrays of numbers, without an object per token. So the
+host's cost of a token does not grow with the batch.
 """
 
 from __future__ import annotations
